@@ -1,0 +1,91 @@
+# Two commands matter: `make demo` trains a small GPT on two ranks, `make test` runs the quick tests.
+# Both first check the machine, make .venv with pinned packages and build the engine into
+# python/shardwright (an editable install). `make` alone builds.
+
+CC ?= gcc
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+TORCH ?=
+# The first Python >= 3.10 that has its headers and venv. Torch's wheels decide the order.
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.10; do \
+	$$python -c 'import ensurepip, os, sys, sysconfig, venv; \
+sys.exit(sys.version_info < (3, 10) or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+	2>/dev/null && { echo $$python; break; }; done)
+
+export SW_WERROR ?= 1
+MAKEFLAGS += --no-print-directory
+CSRC := $(sort $(shell find csrc -name '*.[ch]'))
+BUILD_INPUTS := $(CSRC) setup.py pyproject.toml
+ENGINE := python/shardwright/_engine.abi3.so
+
+.PHONY: build demo test test-long test-torch asan tsan bench fmt wheel clean check-machine
+
+build: $(VENV)/.built
+
+check-machine:
+	@command -v "$(firstword $(CC))" >/dev/null || \
+		{ echo "The C compiler '$(CC)' was not found: install gcc, or name one with CC=." >&2; exit 1; }
+	@test -n "$(PYTHON)" && command -v "$(PYTHON)" >/dev/null || \
+		{ echo "No Python >= 3.10 with headers (Python.h) and venv was found: install python3-dev and python3-venv, or name one with PYTHON=." >&2; exit 1; }
+	@echo 'int main(void) { return 0; }' | $(CC) -x c -o /dev/null - 2>/dev/null || \
+		{ echo "'$(CC)' cannot link a program: install the C library's headers (libc6-dev)." >&2; exit 1; }
+
+$(BIN)/python: | check-machine
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp is touched last: an interrupted step runs again.
+$(VENV)/.installed: requirements/dev.txt requirements/torch.txt requirements/tools.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -r requirements/dev.txt
+	@touch $@
+
+# Once: the editable install writes the path file and the `shardwright` command.
+$(VENV)/.editable: pyproject.toml $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# After each change of a C file: only the changed objects and the link.
+$(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.editable
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@test -f $(ENGINE) && touch $@
+
+demo: build
+	$(BIN)/torchrun --nproc-per-node 2 --standalone examples/train_gpt.py
+
+test: build
+	SW_TEST_WORLDS=$${SW_TEST_WORLDS:-1,3} $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: build
+	SW_TEST_WORLDS=1,2,3,5 SW_TEST_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The quick form on another torch, in an environment of its own: make test-torch TORCH=2.4.1
+test-torch: build
+	@test -n "$(TORCH)" || { echo "Name the torch to test: make test-torch TORCH=2.4.1" >&2; exit 1; }
+	@test -x .venv-torch-$(TORCH)/bin/python || $(BIN)/python -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install --quiet -r requirements/tools.txt torch==$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	SW_TEST_WORLDS=1,3 .venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
+
+asan: build
+	$(BIN)/python -m pytest tests/test_csrc.py -k asan $(PYTEST_ARGS)
+
+tsan: build
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py -k tsan $(PYTEST_ARGS)
+
+bench: build
+	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done
+
+$(VENV)/.fmt: requirements/fmt.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -r requirements/fmt.txt
+	@touch $@
+
+fmt: $(VENV)/.fmt
+	$(BIN)/clang-format -i $(CSRC) $(wildcard tests/csrc/*.[ch])
+	$(BIN)/ruff format --quiet setup.py python tests examples benchmarks
+
+wheel: $(VENV)/.installed
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
+
+clean:
+	rm -rf build dist $(ENGINE) $(VENV)/.built .pytest_cache

@@ -1,0 +1,41 @@
+/* bytes.h - overflow-checked arithmetic on sizes, and the alignment every layout uses. Thread rule: any. */
+#ifndef SW_BASE_BYTES_H
+#define SW_BASE_BYTES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* Every parameter and every cut starts on such a boundary: it holds the widest vector, two cache lines
+ * (the adjacent-line prefetcher pairs them), and keeps torch's vector bodies aligned at every cut. */
+enum { SW_ALIGNMENT_BYTES = 128 };
+
+static inline bool sw_size_add(size_t a, size_t b, size_t *sum)
+{
+    return !__builtin_add_overflow(a, b, sum);
+}
+
+static inline bool sw_size_multiply(size_t a, size_t b, size_t *product)
+{
+    return !__builtin_mul_overflow(a, b, product);
+}
+
+/* `value` up to the next multiple of `alignment` (a power of two); false on overflow. */
+static inline bool sw_size_round_up(size_t value, size_t alignment, size_t *rounded)
+{
+    if (!sw_size_add(value, alignment - 1, rounded))
+        return false;
+    *rounded &= ~(alignment - 1);
+    return true;
+}
+
+static inline size_t sw_size_min(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline size_t sw_size_max(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+#endif

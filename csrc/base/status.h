@@ -1,0 +1,61 @@
+/* status.h - how every function of the engine fails.
+ *
+ * Idea: the first function that knows the meaning writes one sentence (operation, argument, legal range,
+ * value given); everyone above passes it on unchanged. Three macros do it and there is no fourth.
+ *
+ * Thread rule: any; an sw_error belongs to one call chain.
+ */
+#ifndef SW_BASE_STATUS_H
+#define SW_BASE_STATUS_H
+
+#if defined(__GNUC__)
+#define SW_MUST_USE __attribute__((warn_unused_result))
+#define SW_PRINTF(format_index, first) __attribute__((format(printf, format_index, first)))
+#else
+#define SW_MUST_USE
+#define SW_PRINTF(format_index, first)
+#endif
+
+typedef enum sw_status {
+    SW_OK = 0,
+    SW_E_INVALID,     /* an argument out of its legal range: ValueError */
+    SW_E_MEMORY,      /* an allocation failed or a limit forbids it: MemoryError */
+    SW_E_OS,          /* a system call failed, detail is errno: OSError */
+    SW_E_STATE,       /* a move the state machine does not have: sw.Error */
+    SW_E_UNSUPPORTED, /* meaningful, but not here: NotImplementedError */
+    SW_E_MISMATCH,    /* ranks disagree: sw.Error */
+    SW_E_COMM,        /* a peer died or left, detail is its rank: sw.CommError */
+    SW_E_TIMEOUT,     /* a deadline passed, detail is the rank waited for: sw.CommTimeoutError */
+    SW_E_INTERRUPTED, /* the caller asked to stop waiting (a signal): whatever it raised */
+} sw_status;
+
+enum { SW_ERROR_MESSAGE_BYTES = 512 };
+
+typedef struct sw_error { /* caller-owned, may be NULL; one per call chain */
+    sw_status status;     /* what callers branch on */
+    int detail;           /* errno or rank, by status; -1 when there is none */
+    char message[SW_ERROR_MESSAGE_BYTES];
+} sw_error;
+
+/* Writes the error (a NULL err is allowed) and returns `status`. Use through SW_FAIL. */
+sw_status sw_error_set(sw_error *err, sw_status status, int detail, const char *format, ...)
+    SW_PRINTF(4, 5);
+
+#define SW_FAIL(err, status, ...) return sw_error_set((err), (status), -1, __VA_ARGS__)
+#define SW_TRY(expr)                        \
+    do {                                    \
+        sw_status sw_try_status_ = (expr);  \
+        if (sw_try_status_ != SW_OK)        \
+            return sw_try_status_;          \
+    } while (0)
+#define SW_TRY_GOTO(status, expr, label) \
+    do {                                 \
+        (status) = (expr);               \
+        if ((status) != SW_OK)           \
+            goto label;                  \
+    } while (0)
+
+/* "SW_E_COMM" and so on; never NULL. */
+const char *sw_status_name(sw_status status);
+
+#endif

@@ -1,0 +1,118 @@
+/* comm.h - collectives as one table of functions, whatever carries the bytes.
+ *
+ * Idea: every rank issues the same operations in the same order; operation t has ticket t. An operation on
+ * an arena is posted and completes while the caller computes (progress() helps it on); an operation on
+ * private memory runs to its end. There is no progress thread: whoever calls, helps.
+ *
+ * What it leaves out: how ranks find each other (shm.h, local.h), what a bucket is (reduce/).
+ *
+ * Thread rule: one at a time a communicator. Errors end the communicator: every later call repeats the
+ * first error, on every rank the same sentence where ranks disagree.
+ */
+#ifndef SW_COMM_COMM_H
+#define SW_COMM_COMM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "kernels/kernels.h"
+#include "tensor/dtype.h"
+
+enum { SW_COMM_LABEL_BYTES = 96, SW_COMM_PEER_BYTES = 96, SW_COMM_MAX_WORLD = 1024 };
+
+typedef enum sw_op_kind {
+    SW_OP_BARRIER = 0,
+    SW_OP_ALL_REDUCE,
+    SW_OP_REDUCE_SCATTER, /* as all_reduce, but the result reaches the owner's slice alone */
+    SW_OP_ALL_GATHER,
+    SW_OP_BROADCAST,
+    SW_OP_KIND_COUNT,
+} sw_op_kind;
+
+/* Memory of one size on every rank, mapped by all. owned by the communicator's caller. */
+typedef struct sw_arena {
+    size_t size_bytes;
+    uint8_t **base; /* owned; world_size addresses in this process, base[rank] is the own part */
+    int world_size;
+} sw_arena;
+
+/* What to fold, decided when every rank has posted: by the reducer, from the use bits beside the data. */
+typedef struct sw_fold_plan {
+    void *context; /* borrowed until the operation is complete */
+    /* Which ranks contribute (world_size flags) and the factor of SW_REDOP_MEAN. */
+    void (*resolve)(void *context, bool *contributes, double *scale);
+    /* The next run of elements to fold at or after `cursor` and before `end`; false when there is none.
+     * Elements between runs keep their bits on every rank. */
+    bool (*next_run)(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel);
+} sw_fold_plan;
+
+typedef struct sw_op {
+    sw_op_kind kind;
+    sw_dtype dtype;
+    sw_redop redop;
+    int root;          /* broadcast only */
+    uint32_t round;    /* a caller's counter that must agree between ranks */
+    size_t numel;      /* elements a rank; of the whole buffer */
+    const sw_arena *arena; /* borrowed until complete; NULL: private memory at data */
+    size_t offset_bytes;   /* into the arena */
+    void *data;            /* borrowed until complete; private memory, this rank's */
+    const sw_fold_plan *plan; /* borrowed until complete; NULL: fold everything, divide by world_size */
+    char label[SW_COMM_LABEL_BYTES]; /* must agree between ranks; named in errors */
+} sw_op;
+
+typedef struct sw_comm_hooks { /* both may be NULL; called by the waiting thread itself */
+    void *context;
+    bool (*interrupted)(void *context);
+    void (*log)(void *context, const char *message);
+} sw_comm_hooks;
+
+typedef struct sw_comm_stats {
+    uint64_t operations[SW_OP_KIND_COUNT];
+    uint64_t bytes_reduced; /* of buffers given to all_reduce and reduce_scatter */
+    uint64_t bytes_staged;  /* of private memory that went through slots */
+    uint64_t waits;         /* times a thread went to sleep */
+    uint64_t wait_ns;       /* asleep, in all */
+} sw_comm_stats;
+
+typedef struct sw_comm sw_comm;
+
+typedef struct sw_comm_ops {
+    /* Collective. On failure every rank gets the same SW_E_MEMORY naming the rank that could not. */
+    sw_status (*arena_create)(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena, sw_error *err);
+    void (*arena_destroy)(sw_comm *comm, sw_arena *arena);
+    /* Issues an operation on an arena. */
+    sw_status (*post)(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err);
+    /* Does what can be done without waiting; *complete tells whether `ticket` is. */
+    sw_status (*poll)(sw_comm *comm, uint32_t ticket, bool *complete, sw_error *err);
+    sw_status (*wait)(sw_comm *comm, uint32_t ticket, sw_error *err);
+    /* Runs an operation on private memory, or on an arena, to its end. */
+    sw_status (*run)(sw_comm *comm, const sw_op *op, sw_error *err);
+    /* Every rank's `size_bytes` bytes, in rank order, to `all` (world_size * size_bytes). */
+    sw_status (*gather)(sw_comm *comm, const void *mine, size_t size_bytes, void *all, const char *label, sw_error *err);
+    /* Ends the communicator for every rank, with this sentence. */
+    void (*abort)(sw_comm *comm, const sw_error *reason);
+    /* "rank 2 (pid 4711 on host a)". */
+    void (*peer)(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+    /* Tells the peers that this rank issues nothing more; memory stays until destroy. Every later call fails. */
+    void (*leave)(sw_comm *comm);
+    void (*destroy)(sw_comm *comm);
+} sw_comm_ops;
+
+struct sw_comm {
+    const sw_comm_ops *ops;
+    int rank;
+    int world_size;
+    int64_t timeout_ns;    /* of each wait */
+    int64_t warn_after_ns; /* a wait this long is logged; again at twice that, and so on */
+    sw_comm_hooks hooks;
+    sw_comm_stats stats;
+};
+
+/* Elements of a rank's slice of `numel` elements: equal, and every cut on SW_ALIGNMENT_BYTES. */
+size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);
+
+const char *sw_op_kind_name(sw_op_kind kind);
+
+#endif

@@ -1,0 +1,102 @@
+/* fabric_execute.c - what an operation does to memory, once every rank has posted it.
+ *
+ * Pool form: a rank folds its own slice of all W buffers and stores the result into all of them, so n bytes
+ * are read and n written by each rank, whatever W. Slot form: every rank folds the whole chunk, which is in
+ * cache, into its own private memory: more arithmetic, one wait less. Both fold in rank order. */
+#include <string.h>
+
+#include "base/bytes.h"
+#include "comm/fabric.h"
+
+/* The part of an operation that this rank folds, in elements of the operation. */
+typedef struct fold_range {
+    size_t begin, end;
+    bool slots;        /* sources are the slots of `ticket`; else the arena's parts */
+    bool everywhere;   /* store into every rank's part; else into this rank's alone */
+} fold_range;
+
+static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket, const fold_range *range,
+                     size_t begin, size_t numel, double scale)
+{
+    const sw_op *op = &pending->op;
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype);
+    int sources = 0, destinations = 0;
+    for (int r = 0; r < fabric->comm.world_size; ++r) {
+        uint8_t *part = range->slots ? fabric->control[r]->slot[ticket % SW_FABRIC_SLOTS] + (begin - pending->begin) * element_bytes
+                                     : op->arena->base[r] + op->offset_bytes + begin * element_bytes;
+        if (fabric->contributes[r])
+            fabric->source[sources++] = part;
+        if (!range->slots && (range->everywhere || r == fabric->comm.rank))
+            fabric->destination[destinations++] = part;
+    }
+    if (range->slots)
+        fabric->destination[destinations++] = (uint8_t *)op->data + (begin - pending->begin) * element_bytes;
+    if (sources > 0)
+        sw_kernels()->fold[op->dtype]((void *const *)fabric->destination, destinations,
+                                      (const void *const *)fabric->source, sources, numel, scale, op->redop);
+}
+
+static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket, const fold_range *range)
+{
+    const sw_fold_plan *plan = pending->op.plan;
+    double scale = 1.0 / fabric->comm.world_size;
+    size_t begin = range->begin, numel = range->end - range->begin;
+    for (int r = 0; r < fabric->comm.world_size; ++r)
+        fabric->contributes[r] = true;
+    if (!plan) {
+        if (numel)
+            fold_run(fabric, pending, ticket, range, begin, numel, scale);
+        return;
+    }
+    plan->resolve(plan->context, fabric->contributes, &scale);
+    for (size_t cursor = range->begin;
+         cursor < range->end && plan->next_run(plan->context, cursor, range->end, &begin, &numel);
+         cursor = begin + numel)
+        fold_run(fabric, pending, ticket, range, begin, numel, scale);
+}
+
+static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
+{
+    const sw_op *op = &pending->op;
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype);
+    size_t slice = sw_comm_slice_numel(op->numel, element_bytes, fabric->comm.world_size);
+    fold_range range = {.begin = sw_size_min((size_t)fabric->comm.rank * slice, op->numel),
+                        .everywhere = op->kind == SW_OP_ALL_REDUCE};
+    range.end = sw_size_min(range.begin + slice, op->numel);
+    if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER) {
+        fold(fabric, pending, ticket, &range);
+    } else if (op->kind == SW_OP_ALL_GATHER) {
+        size_t offset = op->offset_bytes + range.begin * element_bytes;
+        for (int r = 0; r < fabric->comm.world_size; ++r)
+            if (r != fabric->comm.rank)
+                memcpy(op->arena->base[r] + offset, op->arena->base[fabric->comm.rank] + offset,
+                       (range.end - range.begin) * element_bytes);
+    }
+}
+
+static void execute_slot(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
+{
+    const sw_op *op = &pending->op;
+    size_t slot = ticket % SW_FABRIC_SLOTS;
+    size_t bytes = pending->count * sw_dtype_size_bytes(op->dtype);
+    if (bytes == 0)
+        return;
+    if (op->kind == SW_OP_ALL_REDUCE) {
+        fold_range range = {.begin = pending->begin, .end = pending->begin + pending->count, .slots = true};
+        fold(fabric, pending, ticket, &range);
+    } else if (op->kind == SW_OP_BROADCAST && op->root != fabric->comm.rank) {
+        memcpy(op->data, fabric->control[op->root]->slot[slot], bytes);
+    } else if (op->kind == SW_OP_ALL_GATHER) {
+        for (int r = 0; r < fabric->comm.world_size; ++r)
+            memcpy((uint8_t *)pending->gathered + (size_t)r * op->numel + pending->begin,
+                   fabric->control[r]->slot[slot], bytes);
+    }
+}
+
+void sw_fabric_execute(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
+{
+    if (pending->op.arena)
+        execute_pool(fabric, pending, ticket);
+    else
+        execute_slot(fabric, pending, ticket);
+}

@@ -1,0 +1,158 @@
+/* local.c - control blocks and arenas are pages of this process; everything else is the fabric's. */
+#include "comm/local.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "comm/fabric.h"
+#include "platform/memory.h"
+
+struct sw_local_group {
+    int world_size;
+    sw_control **control; /* owned, and the blocks */
+};
+
+typedef struct local_comm {
+    sw_fabric fabric; /* first */
+} local_comm;
+
+typedef struct arena_offer { /* what each rank tells the others of its part */
+    uint8_t *address; /* NULL: could not allocate */
+    char message[128];
+} arena_offer;
+
+sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error *err)
+{
+    if (world_size < 1 || world_size > SW_COMM_MAX_WORLD)
+        SW_FAIL(err, SW_E_INVALID, "local group: world_size must be in [1, %d], got %d", SW_COMM_MAX_WORLD, world_size);
+    sw_local_group *made = calloc(1, sizeof *made);
+    sw_control **control = calloc((size_t)world_size, sizeof *control);
+    if (!made || !control) {
+        free(made);
+        free(control);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for a local group of %d ranks", world_size);
+    }
+    made->world_size = world_size;
+    made->control = control;
+    for (int r = 0; r < world_size; ++r) {
+        sw_status status = sw_pages_map(sizeof(sw_control), (uint8_t **)&control[r], err);
+        if (status != SW_OK) {
+            sw_local_group_destroy(made);
+            return status;
+        }
+        control[r]->pid = (int32_t)getpid();
+        snprintf(control[r]->host, sizeof control[r]->host, "local");
+    }
+    *group = made;
+    return SW_OK;
+}
+
+void sw_local_group_destroy(sw_local_group *group)
+{
+    if (!group)
+        return;
+    for (int r = 0; r < group->world_size; ++r)
+        sw_memory_unmap((uint8_t *)group->control[r], sizeof(sw_control));
+    free(group->control);
+    free(group);
+}
+
+static bool peer_never_ends(sw_fabric *fabric, int rank)
+{
+    (void)fabric;
+    (void)rank;
+    return false;
+}
+
+static void arena_destroy(sw_comm *comm, sw_arena *arena)
+{
+    if (!arena)
+        return;
+    sw_memory_unmap(arena->base[comm->rank], arena->size_bytes);
+    free(arena->base);
+    free(arena);
+}
+
+static sw_status check_offers(const arena_offer *offers, int world_size, const char *label, sw_error *err)
+{
+    for (int r = 0; r < world_size; ++r)
+        if (!offers[r].address)
+            SW_FAIL(err, SW_E_MEMORY, "arena '%s': rank %d could not allocate: %s", label, r, offers[r].message);
+    return SW_OK;
+}
+
+static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena, sw_error *err)
+{
+    size_t count = (size_t)comm->world_size;
+    sw_status status;
+    sw_error cause = {.message = ""};
+    arena_offer mine = {.address = NULL};
+    sw_arena *made = calloc(1, sizeof *made);
+    uint8_t **base = calloc(count, sizeof *base);
+    arena_offer *offers = calloc(count, sizeof *offers);
+    if (!made || !base || !offers) {
+        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the tables of arena '%s'", label);
+        goto free_tables;
+    }
+    if (sw_pages_map(size_bytes, &mine.address, &cause) != SW_OK)
+        snprintf(mine.message, sizeof mine.message, "%.120s", cause.message);
+    SW_TRY_GOTO(status, comm->ops->gather(comm, &mine, sizeof mine, offers, label, err), unmap);
+    SW_TRY_GOTO(status, check_offers(offers, comm->world_size, label, err), unmap);
+    for (size_t r = 0; r < count; ++r)
+        base[r] = offers[r].address;
+    *made = (sw_arena){.size_bytes = size_bytes, .base = base, .world_size = comm->world_size};
+    free(offers);
+    *arena = made;
+    return SW_OK;
+unmap:
+    sw_memory_unmap(mine.address, size_bytes);
+free_tables:
+    free(made);
+    free(base);
+    free(offers);
+    return status;
+}
+
+static void destroy(sw_comm *comm)
+{
+    if (!comm)
+        return;
+    sw_fabric_fini((sw_fabric *)comm);
+    free(comm);
+}
+
+static const sw_comm_ops local_ops = {
+    .arena_create = arena_create,
+    .arena_destroy = arena_destroy,
+    .post = sw_fabric_post,
+    .poll = sw_fabric_poll,
+    .wait = sw_fabric_wait,
+    .run = sw_fabric_run,
+    .gather = sw_fabric_gather,
+    .abort = sw_fabric_abort,
+    .peer = sw_fabric_peer,
+    .leave = sw_fabric_leave,
+    .destroy = destroy,
+};
+
+sw_status sw_local_comm_create(sw_local_group *group, int rank, sw_comm **comm, sw_error *err)
+{
+    if (rank < 0 || rank >= group->world_size)
+        SW_FAIL(err, SW_E_INVALID, "local communicator: rank must be in [0, %d), got %d", group->world_size, rank);
+    local_comm *made = calloc(1, sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for a local communicator");
+    made->fabric.comm = (sw_comm){.ops = &local_ops,
+                                  .timeout_ns = INT64_C(1800) * 1000000000,
+                                  .warn_after_ns = INT64_C(30) * 1000000000};
+    made->fabric.peer_ended = peer_never_ends;
+    sw_status status = sw_fabric_init(&made->fabric, rank, group->world_size, group->control, err);
+    if (status != SW_OK) {
+        destroy(&made->fabric.comm);
+        return status;
+    }
+    *comm = &made->fabric.comm;
+    return SW_OK;
+}

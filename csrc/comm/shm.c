@@ -1,0 +1,343 @@
+/* shm.c - joining, passing memory, watching peers. The protocol itself is the fabric's. */
+#include "comm/shm.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "comm/fabric.h"
+#include "platform/clock.h"
+#include "platform/memory.h"
+#include "platform/process.h"
+
+enum { HELLO_MAGIC = 0x53574831 /* "SWH1": changes when sw_control or the hello does */ };
+
+typedef struct hello {
+    uint32_t magic;
+    int32_t rank, world_size;
+    int32_t has_pidfd;
+    uint64_t control_bytes;
+    uint8_t secret[SW_SHM_SECRET_BYTES];
+} hello;
+
+typedef struct peer_link {
+    int socket; /* owned; -1: none (self) */
+    int pidfd;  /* owned; -1: not watched */
+} peer_link;
+
+typedef struct shm_comm {
+    sw_fabric fabric; /* first */
+    sw_control **control; /* owned, mapped blocks included */
+    peer_link *link;      /* owned, world_size */
+    int listener;         /* owned; -1 once connected */
+    int control_fd;       /* owned; -1 once connected */
+    int pidfd;            /* owned; on this process */
+    int owner_pid;        /* who may tell the group that it leaves */
+    int64_t join_deadline_ns;
+} shm_comm;
+
+static void close_fd(int *fd)
+{
+    if (*fd >= 0)
+        close(*fd);
+    *fd = -1;
+}
+
+static bool peer_ended(sw_fabric *fabric, int rank)
+{
+    return sw_process_has_ended(((shm_comm *)fabric)->link[rank].pidfd);
+}
+
+static void destroy(sw_comm *comm)
+{
+    shm_comm *shm = (shm_comm *)comm;
+    if (!comm)
+        return;
+    /* A forked child has a copy of everything: it must not speak for its parent. */
+    if (getpid() != shm->owner_pid)
+        shm->fabric.ended = SW_E_STATE;
+    sw_fabric_fini(&shm->fabric);
+    for (int r = 0; r < comm->world_size; ++r) {
+        if (shm->control)
+            sw_memory_unmap((uint8_t *)shm->control[r], sizeof(sw_control));
+        if (shm->link) {
+            close_fd(&shm->link[r].socket);
+            close_fd(&shm->link[r].pidfd);
+        }
+    }
+    close_fd(&shm->listener);
+    close_fd(&shm->control_fd);
+    close_fd(&shm->pidfd);
+    free(shm->control);
+    free(shm->link);
+    free(shm);
+}
+
+typedef struct arena_verdict {
+    uint32_t failed;
+    char message[252];
+} arena_verdict;
+
+/* Tells every rank whether `local` succeeded here, and fails everywhere alike if it did not somewhere. */
+static sw_status agree(sw_comm *comm, const char *label, sw_status local, const sw_error *cause, sw_error *err)
+{
+    arena_verdict mine = {.failed = local != SW_OK};
+    arena_verdict *all = calloc((size_t)comm->world_size, sizeof *all);
+    if (!all)
+        SW_FAIL(err, SW_E_MEMORY, "no memory to agree on arena '%s'", label);
+    if (local != SW_OK)
+        snprintf(mine.message, sizeof mine.message, "%.250s", cause->message);
+    sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);
+    for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
+        if (all[r].failed)
+            status = sw_error_set(err, SW_E_MEMORY, r, "arena '%s' is not possible on rank %d: %s", label, r,
+                                  all[r].message);
+    free(all);
+    return status;
+}
+
+static sw_status exchange_parts(shm_comm *shm, int fd, sw_arena *arena, sw_error *err)
+{
+    sw_comm *comm = &shm->fabric.comm;
+    int64_t deadline_ns = sw_clock_now_ns() + comm->timeout_ns;
+    uint64_t size_bytes = arena->size_bytes;
+    for (int r = 0; r < comm->world_size; ++r)
+        if (r != comm->rank)
+            SW_TRY(sw_socket_send(shm->link[r].socket, &size_bytes, sizeof size_bytes, &fd, 1, err));
+    for (int r = 0; r < comm->world_size; ++r) {
+        int received = -1;
+        if (r == comm->rank)
+            continue;
+        SW_TRY(sw_socket_receive(shm->link[r].socket, &size_bytes, sizeof size_bytes, &received, 1, deadline_ns, err));
+        sw_status status = sw_memfd_map(received, arena->size_bytes, &arena->base[r], err);
+        close_fd(&received);
+        SW_TRY(status);
+    }
+    return SW_OK;
+}
+
+static void arena_destroy(sw_comm *comm, sw_arena *arena)
+{
+    if (!arena)
+        return;
+    for (int r = 0; arena->base && r < comm->world_size; ++r)
+        sw_memory_unmap(arena->base[r], arena->size_bytes);
+    free(arena->base);
+    free(arena);
+}
+
+static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena, sw_error *err)
+{
+    shm_comm *shm = (shm_comm *)comm;
+    int fd = -1;
+    sw_error cause = {.message = "no memory for its tables"};
+    sw_status status = SW_E_MEMORY;
+    sw_arena *made = calloc(1, sizeof *made);
+    uint8_t **base = calloc((size_t)comm->world_size, sizeof *base);
+    if (made && base) {
+        *made = (sw_arena){.size_bytes = size_bytes, .base = base, .world_size = comm->world_size};
+        status = sw_memfd_create(size_bytes, label, &fd, &cause);
+        if (status == SW_OK)
+            status = sw_memfd_map(fd, size_bytes, &base[comm->rank], &cause);
+    } else {
+        free(made);
+        free(base);
+        made = NULL;
+    }
+    SW_TRY_GOTO(status, agree(comm, label, status, &cause, err), undo);
+    status = exchange_parts(shm, fd, made, &cause);
+    SW_TRY_GOTO(status, agree(comm, label, status, &cause, err), undo);
+    close_fd(&fd);
+    *arena = made;
+    return SW_OK;
+undo:
+    close_fd(&fd);
+    arena_destroy(comm, made);
+    return status;
+}
+
+static const sw_comm_ops shm_ops = {
+    .arena_create = arena_create,
+    .arena_destroy = arena_destroy,
+    .post = sw_fabric_post,
+    .poll = sw_fabric_poll,
+    .wait = sw_fabric_wait,
+    .run = sw_fabric_run,
+    .gather = sw_fabric_gather,
+    .abort = sw_fabric_abort,
+    .peer = sw_fabric_peer,
+    .leave = sw_fabric_leave,
+    .destroy = destroy,
+};
+
+static sw_status open_own(shm_comm *shm, const char *host, char address[SW_SOCKET_NAME_BYTES], sw_error *err)
+{
+    sw_comm *comm = &shm->fabric.comm;
+    sw_control **own = &shm->control[comm->rank];
+    SW_TRY(sw_memfd_create(sizeof(sw_control), "host communicator", &shm->control_fd, err));
+    SW_TRY(sw_memfd_map(shm->control_fd, sizeof(sw_control), (uint8_t **)own, err));
+    (*own)->pid = (int32_t)getpid();
+    snprintf((*own)->host, sizeof (*own)->host, "%s", host);
+    shm->pidfd = sw_process_open_self();
+    return sw_socket_listen(comm->world_size, address, &shm->listener, err);
+}
+
+sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm **comm,
+                             char address[SW_SOCKET_NAME_BYTES], sw_error *err)
+{
+    if (world_size < 1 || world_size > SW_COMM_MAX_WORLD)
+        SW_FAIL(err, SW_E_INVALID, "host communicator: world_size must be in [1, %d], got %d", SW_COMM_MAX_WORLD,
+                world_size);
+    if (rank < 0 || rank >= world_size)
+        SW_FAIL(err, SW_E_INVALID, "host communicator: rank must be in [0, %d), got %d", world_size, rank);
+    shm_comm *made = calloc(1, sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for a host communicator");
+    made->fabric.comm = (sw_comm){.ops = &shm_ops,
+                                  .rank = rank,
+                                  .world_size = world_size,
+                                  .timeout_ns = INT64_C(1800) * 1000000000,
+                                  .warn_after_ns = INT64_C(30) * 1000000000};
+    made->fabric.peer_ended = peer_ended;
+    made->listener = made->control_fd = made->pidfd = -1;
+    made->owner_pid = (int)getpid();
+    made->control = calloc((size_t)world_size, sizeof *made->control);
+    made->link = calloc((size_t)world_size, sizeof *made->link);
+    sw_status status = SW_E_MEMORY;
+    if (!made->control || !made->link) {
+        sw_error_set(err, status, -1, "no memory for the peers of a host communicator of %d ranks", world_size);
+    } else {
+        for (int r = 0; r < world_size; ++r)
+            made->link[r] = (peer_link){.socket = -1, .pidfd = -1};
+        status = open_own(made, host, address, err);
+    }
+    if (status != SW_OK) {
+        destroy(&made->fabric.comm);
+        return status;
+    }
+    *comm = &made->fabric.comm;
+    return SW_OK;
+}
+
+static sw_status send_hello(const shm_comm *shm, int socket, const uint8_t *secret, sw_error *err)
+{
+    hello message = {.magic = HELLO_MAGIC,
+                     .rank = shm->fabric.comm.rank,
+                     .world_size = shm->fabric.comm.world_size,
+                     .has_pidfd = shm->pidfd >= 0,
+                     .control_bytes = sizeof(sw_control)};
+    int fds[2] = {shm->control_fd, shm->pidfd};
+    memcpy(message.secret, secret, sizeof message.secret);
+    return sw_socket_send(socket, &message, sizeof message, fds, message.has_pidfd ? 2 : 1, err);
+}
+
+static bool secrets_equal(const uint8_t *a, const uint8_t *b)
+{
+    uint8_t difference = 0;
+    for (int i = 0; i < SW_SHM_SECRET_BYTES; ++i)
+        difference |= (uint8_t)(a[i] ^ b[i]);
+    return difference == 0;
+}
+
+/* Takes a peer's hello from `socket` (owned from here on). `expected` -1: any rank not yet linked. Sets
+ * *accepted to false, and no error, for a stranger that does not know the secret. */
+static sw_status receive_hello(shm_comm *shm, int socket, int expected, const uint8_t *secret, bool *accepted,
+                               sw_error *err)
+{
+    hello message;
+    int fds[2];
+    sw_comm *comm = &shm->fabric.comm;
+    *accepted = false;
+    sw_status status = sw_socket_receive(socket, &message, sizeof message, fds, 2, shm->join_deadline_ns, err);
+    if (status != SW_OK)
+        goto close_all;
+    int r = message.rank;
+    if (message.magic != HELLO_MAGIC || !secrets_equal(message.secret, secret))
+        goto close_all;
+    if (message.world_size != comm->world_size || message.control_bytes != sizeof(sw_control) || r < 0 ||
+        r >= comm->world_size || r == comm->rank || (expected >= 0 && r != expected) || shm->link[r].socket >= 0) {
+        status = sw_error_set(err, SW_E_COMM, r, "a peer joined as rank %d of %d, expected %s of %d (or another version)",
+                              r, message.world_size, "a rank not yet joined", comm->world_size);
+        goto close_all;
+    }
+    SW_TRY_GOTO(status, sw_memfd_map(fds[0], sizeof(sw_control), (uint8_t **)&shm->control[r], err), close_all);
+    close_fd(&fds[0]);
+    shm->link[r] = (peer_link){.socket = socket, .pidfd = message.has_pidfd ? fds[1] : -1};
+    *accepted = true;
+    return SW_OK;
+close_all:
+    close_fd(&fds[0]);
+    close_fd(&fds[1]);
+    close(socket);
+    return status;
+}
+
+static sw_status name_peer(sw_status status, int rank, const char *step, sw_error *err)
+{
+    char cause[SW_ERROR_MESSAGE_BYTES];
+    if (status == SW_OK || !err)
+        return status;
+    snprintf(cause, sizeof cause, "%.300s", err->message);
+    return sw_error_set(err, status, rank, "joining the ranks of this host: %s rank %d failed: %s", step, rank, cause);
+}
+
+/* Lower ranks are called, higher ranks call: nobody waits before it has sent, so nobody waits crosswise. */
+static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t *secret, sw_error *err)
+{
+    sw_comm *comm = &shm->fabric.comm;
+    bool accepted;
+    int *called = malloc(((size_t)comm->rank + 1) * sizeof *called);
+    sw_status status = SW_OK;
+    if (!called)
+        SW_FAIL(err, SW_E_MEMORY, "no memory to join %d ranks", comm->world_size);
+    int opened = 0;
+    for (; opened < comm->rank && status == SW_OK; ++opened) {
+        called[opened] = -1;
+        status = name_peer(sw_socket_connect(addresses[opened], &called[opened], err), opened, "calling", err);
+        if (status == SW_OK)
+            status = name_peer(send_hello(shm, called[opened], secret, err), opened, "calling", err);
+    }
+    for (int joined = comm->rank + 1; joined < comm->world_size && status == SW_OK; joined += accepted) {
+        int socket = -1;
+        accepted = false;
+        status = name_peer(sw_socket_accept(shm->listener, shm->join_deadline_ns, &socket, err), joined,
+                           "waiting for", err);
+        if (status != SW_OK)
+            break;
+        int copy = socket; /* receive_hello closes it unless it keeps it */
+        status = receive_hello(shm, socket, -1, secret, &accepted, err);
+        if (status == SW_OK && accepted)
+            status = send_hello(shm, copy, secret, err);
+    }
+    for (int r = 0; r < opened; ++r) {
+        if (status != SW_OK) {
+            close_fd(&called[r]);
+            continue;
+        }
+        status = name_peer(receive_hello(shm, called[r], r, secret, &accepted, err), r, "hearing from", err);
+        if (status == SW_OK && !accepted)
+            status = sw_error_set(err, SW_E_COMM, r, "rank %d does not know the group's secret", r);
+    }
+    free(called);
+    return status;
+}
+
+sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const uint8_t *secret, sw_error *err)
+{
+    shm_comm *shm = (shm_comm *)comm;
+    shm->join_deadline_ns = sw_clock_now_ns() + comm->timeout_ns;
+    SW_TRY(join(shm, addresses, secret, err));
+    close_fd(&shm->listener);
+    close_fd(&shm->control_fd);
+    return sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, shm->control, err);
+}
+
+bool sw_shm_comm_has_pidfds(const sw_comm *comm)
+{
+    const shm_comm *shm = (const shm_comm *)comm;
+    for (int r = 0; r < comm->world_size; ++r)
+        if (r != comm->rank && shm->link[r].pidfd < 0)
+            return false;
+    return true;
+}

@@ -1,0 +1,37 @@
+/* fold_avx2.c - the fold body compiled for AVX2 and F16C (no FMA: nothing here may contract a
+ * multiply and an add).
+ *
+ * The pragma, not a compiler flag, names the instructions: whatever the standard headers define
+ * inline stays runnable everywhere, because they come before it. Compiles to nothing on other
+ * architectures.
+ */
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/host/fold_tables.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+
+#define FOLD_F16C 1
+#define FOLD_TABLE sw_kernels_avx2
+#define FOLD_TABLE_NAME "avx2"
+#include "kernels/host/fold_body.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#else
+typedef int sw_no_avx2; /* ISO C wants one declaration a file */
+#endif

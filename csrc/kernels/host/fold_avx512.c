@@ -1,0 +1,37 @@
+/* fold_avx512.c - the fold body compiled for AVX-512 F, BW, VL and DQ, whole cache lines a store.
+ *
+ * The pragma, not a compiler flag, names the instructions: whatever the standard headers define
+ * inline stays runnable everywhere, because they come before it. Compiles to nothing on other
+ * architectures.
+ */
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/host/fold_tables.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(                                                            \
+    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#endif
+
+#define FOLD_F16C 1
+#define FOLD_TABLE sw_kernels_avx512
+#define FOLD_TABLE_NAME "avx512"
+#include "kernels/host/fold_body.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#else
+typedef int sw_no_avx512; /* ISO C wants one declaration a file */
+#endif

@@ -1,0 +1,20 @@
+/* cpu.h - which vector instructions this processor and its operating system run.
+ *
+ * Idea: a feature counts only if every instruction of the matching kernel table may be executed:
+ * the processor has it and the system saves its registers. False on anything but x86-64.
+ *
+ * Thread rule: any. Each call asks the processor again (about a microsecond in a virtual machine):
+ * callers keep the answer.
+ */
+#ifndef SW_PLATFORM_CPU_H
+#define SW_PLATFORM_CPU_H
+
+#include <stdbool.h>
+
+/* AVX2 and F16C. */
+bool sw_cpu_has_avx2_f16c(void);
+
+/* AVX-512 F, BW, VL and DQ; implies sw_cpu_has_avx2_f16c(). */
+bool sw_cpu_has_avx512(void);
+
+#endif

@@ -1,0 +1,233 @@
+/* arena_type.c - shardwright._engine.Arena, and how its memory becomes tensors.
+ *
+ * A tensor over engine memory is made from a DLPack capsule whose deleter drops a reference on the Arena: the
+ * pages live as long as the last tensor, whatever else is gone. */
+#include <stdlib.h>
+
+#include "python/engine.h"
+
+/* The part of DLPack's ABI (version 0, "dltensor") that a producer writes. dmlc/dlpack, dlpack.h. */
+typedef struct dl_tensor {
+    void *data;
+    struct {
+        int32_t device_type, device_id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct dl_managed_tensor {
+    dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct dl_managed_tensor *self);
+} dl_managed_tensor;
+
+enum { DL_CPU = 1, DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
+
+static uint8_t dl_code(sw_dtype dtype)
+{
+    switch (dtype) {
+    case SW_DTYPE_BFLOAT16: return DL_BFLOAT;
+    case SW_DTYPE_INT8:
+    case SW_DTYPE_INT16:
+    case SW_DTYPE_INT32:
+    case SW_DTYPE_INT64: return DL_INT;
+    case SW_DTYPE_UINT8: return DL_UINT;
+    case SW_DTYPE_COMPLEX64:
+    case SW_DTYPE_COMPLEX128: return DL_COMPLEX;
+    case SW_DTYPE_BOOL: return DL_BOOL;
+    default: return DL_FLOAT;
+    }
+}
+
+static void managed_delete(dl_managed_tensor *managed)
+{
+    if (Py_IsInitialized()) { /* else the process is ending: leave the pages to the kernel */
+        PyGILState_STATE gil = PyGILState_Ensure();
+        Py_DECREF((PyObject *)managed->context);
+        PyGILState_Release(gil);
+    }
+    free(managed);
+}
+
+static void capsule_delete(PyObject *capsule)
+{
+    /* A consumer renames the capsule when it takes the tensor over. */
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
+        dl_managed_tensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
+        managed->deleter(managed);
+    }
+}
+
+static int read_sizes(PyObject *sizes, int64_t *out, Py_ssize_t count)
+{
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject *item = PySequence_GetItem(sizes, i);
+        out[i] = item ? PyLong_AsLongLong(item) : -1;
+        Py_XDECREF(item);
+        if (PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_t count)
+{
+    int64_t stride = 1;
+    for (Py_ssize_t i = count; i-- > 0;) {
+        strides[i] = stride;
+        stride *= shape[i] > 0 ? shape[i] : 1;
+    }
+}
+
+PyObject *dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape, PyObject *strides)
+{
+    Py_ssize_t count = PySequence_Size(shape);
+    if (count < 0)
+        return NULL;
+    dl_managed_tensor *managed = calloc(1, sizeof *managed + 2 * (size_t)(count + 1) * sizeof(int64_t));
+    if (!managed)
+        return PyErr_NoMemory();
+    int64_t *sizes = (int64_t *)(managed + 1);
+    managed->tensor.data = address;
+    managed->tensor.device.device_type = DL_CPU;
+    managed->tensor.ndim = (int32_t)count;
+    managed->tensor.dtype.code = dl_code(dtype);
+    managed->tensor.dtype.bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8);
+    managed->tensor.dtype.lanes = 1;
+    managed->tensor.shape = sizes;
+    managed->tensor.strides = sizes + count;
+    managed->deleter = managed_delete;
+    managed->context = owner;
+    contiguous_strides(sizes, sizes + count, 0);
+    if (read_sizes(shape, sizes, count) < 0)
+        goto failed;
+    contiguous_strides(sizes, sizes + count, count);
+    if (strides != Py_None) {
+        if (PySequence_Size(strides) != count) {
+            PyErr_Format(PyExc_ValueError, "strides must have %zd values, as shape has, got %zd", count,
+                         PySequence_Size(strides));
+            goto failed;
+        }
+        if (read_sizes(strides, sizes + count, count) < 0)
+            goto failed;
+    }
+    PyObject *capsule = PyCapsule_New(managed, "dltensor", capsule_delete);
+    if (!capsule)
+        goto failed;
+    Py_INCREF(owner);
+    return capsule;
+failed:
+    free(managed);
+    return NULL;
+}
+
+PyObject *arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena, sw_gradient_memory *memory)
+{
+    arena_object *made = PyObject_New(arena_object, state->arena_type);
+    if (!made)
+        return NULL;
+    Py_INCREF(owner);
+    made->owner = owner;
+    made->arena = arena;
+    made->memory = memory;
+    comm_acquire(owner);
+    return (PyObject *)made;
+}
+
+static void arena_dealloc(PyObject *op)
+{
+    arena_object *self = (arena_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    if (self->arena)
+        self->owner->comm->ops->arena_destroy(self->owner->comm, self->arena);
+    sw_gradient_memory_destroy(self->memory);
+    comm_release(self->owner);
+    Py_DECREF(self->owner);
+    PyObject_Free(op);
+    Py_DECREF(type);
+}
+
+static uint8_t *arena_base(const arena_object *self)
+{
+    return self->arena ? self->arena->base[self->owner->comm->rank] : self->memory->base;
+}
+
+static size_t arena_size(const arena_object *self)
+{
+    return self->arena ? self->arena->size_bytes : self->memory->size_bytes;
+}
+
+static PyObject *arena_tensor(PyObject *op, PyObject *args)
+{
+    arena_object *self = (arena_object *)op;
+    Py_ssize_t offset;
+    const char *name;
+    PyObject *shape, *strides = Py_None;
+    if (!PyArg_ParseTuple(args, "nsO|O:tensor", &offset, &name, &shape, &strides))
+        return NULL;
+    sw_dtype dtype = sw_dtype_from_name(name);
+    if (dtype == SW_DTYPE_COUNT)
+        return PyErr_Format(PyExc_ValueError, "Arena.tensor: dtype '%s' is not one the engine moves", name);
+    Py_ssize_t count = PySequence_Size(shape);
+    size_t bytes = sw_dtype_size_bytes(dtype);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject *item = PySequence_GetItem(shape, i);
+        size_t size = item ? PyLong_AsSize_t(item) : 0;
+        Py_XDECREF(item);
+        if (PyErr_Occurred())
+            return NULL;
+        if (__builtin_mul_overflow(bytes, size, &bytes))
+            return PyErr_Format(PyExc_ValueError, "Arena.tensor: shape overflows the address space");
+    }
+    if (count < 0)
+        return NULL;
+    if (offset < 0 || (size_t)offset > arena_size(self) || bytes > arena_size(self) - (size_t)offset)
+        return PyErr_Format(PyExc_ValueError, "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", offset, bytes,
+                            arena_size(self));
+    return dlpack_capsule_new(op, arena_base(self) + offset, dtype, shape, strides);
+}
+
+static PyObject *arena_get_nbytes(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(arena_size((arena_object *)op));
+}
+
+static PyObject *arena_get_address(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyLong_FromVoidPtr(arena_base((arena_object *)op));
+}
+
+static PyMethodDef arena_methods[] = {
+    {"tensor", arena_tensor, METH_VARARGS,
+     "tensor(offset_bytes, dtype, shape, strides=None)\n--\n\nA DLPack capsule over a part of the arena."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef arena_properties[] = {
+    {"nbytes", arena_get_nbytes, NULL, "bytes on each rank", NULL},
+    {"address", arena_get_address, NULL, "of this rank's part", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot arena_slots[] = {
+    {Py_tp_dealloc, arena_dealloc},
+    {Py_tp_methods, arena_methods},
+    {Py_tp_getset, arena_properties},
+    {Py_tp_doc, "Memory of one size on every rank, mapped by all of them. Made by HostComm.arena()."},
+    {0, NULL},
+};
+
+PyType_Spec arena_type_spec = {
+    .name = "shardwright._engine.Arena",
+    .basicsize = sizeof(arena_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = arena_slots,
+};

@@ -1,0 +1,570 @@
+/* comm_type.c - shardwright._engine.HostComm: arguments in, one call of the engine, errors out. */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/bytes.h"
+#include "comm/shm.h"
+#include "python/engine.h"
+
+enum { BOUNCE_BYTES = 128 * 1024 };
+
+static bool is_interrupted(void *context)
+{
+    (void)context;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    bool raised = PyErr_CheckSignals() != 0;
+    PyGILState_Release(gil);
+    return raised;
+}
+
+static void log_message(void *context, const char *message)
+{
+    comm_object *self = context;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    if (self->log) {
+        PyObject *result = PyObject_CallFunction(self->log, "s", message);
+        if (!result)
+            PyErr_WriteUnraisable(self->log);
+        Py_XDECREF(result);
+    }
+    PyGILState_Release(gil);
+}
+
+void comm_acquire(comm_object *self)
+{
+    self->users++;
+}
+
+void comm_release(comm_object *self)
+{
+    if (--self->users == 0 && self->closed && self->comm) {
+        self->comm->ops->destroy(self->comm);
+        self->comm = NULL;
+        sw_local_group_destroy(self->group);
+        self->group = NULL;
+    }
+}
+
+bool comm_enter(comm_object *self)
+{
+    engine_state *state = engine_state_of((PyObject *)self);
+    const char *why = NULL;
+    if (getpid() != self->owner_pid)
+        why = "this process was forked from the one that joined the group; the engine works in that one only";
+    else if (self->closed || !self->comm)
+        why = "the communicator was closed";
+    else if (!self->connected)
+        why = "the communicator has not joined its peers: call connect() first";
+    else if (self->in_use)
+        why = "another thread is inside the communicator; one thread a rank issues its collectives";
+    if (why) {
+        PyErr_SetString(state->error, why);
+        return false;
+    }
+    self->in_use = true;
+    comm_acquire(self);
+    return true;
+}
+
+void comm_leave(comm_object *self)
+{
+    self->in_use = false;
+    comm_release(self);
+}
+
+static PyObject *finish(comm_object *self, sw_status status, const sw_error *err)
+{
+    comm_leave(self);
+    if (status != SW_OK)
+        return engine_raise(engine_state_of((PyObject *)self), err, self);
+    Py_RETURN_NONE;
+}
+
+static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"rank", "world_size", "timeout_s", "warn_after_s", "host", "log", NULL};
+    comm_object *self = (comm_object *)op;
+    int rank, world_size;
+    double timeout_s = 1800, warn_after_s = 30;
+    const char *host = "";
+    PyObject *log = Py_None;
+    sw_error err;
+    sw_status status;
+    if (self->comm) {
+        PyErr_SetString(PyExc_TypeError, "HostComm: already initialised");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|$ddsO:HostComm", names, &rank, &world_size, &timeout_s,
+                                     &warn_after_s, &host, &log))
+        return -1;
+    if (!(timeout_s > 0) || timeout_s > 1e9 || !(warn_after_s > 0) || warn_after_s > 1e9) {
+        PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s and warn_after_s must be in (0, 1e9] seconds");
+        return -1;
+    }
+    self->owner_pid = getpid();
+    if (world_size == 1) {
+        status = sw_local_group_create(1, &self->group, &err);
+        if (status == SW_OK)
+            status = sw_local_comm_create(self->group, rank, &self->comm, &err);
+        self->connected = status == SW_OK;
+    } else {
+        status = sw_shm_comm_create(rank, world_size, host, &self->comm, self->address, &err);
+    }
+    if (status != SW_OK) {
+        engine_raise(engine_state_of(op), &err, NULL);
+        return -1;
+    }
+    self->comm->timeout_ns = (int64_t)(timeout_s * 1e9);
+    self->comm->warn_after_ns = (int64_t)(warn_after_s * 1e9);
+    self->comm->hooks = (sw_comm_hooks){.context = self, .interrupted = is_interrupted, .log = log_message};
+    if (log != Py_None) {
+        Py_INCREF(log);
+        self->log = log;
+    }
+    return 0;
+}
+
+static void close_comm(comm_object *self)
+{
+    if (self->closed || !self->comm)
+        return;
+    self->closed = true;
+    if (getpid() == self->owner_pid && self->connected)
+        self->comm->ops->leave(self->comm);
+    comm_acquire(self);
+    comm_release(self);
+}
+
+static void comm_dealloc(PyObject *op)
+{
+    comm_object *self = (comm_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    close_comm(self);
+    Py_CLEAR(self->log);
+    Py_CLEAR(self->hosts);
+    PyObject_GC_Del(op);
+    Py_DECREF(type);
+}
+
+static int comm_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    comm_object *self = (comm_object *)op;
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->log);
+    Py_VISIT(self->hosts);
+    return 0;
+}
+
+static int comm_clear(PyObject *op)
+{
+    Py_CLEAR(((comm_object *)op)->log);
+    return 0;
+}
+
+static PyObject *comm_close(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    close_comm((comm_object *)op);
+    Py_RETURN_NONE;
+}
+
+static PyObject *comm_connect(PyObject *op, PyObject *args)
+{
+    comm_object *self = (comm_object *)op;
+    PyObject *addresses, *hosts;
+    const char *secret;
+    Py_ssize_t secret_bytes;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "Oy#O:connect", &addresses, &secret, &secret_bytes, &hosts))
+        return NULL;
+    if (secret_bytes != SW_SHM_SECRET_BYTES)
+        return PyErr_Format(PyExc_ValueError, "connect: secret must have %d bytes, got %zd", SW_SHM_SECRET_BYTES,
+                            secret_bytes);
+    if (!self->comm || self->closed || (self->connected && !self->group)) {
+        PyErr_SetString(engine_state_of(op)->error, "connect: the communicator is closed or has joined already");
+        return NULL;
+    }
+    int world_size = self->comm->world_size;
+    PyObject *names = PySequence_List(addresses);
+    PyObject *kept_hosts = PySequence_List(hosts);
+    const char **text = calloc((size_t)world_size, sizeof *text);
+    PyObject *result = NULL;
+    if (!names || !kept_hosts || !text)
+        goto done;
+    if (PyList_Size(names) != world_size || PyList_Size(kept_hosts) != world_size) {
+        PyErr_Format(PyExc_ValueError, "connect: addresses and hosts must have world_size = %d entries", world_size);
+        goto done;
+    }
+    for (int r = 0; r < world_size; ++r) {
+        text[r] = PyUnicode_AsUTF8AndSize(PyList_GetItem(names, r), NULL);
+        if (!text[r])
+            goto done;
+    }
+    ENGINE_CLEAR(self->hosts);
+    self->hosts = kept_hosts;
+    kept_hosts = NULL;
+    if (!self->group) {
+        sw_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_shm_comm_connect(self->comm, text, (const uint8_t *)secret, &err);
+        Py_END_ALLOW_THREADS
+        if (status != SW_OK) {
+            engine_raise(engine_state_of(op), &err, self);
+            goto done;
+        }
+        self->connected = true;
+    }
+    Py_INCREF(Py_None);
+    result = Py_None;
+done:
+    Py_XDECREF(names);
+    Py_XDECREF(kept_hosts);
+    free(text);
+    return result;
+}
+
+static PyObject *comm_arena(PyObject *op, PyObject *args)
+{
+    comm_object *self = (comm_object *)op;
+    Py_ssize_t size;
+    const char *label = "arena";
+    sw_arena *arena = NULL;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "n|s:arena", &size, &label))
+        return NULL;
+    if (size <= 0)
+        return PyErr_Format(PyExc_ValueError, "arena '%s': nbytes must be positive, got %zd", label, size);
+    if (!comm_enter(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = self->comm->ops->arena_create(self->comm, (size_t)size, label, &arena, &err);
+    Py_END_ALLOW_THREADS
+    PyObject *none = finish(self, status, &err);
+    if (!none)
+        return NULL;
+    Py_DECREF(none);
+    PyObject *made = arena_object_new(engine_state_of(op), self, arena, NULL);
+    if (!made)
+        self->comm->ops->arena_destroy(self->comm, arena);
+    return made;
+}
+
+static bool set_label(sw_op *op, const char *label)
+{
+    size_t length = strlen(label);
+    if (length >= sizeof op->label)
+        length = sizeof op->label - 1;
+    memcpy(op->label, label, length);
+    return true;
+}
+
+static bool parse_redop(const char *name, sw_redop *op)
+{
+    for (int i = 0; i < SW_REDOP_COUNT; ++i)
+        if (strcmp(sw_redop_name((sw_redop)i), name) == 0) {
+            *op = (sw_redop)i;
+            return true;
+        }
+    PyErr_Format(PyExc_ValueError, "op must be 'sum', 'mean', 'min' or 'max', got '%s'", name);
+    return false;
+}
+
+static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"address", "numel", "dtype", "op", "label", "arena", NULL};
+    comm_object *self = (comm_object *)op;
+    PyObject *address, *arena = Py_None;
+    Py_ssize_t numel;
+    const char *dtype, *redop = "sum", *label = "all_reduce";
+    sw_op operation = {.kind = SW_OP_ALL_REDUCE};
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Ons|ssO:all_reduce", names, &address, &numel, &dtype, &redop,
+                                     &label, &arena))
+        return NULL;
+    uint8_t *data = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred() || !parse_redop(redop, &operation.redop) || !set_label(&operation, label))
+        return NULL;
+    operation.dtype = sw_dtype_from_name(dtype);
+    if (operation.dtype == SW_DTYPE_COUNT || numel < 0)
+        return PyErr_Format(PyExc_ValueError, "all_reduce '%s': dtype '%s' or numel %zd is not legal", label, dtype,
+                            numel);
+    operation.numel = (size_t)numel;
+    operation.data = data;
+    if (arena != Py_None) {
+        if (Py_TYPE(arena) != engine_state_of(op)->arena_type || ((arena_object *)arena)->owner != self ||
+            !((arena_object *)arena)->arena)
+            return PyErr_Format(PyExc_TypeError, "all_reduce '%s': arena is not one of this communicator", label);
+        operation.arena = ((arena_object *)arena)->arena;
+        operation.offset_bytes = (size_t)(data - operation.arena->base[self->comm->rank]);
+    }
+    if (!comm_enter(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = self->comm->ops->run(self->comm, &operation, &err);
+    Py_END_ALLOW_THREADS
+    return finish(self, status, &err);
+}
+
+static PyObject *comm_barrier(PyObject *op, PyObject *args)
+{
+    comm_object *self = (comm_object *)op;
+    const char *label = "barrier";
+    sw_op operation = {.kind = SW_OP_BARRIER, .dtype = SW_DTYPE_UINT8};
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "|s:barrier", &label) || !set_label(&operation, label) || !comm_enter(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = self->comm->ops->run(self->comm, &operation, &err);
+    Py_END_ALLOW_THREADS
+    return finish(self, status, &err);
+}
+
+typedef struct byte_range {
+    uint8_t *address;
+    size_t size_bytes;
+} byte_range;
+
+/* Small ranges share a message through `bounce`; large ones go by themselves. */
+static sw_status broadcast_ranges(sw_comm *comm, sw_op *operation, const byte_range *ranges, size_t count,
+                                  uint8_t *bounce, sw_error *err)
+{
+    size_t i = 0;
+    while (i < count) {
+        size_t end = i, used = 0;
+        while (end < count && ranges[end].size_bytes <= BOUNCE_BYTES - used)
+            used += ranges[end++].size_bytes;
+        if (end <= i + 1) {
+            operation->data = ranges[i].address;
+            operation->numel = ranges[i].size_bytes;
+            SW_TRY(comm->ops->run(comm, operation, err));
+            i++;
+            continue;
+        }
+        size_t at = 0;
+        for (size_t k = i; comm->rank == operation->root && k < end; at += ranges[k++].size_bytes)
+            memcpy(bounce + at, ranges[k].address, ranges[k].size_bytes);
+        operation->data = bounce;
+        operation->numel = used;
+        SW_TRY(comm->ops->run(comm, operation, err));
+        at = 0;
+        for (size_t k = i; comm->rank != operation->root && k < end; at += ranges[k++].size_bytes)
+            memcpy(ranges[k].address, bounce + at, ranges[k].size_bytes);
+        i = end;
+    }
+    return SW_OK;
+}
+
+static byte_range *parse_ranges(PyObject *list, size_t *count)
+{
+    Py_ssize_t size = PySequence_Size(list);
+    byte_range *ranges = size >= 0 ? calloc((size_t)size + 1, sizeof *ranges) : NULL;
+    for (Py_ssize_t i = 0; ranges && i < size; ++i) {
+        PyObject *item = PySequence_GetItem(list, i);
+        PyObject *address;
+        Py_ssize_t bytes;
+        if (!item || !PyTuple_Check(item) || !PyArg_ParseTuple(item, "On;a range is (address, nbytes)", &address, &bytes) || bytes < 0) {
+            Py_XDECREF(item);
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_ValueError, "broadcast: a range is (address, nbytes >= 0)");
+            free(ranges);
+            return NULL;
+        }
+        ranges[i] = (byte_range){.address = PyLong_AsVoidPtr(address), .size_bytes = (size_t)bytes};
+        Py_DECREF(item);
+    }
+    *count = (size_t)size;
+    return ranges;
+}
+
+static PyObject *comm_broadcast(PyObject *op, PyObject *args)
+{
+    comm_object *self = (comm_object *)op;
+    PyObject *list;
+    const char *label = "broadcast";
+    size_t count;
+    sw_op operation = {.kind = SW_OP_BROADCAST, .dtype = SW_DTYPE_UINT8};
+    sw_error err;
+    sw_status status = SW_OK;
+    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &operation.root, &label) || !set_label(&operation, label))
+        return NULL;
+    byte_range *ranges = parse_ranges(list, &count);
+    uint8_t *bounce = malloc(BOUNCE_BYTES);
+    if (!ranges || !bounce || PyErr_Occurred() || !comm_enter(self)) {
+        free(ranges);
+        free(bounce);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = broadcast_ranges(self->comm, &operation, ranges, count, bounce, &err);
+    Py_END_ALLOW_THREADS
+    free(ranges);
+    free(bounce);
+    return finish(self, status, &err);
+}
+
+typedef struct gathered {
+    uint64_t *lengths;
+    uint8_t *padded, *all;
+    size_t longest;
+} gathered;
+
+static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, const char *label, gathered *out, sw_error *err)
+{
+    size_t world_size = (size_t)comm->world_size;
+    uint64_t mine = size;
+    out->lengths = calloc(world_size, sizeof *out->lengths);
+    if (!out->lengths)
+        SW_FAIL(err, SW_E_MEMORY, "all_gather '%s': no memory", label);
+    SW_TRY(comm->ops->gather(comm, &mine, sizeof mine, out->lengths, label, err));
+    for (size_t r = 0; r < world_size; ++r)
+        out->longest = sw_size_max(out->longest, (size_t)out->lengths[r]);
+    if (out->longest == 0)
+        return SW_OK;
+    out->padded = calloc(1, out->longest);
+    out->all = malloc(out->longest * world_size);
+    if (!out->padded || !out->all)
+        SW_FAIL(err, SW_E_MEMORY, "all_gather '%s': no memory for %zu bytes a rank", label, out->longest);
+    memcpy(out->padded, data, size);
+    return comm->ops->gather(comm, out->padded, out->longest, out->all, label, err);
+}
+
+static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
+{
+    comm_object *self = (comm_object *)op;
+    const char *data, *label = "all_gather";
+    Py_ssize_t size;
+    gathered out = {.longest = 0};
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "y#|s:all_gather_bytes", &data, &size, &label) || !comm_enter(self))
+        return NULL;
+    int world_size = self->comm->world_size;
+    Py_BEGIN_ALLOW_THREADS
+    status = gather_bytes(self->comm, data, (size_t)size, label, &out, &err);
+    Py_END_ALLOW_THREADS
+    PyObject *result = finish(self, status, &err);
+    if (result) {
+        Py_DECREF(result);
+        result = PyList_New(0);
+        for (int r = 0; result && r < world_size; ++r) {
+            PyObject *item = PyBytes_FromStringAndSize(out.longest ? (char *)out.all + (size_t)r * out.longest : "",
+                                                       (Py_ssize_t)out.lengths[r]);
+            if (!item || PyList_Append(result, item) < 0)
+                Py_CLEAR(result);
+            Py_XDECREF(item);
+        }
+    }
+    free(out.lengths);
+    free(out.padded);
+    free(out.all);
+    return result;
+}
+
+static PyObject *comm_abort(PyObject *op, PyObject *args)
+{
+    comm_object *self = (comm_object *)op;
+    const char *text;
+    sw_error reason;
+    if (!PyArg_ParseTuple(args, "s:abort", &text) || !comm_enter(self))
+        return NULL;
+    sw_error_set(&reason, SW_E_COMM, self->comm->rank, "rank %d aborted the communicator: %.400s", self->comm->rank, text);
+    self->comm->ops->abort(self->comm, &reason);
+    comm_leave(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *comm_stats(PyObject *op, PyObject *unused)
+{
+    comm_object *self = (comm_object *)op;
+    (void)unused;
+    if (!self->comm) {
+        PyErr_SetString(engine_state_of(op)->error, "the communicator was closed");
+        return NULL;
+    }
+    const sw_comm_stats *stats = &self->comm->stats;
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "all_reduce",
+                         (unsigned long long)stats->operations[SW_OP_ALL_REDUCE], "broadcast",
+                         (unsigned long long)stats->operations[SW_OP_BROADCAST], "all_gather",
+                         (unsigned long long)stats->operations[SW_OP_ALL_GATHER], "barrier",
+                         (unsigned long long)stats->operations[SW_OP_BARRIER], "bytes_reduced",
+                         (unsigned long long)stats->bytes_reduced, "bytes_staged",
+                         (unsigned long long)stats->bytes_staged, "waits", (unsigned long long)stats->waits, "wait_ns",
+                         (unsigned long long)stats->wait_ns);
+}
+
+static PyObject *comm_describe(PyObject *op, PyObject *unused)
+{
+    comm_object *self = (comm_object *)op;
+    (void)unused;
+    if (!self->comm) {
+        PyErr_SetString(engine_state_of(op)->error, "the communicator was closed");
+        return NULL;
+    }
+    PyObject *peers = PyList_New(0);
+    for (int r = 0; peers && self->connected && r < self->comm->world_size; ++r) {
+        char text[SW_COMM_PEER_BYTES];
+        self->comm->ops->peer(self->comm, r, text);
+        PyObject *item = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+        if (!item || PyList_Append(peers, item) < 0)
+            Py_CLEAR(peers);
+        Py_XDECREF(item);
+    }
+    if (!peers)
+        return NULL;
+    const char *watch = self->group ? "none" : sw_shm_comm_has_pidfds(self->comm) ? "pidfd" : "deadline";
+    return Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->comm->rank, "world_size", self->comm->world_size,
+                         "transport", self->group ? "local" : "shm", "watch", watch, "peers", peers, "timeout_s",
+                         (double)self->comm->timeout_ns * 1e-9);
+}
+
+static PyObject *comm_get(PyObject *op, void *which)
+{
+    comm_object *self = (comm_object *)op;
+    if ((intptr_t)which == 2)
+        return PyUnicode_FromString(self->address);
+    if (!self->comm)
+        return PyLong_FromLong(-1);
+    return PyLong_FromLong((intptr_t)which == 0 ? self->comm->rank : self->comm->world_size);
+}
+
+static PyMethodDef comm_methods[] = {
+    {"connect", comm_connect, METH_VARARGS, "connect(addresses, secret, hosts)\n--\n\nJoins the peers."},
+    {"arena", comm_arena, METH_VARARGS, "arena(nbytes, label='arena')\n--\n\nCollective."},
+    {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
+     "all_reduce(address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn place."},
+    {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(ranges, root, label='broadcast')\n--\n\nOf bytes."},
+    {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
+     "all_gather_bytes(data, label='all_gather')\n--\n\nEvery rank's data."},
+    {"barrier", comm_barrier, METH_VARARGS, "barrier(label='barrier')\n--\n\nWaits for every rank."},
+    {"abort", comm_abort, METH_VARARGS, "abort(reason)\n--\n\nEnds the communicator on every rank."},
+    {"stats", comm_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
+    {"describe", comm_describe, METH_NOARGS, "describe()\n--\n\nWhat was found and chosen."},
+    {"close", comm_close, METH_NOARGS, "close()\n--\n\nLeaves the group."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef comm_properties[] = {
+    {"rank", comm_get, NULL, "this rank, in the group", (void *)0},
+    {"world_size", comm_get, NULL, "ranks in the group", (void *)1},
+    {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot comm_slots[] = {
+    {Py_tp_init, comm_init},         {Py_tp_dealloc, comm_dealloc}, {Py_tp_traverse, comm_traverse},
+    {Py_tp_clear, comm_clear},       {Py_tp_methods, comm_methods}, {Py_tp_getset, comm_properties},
+    {Py_tp_doc, "The ranks of one host, joined through shared memory. One issuing thread a rank."},
+    {0, NULL},
+};
+
+PyType_Spec comm_type_spec = {
+    .name = "shardwright._engine.HostComm",
+    .basicsize = sizeof(comm_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = comm_slots,
+};

@@ -1,0 +1,111 @@
+/* engine.h - what the files of the extension module share. Limited API of CPython 3.10 only.
+ *
+ * Idea: plain C first (csrc/reduce, csrc/comm), then the object, its methods, its slots; one type a file. No
+ * global state: exceptions and types live in the module's state. The GIL is released around whatever may wait.
+ *
+ * Thread rule: with the GIL held, unless said.
+ */
+#ifndef SW_PYTHON_ENGINE_H
+#define SW_PYTHON_ENGINE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdbool.h>
+
+/* PyType_Slot keeps functions in a void pointer: CPython's idiom, which ISO C has no words for. */
+#pragma GCC diagnostic ignored "-Wpedantic"
+
+#include "base/status.h"
+#include "comm/comm.h"
+#include "comm/local.h"
+#include "reduce/gradient_memory.h"
+#include "reduce/reducer.h"
+
+typedef struct engine_state {
+    PyObject *error, *comm_error, *comm_timeout_error, *checkpoint_error;
+    PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
+} engine_state;
+
+typedef struct comm_object {
+    PyObject_HEAD
+    sw_comm *comm;         /* owned; NULL once closed */
+    sw_local_group *group; /* owned; at world size 1 */
+    PyObject *log;         /* owned; NULL: none */
+    PyObject *hosts;       /* owned list of str; NULL before connect */
+    char address[64];
+    long owner_pid;
+    Py_ssize_t users; /* arenas and reducers that need comm: close() waits for the last of them */
+    bool connected, in_use, closed;
+} comm_object;
+
+typedef struct arena_object { /* memory with an owner: an arena, or the gradients of a reducer */
+    PyObject_HEAD
+    comm_object *owner;         /* owned */
+    sw_arena *arena;            /* owned; or */
+    sw_gradient_memory *memory; /* owned */
+} arena_object;
+
+/* errors.c */
+int engine_errors_init(PyObject *module, engine_state *state);
+/* Sets the Python exception for `err` and returns NULL. `comm` may be NULL: it names the peer's host. */
+PyObject *engine_raise(engine_state *state, const sw_error *err, const comm_object *comm);
+
+/* module.c */
+engine_state *engine_state_of(PyObject *self); /* of an instance of one of our types */
+
+/* comm_type.c */
+extern PyType_Spec comm_type_spec;
+/* Marks the communicator as in use by this thread; false with an exception when it is closed, not joined,
+ * used by another thread, or inherited by a forked child. */
+bool comm_enter(comm_object *self);
+void comm_leave(comm_object *self);
+void comm_acquire(comm_object *self);
+void comm_release(comm_object *self);
+
+/* arena_type.c */
+extern PyType_Spec arena_type_spec;
+/* Steals `arena` or `memory` on success. */
+PyObject *arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena, sw_gradient_memory *memory);
+/* "DLPack capsule over numel elements at `address`; `owner` lives as long as its tensor. */
+PyObject *dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape, PyObject *strides);
+
+/* reducer_type.c, hook_type.c */
+extern PyType_Spec reducer_type_spec;
+extern PyType_Spec hook_type_spec;
+
+/* A hook's way to its reducer, which may go first. Counted by the GIL's holder. */
+typedef struct reducer_link {
+    struct reducer_object *reducer; /* borrowed; NULL once it is gone */
+    Py_ssize_t references;
+} reducer_link;
+void reducer_link_release(reducer_link *link);
+PyObject *hook_object_new(engine_state *state, reducer_link *link, size_t index);
+/* The body of a hook: parameter `index` has its gradient. -1 with an exception. */
+int reducer_take_gradient(struct reducer_object *self, size_t index, PyObject *param);
+
+/* kernels_module.c */
+extern PyMethodDef kernel_functions[];
+
+/* tensor_access.c: data pointers of torch tensors without torch's headers. */
+typedef struct tensor_view {
+    void *data;
+    int ndim;
+    int device_type;
+    uint8_t code, bits;
+    const int64_t *shape, *strides; /* borrowed from the tensor */
+} tensor_view;
+/* torch's DLPack C exchange table, from type(tensor); NULL (no exception) where it does not exist. */
+const void *tensor_exchange_table(PyObject *tensor);
+/* false, with no exception, when the tensor cannot be seen that way (sparse, conjugate, ...). */
+bool tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
+
+/* Drops *object into NULL first, so that a destructor cannot see it. */
+#define ENGINE_CLEAR(object)                      \
+    do {                                          \
+        PyObject *engine_old_ = (PyObject *)(object); \
+        (object) = NULL;                          \
+        Py_XDECREF(engine_old_);                  \
+    } while (0)
+
+#endif

@@ -1,0 +1,60 @@
+/* hook_type.c - the post-accumulate-grad hook of one parameter: a small callable that knows its reducer by a
+ * link, so that a hook which torch keeps on a tensor does not keep the engine alive. */
+#include <stdlib.h>
+
+#include "python/engine.h"
+
+typedef struct hook_object {
+    PyObject_HEAD
+    reducer_link *link; /* counted */
+    size_t index;
+} hook_object;
+
+static PyObject *hook_call(PyObject *op, PyObject *param)
+{
+    hook_object *self = (hook_object *)op;
+    if (self->link->reducer && reducer_take_gradient(self->link->reducer, self->index, param) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef hook_method = {"gradient_hook", hook_call, METH_O, "Takes the gradient of one parameter."};
+
+PyObject *hook_object_new(engine_state *state, reducer_link *link, size_t index)
+{
+    hook_object *made = PyObject_New(hook_object, state->hook_type);
+    if (!made)
+        return NULL;
+    made->link = link;
+    made->index = index;
+    link->references++;
+    PyObject *callable = PyCFunction_NewEx(&hook_method, (PyObject *)made, NULL);
+    Py_DECREF(made);
+    return callable;
+}
+
+void reducer_link_release(reducer_link *link)
+{
+    if (--link->references == 0)
+        free(link);
+}
+
+static void hook_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+    reducer_link_release(((hook_object *)op)->link);
+    PyObject_Free(op);
+    Py_DECREF(type);
+}
+
+static PyType_Slot hook_slots[] = {
+    {Py_tp_dealloc, hook_dealloc},
+    {0, NULL},
+};
+
+PyType_Spec hook_type_spec = {
+    .name = "shardwright._engine.GradientHook",
+    .basicsize = sizeof(hook_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = hook_slots,
+};

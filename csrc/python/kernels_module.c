@@ -1,0 +1,175 @@
+/* kernels_module.c - the module's functions: instruction sets, the fold itself for tests, limits, self_test. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "platform/limits.h"
+#include "python/engine.h"
+
+enum { SELF_TEST_RANKS = 3, SELF_TEST_NUMEL = 70001, MAX_TABLES = 8 };
+
+static PyObject *instruction_sets(PyObject *module, PyObject *unused)
+{
+    const sw_kernel_table *tables[MAX_TABLES];
+    size_t count = sw_kernels_available(tables, MAX_TABLES);
+    PyObject *list = PyList_New(0);
+    (void)module;
+    (void)unused;
+    for (size_t i = 0; list && i < count; ++i) {
+        PyObject *name = PyUnicode_FromString(tables[i]->name);
+        if (!name || PyList_Append(list, name) < 0)
+            ENGINE_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    return list;
+}
+
+static PyObject *instruction_set(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyUnicode_FromString(sw_kernels()->name);
+}
+
+static PyObject *force_instruction_set(PyObject *module, PyObject *args)
+{
+    const char *name;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "z:force_instruction_set", &name))
+        return NULL;
+    if (sw_kernels_force(name, &err) != SW_OK)
+        return engine_raise(PyModule_GetState(module), &err, NULL);
+    Py_RETURN_NONE;
+}
+
+static PyObject *fold(PyObject *module, PyObject *args)
+{
+    PyObject *destination, *sources;
+    Py_ssize_t numel;
+    const char *dtype_name, *op_name;
+    const void *source[64];
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "OOnss:fold", &destination, &sources, &numel, &dtype_name, &op_name))
+        return NULL;
+    Py_ssize_t count = PySequence_Size(sources);
+    sw_dtype dtype = sw_dtype_from_name(dtype_name);
+    sw_redop op = 0;
+    while (op < SW_REDOP_COUNT && strcmp(sw_redop_name(op), op_name) != 0)
+        op++;
+    if (count < 1 || count > 64 || numel < 0 || dtype == SW_DTYPE_COUNT || op == SW_REDOP_COUNT)
+        return PyErr_Format(PyExc_ValueError, "fold: 1 to 64 sources, a dtype and an op of the engine; got %zd, %s, %s",
+                            count, dtype_name, op_name);
+    if (sw_redop_check(op, dtype, &err) != SW_OK)
+        return engine_raise(PyModule_GetState(module), &err, NULL);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject *item = PySequence_GetItem(sources, i);
+        source[i] = item ? PyLong_AsVoidPtr(item) : NULL;
+        Py_XDECREF(item);
+    }
+    void *target = PyLong_AsVoidPtr(destination);
+    if (PyErr_Occurred())
+        return NULL;
+    sw_kernels()->fold[dtype](&target, 1, source, (int)count, (size_t)numel, 1.0 / (double)count, op);
+    Py_RETURN_NONE;
+}
+
+static PyObject *limit_value(uint64_t value)
+{
+    if (value == UINT64_MAX)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(value);
+}
+
+static PyObject *host_limits(PyObject *module, PyObject *unused)
+{
+    sw_limits limits;
+    (void)module;
+    (void)unused;
+    sw_limits_read(&limits);
+    return Py_BuildValue("{s:N,s:N,s:N,s:N}", "memory_max_bytes", limit_value(limits.memory_max_bytes),
+                         "memory_current_bytes", limit_value(limits.memory_current_bytes), "fsize_bytes",
+                         limit_value(limits.file_size_bytes), "nofile", limit_value(limits.open_files));
+}
+
+typedef struct test_rank {
+    sw_local_group *group;
+    int rank;
+    float *data;
+    sw_status status;
+    sw_error err;
+} test_rank;
+
+static void *run_test_rank(void *argument)
+{
+    test_rank *self = argument;
+    sw_comm *comm = NULL;
+    sw_op op = {.kind = SW_OP_ALL_REDUCE, .dtype = SW_DTYPE_FLOAT32, .redop = SW_REDOP_SUM, .numel = SELF_TEST_NUMEL,
+                .data = self->data, .label = "self test"};
+    self->status = sw_local_comm_create(self->group, self->rank, &comm, &self->err);
+    if (self->status == SW_OK)
+        self->status = comm->ops->run(comm, &op, &self->err);
+    if (comm)
+        comm->ops->destroy(comm);
+    return NULL;
+}
+
+static bool self_test_once(test_rank *ranks, float *data, sw_error *err)
+{
+    pthread_t threads[SELF_TEST_RANKS];
+    bool right = true;
+    for (int r = 0; r < SELF_TEST_RANKS; ++r) {
+        ranks[r].rank = r;
+        ranks[r].data = data + (size_t)r * SELF_TEST_NUMEL;
+        for (int i = 0; i < SELF_TEST_NUMEL; ++i)
+            ranks[r].data[i] = (float)(i % 1000 + r);
+        if (pthread_create(&threads[r], NULL, run_test_rank, &ranks[r]) != 0)
+            return false; /* the ranks already started end at their deadline */
+    }
+    for (int r = 0; r < SELF_TEST_RANKS; ++r) {
+        pthread_join(threads[r], NULL);
+        if (ranks[r].status != SW_OK) {
+            *err = ranks[r].err;
+            right = false;
+        }
+    }
+    for (int i = 0; right && i < SELF_TEST_RANKS * SELF_TEST_NUMEL; ++i)
+        right = data[i] == (float)(3 * (i % SELF_TEST_NUMEL % 1000) + 3);
+    return right;
+}
+
+static PyObject *self_test(PyObject *module, PyObject *unused)
+{
+    engine_state *state = PyModule_GetState(module);
+    test_rank ranks[SELF_TEST_RANKS] = {0};
+    sw_local_group *group = NULL;
+    sw_error err = {.message = "self_test: an all_reduce of 3 threads gave a wrong sum"};
+    bool right = false;
+    (void)unused;
+    float *data = calloc((size_t)SELF_TEST_RANKS * SELF_TEST_NUMEL, sizeof *data);
+    if (!data)
+        return PyErr_NoMemory();
+    if (sw_local_group_create(SELF_TEST_RANKS, &group, &err) == SW_OK) {
+        for (int r = 0; r < SELF_TEST_RANKS; ++r)
+            ranks[r].group = group;
+        Py_BEGIN_ALLOW_THREADS
+        right = self_test_once(ranks, data, &err);
+        Py_END_ALLOW_THREADS
+        sw_local_group_destroy(group);
+    }
+    free(data);
+    if (!right) {
+        PyErr_SetString(state->error, err.message);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+PyMethodDef kernel_functions[] = {
+    {"instruction_sets", instruction_sets, METH_NOARGS, "instruction_sets()\n--\n\nTables that run here, best last."},
+    {"instruction_set", instruction_set, METH_NOARGS, "instruction_set()\n--\n\nThe table in force."},
+    {"force_instruction_set", force_instruction_set, METH_VARARGS, "force_instruction_set(name)\n--\n\nDebug entry."},
+    {"fold", fold, METH_VARARGS, "fold(destination, sources, numel, dtype, op)\n--\n\nThe kernel, on addresses."},
+    {"host_limits", host_limits, METH_NOARGS, "host_limits()\n--\n\nWhat this process may take."},
+    {"self_test", self_test, METH_NOARGS, "self_test()\n--\n\nA threaded all_reduce; Error when it is wrong."},
+    {NULL, NULL, 0, NULL},
+};

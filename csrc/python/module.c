@@ -1,0 +1,58 @@
+/* module.c - the one extension module: multi-phase initialisation, all state in the module. */
+#include "python/engine.h"
+
+engine_state *engine_state_of(PyObject *self)
+{
+    return PyType_GetModuleState(Py_TYPE(self));
+}
+
+static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
+{
+    *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    return *type ? PyModule_AddType(module, *type) : -1;
+}
+
+static int module_exec(PyObject *module)
+{
+    engine_state *state = PyModule_GetState(module);
+    if (engine_errors_init(module, state) < 0 || add_type(module, &arena_type_spec, &state->arena_type) < 0 ||
+        add_type(module, &comm_type_spec, &state->comm_type) < 0 ||
+        add_type(module, &reducer_type_spec, &state->reducer_type) < 0 ||
+        add_type(module, &hook_type_spec, &state->hook_type) < 0)
+        return -1;
+    return 0;
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    engine_state *state = PyModule_GetState(module);
+    Py_VISIT(state->error);
+    Py_VISIT(state->comm_error);
+    Py_VISIT(state->comm_timeout_error);
+    Py_VISIT(state->checkpoint_error);
+    Py_VISIT(state->arena_type);
+    Py_VISIT(state->comm_type);
+    Py_VISIT(state->reducer_type);
+    Py_VISIT(state->hook_type);
+    return 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_engine",
+    .m_doc = "Shardwright's engine.",
+    .m_size = sizeof(engine_state),
+    .m_methods = kernel_functions,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+};
+
+PyMODINIT_FUNC PyInit__engine(void)
+{
+    return PyModuleDef_Init(&module_definition);
+}

@@ -1,0 +1,716 @@
+/* reducer_type.c - shardwright._engine.Reducer: what a `.grad` is, and when a round begins and ends.
+ *
+ * The reducer below knows memory; this file keeps the promise that, whenever a bucket is sent, the `.grad` of
+ * each of its parameters lies in it: as the view, by one copy, or as zeros when there is none. */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "python/engine.h"
+
+typedef struct reducer_object {
+    PyObject_HEAD
+    comm_object *comm;          /* owned */
+    sw_reducer *reducer;        /* owned */
+    PyObject *memory;           /* owned: Arena, which owns the reducer's memory */
+    reducer_link *link;         /* counted, shared with the hooks */
+    PyObject *params, *views;   /* owned lists; NULL before attach */
+    PyObject *copy, *open, *task_id, *bucket_callback; /* owned callables or NULL */
+    PyObject *grad_name;        /* owned: "grad" */
+    const void *exchange;       /* torch's table, or NULL */
+    tensor_view *shapes;        /* owned: layout of each view, to compare a gradient's with */
+    unsigned long long copies;
+    bool pending_forward, callback_rounds;
+} reducer_object;
+
+static engine_state *state_of(reducer_object *self)
+{
+    return engine_state_of((PyObject *)self);
+}
+
+static int raise_status(reducer_object *self, sw_status status, const sw_error *err)
+{
+    if (status == SW_OK)
+        return 0;
+    engine_raise(state_of(self), err, self->comm);
+    return -1;
+}
+
+static int check_ready(reducer_object *self)
+{
+    if (self->reducer && self->params)
+        return 0;
+    PyErr_SetString(state_of(self)->error, "the reducer has no tensors: call attach() first");
+    return -1;
+}
+
+/* Lifecycle ------------------------------------------------------------------------------------------ */
+
+typedef struct specs {
+    sw_layout_param *params;
+    const char **names;
+    PyObject *list; /* keeps the names alive */
+    size_t count;
+} specs;
+
+static void specs_fini(specs *s)
+{
+    free(s->params);
+    free(s->names);
+    Py_XDECREF(s->list);
+}
+
+static int specs_init(specs *s, PyObject *sequence)
+{
+    *s = (specs){.list = PySequence_List(sequence)};
+    if (!s->list)
+        return -1;
+    s->count = (size_t)PyList_Size(s->list);
+    s->params = calloc(s->count + 1, sizeof *s->params);
+    s->names = calloc(s->count + 1, sizeof *s->names);
+    if (!s->params || !s->names) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < s->count; ++i) {
+        Py_ssize_t numel;
+        const char *dtype;
+        int trainable;
+        PyObject *item = PyList_GetItem(s->list, (Py_ssize_t)i);
+        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "snsp;a parameter is (name, numel, dtype, requires_grad)",
+                                                      &s->names[i], &numel, &dtype, &trainable)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_TypeError, "a parameter is a tuple (name, numel, dtype, requires_grad)");
+            return -1;
+        }
+        s->params[i] = (sw_layout_param){.numel = (size_t)numel, .dtype = sw_dtype_from_name(dtype), .trainable = trainable};
+        if (numel < 0 || s->params[i].dtype == SW_DTYPE_COUNT) {
+            PyErr_Format(PyExc_ValueError, "parameter '%s': dtype %s with %zd elements is not one the engine moves",
+                         s->names[i], dtype, numel);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int parse_transport(const char *name, sw_transport *transport)
+{
+    for (int t = SW_TRANSPORT_AUTO; t <= SW_TRANSPORT_STAGED; ++t)
+        if (strcmp(sw_transport_name((sw_transport)t), name) == 0) {
+            *transport = (sw_transport)t;
+            return 0;
+        }
+    PyErr_Format(PyExc_ValueError, "transport must be 'auto', 'pool' or 'staged', got '%s'", name);
+    return -1;
+}
+
+static int create(reducer_object *self, specs *s, const sw_reducer_options *options)
+{
+    sw_error err;
+    sw_status status;
+    if (!comm_enter(self->comm))
+        return -1;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_create(self->comm->comm, s->params, s->names, s->count, options, &self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    comm_leave(self->comm);
+    if (raise_status(self, status, &err) < 0)
+        return -1;
+    /* The Arena object becomes the memory's owner; the reducer goes on borrowing it. */
+    sw_gradient_memory *memory = (sw_gradient_memory *)(uintptr_t)sw_reducer_memory(self->reducer);
+    self->memory = arena_object_new(state_of(self), self->comm, NULL, memory);
+    return self->memory ? 0 : -1;
+}
+
+static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"comm", "parameters", "bucket_cap_bytes", "transport", "label", NULL};
+    reducer_object *self = (reducer_object *)op;
+    PyObject *comm, *parameters;
+    Py_ssize_t cap = 25 * 1024 * 1024;
+    const char *transport = "auto";
+    sw_reducer_options options = {.label = "model"};
+    specs s;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nss:Reducer", names, &comm, &parameters, &cap, &transport,
+                                     &options.label))
+        return -1;
+    engine_state *state = engine_state_of(op);
+    if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "Reducer: comm must be a HostComm, and a Reducer is initialised once");
+        return -1;
+    }
+    if (cap <= 0) {
+        PyErr_Format(PyExc_ValueError, "Reducer: bucket_cap_bytes must be positive, got %zd", cap);
+        return -1;
+    }
+    options.bucket_cap_bytes = (size_t)cap;
+    if (parse_transport(transport, &options.transport) < 0)
+        return -1;
+    Py_INCREF(comm);
+    self->comm = (comm_object *)comm;
+    comm_acquire(self->comm);
+    self->grad_name = PyUnicode_InternFromString("grad");
+    self->link = calloc(1, sizeof *self->link);
+    if (!self->grad_name || !self->link)
+        return -1;
+    *self->link = (reducer_link){.reducer = self, .references = 1};
+    int result = specs_init(&s, parameters);
+    if (result == 0)
+        result = create(self, &s, &options);
+    specs_fini(&s);
+    return result;
+}
+
+static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    reducer_object *self = (reducer_object *)op;
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->comm);
+    Py_VISIT(self->params);
+    Py_VISIT(self->views);
+    Py_VISIT(self->copy);
+    Py_VISIT(self->open);
+    Py_VISIT(self->task_id);
+    Py_VISIT(self->bucket_callback);
+    return 0;
+}
+
+static int reducer_clear(PyObject *op)
+{
+    reducer_object *self = (reducer_object *)op;
+    ENGINE_CLEAR(self->params);
+    ENGINE_CLEAR(self->views);
+    ENGINE_CLEAR(self->copy);
+    ENGINE_CLEAR(self->open);
+    ENGINE_CLEAR(self->task_id);
+    ENGINE_CLEAR(self->bucket_callback);
+    return 0;
+}
+
+static void reducer_dealloc(PyObject *op)
+{
+    reducer_object *self = (reducer_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    reducer_clear(op);
+    if (self->link) {
+        self->link->reducer = NULL;
+        reducer_link_release(self->link);
+    }
+    if (self->reducer && self->memory)
+        (void)sw_reducer_take_memory(self->reducer);
+    sw_reducer_destroy(self->reducer);
+    free(self->shapes);
+    Py_XDECREF(self->memory);
+    Py_XDECREF(self->grad_name);
+    if (self->comm) {
+        comm_release(self->comm);
+        Py_DECREF(self->comm);
+    }
+    PyObject_GC_Del(op);
+    Py_DECREF(type);
+}
+
+/* Gradients ------------------------------------------------------------------------------------------- */
+
+/* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are. */
+static bool same_layout(const tensor_view *grad, const tensor_view *shape)
+{
+    if (grad->code != shape->code || grad->bits != shape->bits || grad->ndim != shape->ndim ||
+        grad->device_type != shape->device_type)
+        return false;
+    for (int d = 0; d < grad->ndim; ++d) {
+        if (grad->shape[d] != shape->shape[d])
+            return false;
+        if (grad->shape[d] > 1 && grad->strides && shape->strides && grad->strides[d] != shape->strides[d])
+            return false;
+    }
+    return grad->strides && shape->strides;
+}
+
+static int copy_gradient(reducer_object *self, size_t index, PyObject *view, PyObject *grad)
+{
+    tensor_view seen;
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    self->copies++;
+    if (self->exchange && self->shapes && tensor_view_get(self->exchange, grad, &seen) &&
+        same_layout(&seen, &self->shapes[index])) {
+        size_t bytes = layout->place[index].numel *
+                       sw_dtype_size_bytes(layout->bucket[layout->place[index].bucket].dtype);
+        if (bytes)
+            memcpy(sw_reducer_address(self->reducer, index), seen.data, bytes);
+        return 0;
+    }
+    PyObject *result = PyObject_CallFunctionObjArgs(self->copy, view, grad, NULL);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+static int current_task(reducer_object *self, int64_t *task)
+{
+    PyObject *result = PyObject_CallFunctionObjArgs(self->task_id, NULL);
+    *task = result ? PyLong_AsLongLong(result) : -1;
+    Py_XDECREF(result);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int open_round(reducer_object *self, int64_t task)
+{
+    sw_error err;
+    PyObject *result = PyObject_CallFunctionObjArgs(self->open, NULL);
+    int synchronised = result ? PyObject_IsTrue(result) : -1;
+    Py_XDECREF(result);
+    if (synchronised < 0)
+        return -1;
+    if (synchronised)
+        self->pending_forward = false;
+    return raise_status(self, sw_reducer_open(self->reducer, task, synchronised, &err), &err);
+}
+
+int reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
+{
+    int64_t task;
+    sw_error err;
+    sw_status status;
+    if (check_ready(self) < 0 || current_task(self, &task) < 0)
+        return -1;
+    if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED && open_round(self, task) < 0)
+        return -1;
+    if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
+        return raise_status(self, sw_reducer_mark(self->reducer, index, task, &err), &err);
+    if (!comm_enter(self->comm)) /* a forked child ends here */
+        return -1;
+    PyObject *grad = PyObject_GetAttr(param, self->grad_name);
+    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    int failed = !grad || !view;
+    if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && grad != view)
+        failed = copy_gradient(self, index, view, grad) < 0 || PyObject_SetAttr(param, self->grad_name, view) < 0;
+    if (!failed && grad != Py_None) {
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_mark(self->reducer, index, task, &err);
+        Py_END_ALLOW_THREADS
+        failed = raise_status(self, status, &err) < 0;
+    }
+    Py_XDECREF(grad);
+    comm_leave(self->comm);
+    return failed ? -1 : 0;
+}
+
+/* Puts into place what no hook put there in this round. */
+static int fill(reducer_object *self)
+{
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    for (size_t i = 0; i < layout->param_count; ++i) {
+        if (sw_reducer_is_placed(self->reducer, i) || !sw_reducer_takes_part(self->reducer, i) ||
+            sw_reducer_is_sent(self->reducer, i))
+            continue;
+        PyObject *grad = PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)i), self->grad_name);
+        PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)i);
+        int failed = !grad || !view;
+        if (!failed && grad == Py_None) {
+            size_t bytes = layout->place[i].numel * sw_dtype_size_bytes(layout->bucket[layout->place[i].bucket].dtype);
+            if (bytes)
+                memset(sw_reducer_address(self->reducer, i), 0, bytes);
+        } else if (!failed && grad != view) {
+            failed = copy_gradient(self, i, view, grad) < 0;
+        }
+        Py_XDECREF(grad);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
+/* After a round: the view becomes `.grad` of every parameter that some rank used. */
+static int publish(reducer_object *self)
+{
+    size_t count = sw_reducer_layout(self->reducer)->param_count;
+    for (size_t i = 0; i < count; ++i) {
+        if (sw_reducer_is_placed(self->reducer, i) || !sw_reducer_used_by_any(self->reducer, i))
+            continue;
+        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
+        if (PyObject_SetAttr(param, self->grad_name, PyList_GetItem(self->views, (Py_ssize_t)i)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each. */
+static int finish_with_callback(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    size_t last = layout->bucket_count;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_exchange_use(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    if (raise_status(self, status, &err) < 0)
+        return -1;
+    for (size_t b = 0; b < layout->bucket_count; ++b)
+        if (sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
+            last = b;
+    for (size_t b = 0; b < layout->bucket_count; ++b) {
+        if (!sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
+            continue;
+        PyObject *result = PyObject_CallFunction(self->bucket_callback, "nO", (Py_ssize_t)b, b == last ? Py_True : Py_False);
+        if (!result)
+            return -1;
+        Py_DECREF(result);
+    }
+    return 0;
+}
+
+static int finish_round(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
+        return raise_status(self, sw_reducer_finish(self->reducer, &err), &err);
+    if (!comm_enter(self->comm))
+        return -1;
+    int failed = fill(self) < 0;
+    if (!failed && self->bucket_callback) {
+        failed = finish_with_callback(self) < 0;
+    } else if (!failed) {
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_finish(self->reducer, &err);
+        Py_END_ALLOW_THREADS
+        failed = raise_status(self, status, &err) < 0;
+    }
+    comm_leave(self->comm);
+    return failed || publish(self) < 0 ? -1 : 0;
+}
+
+/* Methods ----------------------------------------------------------------------------------------------- */
+
+static PyObject *none_or_null(int failed)
+{
+    if (failed < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static int read_index(reducer_object *self, PyObject *value, size_t *index)
+{
+    size_t count = sw_reducer_layout(self->reducer)->param_count;
+    *index = PyLong_AsSize_t(value);
+    if (PyErr_Occurred())
+        return -1;
+    if (*index >= count) {
+        PyErr_Format(PyExc_IndexError, "parameter index must be in [0, %zu), got %zu", count, *index);
+        return -1;
+    }
+    return 0;
+}
+
+static int read_bucket(reducer_object *self, PyObject *value, const sw_layout_bucket **bucket)
+{
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    size_t index = PyLong_AsSize_t(value);
+    if (PyErr_Occurred())
+        return -1;
+    if (index >= layout->bucket_count) {
+        PyErr_Format(PyExc_IndexError, "bucket index must be in [0, %zu), got %zu", layout->bucket_count, index);
+        return -1;
+    }
+    *bucket = &layout->bucket[index];
+    return 0;
+}
+
+static PyObject *reducer_gradient(PyObject *op, PyObject *args)
+{
+    reducer_object *self = (reducer_object *)op;
+    PyObject *position, *shape, *strides = Py_None;
+    size_t index;
+    if (!PyArg_ParseTuple(args, "OO|O:gradient", &position, &shape, &strides) || read_index(self, position, &index) < 0)
+        return NULL;
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    return dlpack_capsule_new(self->memory, sw_reducer_address(self->reducer, index),
+                              layout->bucket[layout->place[index].bucket].dtype, shape, strides);
+}
+
+static PyObject *reducer_bucket(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    const sw_layout_bucket *bucket;
+    if (read_bucket(self, position, &bucket) < 0)
+        return NULL;
+    PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)bucket->numel);
+    PyObject *made = shape ? dlpack_capsule_new(self->memory,
+                                                sw_reducer_memory(self->reducer)->base + bucket->offset_bytes,
+                                                bucket->dtype, shape, Py_None)
+                           : NULL;
+    Py_XDECREF(shape);
+    return made;
+}
+
+static PyObject *reducer_bucket_parameters(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    const sw_layout_bucket *bucket;
+    if (read_bucket(self, position, &bucket) < 0)
+        return NULL;
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && i < bucket->count; ++i) {
+        PyObject *item = PyLong_FromSize_t(sw_reducer_layout(self->reducer)->order[bucket->first + i]);
+        if (!item || PyList_Append(list, item) < 0)
+            ENGINE_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+static PyObject *reducer_bucket_dtype(PyObject *op, PyObject *position)
+{
+    const sw_layout_bucket *bucket;
+    if (read_bucket((reducer_object *)op, position, &bucket) < 0)
+        return NULL;
+    return PyUnicode_FromString(sw_dtype_name(bucket->dtype));
+}
+
+static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"parameters", "views", "copy", "open", "task_id", NULL};
+    reducer_object *self = (reducer_object *)op;
+    PyObject *params, *views, *copy, *open, *task_id;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$OOO:attach", names, &params, &views, &copy, &open, &task_id))
+        return NULL;
+    PyObject *param_list = PySequence_List(params), *view_list = PySequence_List(views);
+    Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;
+    if (!param_list || !view_list || PyList_Size(param_list) != count || PyList_Size(view_list) != count) {
+        Py_XDECREF(param_list);
+        Py_XDECREF(view_list);
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "attach: parameters and views must have %zd entries each", count);
+        return NULL;
+    }
+    reducer_clear(op);
+    self->params = param_list;
+    self->views = view_list;
+    Py_INCREF(copy);
+    self->copy = copy;
+    Py_INCREF(open);
+    self->open = open;
+    Py_INCREF(task_id);
+    self->task_id = task_id;
+    self->exchange = count ? tensor_exchange_table(PyList_GetItem(view_list, 0)) : NULL;
+    free(self->shapes);
+    self->shapes = self->exchange ? calloc((size_t)count, sizeof *self->shapes) : NULL;
+    for (Py_ssize_t i = 0; self->shapes && i < count; ++i)
+        if (!tensor_view_get(self->exchange, PyList_GetItem(view_list, i), &self->shapes[i]))
+            self->shapes[i].ndim = -1; /* never equal: always through copy() */
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_hook(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    return hook_object_new(state_of(self), self->link, index);
+}
+
+static int abandon(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
+        return raise_status(self, sw_reducer_abandon(self->reducer, &err), &err);
+    if (!comm_enter(self->comm))
+        return -1;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_abandon(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    comm_leave(self->comm);
+    return raise_status(self, status, &err);
+}
+
+static PyObject *reducer_forward(PyObject *op, PyObject *synchronised)
+{
+    reducer_object *self = (reducer_object *)op;
+    int64_t task;
+    int sync = PyObject_IsTrue(synchronised);
+    if (sync < 0 || check_ready(self) < 0 || current_task(self, &task) < 0)
+        return NULL;
+    if (task >= 0)
+        Py_RETURN_NONE; /* recomputed inside a backward: not a forward of its own */
+    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
+        return NULL;
+    if (sync) {
+        sw_reducer_count_forward(self->reducer);
+        self->pending_forward = true;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_open_round(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    int64_t task;
+    (void)unused;
+    if (check_ready(self) < 0 || current_task(self, &task) < 0)
+        return NULL;
+    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && sw_reducer_task(self->reducer) != task &&
+        abandon(self) < 0)
+        return NULL;
+    if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED && open_round(self, task) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_close(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    (void)unused;
+    if (check_ready(self) < 0)
+        return NULL;
+    return none_or_null(finish_round(self));
+}
+
+static PyObject *reducer_close_pending(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    sw_error err;
+    (void)unused;
+    if (check_ready(self) < 0)
+        return NULL;
+    if (!self->pending_forward || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED)
+        Py_RETURN_NONE;
+    self->pending_forward = false;
+    if (raise_status(self, sw_reducer_open(self->reducer, -1, true, &err), &err) < 0)
+        return NULL;
+    return none_or_null(finish_round(self));
+}
+
+static PyObject *reducer_shadow(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    sw_error err;
+    sw_status status;
+    (void)unused;
+    if (check_ready(self) < 0 || !comm_enter(self->comm))
+        return NULL;
+    self->pending_forward = false;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_shadow(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    comm_leave(self->comm);
+    return none_or_null(raise_status(self, status, &err));
+}
+
+static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
+{
+    int flag = PyObject_IsTrue(active_only);
+    if (flag < 0)
+        return NULL;
+    sw_reducer_divide_by_active(((reducer_object *)op)->reducer, flag);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *callback)
+{
+    reducer_object *self = (reducer_object *)op;
+    ENGINE_CLEAR(self->bucket_callback);
+    if (callback != Py_None) {
+        Py_INCREF(callback);
+        self->bucket_callback = callback;
+    }
+    sw_reducer_defer_all(self->reducer, callback != Py_None);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_used_by_any(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    return PyBool_FromLong(sw_reducer_used_by_any(self->reducer, index));
+}
+
+static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    sw_reducer_unfreeze(self->reducer, index);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_stats(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    const sw_reducer_stats *stats = sw_reducer_get_stats(self->reducer);
+    (void)unused;
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "rounds", (unsigned long long)stats->rounds, "local_rounds",
+                         (unsigned long long)stats->local_rounds, "abandoned", (unsigned long long)stats->abandoned,
+                         "buckets_sent", (unsigned long long)stats->buckets_sent, "buckets_early",
+                         (unsigned long long)stats->buckets_early, "copies", self->copies, "bytes",
+                         (unsigned long long)stats->bytes);
+}
+
+enum { GET_TRANSPORT, GET_REASON, GET_BUCKETS, GET_BYTES, GET_OPEN, GET_PENDING };
+
+static PyObject *reducer_get(PyObject *op, void *which)
+{
+    reducer_object *self = (reducer_object *)op;
+    if (!self->reducer)
+        Py_RETURN_NONE;
+    switch ((intptr_t)which) {
+    case GET_TRANSPORT: return PyUnicode_FromString(sw_transport_name(sw_reducer_memory(self->reducer)->transport));
+    case GET_REASON: return PyUnicode_FromString(sw_reducer_memory(self->reducer)->why);
+    case GET_BUCKETS: return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->bucket_count);
+    case GET_BYTES: return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->trainable_bytes);
+    case GET_OPEN: return PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED);
+    default: return PyBool_FromLong(self->pending_forward);
+    }
+}
+
+static PyMethodDef reducer_methods[] = {
+    {"gradient", reducer_gradient, METH_VARARGS, "gradient(index, shape, strides=None)\n--\n\nA DLPack capsule."},
+    {"bucket", reducer_bucket, METH_O, "bucket(bucket)\n--\n\nA DLPack capsule over a whole bucket."},
+    {"bucket_parameters", reducer_bucket_parameters, METH_O, "bucket_parameters(bucket)\n--\n\nIndices, in memory order."},
+    {"bucket_dtype", reducer_bucket_dtype, METH_O, "bucket_dtype(bucket)\n--\n\nIts element type."},
+    {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
+     "attach(parameters, views, *, copy, open, task_id)\n--\n\nBinds tensors."},
+    {"hook", reducer_hook, METH_O, "hook(index)\n--\n\nThe post-accumulate-grad hook of a parameter."},
+    {"forward", reducer_forward, METH_O, "forward(synchronised)\n--\n\nCounts a forward with gradients."},
+    {"open_round", reducer_open_round, METH_NOARGS, "open_round()\n--\n\nOpens the round of this graph task."},
+    {"close", reducer_close, METH_NOARGS, "close()\n--\n\nEnds the round."},
+    {"close_pending", reducer_close_pending, METH_NOARGS, "close_pending()\n--\n\nA whole round, if a forward has none."},
+    {"shadow", reducer_shadow, METH_NOARGS, "shadow()\n--\n\nA whole round without contributing."},
+    {"set_divide_by", reducer_set_divide_by, METH_O, "set_divide_by(active_only)\n--\n\nWhat the mean divides by."},
+    {"set_bucket_callback", reducer_set_bucket_callback, METH_O,
+     "set_bucket_callback(callback)\n--\n\nA user's communication hook, or None."},
+    {"used_by_any", reducer_used_by_any, METH_O, "used_by_any(index)\n--\n\nWhether some rank used it."},
+    {"mark_unfrozen", reducer_mark_unfrozen, METH_O, "mark_unfrozen(index)\n--\n\nLets its bucket take part."},
+    {"stats", reducer_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef reducer_properties[] = {
+    {"transport", reducer_get, NULL, "'pool' or 'staged'", (void *)GET_TRANSPORT},
+    {"transport_reason", reducer_get, NULL, "why", (void *)GET_REASON},
+    {"bucket_count", reducer_get, NULL, "buckets, frozen ones included", (void *)GET_BUCKETS},
+    {"planned_bytes", reducer_get, NULL, "of gradient memory a rank", (void *)GET_BYTES},
+    {"is_open", reducer_get, NULL, "whether a round is open", (void *)GET_OPEN},
+    {"pending_forward", reducer_get, NULL, "a synchronised forward without a round", (void *)GET_PENDING},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot reducer_slots[] = {
+    {Py_tp_init, reducer_init},         {Py_tp_dealloc, reducer_dealloc},   {Py_tp_traverse, reducer_traverse},
+    {Py_tp_clear, reducer_clear},       {Py_tp_methods, reducer_methods},   {Py_tp_getset, reducer_properties},
+    {Py_tp_doc, "Buckets of gradients and their mean, round by round."},
+    {0, NULL},
+};
+
+PyType_Spec reducer_type_spec = {
+    .name = "shardwright._engine.Reducer",
+    .basicsize = sizeof(reducer_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = reducer_slots,
+};

@@ -1,0 +1,69 @@
+/* gradient_memory.c - see the header. */
+#include "reduce/gradient_memory.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/bytes.h"
+#include "platform/memory.h"
+
+const char *sw_transport_name(sw_transport transport)
+{
+    static const char *const names[] = {"auto", "pool", "staged"};
+    return (unsigned)transport < 3 ? names[transport] : "invalid";
+}
+
+static sw_status make_buckets(sw_gradient_memory *memory, sw_transport wanted, const char *label, sw_error *err)
+{
+    sw_comm *comm = memory->comm;
+    if (wanted != SW_TRANSPORT_STAGED) {
+        sw_error cause;
+        sw_status status = comm->ops->arena_create(comm, memory->size_bytes, label, &memory->arena, &cause);
+        if (status == SW_OK) {
+            memory->transport = SW_TRANSPORT_POOL;
+            memory->base = memory->arena->base[comm->rank];
+            snprintf(memory->why, sizeof memory->why, "every rank maps every rank's buckets");
+            return SW_OK;
+        }
+        if (status != SW_E_MEMORY || wanted == SW_TRANSPORT_POOL) {
+            if (err)
+                *err = cause;
+            return status;
+        }
+        snprintf(memory->why, sizeof memory->why, "%s", cause.message);
+    } else {
+        snprintf(memory->why, sizeof memory->why, "asked for");
+    }
+    memory->transport = SW_TRANSPORT_STAGED;
+    return sw_pages_map(memory->size_bytes, &memory->base, err);
+}
+
+sw_status sw_gradient_memory_create(sw_comm *comm, size_t size_bytes, size_t tail_bytes, sw_transport wanted,
+                                    const char *label, sw_gradient_memory **memory, sw_error *err)
+{
+    sw_status status;
+    sw_gradient_memory *made = calloc(1, sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the gradients of '%s'", label);
+    made->comm = comm;
+    made->size_bytes = sw_size_max(size_bytes, SW_ALIGNMENT_BYTES);
+    SW_TRY_GOTO(status, comm->ops->arena_create(comm, sw_size_max(tail_bytes, SW_ALIGNMENT_BYTES), label, &made->tails, err), destroy);
+    SW_TRY_GOTO(status, make_buckets(made, wanted, label, err), destroy);
+    *memory = made;
+    return SW_OK;
+destroy:
+    sw_gradient_memory_destroy(made);
+    return status;
+}
+
+void sw_gradient_memory_destroy(sw_gradient_memory *memory)
+{
+    if (!memory)
+        return;
+    memory->comm->ops->arena_destroy(memory->comm, memory->tails);
+    if (memory->transport == SW_TRANSPORT_STAGED)
+        sw_memory_unmap(memory->base, memory->size_bytes);
+    else
+        memory->comm->ops->arena_destroy(memory->comm, memory->arena);
+    free(memory);
+}

@@ -1,0 +1,37 @@
+/* gradient_memory.h - where buckets and their use bits live, and which transport that allows.
+ *
+ * pool: the buckets are an arena, folded in place by all ranks. staged: they are this rank's own pages and
+ * travel through the communicator's slots. The use bits are an arena in both (they are small). The choice
+ * is the group's: an arena that fails on one rank fails on all, with the same sentence.
+ *
+ * Thread rule: owner only.
+ */
+#ifndef SW_REDUCE_GRADIENT_MEMORY_H
+#define SW_REDUCE_GRADIENT_MEMORY_H
+
+#include "comm/comm.h"
+
+typedef enum sw_transport {
+    SW_TRANSPORT_AUTO = 0, /* pool if every rank can, else staged */
+    SW_TRANSPORT_POOL,
+    SW_TRANSPORT_STAGED,
+} sw_transport;
+
+typedef struct sw_gradient_memory {
+    sw_comm *comm;       /* borrowed: it outlives this */
+    sw_arena *arena;     /* owned; NULL when staged */
+    sw_arena *tails;     /* owned */
+    uint8_t *base;       /* this rank's buckets: in the arena, or owned private pages */
+    size_t size_bytes;
+    sw_transport transport; /* what was chosen */
+    char why[SW_ERROR_MESSAGE_BYTES];
+} sw_gradient_memory;
+
+/* Collective. `size_bytes` of buckets, `tail_bytes` of use bits; both zeroed, pages come when touched. */
+SW_MUST_USE sw_status sw_gradient_memory_create(sw_comm *comm, size_t size_bytes, size_t tail_bytes, sw_transport wanted,
+                                                const char *label, sw_gradient_memory **memory, sw_error *err);
+void sw_gradient_memory_destroy(sw_gradient_memory *memory);
+
+const char *sw_transport_name(sw_transport transport);
+
+#endif

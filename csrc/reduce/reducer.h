@@ -1,0 +1,92 @@
+/* reducer.h - rounds: the gradients of all ranks become their mean, bucket after bucket in index order.
+ *
+ * What a round is, and what must never happen in one, is in docs/design/reduce.md. This file knows memory,
+ * use bits and order; what a `.grad` is, and when a backward begins and ends, is the binding's.
+ *
+ * Thread rule: one at a time, together with its communicator.
+ */
+#ifndef SW_REDUCE_REDUCER_H
+#define SW_REDUCE_REDUCER_H
+
+#include "comm/comm.h"
+#include "reduce/gradient_memory.h"
+#include "tensor/layout.h"
+
+typedef enum sw_round_state {
+    SW_ROUND_CLOSED = 0,
+    SW_ROUND_LOCAL, /* a backward that does not synchronise: gradients are only marked as used */
+    SW_ROUND_OPEN,
+} sw_round_state;
+
+typedef struct sw_reducer_stats {
+    uint64_t rounds, local_rounds, abandoned;
+    uint64_t buckets_sent, buckets_early; /* early: before the end of the backward */
+    uint64_t bytes;                       /* of the buckets sent */
+} sw_reducer_stats;
+
+typedef struct sw_reducer sw_reducer;
+
+typedef struct sw_reducer_options {
+    size_t bucket_cap_bytes;
+    sw_transport transport;
+    const char *label; /* of the model, in messages; copied */
+} sw_reducer_options;
+
+/* Collective. `names`: one a parameter, copied. The tables must be equal on all ranks (checked by the caller). */
+SW_MUST_USE sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const char *const *names,
+                                        size_t param_count, const sw_reducer_options *options, sw_reducer **reducer,
+                                        sw_error *err);
+/* Leaves the memory to its own owner: see sw_reducer_take_memory. */
+void sw_reducer_destroy(sw_reducer *reducer);
+/* The memory, to be destroyed by the caller once, after the reducer and every view. */
+sw_gradient_memory *sw_reducer_take_memory(sw_reducer *reducer);
+
+const sw_layout *sw_reducer_layout(const sw_reducer *reducer);
+const sw_gradient_memory *sw_reducer_memory(const sw_reducer *reducer);
+const sw_reducer_stats *sw_reducer_get_stats(const sw_reducer *reducer);
+sw_round_state sw_reducer_state(const sw_reducer *reducer);
+int64_t sw_reducer_task(const sw_reducer *reducer);
+const char *sw_reducer_name(const sw_reducer *reducer, size_t param);
+
+/* First byte of a parameter's gradient; its bytes are place[param].numel elements. */
+uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param);
+/* Makes a frozen parameter's bucket take part from the next round on. */
+void sw_reducer_unfreeze(sw_reducer *reducer, size_t param);
+
+/* Counts a forward: rounds are numbered from it, and ranks compare the number. */
+void sw_reducer_count_forward(sw_reducer *reducer);
+
+/* Opens a round for graph task `task`. The state must be CLOSED. */
+SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, sw_error *err);
+
+/* Parameter `param` got its gradient, which lies in its memory (except in a LOCAL round), by a hook in graph
+ * task `task`. Posts what became sendable and helps on what is under way. */
+SW_MUST_USE sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, sw_error *err);
+
+/* Whether the gradient of `param` was put into place by a mark in this round. */
+bool sw_reducer_is_placed(const sw_reducer *reducer, size_t param);
+/* Whether the bucket of `param` takes part in rounds (trainable, or unfrozen since). */
+bool sw_reducer_takes_part(const sw_reducer *reducer, size_t param);
+/* Whether the bucket of `param` was already sent in this round. */
+bool sw_reducer_is_sent(const sw_reducer *reducer, size_t param);
+
+/* Ends a round whose gradients all lie in place: sends the rest, waits. SW_E_MISMATCH names a rank that
+ * abandoned it. In a LOCAL round: ends it only. */
+SW_MUST_USE sw_status sw_reducer_finish(sw_reducer *reducer, sw_error *err);
+/* Ends a round that an exception left open: peers get in step, nothing is folded. Waits for them. */
+SW_MUST_USE sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err);
+/* A whole round in which this rank contributes nothing. */
+SW_MUST_USE sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err);
+/* For a user's communication hook, in place of finish: exchanges the use bits (one barrier) and ends the
+ * round; the buckets are the caller's to reduce. */
+SW_MUST_USE sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err);
+
+/* Nothing is posted before the end of a backward: a user's hook will own the buckets. */
+void sw_reducer_defer_all(sw_reducer *reducer, bool defer);
+
+/* After a round: whether some rank used `param` in it. */
+bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param);
+/* The mean is over the contributing ranks (true) or over the world size (false, the start). */
+void sw_reducer_divide_by_active(sw_reducer *reducer, bool active_only);
+
+#endif

@@ -1,0 +1,33 @@
+/* dtype.h - the element types the engine moves, and what it knows of each. Thread rule: any. */
+#ifndef SW_TENSOR_DTYPE_H
+#define SW_TENSOR_DTYPE_H
+
+#include <stddef.h>
+
+/* Values are part of the wire between ranks (descriptors carry them): append, never renumber. */
+typedef enum sw_dtype {
+    SW_DTYPE_FLOAT32 = 0,
+    SW_DTYPE_FLOAT64,
+    SW_DTYPE_FLOAT16,
+    SW_DTYPE_BFLOAT16,
+    SW_DTYPE_INT8,
+    SW_DTYPE_UINT8,
+    SW_DTYPE_INT16,
+    SW_DTYPE_INT32,
+    SW_DTYPE_INT64,
+    SW_DTYPE_COMPLEX64,
+    SW_DTYPE_COMPLEX128,
+    SW_DTYPE_BOOL,
+    SW_DTYPE_COUNT,
+} sw_dtype;
+
+/* Bytes of one element; 0 for a value out of range. */
+size_t sw_dtype_size_bytes(sw_dtype dtype);
+
+/* torch's name without "torch.": "float32"; "invalid" for a value out of range. Never NULL. */
+const char *sw_dtype_name(sw_dtype dtype);
+
+/* The dtype of that name, or SW_DTYPE_COUNT when there is none. */
+sw_dtype sw_dtype_from_name(const char *name);
+
+#endif

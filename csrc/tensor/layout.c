@@ -1,0 +1,111 @@
+/* layout.c - one pass over the parameters in reverse, then one over the buckets. */
+#include "tensor/layout.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+
+enum { KEYS = SW_DTYPE_COUNT * 2 };
+
+typedef struct cutter {
+    const sw_layout_param *params;
+    sw_layout *layout;
+    size_t open[KEYS]; /* bucket being filled, plus 1; 0: none */
+    size_t cap_bytes;
+} cutter;
+
+static bool place_in(sw_layout_bucket *bucket, sw_layout_place *place, const sw_layout_param *param)
+{
+    size_t element_bytes = sw_dtype_size_bytes(param->dtype);
+    size_t bytes, begin_bytes, end_bytes;
+    if (!sw_size_multiply(param->numel, element_bytes, &bytes) ||
+        !sw_size_round_up(bucket->numel * element_bytes, SW_ALIGNMENT_BYTES, &begin_bytes) ||
+        !sw_size_add(begin_bytes, bytes, &end_bytes))
+        return false;
+    place->begin = begin_bytes / element_bytes;
+    place->numel = param->numel;
+    bucket->numel = end_bytes / element_bytes;
+    bucket->count++;
+    return true;
+}
+
+static bool cut(cutter *c)
+{
+    sw_layout *layout = c->layout;
+    for (size_t i = layout->param_count; i-- > 0;) {
+        const sw_layout_param *param = &c->params[i];
+        size_t *open = &c->open[(size_t)param->dtype * 2 + param->trainable];
+        if (*open == 0) {
+            layout->bucket[layout->bucket_count] = (sw_layout_bucket){.dtype = param->dtype, .trainable = param->trainable};
+            *open = ++layout->bucket_count;
+        }
+        sw_layout_bucket *bucket = &layout->bucket[*open - 1];
+        layout->place[i].bucket = *open - 1;
+        if (!place_in(bucket, &layout->place[i], param))
+            return false;
+        if (bucket->numel * sw_dtype_size_bytes(bucket->dtype) >= c->cap_bytes)
+            *open = 0;
+    }
+    return true;
+}
+
+/* Rounds every bucket to W equal slices, places it, and lists its parameters. */
+static bool finish(sw_layout *layout, int world_size)
+{
+    size_t at = 0;
+    for (size_t b = 0; b < layout->bucket_count; ++b) {
+        sw_layout_bucket *bucket = &layout->bucket[b];
+        size_t element_bytes = sw_dtype_size_bytes(bucket->dtype);
+        size_t slice, bytes;
+        bucket->first = at;
+        at += bucket->count;
+        bucket->count = 0; /* counted again while listing */
+        size_t share = bucket->numel / (size_t)world_size + (bucket->numel % (size_t)world_size != 0);
+        if (!sw_size_round_up(share * element_bytes, SW_ALIGNMENT_BYTES, &slice) ||
+            !sw_size_multiply(slice, (size_t)world_size, &bytes))
+            return false;
+        bucket->numel = bytes / element_bytes;
+        bucket->offset_bytes = layout->size_bytes;
+        if (!sw_size_add(layout->size_bytes, bytes, &layout->size_bytes))
+            return false;
+        if (bucket->trainable)
+            layout->trainable_bytes += bytes;
+    }
+    for (size_t i = layout->param_count; i-- > 0;) {
+        sw_layout_bucket *bucket = &layout->bucket[layout->place[i].bucket];
+        layout->order[bucket->first + bucket->count++] = i;
+    }
+    return true;
+}
+
+sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_t param_count, int world_size,
+                         size_t cap_bytes, sw_error *err)
+{
+    cutter c = {.params = params, .layout = layout, .cap_bytes = cap_bytes};
+    memset(layout, 0, sizeof *layout);
+    for (size_t i = 0; i < param_count; ++i)
+        if (sw_dtype_size_bytes(params[i].dtype) == 0)
+            SW_FAIL(err, SW_E_INVALID, "layout: parameter %zu has no supported dtype (%d)", i, (int)params[i].dtype);
+    layout->param_count = param_count;
+    layout->place = calloc(param_count + 1, sizeof *layout->place);
+    layout->bucket = calloc(param_count + 1, sizeof *layout->bucket);
+    layout->order = calloc(param_count + 1, sizeof *layout->order);
+    if (!layout->place || !layout->bucket || !layout->order) {
+        sw_layout_fini(layout);
+        SW_FAIL(err, SW_E_MEMORY, "layout: no memory for %zu parameters", param_count);
+    }
+    if (!cut(&c) || !finish(layout, world_size)) {
+        sw_layout_fini(layout);
+        SW_FAIL(err, SW_E_INVALID, "layout: the gradients of %zu parameters overflow the address space", param_count);
+    }
+    return SW_OK;
+}
+
+void sw_layout_fini(sw_layout *layout)
+{
+    free(layout->place);
+    free(layout->bucket);
+    free(layout->order);
+    memset(layout, 0, sizeof *layout);
+}

@@ -1,0 +1,42 @@
+"""The command line of train_gpt.py."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level GPT on Python's own documentation and sources.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/gpt"), help="folder of checkpoint and loss curve")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--seed", type=int, default=0, help="of weights, batches and sample")
+    add("--steps", type=_positive(int), default=3000, help="stop at this step, or")
+    add("--minutes", type=_positive(float), default=2.0, help="after this time in the loop")
+    add("--batch-size", type=_positive(int), default=8, help="rows of a batch, all ranks together")
+    add("--context", type=_positive(int), default=128, help="bytes a row")
+    add("--layers", type=_positive(int), default=4, help="transformer blocks")
+    add("--width", type=_positive(int), default=128, help="of the residual stream")
+    add("--heads", type=_positive(int), default=4, help="attention heads a block")
+    add("--learning-rate", type=_positive(float), default=2e-3, help="at the end of warm-up")
+    add("--bucket-cap-mb", type=_positive(float), default=25, help="largest gradient bucket")
+    options = parser.parse_args()
+    # Rotary positions turn the features of a head in pairs.
+    if options.width % (2 * options.heads):
+        multiple = 2 * options.heads
+        parser.error(f"--width must be a multiple of 2 x --heads, {multiple}, not {options.width}")
+    return options
+
+
+def _positive(number: type):
+    def convert(text: str):
+        value = number(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+        return value
+
+    return convert

@@ -1,0 +1,38 @@
+"""What the script asks about its ranks; with a single rank no process group exists."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def use_own_cores() -> None:
+    """Give each rank of this host an equal share of its cores, unless the user chose."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Add lists of equal length element by element; every rank gets the sums."""
+    total = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()
+
+
+def leave() -> None:
+    """Wait for the other ranks and close the process group."""
+    if dist.is_initialized():
+        dist.barrier()
+        # Gloo's worker thread takes the GIL to let go of the last tensors, and the group's
+        # destructor joins that thread with the GIL held: let it finish first, or both wait.
+        time.sleep(0.1)
+        dist.destroy_process_group()

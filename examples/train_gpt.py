@@ -1,0 +1,112 @@
+"""Train a byte-level GPT on real text, data-parallel with shardwright.
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py
+    python examples/train_gpt.py
+    ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 examples/train_gpt.py
+
+The global batch is the same for any number of ranks: each takes its own rows.
+README.md beside this file shows what to expect.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from gpt import checkpoint, data, ranks
+from gpt.loss import summed_loss, validate
+from gpt.model import GPT
+from gpt.options import parse_options
+from gpt.report import Reporter, draw_loss_curve, printable
+
+import shardwright as sw
+
+REPORT_EVERY = 10  # steps between exchanges of losses, and of the wish to stop
+VALIDATE_EVERY = 100  # steps; a checkpoint is written as often
+WARMUP_STEPS = 100
+
+
+def learning_rate_at(step: int, peak: float) -> float:
+    """Rise for WARMUP_STEPS, then fall as 1/sqrt(step): knows no end, so any run can go on."""
+    done = (step + 1) / WARMUP_STEPS
+    return peak * min(done, done**-0.5)
+
+
+def main() -> None:
+    options = parse_options()
+    ranks.use_own_cores()
+    torch.manual_seed(options.seed)
+    shape = dict(layers=options.layers, width=options.width, heads=options.heads)
+    model = GPT(context=options.context, **shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.1)
+    model, optimizer = sw.wrap(model, optimizer, bucket_cap_mb=options.bucket_cap_mb)
+
+    rank, world_size = ranks.rank_and_world_size()
+    batches, held_out = data.load(options, rank, world_size)
+    path = options.out / "checkpoint.pt"
+    step, train_losses, validation_losses = 0, [], []
+    if options.resume:
+        state = checkpoint.load(path, options)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        batches.generator.set_state(state["data"])
+        step, train_losses, validation_losses = state["step"], state["train"], state["validation"]
+
+    reporter = Reporter(enabled=rank == 0, first_step=step, last_step=options.steps)
+    parameters = sum(p.numel() for p in model.parameters())
+    reporter.say(f"{parameters:,} parameters, {world_size} ranks, {len(batches.text):,} bytes")
+    if not validation_losses:
+        validation_losses.append((0, validate(model.module, *held_out)))
+        reporter.say(f"step     0   validation {validation_losses[0][1]:.3f} nats/byte")
+
+    tokens_a_step = options.batch_size * options.context
+    first_step, started, training_s, tokens_per_s = step, time.monotonic(), 0.0, 0.0
+    unreported, out_of_time = [], False
+    while step < options.steps and not out_of_time:
+        step_started = time.monotonic()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, options.learning_rate)
+        # Ranks may hold unequal numbers of rows: divided by an equal share of the tokens, the
+        # average over ranks is the mean over the global batch for any world size.
+        loss = summed_loss(model, *batches.next()) / (tokens_a_step / world_size)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        unreported.append(loss.item())
+        step += 1
+        training_s += time.monotonic() - step_started
+
+        if step % REPORT_EVERY == 0 or step == options.steps:
+            # One exchange for the losses and for the clock: ranks stop at the same step.
+            late = time.monotonic() - started > options.minutes * 60
+            *sums, late_ranks = ranks.sum_over_ranks([*unreported, float(late)])
+            first = step - len(sums) + 1
+            train_losses += [(first + i, total / world_size) for i, total in enumerate(sums)]
+            unreported, out_of_time = [], late_ranks > 0
+            tokens_per_s = (step - first_step) * tokens_a_step / training_s
+            reporter.trained(step, train_losses[-1][1], tokens_per_s)
+
+        if step % VALIDATE_EVERY == 0 or step == options.steps or out_of_time:
+            validation_losses.append((step, validate(model.module, *held_out)))
+            reporter.validated(step, train_losses, validation_losses[-1][1], tokens_per_s)
+            state = dict(model=model.module.state_dict(), optimizer=optimizer.state_dict())
+            state |= dict(step=step, train=train_losses, validation=validation_losses)
+            if rank == 0:
+                checkpoint.save(path, options, state | dict(data=batches.generator.get_state()))
+    reporter.close()
+
+    if rank == 0:
+        sample = model.module.generate(b"def ", 400, temperature=0.7, seed=options.seed)
+        print(f"trained for {training_s:.0f} s\n\nsample:\n{printable(sample)}\n")
+        print(draw_loss_curve(options.out / "loss.png", train_losses, validation_losses))
+        before, after = validation_losses[0][1], validation_losses[-1][1]
+        print(
+            f"demo: validation loss {before:.2f} -> {after:.2f} nats/byte,"
+            f" {world_size} ranks, {tokens_per_s:,.0f} tokens/s"
+        )
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Shardwright: data-parallel training on a pure-C engine.
+
+    import shardwright as sw
+    model, optimizer = sw.wrap(model, optimizer)
+
+Importing starts no thread and opens no connection; what is rarely used is loaded at first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._engine import CheckpointError, CommError, CommTimeoutError, Error
+from .data_parallel import DistributedDataParallel
+from .options import Options
+from .wrap import unwrap, wrap
+
+if TYPE_CHECKING:
+    from ._version import __version__
+    from .describe import describe, stats
+
+__all__ = [
+    "CheckpointError", "CommError", "CommTimeoutError", "DistributedDataParallel", "Error", "Options", "__version__",
+    "describe", "stats", "unwrap", "wrap",
+]
+
+_LAZY = {"describe": "describe", "stats": "describe", "__version__": "_version"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    # All names of the submodule at once: importing it has set its own name here, which hides a function of that name.
+    loaded = import_module(f"{__name__}.{_LAZY[name]}")
+    globals().update({each: getattr(loaded, each) for each, home in _LAZY.items() if home == _LAZY[name]})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,5 @@
+"""python -m shardwright"""
+
+from .cli import main
+
+raise SystemExit(main())

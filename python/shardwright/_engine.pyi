@@ -1,0 +1,166 @@
+"""The C engine as Python sees it. Everything that can block releases the GIL, and runs Python's signal handlers while it waits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+class Error(RuntimeError):
+    """Base of the engine's errors: ranks that disagree, a move that the state does not allow."""
+
+class CommError(Error):
+    """A peer died or left.
+
+    Attributes: `rank`, the peer (-1 if unknown); `host`, its host name.
+    """
+
+    rank: int
+    host: str
+
+class CommTimeoutError(CommError, TimeoutError):
+    """A peer did not come before the deadline."""
+
+class CheckpointError(Error):
+    """A checkpoint could not be written or read."""
+
+def instruction_sets() -> list[str]:
+    """Kernel tables that were compiled in and run on this processor, best last."""
+
+def instruction_set() -> str:
+    """The table in force."""
+
+def force_instruction_set(name: str | None) -> None:
+    """Debug entry: `name` from instruction_sets(), or None for the best one. ValueError otherwise."""
+
+def fold(destination: int, sources: Sequence[int], numel: int, dtype: str, op: str) -> None:
+    """The kernel itself, on addresses of `numel` elements each: destination = op over sources in their order (a test's entry)."""
+
+def host_limits() -> dict[str, Any]:
+    """memory_max_bytes, memory_current_bytes, fsize_bytes, nofile (None where unlimited or unknown)."""
+
+def self_test() -> None:
+    """A fold and a threaded all_reduce on comm/local; raises Error on a wrong result. Needs no torch."""
+
+@final
+class Arena:
+    """Memory of one size on every rank, mapped by all of them. Made by HostComm.arena()."""
+
+    nbytes: int
+    address: int
+    def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None = None) -> Any:
+        """A DLPack capsule (for torch.utils.dlpack.from_dlpack): the memory lives as long as the tensor."""
+
+@final
+class HostComm:
+    """The ranks of one host, joined through shared memory. One issuing thread a rank."""
+
+    rank: int
+    world_size: int
+    #: abstract socket name that peers connect to, "" at world size 1
+    address: str
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float = 1800.0,
+        warn_after_s: float = 30.0,
+        host: str = "",
+        log: Callable[[str], None] | None = None,
+    ) -> None: ...
+    def connect(self, addresses: Sequence[str], secret: bytes, hosts: Sequence[str]) -> None:
+        """Joins the peers at `addresses` (one a rank, own included). `secret`: 16 bytes, equal on all.
+
+        Raises CommError naming the first peer that cannot be reached, CommTimeoutError at the deadline.
+        """
+    def arena(self, nbytes: int, label: str) -> Arena:
+        """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate."""
+    def all_reduce(self, address: int, numel: int, dtype: str, op: str = "sum", label: str = "all_reduce", arena: Arena | None = None) -> None:
+        """In place, `numel` elements at `address`. Zero-copy when `arena` is given, in which the range must lie; else staged."""
+    def broadcast(self, ranges: Sequence[tuple[int, int]], root: int, label: str = "broadcast") -> None:
+        """Bytes of `ranges` (address, nbytes) of `root` to the same ranges of all."""
+    def all_gather_bytes(self, data: bytes, label: str = "all_gather") -> list[bytes]:
+        """Every rank's `data` (any length each), in rank order."""
+    def barrier(self, label: str = "barrier") -> None: ...
+    def abort(self, reason: str) -> None:
+        """Ends the communicator: every peer's present or next call raises CommError with `reason`."""
+    def stats(self) -> dict[str, int]:
+        """Counts since creation: all_reduce, broadcast, all_gather, barrier, bytes_reduced, bytes_staged, waits, wait_ns."""
+    def describe(self) -> dict[str, Any]:
+        """rank, world_size, transport, peers (one sentence each), watch ("pidfd"|"deadline"|"none"), timeout_s."""
+    def close(self) -> None:
+        """Leaves the group; peers that wait for this rank afterwards get a CommError. Idempotent."""
+
+@final
+class Reducer:
+    """Buckets of gradients and their mean, round by round. See docs/design/reduce.md.
+
+    Parameters are given in registration order; buckets are cut over the reverse of it. Frozen parameters have
+    buckets of their own, whose memory is never touched until one of them is unfrozen.
+    """
+
+    def __init__(
+        self,
+        comm: HostComm,
+        parameters: Sequence[tuple[str, int, str, bool]],
+        *,
+        bucket_cap_bytes: int,
+        transport: str = "auto",
+        label: str = "model",
+    ) -> None:
+        """`parameters`: (name, numel, dtype, requires_grad). `transport`: "auto", "pool", "staged". Collective."""
+    transport: str
+    transport_reason: str
+    bucket_count: int
+    planned_bytes: int
+    def gradient(self, index: int, shape: Sequence[int], strides: Sequence[int] | None = None) -> Any:
+        """A DLPack capsule over the gradient memory of parameter `index`, zeroed; exactly its bytes. Take it with
+        torch.utils.dlpack.from_dlpack; the memory lives as long as the tensor, whatever becomes of the Reducer."""
+    def bucket(self, bucket: int) -> Any:
+        """A DLPack capsule over a whole bucket, 1-D, padding included (zeros)."""
+    def bucket_parameters(self, bucket: int) -> list[int]:
+        """Parameter indices of a bucket, in memory order."""
+    def bucket_dtype(self, bucket: int) -> str: ...
+    def attach(
+        self,
+        parameters: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor],
+        *,
+        copy: Callable[[torch.Tensor, torch.Tensor], None],
+        open: Callable[[], bool],
+        task_id: Callable[[], int],
+    ) -> None:
+        """Binds tensors. `views[i]` is the gradient view over memory(i).
+
+        `copy(view, grad)` writes a gradient of any layout into its view. `open()` is called by the first gradient of
+        a round: it arranges that close() runs at the end of the outermost graph task and returns whether this
+        backward synchronises. `task_id()` is torch's current graph task id.
+        """
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """The post-accumulate-grad hook of parameter `index`."""
+    def forward(self, synchronised: bool) -> None:
+        """Counts a forward with gradients. A round left open by an exception is abandoned first (collective)."""
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def pending_forward(self) -> bool:
+        """A synchronised forward whose round has not opened yet."""
+    def open_round(self) -> None:
+        """Opens the round of the current graph task through `open()`; no effect when it is open already."""
+    def close(self) -> None:
+        """Ends the round: sends what is left, waits, sets `.grad`. In a backward that does not synchronise: ends it only."""
+    def close_pending(self) -> None:
+        """A whole round outside a backward, with the gradients as they stand, if pending_forward; else nothing."""
+    def shadow(self) -> None:
+        """A whole round in which this rank takes part without contributing (torch's Join)."""
+    def set_divide_by(self, active_only: bool) -> None:
+        """True: the mean is over the ranks that contribute in the round; False (default): over the world size."""
+    def set_bucket_callback(self, callback: Callable[[int, bool], None] | None) -> None:
+        """A user's communication hook owns the buckets: called at the end of a round for each bucket in order,
+        (bucket, is_last); it leaves the result in the memory of bucket(bucket)."""
+    def used_by_any(self, index: int) -> bool:
+        """In or after a round: whether some rank used the parameter in it."""
+    def mark_unfrozen(self, index: int) -> None:
+        """Touches the memory of a parameter that was frozen, so that its hook may run."""
+    def stats(self) -> dict[str, int]:
+        """rounds, local_rounds, abandoned, buckets_sent, buckets_early, copies, bytes."""

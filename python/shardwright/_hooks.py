@@ -1,0 +1,118 @@
+"""Every hook into autograd, the optimizers and the compiler. The only file that uses private names of torch.
+
+Each private name has a fallback, so that a torch that drops it costs a feature, not the program:
+`torch._C._current_graph_task_id` (else a constant: reentrant checkpointing is then not told apart),
+`torch._disable_dynamo` (else `torch.compiler.disable`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["disable_compile", "find_tensors", "graph_task_id", "hook_outputs", "queue_at_end", "watch_steps"]
+
+
+def _no_graph_task() -> int:
+    return 0
+
+
+#: id of the graph task that runs now; -1 outside of a backward
+graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _no_graph_task)
+
+
+def queue_at_end(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the graph task that runs now has ended, on the thread that called backward.
+
+    Its exceptions come out of backward(); it does not run if the backward fails.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> Callable[..., Any]:
+    """`function`, run as it is under torch.compile. recursive=False: what it calls may be compiled."""
+    lazy = getattr(torch, "_disable_dynamo", None)
+    if lazy is not None:
+        return lazy(function, recursive=recursive)  # imports the compiler at the first call, not here
+    return torch.compiler.disable(function, recursive=recursive)
+
+
+def find_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested mappings, sequences, dataclasses and registered pytree nodes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from find_tensors(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from find_tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, field.name, None))
+    elif value is not None and not isinstance(value, (str, bytes, int, float, complex)):
+        yield from _registered_tensors(value)
+
+
+def _registered_tensors(value: Any) -> Iterator[torch.Tensor]:
+    try:
+        from torch.utils._pytree import tree_leaves
+    except ImportError:
+        return
+    leaves = tree_leaves(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return
+    for leaf in leaves:
+        yield from find_tensors(leaf)
+
+
+def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> None:
+    """`on_gradient` is called by the first gradients of a backward through `output`.
+
+    Leaves are left out: a hook on a parameter would stay for ever.
+    """
+    if isinstance(output, torch.Tensor):
+        if output.grad_fn is not None:
+            output.register_hook(on_gradient)
+        return
+    for tensor in find_tensors(output):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(on_gradient)
+
+
+class StepListener(Protocol):
+    """Told before an optimizer that holds one of its parameters steps."""
+
+    def holds(self, parameter: torch.Tensor) -> bool: ...
+    def before_step(self) -> None: ...
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch_steps(listener: StepListener) -> None:
+    """Calls `listener.before_step()` before each step of its optimizers, for as long as it lives."""
+    _listeners.add(listener)
+    _install_step_hook()
+
+
+def ignore_steps(listener: StepListener) -> None:
+    _listeners.discard(listener)
+
+
+@functools.cache
+def _install_step_hook() -> None:
+    register_optimizer_step_pre_hook(disable_compile(_before_any_step))
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for listener in list(_listeners):
+        holds = listener.holds
+        if any(holds(p) for group in optimizer.param_groups for p in group["params"]):
+            listener.before_step()

@@ -1,0 +1,117 @@
+"""`shardwright doctor`: does the engine work on this machine, and what did it find?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_OLDEST_TORCH = (2, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One finding: `ok`, or a sentence that says what to do."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to an argparse subparsers object."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor", help="check the engine on this machine", description=__doc__, epilog="Exit code 0: all checks passed; 1: one failed."
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the report; 0 when all checks passed, else 1."""
+    checks = [_run(name, check) for name, check in _CHECKS]
+    description = _description() if checks[0].ok else {}
+    ok = all(check.ok for check in checks)
+    if options.json:
+        print(json.dumps({"ok": ok, "checks": [dataclasses.asdict(c) for c in checks], "description": description}, indent=2, default=str))
+    else:
+        if description:
+            print(description)
+            print()
+        for check in checks:
+            print(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}")
+    return 0 if ok else 1
+
+
+def _run(name: str, check: Callable[[], str]) -> Check:
+    try:
+        return Check(name, True, check())
+    except Exception as error:  # a doctor reports what it meets, whatever it is
+        return Check(name, False, f"{type(error).__name__}: {error}")
+
+
+def _description() -> Any:
+    from ..describe import describe
+
+    return describe()
+
+
+def _engine_loads() -> str:
+    from .. import _engine
+
+    return f"instruction set {_engine.instruction_set()}"
+
+
+def _engine_computes() -> str:
+    from .. import _engine
+
+    _engine.self_test()
+    return "fold and all_reduce give the right bits"
+
+
+def _torch_is_new_enough() -> str:
+    import torch
+
+    found = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if found < _OLDEST_TORCH:
+        raise RuntimeError(f"torch {torch.__version__} is older than {'.'.join(map(str, _OLDEST_TORCH))}: install a newer one")
+    return str(torch.__version__)
+
+
+def _memory_can_be_shared() -> str:
+    descriptor = os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, 1 << 20)
+    finally:
+        os.close(descriptor)
+    return "memfd_create works"
+
+
+def _peers_can_be_watched() -> str:
+    if not hasattr(os, "pidfd_open"):
+        return "not tried: this Python has no os.pidfd_open"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"pidfd_open is refused ({error.strerror}): a heartbeat is used instead"
+    return "pidfd_open works"
+
+
+def _platform_is_known() -> str:
+    if sys.platform != "linux":
+        raise RuntimeError(f"{sys.platform} is not supported: the engine runs on Linux only")
+    return os.uname().machine
+
+
+_CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
+    ("engine loads", _engine_loads),
+    ("platform", _platform_is_known),
+    ("torch", _torch_is_new_enough),
+    ("engine computes", _engine_computes),
+    ("shared memory", _memory_can_be_shared),
+    ("watching peers", _peers_can_be_watched),
+)

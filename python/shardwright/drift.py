@@ -1,0 +1,106 @@
+"""Drift: a module that is no longer the one that was wrapped.
+
+The engine's table holds the parameters of one moment. A parameter added, replaced, moved or cast afterwards would train
+without its gradient being averaged, silently. So each forward walks the module's own dictionaries and compares
+identities, and each step compares the addresses of the data too: passes of C speed, about 18 and 43 us for 400 parameters
+in 400 modules.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ._engine import Error
+from .table import ParameterTable
+
+_requires_grad = operator.attrgetter("requires_grad")
+_REMEDY = "wrap again after such a change: model = sw.wrap(sw.unwrap(model))"
+
+
+class DriftCheck:
+    """Compares a module with the table it was wrapped with.
+
+    Parameters
+    ----------
+    module : Module
+    table : ParameterTable
+    ignored : frozenset of str
+        Names left out of the table.
+    unfrozen : callable
+        Called once with the index of a frozen parameter found to require a gradient.
+    """
+
+    def __init__(self, module: torch.nn.Module, table: ParameterTable, ignored: frozenset[str], unfrozen: Callable[[int], None]) -> None:
+        self._table = table
+        self._ignored = ignored
+        self._unfrozen = unfrozen
+        self._frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
+        self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
+        self._addresses = self._read_addresses()
+        self._take_snapshot(module)
+
+    def _take_snapshot(self, module: torch.nn.Module) -> None:
+        modules = list(module.modules())
+        dictionaries: list[dict[str, Any]] = [each for m in modules for each in (m._parameters, m._modules)]
+        self._empty = [each for each in dictionaries if not each]
+        self._views = [each.values() for each in dictionaries if each]  # live views
+        self._members = [*chain.from_iterable(self._views)]
+        # Equality of lists tests identity first. Where it must go on to compare two tensors it raises or is False,
+        # but for tensors of one element, which may be equal and not the same.
+        self._single = [(d, name, p) for d in dictionaries for name, p in d.items() if isinstance(p, torch.Tensor) and p.numel() == 1]
+
+    def check_members(self, module: torch.nn.Module) -> None:
+        """Before a forward: raises Error if a parameter was added, replaced or removed; finds the unfrozen ones."""
+        if not self._same_members():
+            self._compare_names(module)
+        if self._frozen and any(map(_requires_grad, self._frozen.values())):
+            for index in [i for i, p in self._frozen.items() if p.requires_grad]:
+                del self._frozen[index]
+                self._unfrozen(index)
+
+    def check(self, module: torch.nn.Module) -> None:
+        """Before a step: also raises Error if a parameter changed dtype, shape or device."""
+        self.check_members(module)
+        addresses = self._read_addresses()
+        if addresses != self._addresses:
+            self._compare_kinds()
+            self._addresses = addresses
+
+    def _same_members(self) -> bool:
+        try:
+            same = [*chain.from_iterable(self._views)] == self._members
+        except RuntimeError:  # two tensors were compared: they are not the same one
+            return False
+        return same and not any(self._empty) and all(d.get(name) is p for d, name, p in self._single)
+
+    def _read_addresses(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._table.parameters))
+
+    def _compare_names(self, module: torch.nn.Module) -> None:
+        known = dict(zip(self._table.names, self._table.parameters))
+        found = {name: p for name, p in module.named_parameters() if name not in self._ignored}
+        for name, parameter in found.items():
+            if name not in known:
+                raise Error(f"parameter {name!r} was added after the module was wrapped and would not be averaged; {_REMEDY}")
+            if parameter is not known[name]:
+                raise Error(
+                    f"parameter {name!r} was replaced by another Parameter after the module was wrapped "
+                    f"(as load_state_dict(assign=True) does) and would not be averaged; {_REMEDY}"
+                )
+        for name in known:
+            if name not in found:
+                raise Error(f"parameter {name!r} is no longer in the module that was wrapped; {_REMEDY}")
+        self._take_snapshot(module)  # the module was rearranged, but its parameters are the same
+
+    def _compare_kinds(self) -> None:
+        for name, parameter, (dtype, shape, device) in zip(self._table.names, self._table.parameters, self._kinds):
+            if (parameter.dtype, parameter.shape, parameter.device) != (dtype, shape, device):
+                raise Error(
+                    f"parameter {name!r} was {dtype} {tuple(shape)} on {device} when the module was wrapped and is now "
+                    f"{parameter.dtype} {tuple(parameter.shape)} on {parameter.device}; {_REMEDY}"
+                )

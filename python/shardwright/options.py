@@ -1,0 +1,145 @@
+"""Options of a wrapped module: one frozen dataclass, validated in one place.
+
+Names are torch's where torch has one. What a later stage of the engine brings is known by name already and refused with a
+sentence, so that a program finds out at construction, not after an hour.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+__all__ = ["Options"]
+
+_MIB = 1024 * 1024
+_TRANSPORTS = ("auto", "pool", "staged")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a module is wrapped. All fields are keyword-only; every rank must pass the same values.
+
+    Parameters
+    ----------
+    process_group : torch.distributed.ProcessGroup, optional
+        Ranks that train together. Default: the default group; without one, torchrun's environment; without that, one rank.
+    device_mesh : torch.distributed.device_mesh.DeviceMesh, optional
+        One-dimensional; its group is used. Not together with `process_group`.
+    bucket_cap_mb : float
+        Largest gradient bucket, MiB. Affects speed only: results do not depend on it.
+    timeout_s : float
+        Seconds a rank waits for another before CommTimeoutError.
+    broadcast_buffers : bool
+        Broadcast buffers from rank 0 at construction and before each forward, by torch's rules.
+    init_sync : bool
+        Broadcast parameters and buffers from rank 0 at construction. Their table is compared in any case.
+    gradient_as_bucket_view, find_unused_parameters, static_graph : bool
+        Accepted for torch's sake. Gradients are always views, unused parameters always handled.
+    ignored_params : collection of Parameter or str
+        Parameters left alone: neither broadcast nor averaged.
+    reduce : {"mean"}
+        How contributions are joined.
+    deterministic : bool
+        On the host results are always deterministic; accepted.
+    transport : {"auto", "pool", "staged"}
+        Where gradient memory lies: shared between ranks, or private and staged through slots. Same bits either way.
+    units, reshard_after_forward, share_parameters
+        Of zero=3; only their defaults are accepted so far.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A value of the wrong type or outside its range.
+    NotImplementedError
+        A value whose stage of the engine does not exist yet.
+    """
+
+    process_group: Any = None
+    device_mesh: Any = None
+    bucket_cap_mb: float = 25
+    timeout_s: float = 1800.0
+    broadcast_buffers: bool = True
+    init_sync: bool = True
+    gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    ignored_params: Collection[Any] = ()
+    reduce: str = "mean"
+    deterministic: bool = False
+    transport: str = "auto"
+    units: Any = "auto"
+    reshard_after_forward: bool = True
+    share_parameters: Any = "auto"
+
+    def __post_init__(self) -> None:
+        if self.process_group is not None and self.device_mesh is not None:
+            raise ValueError("process_group and device_mesh were both given: pass one of them")
+        if self.device_mesh is not None and getattr(self.device_mesh, "ndim", 1) != 1:
+            raise ValueError(f"device_mesh must have one dimension, got {self.device_mesh.ndim}: pass mesh['name'] of the data-parallel one")
+        _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB")
+        _check_positive("timeout_s", self.timeout_s, "seconds")
+        for name in ("broadcast_buffers", "init_sync", "gradient_as_bucket_view", "find_unused_parameters",
+                     "static_graph", "deterministic", "reshard_after_forward"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.transport not in _TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
+        if self.reduce not in ("mean", "sum"):
+            raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
+        if self.reduce == "sum":
+            raise NotImplementedError("reduce='sum' is not there yet: only 'mean' is; multiply the loss by the world size instead")
+        if self.units != "auto" or self.reshard_after_forward is not True or self.share_parameters != "auto":
+            raise NotImplementedError("units, reshard_after_forward and share_parameters belong to zero=3, which is not there yet")
+        if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):
+            raise TypeError(f"ignored_params must be a collection of parameters or names, got {self.ignored_params!r}")
+
+    @property
+    def chosen_transport(self) -> str:
+        """`transport`; where that is "auto", the environment's SHARDWRIGHT_TRANSPORT (a debug entry: bits do not depend on it)."""
+        forced = os.environ.get("SHARDWRIGHT_TRANSPORT", "auto")
+        if forced not in _TRANSPORTS:
+            raise ValueError(f"SHARDWRIGHT_TRANSPORT must be one of {', '.join(_TRANSPORTS)}, got {forced!r}")
+        return forced if self.transport == "auto" else self.transport
+
+    @property
+    def bucket_cap_bytes(self) -> int:
+        """Largest bucket, bytes; at least one cache line."""
+        return max(int(self.bucket_cap_mb * _MIB), 128)
+
+    @classmethod
+    def from_keywords(cls, keywords: Mapping[str, Any], also_known: Collection[str] = ()) -> Options:
+        """Options from a caller's keywords.
+
+        Raises
+        ------
+        TypeError
+            An unknown name; the sentence offers the nearest of ours and of `also_known`.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in keywords:
+            if name not in known:
+                raise TypeError(_unknown_name(name, known | set(also_known)))
+        return cls(**keywords)
+
+    def without_group(self) -> Options:
+        """A copy that can be pickled: process group and mesh left out."""
+        return dataclasses.replace(self, process_group=None, device_mesh=None, ignored_params=())
+
+
+def _check_positive(name: str, value: Any, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of {unit}, got {value!r}")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be finite and above 0 {unit}, got {value!r}")
+
+
+def _unknown_name(name: str, known: Collection[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    if near:
+        return f"unknown option {name!r}: did you mean {near[0]!r}?"
+    return f"unknown option {name!r}; known are {', '.join(sorted(known))}"

@@ -1,0 +1,189 @@
+"""Which ranks train together, and the communicator that joins them. The only user of torch.distributed.
+
+One communicator a group (and timeout), shared by all modules wrapped over it and closed when the last of them is gone, or
+at exit: a rank that leaves says so, and peers that wait for it learn it at once. Addresses, the secret and host names travel
+once, by an all_gather over torch's own group; nothing else of ours does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._engine import CommError, HostComm
+
+_logger = logging.getLogger("shardwright")
+_SECRET_BYTES = 16
+
+
+class HostGroup:
+    """The ranks of one process group, joined by shared memory.
+
+    Attributes
+    ----------
+    group : ProcessGroup or None
+        torch's group; None for a single rank without one.
+    comm : HostComm
+    rank, world_size : int
+        Inside the group.
+    name : str
+        torch's name of the group.
+    """
+
+    def __init__(self, group: Any, name: str, timeout_s: float) -> None:
+        self.group = group
+        self.name = name
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=socket.gethostname(), log=_logger.warning)
+        try:
+            addresses, secret, hosts = self._exchange()
+            self.comm.connect(addresses, secret, hosts)
+        except BaseException:
+            self.comm.close()
+            raise
+        self._finalizer = weakref.finalize(self, _close_comm, self.comm, os.getpid())
+        self._finalizer.atexit = False  # atexit below: before torch's own teardown, in one place
+
+    def _exchange(self) -> tuple[list[str], bytes, list[str]]:
+        host = socket.gethostname()
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        if self.world_size == 1:
+            return [self.comm.address], secret, [host]
+        mine = (self.comm.address, secret if self.rank == 0 else b"", host, _machine())
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        addresses, secrets_, hosts, machines = (list(column) for column in zip(*everyone))
+        self._check_one_machine(hosts, machines)
+        return addresses, secrets_[0], hosts
+
+    def _check_one_machine(self, hosts: Sequence[str], machines: Sequence[str]) -> None:
+        for rank, machine in enumerate(machines):
+            if machine != machines[0]:
+                raise comm_error(
+                    f"rank 0 runs on host {hosts[0]} and rank {rank} on host {hosts[rank]}: the bridge between hosts "
+                    "does not exist yet, so all ranks of a process group must run on one host",
+                    rank, hosts[rank],
+                )
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
+        """Values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters stay.
+
+        Cost: the bytes of `tensors`, once; tensors that are not contiguous go through a copy.
+        """
+        plain = [tensor.data for tensor in tensors if tensor.numel()]
+        dense = [t if t.is_contiguous() and not t.is_conj() and not t.is_neg() else _row_major(t) for t in plain]
+        ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in dense]
+        if ranges and self.world_size > 1:
+            self.comm.broadcast(ranges, root, label)
+            for tensor, copy in zip(plain, dense):
+                if copy is not tensor:
+                    tensor.copy_(copy)
+
+    def highest_rank_where(self, condition: bool, label: str) -> int:
+        """The highest rank on which `condition` holds, -1 if none. Collective."""
+        verdicts = self.comm.all_gather_bytes(b"\1" if condition else b"\0", label)
+        return max((rank for rank, verdict in enumerate(verdicts) if verdict == b"\1"), default=-1)
+
+
+def _row_major(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().clone(memory_format=torch.contiguous_format)
+
+
+def comm_error(message: str, rank: int = -1, host: str = "") -> CommError:
+    """A CommError with its attributes set."""
+    error = CommError(message)
+    error.rank, error.host = rank, host
+    return error
+
+
+def _machine() -> str:
+    """Equal for processes under one running kernel. Containers of one machine share it, whatever their host names."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+_groups: weakref.WeakValueDictionary[tuple[str, float], HostGroup] = weakref.WeakValueDictionary()
+
+
+def live_groups() -> list[HostGroup]:
+    """Every communicator of this process that is in use."""
+    return list(_groups.values())
+
+
+def resolve_group(process_group: Any, device_mesh: Any) -> Any:
+    """torch's group for these options; None for a single rank without one.
+
+    Raises
+    ------
+    ValueError
+        This rank is not part of the group.
+    """
+    if device_mesh is not None:
+        process_group = device_mesh.get_group()
+    if process_group is not None:
+        if dist.get_rank(process_group) < 0:
+            raise ValueError("this rank is not part of the process group given; wrap the module on the group's ranks only")
+        return process_group
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return None
+        dist.init_process_group("gloo")
+    return dist.group.WORLD
+
+
+def is_default_group(group: Any) -> bool:
+    """Whether `group` is what an unpickled copy would find."""
+    return group is None or (dist.is_initialized() and group is dist.group.WORLD)
+
+
+def host_group(group: Any, timeout_s: float) -> HostGroup:
+    """The communicator of torch's `group`, made at its first use (collective then) and shared afterwards."""
+    name = getattr(group, "group_name", None) or ("single" if group is None else f"group {id(group):x}")
+    key = (name, float(timeout_s))
+    found = _groups.get(key)
+    if found is not None and found.group is group:
+        return found
+    _register_exit()
+    made = HostGroup(group, name, timeout_s)
+    _groups[key] = made
+    return made
+
+
+@functools.cache
+def _register_exit() -> None:
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for group in live_groups():
+        group._finalizer()
+
+
+def _close_comm(comm: HostComm, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child must not take leave in its parent's name
+        comm.close()
+
+
+def describe_group() -> str:
+    """One line for describe(): what torch.distributed is in this process."""
+    if not dist.is_available():
+        return "torch.distributed is not in this build of torch"
+    if not dist.is_initialized():
+        return "no default process group"
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}, backend {dist.get_backend()}"

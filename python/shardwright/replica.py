@@ -1,0 +1,140 @@
+"""The engine's side of one wrapped module: table, reducer, gradient views and hooks, made and taken down together."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from . import _hooks
+from ._engine import Error, Reducer
+from .drift import DriftCheck
+from .gradients import copy_gradient, gradient_view
+from .options import Options
+from .process_group import HostGroup
+from .table import ParameterTable, verify
+
+_serials = itertools.count()
+_live: weakref.WeakSet[Replica] = weakref.WeakSet()
+
+
+class Replica:
+    """One rank's copy of a module, ready for rounds. Making it is collective.
+
+    Holds its owner, the wrapper, weakly: the parameters' hooks lead here, and would keep the wrapper alive for ever.
+
+    Attributes
+    ----------
+    group : HostGroup
+    table : ParameterTable
+    reducer : Reducer
+    views : list of Tensor
+        Gradient memory, one a parameter.
+    """
+
+    def __init__(self, module: torch.nn.Module, group: HostGroup, options: Options, ignored: frozenset[str],
+                 synchronises: Callable[[], bool], settings: dict[str, Any]) -> None:
+        self.serial = next(_serials)
+        self.label = type(module).__name__
+        self.group = group
+        self.table = ParameterTable.of(module, ignored)
+        self._module = weakref.ref(module)
+        self._supersede(module)
+        verify(self.table.description(settings), group.comm.all_gather_bytes, f"the wrapped {self.label}")
+        self.reducer = Reducer(group.comm, self.table.rows(), bucket_cap_bytes=options.bucket_cap_bytes,
+                               transport=options.chosen_transport, label=self.label)
+        self.views = [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
+        self.reducer.attach(self.table.parameters, self.views, copy=copy_gradient,
+                            open=_opener(weakref.ref(self), synchronises), task_id=_hooks.graph_task_id)
+        self._handles: list[Any] = []
+        for index, parameter in enumerate(self.table.parameters):
+            if parameter.requires_grad:
+                self._hook(index)
+        self._drift = DriftCheck(module, self.table, ignored, self._unfreeze)
+        self._identities = frozenset(map(id, self.table.parameters))
+        self.on_output_gradient = _output_hook(self.reducer)
+        _live.add(self)
+        _hooks.watch_steps(self)
+
+    def _supersede(self, module: torch.nn.Module) -> None:
+        """An older replica of this very module gives way; one of another module that shares a parameter is an error."""
+        for other in live_replicas():
+            shared = next((n for n, p in zip(self.table.names, self.table.parameters) if other.holds(p)), None)
+            if shared is None:
+                continue
+            if other._module() is not module:
+                raise Error(f"parameter {shared!r} belongs to a wrapped {other.label} already: wrap one module that contains both")
+            other.retire()
+
+    @property
+    def retired(self) -> bool:
+        """Whether a later wrapper has taken over the module."""
+        return self not in _live
+
+    def _hook(self, index: int) -> None:
+        parameter = self.table.parameters[index]
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self.reducer.hook(index)))
+
+    def _unfreeze(self, index: int) -> None:
+        self.reducer.mark_unfrozen(index)
+        self._hook(index)
+
+    def before_forward(self, synchronises: bool) -> None:
+        """Called before each forward with gradients. Raises Error if the module is no longer the one that was wrapped."""
+        module = self._module()
+        if module is not None:
+            self._drift.check_members(module)
+        self.reducer.forward(synchronises)
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` is in the table."""
+        return id(parameter) in self._identities
+
+    def before_step(self) -> None:
+        """Called before the step of an optimizer that holds one of our parameters."""
+        module = self._module()
+        if module is not None:
+            self._drift.check(module)
+        self.reducer.close_pending()
+
+    def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
+        """Parameters and `buffers` of rank `root` to all. Collective."""
+        self.group.broadcast([*self.table.parameters, *buffers], root, f"state of {self.label}")
+
+    def retire(self) -> None:
+        """Takes the hooks off the parameters. Gradients stay where they are."""
+        _live.discard(self)
+        _hooks.ignore_steps(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def live_replicas() -> list[Replica]:
+    """Every wrapped module of this process that has an engine, in order of wrapping."""
+    return sorted(_live, key=lambda replica: replica.serial)
+
+
+def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> Callable[[], bool]:
+    """What the reducer calls when a round opens. Weak: the reducer holds it, and the replica holds the reducer."""
+
+    def open_round() -> bool:
+        alive = replica()
+        if alive is None:
+            return False
+        _hooks.queue_at_end(alive.reducer.close)
+        return synchronises()
+
+    return open_round
+
+
+def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
+    open_round = reducer.open_round
+
+    def on_output_gradient(_: torch.Tensor) -> None:
+        open_round()
+
+    return on_output_gradient

@@ -1,0 +1,126 @@
+"""Builds `shardwright._engine`: every C file under csrc, one extension, CPython 3.10's limited API.
+
+Everything else about the package stands in pyproject.toml. The flags live here once: the C tests
+(tests/test_csrc.py) import this file for them, so what is tested is compiled as what is shipped.
+
+Environment: SW_WERROR=1 turns on the strict warnings and makes them errors, SW_DEBUG=1 keeps debug
+information, SW_SANITIZE=address,undefined builds with these sanitizers. None of them changes numerics.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+BASE_FLAGS = [
+    "-std=c11",
+    "-O3",
+    # Kernels: sqrt without errno vectorises, and no contraction, so every instruction set gives the same bits.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Werror=implicit-function-declaration",
+]
+STRICT_FLAGS = ["-Wpedantic", "-Wconversion", "-Werror"]
+MACROS = [("_GNU_SOURCE", "1"), ("Py_LIMITED_API", "0x030A0000")]
+
+
+def sources() -> list[str]:
+    """All C files, sorted, relative to the root as setuptools wants them."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.c"))
+
+
+def headers() -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.h"))
+
+
+def compile_flags() -> list[str]:
+    flags = list(BASE_FLAGS)
+    if os.environ.get("SW_WERROR") == "1":
+        flags += STRICT_FLAGS
+    # -isystem: the strict warnings are about our headers, not CPython's.
+    flags += ["-isystem", sysconfig.get_path("include")]
+    sanitizers = os.environ.get("SW_SANITIZE")
+    if sanitizers:
+        return [*flags, f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-O1", "-g"]
+    # Old symbol versions, so that the wheel loads from glibc 2.28 on (sanitizers intercept by name instead).
+    flags += ["-include", "csrc/platform/glibc_compat.h"]
+    return flags + (["-g"] if os.environ.get("SW_DEBUG") == "1" else ["-g0"])
+
+
+def link_flags() -> list[str]:
+    flags = ["-Wl,-z,relro", "-Wl,--as-needed"]
+    sanitizers = os.environ.get("SW_SANITIZE")
+    if sanitizers:
+        return [*flags, f"-fsanitize={sanitizers}"]
+    return flags if os.environ.get("SW_DEBUG") == "1" else [*flags, "-Wl,--strip-debug"]
+
+
+class BuildEngine(build_ext):
+    """build_ext that recompiles a file only if it, a header or the flags changed, on all processors."""
+
+    def build_extension(self, ext: Extension) -> None:
+        files, ext.sources = ext.sources, []
+        # A Python built in an odd place bakes its library folder into what it links: not into our wheel.
+        self.compiler.linker_so = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
+        flags_changed = self._record_flags(ext)
+        newest = max(Path(path).stat().st_mtime for path in ext.depends)
+
+        def compile_one(file: str) -> str:
+            (name,) = self.compiler.object_filenames([file], output_dir=self.build_temp)
+            made = Path(name)
+            old = not made.exists() or made.stat().st_mtime < max(newest, Path(file).stat().st_mtime)
+            if self.force or flags_changed or old:
+                self.compiler.compile(
+                    [file],
+                    output_dir=self.build_temp,
+                    macros=ext.define_macros,
+                    include_dirs=ext.include_dirs,
+                    extra_postargs=ext.extra_compile_args,
+                )
+            return name
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            ext.extra_objects = list(pool.map(compile_one, files))
+        self.force = True  # the link is cheap: always do it, a file may have gone
+        super().build_extension(ext)
+
+    def _record_flags(self, ext: Extension) -> bool:
+        """Keep the command line beside the objects; True if it is not the one they were made with."""
+        text = repr((self.compiler.compiler_so, ext.extra_compile_args, ext.define_macros))
+        record = Path(self.build_temp, "flags.txt")
+        record.parent.mkdir(parents=True, exist_ok=True)
+        changed = not record.exists() or record.read_text() != text
+        record.write_text(text)
+        return changed
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    setup(
+        ext_modules=[
+            Extension(
+                "shardwright._engine",
+                sources=sources(),
+                depends=[*headers(), "setup.py"],
+                include_dirs=["csrc"],
+                define_macros=MACROS,
+                extra_compile_args=compile_flags(),
+                extra_link_args=link_flags(),
+                libraries=["m"],
+                py_limited_api=True,
+            )
+        ],
+        cmdclass={"build_ext": BuildEngine},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )

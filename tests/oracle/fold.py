@@ -1,0 +1,40 @@
+"""The fold: contributions added in rank order in the accumulation dtype, scaled once, rounded once."""
+
+from collections.abc import Sequence
+
+import torch
+
+#: the accumulation dtype where it is not the dtype itself
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def fold(contributions: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """One tensor of the contributions' dtype and shape; `op` is "sum", "mean", "min" or "max"."""
+    dtype = contributions[0].dtype
+    if dtype.is_complex:  # two reals an element
+        parts = [torch.view_as_real(contribution.contiguous()) for contribution in contributions]
+        return torch.view_as_complex(fold(parts, op))
+    accumulation = WIDER.get(dtype, dtype)
+    total = contributions[0].to(accumulation, copy=True)
+    for contribution in contributions[1:]:
+        term = contribution.to(accumulation)
+        if op in ("sum", "mean"):
+            total = total + term
+        else:
+            total = torch.minimum(total, term) if op == "min" else torch.maximum(total, term)
+    if op == "mean":
+        total = total * torch.tensor(1 / len(contributions), dtype=accumulation)
+    return total.to(dtype)
+
+
+def bits_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Same shape, dtype and bits; any NaN equals any other, +0 is not -0."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.dtype.is_complex:
+        left, right = torch.view_as_real(left.contiguous()), torch.view_as_real(right.contiguous())
+    same = left.contiguous().view(torch.uint8) == right.contiguous().view(torch.uint8)
+    same = same.reshape(left.numel(), -1).all(-1)
+    if left.dtype.is_floating_point:
+        same |= (left.isnan() & right.isnan()).reshape(-1)
+    return bool(same.all())

@@ -1,0 +1,52 @@
+"""One forge and one set of teams for every test under tests/ranks."""
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the folder of `oracle`
+
+import harness  # noqa: E402
+
+HERE = pathlib.Path(__file__).resolve().parent
+_forge: harness.Forge | None = None
+
+
+def pytest_generate_tests(metafunc):
+    if "world_size" in metafunc.fixturenames:
+        at_least = getattr(metafunc.function, "at_least", 1)
+        sizes = [size for size in harness.world_sizes() if size >= at_least] or [max(at_least, 3)]
+        metafunc.parametrize("world_size", sizes, ids=[f"W{size}" for size in sizes])
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent == HERE and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(60))
+
+
+def pytest_collection_finish(session):
+    """Forked here: every test module is imported, asserts rewritten, and no test has run yet."""
+    global _forge
+    if not session.config.option.collectonly and any(item.path.parent == HERE for item in session.items):
+        _forge = harness.Forge()
+
+
+@pytest.fixture(scope="session")
+def teams():
+    assert _forge is not None
+    teams = harness.Teams(_forge)
+    yield teams
+    teams.close()
+
+
+@pytest.fixture
+def fresh_ranks(teams):
+    """`with fresh_ranks(world_size) as team:` for tests that kill, stop or exit ranks."""
+    return teams.fresh
+
+
+def pytest_sessionfinish(session):
+    if _forge is not None:
+        _forge.close()

@@ -1,0 +1,449 @@
+"""Ranks for tests: warm processes, forked from one parent that has imported torch and every test module.
+
+Words
+    forge   a process forked from pytest when collection is over. It runs no tensor operation and has no
+            thread, so that forking it is cheap and safe; it forks ranks and reaps them.
+    team    W ranks with a gloo process group over loopback. The suite keeps one team a world size; a test that
+            fails, or that says `spoils=True`, costs its team, and the next test gets a new one.
+    body    what every rank runs: a module-level function `body(rank, world_size, **arguments)`.
+
+A run has a deadline. After it, and 3 s after a rank failed while another still waits for it, the ranks write
+their stacks, are killed (through pidfds, so never a stranger), and the test fails with all that is known.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import dataclasses
+import faulthandler
+import functools
+import gc
+import inspect
+import multiprocessing.connection
+import os
+import pathlib
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LONG = os.environ.get("SW_TEST_LONG") == "1"
+DEADLINE_S = 45.0
+GRACE_S = 3.0
+#: the interface that gloo uses; a machine's host name may resolve to nothing that can be reached
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def world_sizes() -> list[int]:
+    text = os.environ.get("SW_TEST_WORLDS") or ("1,2,3,5" if LONG else "1,3")
+    return [int(word) for word in text.split(",")]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How one rank's run ended: with a value, with an error, with its process, or not at all."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    """type: message"""
+    trace: str = ""
+    ended: str | None = None
+    """how the process ended, if it did: "exit 3", "signal SIGKILL" """
+    seconds: float = 0.0
+    finished: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.finished and self.error is None and self.ended is None
+
+
+class RanksFailed(AssertionError):
+    """At least one rank did not do what it was asked; the message holds every rank's account."""
+
+    def __init__(self, outcomes: Sequence[Outcome], why: str = "") -> None:
+        accounts: dict[str, list[int]] = {}
+        for outcome in outcomes:
+            if outcome.error:
+                text = outcome.trace.rstrip()
+            elif outcome.ended:
+                text = f"its process ended: {outcome.ended}\n{outcome.trace}".rstrip()
+            elif not outcome.finished:
+                text = f"had not finished; its stack:\n{outcome.trace}".rstrip()
+            else:
+                text = "finished"
+            accounts.setdefault(text, []).append(outcome.rank)
+        ordered = sorted(accounts.items(), key=lambda item: item[0].startswith(("finished", "had not")))
+        lines = [why] if why else []
+        for text, ranks in ordered:
+            names = ", ".join(map(str, ranks))
+            lines.append(f"--- rank {names} of {len(outcomes)}: {text}")
+        super().__init__("\n".join(lines))
+        self.outcomes = list(outcomes)
+
+
+# ---------------------------------------------------------------- in a rank
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value`, in rank order, over gloo: the tests' own way, independent of what is tested."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def same_everywhere(value: Any) -> bool:
+    values = gather(value)
+    return all(other == values[0] for other in values)
+
+
+def _join_group(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+
+
+def _answer(connection: multiprocessing.connection.Connection, rank: int, world_size: int) -> bool:
+    """Runs one body and sends its outcome. False when the parent is gone."""
+    try:
+        module, name, arguments = connection.recv()
+    except (EOFError, OSError):
+        return False
+    outcome = Outcome(rank)
+    start = time.monotonic()
+    try:
+        __import__(module)
+        body = getattr(sys.modules[module], name)
+        body = getattr(body, "body", body)
+        assert dist.get_world_size() == world_size and dist.get_rank() == rank
+        outcome.value = body(rank, world_size, **arguments)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        outcome.error = f"{type(error).__name__}: {error}"
+        outcome.trace = "".join(traceback.format_exception(error))
+    outcome.finished = True
+    outcome.seconds = time.monotonic() - start
+    try:
+        message = pickle.dumps(outcome)
+    except Exception as error:
+        outcome.value, outcome.error = None, f"the value cannot be sent: {error}"
+        message = pickle.dumps(outcome)
+    connection.send_bytes(message)
+    return True
+
+
+def _rank_main(fd: int, rank: int, world_size: int, folder: str) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan when the forge dies
+    stacks = open(os.path.join(folder, f"stacks-{rank}"), "w")  # noqa: SIM115, lives as long as the process
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    connection = multiprocessing.connection.Connection(fd)
+    code = 1
+    try:
+        _join_group(rank, world_size, folder)
+        while _answer(connection, rank, world_size):
+            gc.collect()
+        code = 0
+    except SystemExit as exit:
+        code = exit.code if isinstance(exit.code, int) else 1
+        gc.collect()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc(file=stacks)
+    finally:
+        stacks.flush()
+        os._exit(code)
+
+
+# ---------------------------------------------------------------- the forge
+
+
+class Forge:
+    """Forks ranks from a warm process image. Lives in pytest's process; its other half is the forked child."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            try:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                gc.collect()
+                gc.freeze()
+                self._serve(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._socket = ours
+
+    @staticmethod
+    def _serve(control: socket.socket) -> None:
+        while True:
+            message, fds, _, _ = socket.recv_fds(control, 1 << 16, 64)
+            if not message:
+                return
+            request = pickle.loads(message)
+            if request[0] == "fork":
+                _, folder = request
+                pids = []
+                for rank, fd in enumerate(fds):
+                    pid = os.fork()
+                    if pid == 0:
+                        control.close()
+                        for other in fds:
+                            if other != fd:
+                                os.close(other)
+                        _rank_main(fd, rank, len(fds), folder)
+                    pids.append(pid)
+                for fd in fds:
+                    os.close(fd)
+                answer: Any = pids
+            else:
+                answer = [os.waitpid(pid, 0)[1] for pid in request[1]]
+            control.sendall(pickle.dumps(answer))
+
+    def fork(self, world_size: int, folder: str) -> tuple[list[int], list[socket.socket]]:
+        pairs = [socket.socketpair() for _ in range(world_size)]
+        socket.send_fds(self._socket, [pickle.dumps(("fork", folder))], [theirs.fileno() for _, theirs in pairs])
+        for _, theirs in pairs:
+            theirs.close()
+        pids = pickle.loads(self._socket.recv(1 << 16))
+        return pids, [ours for ours, _ in pairs]
+
+    def reap(self, pids: Sequence[int]) -> list[int]:
+        """Wait statuses of processes that have ended."""
+        self._socket.sendall(pickle.dumps(("reap", list(pids))))
+        return pickle.loads(self._socket.recv(1 << 16))
+
+    def close(self) -> None:
+        self._socket.close()
+        os.waitpid(self.pid, 0)
+
+
+def _status_text(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exit {os.WEXITSTATUS(status)}"
+
+
+# ---------------------------------------------------------------- teams
+
+
+class Team:
+    """W ranks that wait for bodies to run. A context manager: leaving it kills and reaps them."""
+
+    def __init__(self, forge: Forge, world_size: int) -> None:
+        self.world_size = world_size
+        self._forge = forge
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.pids, sockets = forge.fork(world_size, self._folder.name)
+        self._pidfds = [os.pidfd_open(pid) for pid in self.pids]
+        self._connections = [multiprocessing.connection.Connection(s.detach()) for s in sockets]
+        self._closed = False
+
+    def start(self, body: Callable[..., Any], **arguments: Any) -> None:
+        for connection in self._connections:
+            connection.send((body.__module__, body.__name__, arguments))
+
+    def signal(self, rank: int, number: int) -> None:
+        signal.pidfd_send_signal(self._pidfds[rank], number)
+
+    def wait(
+        self, deadline_s: float = DEADLINE_S, *, ignore: Sequence[int] = (), patient: bool = False
+    ) -> list[Outcome]:
+        """Outcomes in rank order, once all have one, or at the deadline.
+
+        `ignore`: ranks that are expected never to answer (stopped ones); nobody waits for them.
+        `patient`: a rank's failure or end is part of the test and does not shorten the deadline.
+        """
+        outcomes = [Outcome(rank) for rank in range(self.world_size)]
+        waiting = {rank for rank in range(self.world_size) if rank not in ignore}
+        deadline = time.monotonic() + deadline_s
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            sources = {self._connections[rank].fileno(): rank for rank in waiting}
+            sources |= {self._pidfds[rank]: rank for rank in waiting}
+            for ready in multiprocessing.connection.wait(list(sources), left):
+                rank = sources[ready]
+                if rank not in waiting:
+                    continue
+                waiting.discard(rank)
+                try:
+                    if not self._connections[rank].poll(0):  # dead, while a child of its own holds the socket
+                        raise EOFError
+                    outcomes[rank] = pickle.loads(self._connections[rank].recv_bytes())
+                    failed = not outcomes[rank].ok
+                except (EOFError, OSError):
+                    outcomes[rank].ended, outcomes[rank].trace = "?", self._stack(rank)
+                    failed = True
+                if failed and not patient:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        for rank in waiting:
+            self.signal(rank, signal.SIGUSR1)
+        if waiting:
+            time.sleep(0.3)
+        for rank in waiting:
+            outcomes[rank].trace = self._stack(rank)
+        for rank in range(self.world_size):
+            if outcomes[rank].ended:
+                multiprocessing.connection.wait([self._pidfds[rank]], 10)
+                (status,) = self._reap_once([rank])
+                outcomes[rank].ended = _status_text(status)
+        return outcomes
+
+    def run(self, body: Callable[..., Any], deadline_s: float = DEADLINE_S, **arguments: Any) -> list[Any]:
+        """The body's values in rank order; RanksFailed when a rank raised, ended or did not finish."""
+        __tracebackhide__ = True
+        self.start(body, **arguments)
+        outcomes = self.wait(deadline_s)
+        if all(outcome.ok for outcome in outcomes):
+            return [outcome.value for outcome in outcomes]
+        late = [str(o.rank) for o in outcomes if not o.finished and not o.ended]
+        raise RanksFailed(outcomes, f"rank {', '.join(late)} did not finish in time" if late else "")
+
+    def _stack(self, rank: int) -> str:
+        return pathlib.Path(self._folder.name, f"stacks-{rank}").read_text()
+
+    def _reap_once(self, ranks: Sequence[int]) -> list[int]:
+        if not hasattr(self, "_statuses"):
+            self._statuses: dict[int, int] = {}
+        missing = [rank for rank in ranks if rank not in self._statuses]
+        for rank, status in zip(missing, self._forge.reap([self.pids[r] for r in missing]) if missing else []):
+            self._statuses[rank] = status
+        return [self._statuses[rank] for rank in ranks]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for rank in range(self.world_size):
+            try:
+                self.signal(rank, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # reaped before
+        self._reap_once(range(self.world_size))
+        for connection in self._connections:
+            connection.close()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._folder.cleanup()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Teams:
+    """One team a world size, for the whole suite."""
+
+    def __init__(self, forge: Forge) -> None:
+        self._forge = forge
+        self._teams: dict[int, Team] = {}
+
+    def run(
+        self, world_size: int, body: Callable[..., Any], *, spoils: bool, deadline_s: float, arguments: dict[str, Any]
+    ) -> list[Any]:
+        __tracebackhide__ = True
+        if world_size not in self._teams:
+            self._teams[world_size] = Team(self._forge, world_size)
+        keep = False
+        try:
+            values = self._teams[world_size].run(body, deadline_s, **arguments)
+            keep = not spoils
+            return values
+        finally:
+            if not keep:
+                self._teams.pop(world_size).close()
+
+    def fresh(self, world_size: int) -> Team:
+        """New ranks for a test that kills, stops or exits some: `with fresh_ranks(3) as team:`."""
+        return Team(self._forge, world_size)
+
+    def close(self) -> None:
+        for team in self._teams.values():
+            team.close()
+        self._teams.clear()
+
+
+# ---------------------------------------------------------------- how a test says it
+
+
+def on_every_rank(
+    *, at_least: int = 1, spoils: bool = False, deadline_s: float = DEADLINE_S
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The test's function is a body: it runs on every rank of every world size in SW_TEST_WORLDS.
+
+    Its parameters after `rank, world_size` are pytest's (parametrize only: they are pickled).
+
+    Parameters
+    ----------
+    at_least : the smallest world size at which the law says anything.
+    spoils : the test leaves ranks that no other test should use (an ended communicator, a changed limit).
+    deadline_s : for one run on one world size.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(body)
+        def test(world_size: int, teams: Teams, **arguments: Any) -> None:
+            __tracebackhide__ = True
+            teams.run(world_size, body, spoils=spoils, deadline_s=deadline_s, arguments=arguments)
+
+        names = [name for name in inspect.signature(body).parameters if name not in ("rank", "world_size")]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(name, keyword) for name in ("world_size", "teams", *names)]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.body = body  # type: ignore[attr-defined]
+        test.at_least = at_least  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+# ---------------------------------------------------------------- ranks that are programs of their own
+
+
+def spawn_ranks(world_size: int, body: Callable[..., Any], folder: str, **arguments: Any) -> list[subprocess.Popen[str]]:
+    """The same body in W programs that start, run it and exit as any Python program does."""
+    here = pathlib.Path(__file__).resolve()
+    request = pickle.dumps((body.__module__, body.__name__, arguments)).hex()
+    command = [sys.executable, str(here), str(world_size), folder, request]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return [
+        subprocess.Popen(
+            [*command, str(rank)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _spawned_main() -> None:
+    world_size, folder, request, rank = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    module, name, arguments = pickle.loads(bytes.fromhex(request))
+    _join_group(rank, world_size, folder)
+    __import__(module)
+    body = getattr(sys.modules[module], name)
+    body(rank, world_size, **arguments)
+
+
+if __name__ == "__main__":
+    _spawned_main()

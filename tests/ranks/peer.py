@@ -1,0 +1,106 @@
+"""What is tested, how a test builds it, and how its gradients are compared with the oracle's.
+
+SW_TEST_PEER=torch runs the behaviour tests on torch's own DistributedDataParallel instead, to try the tests
+themselves: gradients are then compared approximately, and what torch cannot do fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import gather
+from oracle.data_parallel import NaiveDataParallel
+from oracle.fold import bits_equal
+
+PEER = os.environ.get("SW_TEST_PEER", "shardwright")
+
+if PEER == "torch":
+    sw: Any = None
+    engine: Any = None
+else:
+    import shardwright as sw
+    from shardwright import _engine as engine
+
+TRANSPORTS = ("pool", "staged")
+
+
+def data_parallel(module: torch.nn.Module, **options: Any) -> Any:
+    """`module` wrapped by what is tested; asserts the world size, and that a transport asked for is the one in use."""
+    group = options.get("process_group")
+    if PEER == "torch":
+        options.pop("transport", None)
+        return torch.nn.parallel.DistributedDataParallel(module, **options)
+    wrapped = sw.DistributedDataParallel(module, **options)
+    if "transport" in options:
+        assert wrapped._replica.reducer.transport == options["transport"]
+    assert wrapped.process_group.size() == dist.get_world_size(group)
+    return wrapped
+
+
+def pair(build: Callable[[], torch.nn.Module], **options: Any) -> tuple[Any, NaiveDataParallel]:
+    """The same module twice: wrapped, and under the naive law. `build` is called with one seed on every rank."""
+    torch.manual_seed(0)
+    module = build()
+    naive = NaiveDataParallel(copy.deepcopy(module), options.get("process_group"))
+    return data_parallel(module, **options), naive
+
+
+def batch(rank: int, *shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Data that differs from rank to rank and from step to step."""
+    generator = torch.Generator().manual_seed(7919 * step + rank + 1)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def assert_same_gradients(wrapped: Any, naive: NaiveDataParallel) -> None:
+    expected = dict(naive.module.named_parameters())
+    for name, parameter in wrapped.module.named_parameters():
+        ours, theirs = parameter.grad, expected[name].grad
+        assert (ours is None) == (theirs is None), f"{name}: .grad is {ours}, the oracle's {theirs}"
+        if ours is None:
+            continue
+        assert ours.shape == parameter.shape and ours.dtype == parameter.dtype, name
+        assert not ours.is_sparse, name
+        if PEER == "torch":
+            assert torch.allclose(ours.detach(), theirs, rtol=0.02, atol=1e-3, equal_nan=True), name
+            continue
+        assert bits_equal(ours.detach(), theirs), (
+            f"{name}: {int((ours != theirs).sum())} of {ours.numel()} elements differ, "
+            f"by up to {(ours - theirs).abs().max()}; first {ours.flatten()[:3]} {theirs.flatten()[:3]}"
+        )
+
+
+def assert_same_parameters(wrapped: Any, naive: NaiveDataParallel) -> None:
+    expected = dict(naive.module.named_parameters())
+    for name, parameter in wrapped.module.named_parameters():
+        if PEER == "torch":
+            assert torch.allclose(parameter, expected[name], rtol=0.02, atol=1e-3), name
+        else:
+            assert bits_equal(parameter.detach(), expected[name].detach()), name
+
+
+def zero_grad(wrapped: Any, naive: NaiveDataParallel, set_to_none: bool = True) -> None:
+    wrapped.zero_grad(set_to_none=set_to_none)
+    naive.module.zero_grad(set_to_none=set_to_none)
+
+
+def compare_step(wrapped: Any, naive: NaiveDataParallel, backward: Callable[[Any], None]) -> None:
+    """`backward(model)` on both, one round of the law, and the same bits on every parameter."""
+    backward(wrapped)
+    backward(naive)
+    naive.synchronise()
+    assert_same_gradients(wrapped, naive)
+
+
+def host_comm(rank: int, world_size: int, **options: Any) -> Any:
+    """A communicator of the engine, joined through gloo."""
+    comm = engine.HostComm(rank, world_size, **options)
+    secret = gather(os.urandom(16))[0]
+    comm.connect(gather(comm.address), secret, gather(socket.gethostname()))
+    assert comm.world_size == world_size and comm.rank == rank
+    return comm

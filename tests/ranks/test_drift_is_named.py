@@ -1,0 +1,99 @@
+"""Law: a module that is no longer the one that was wrapped is an error that names the parameter and the remedy, before
+a gradient goes unaveraged."""
+
+import pytest
+import torch
+from harness import gather, on_every_rank, same_everywhere
+from models import Mlp
+from peer import PEER, batch, data_parallel, engine
+from torch import nn
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch trains on")
+
+
+def replace(module):
+    module[2].weight = nn.Parameter(module[2].weight.detach().clone())
+
+
+def add(module):
+    module.register_parameter("extra", nn.Parameter(torch.ones(3)))
+
+
+def add_module(module):
+    module.append(nn.Linear(5, 5))
+
+
+def assign(module):
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+
+
+def remove(module):
+    module[2].bias = None
+
+
+def cast(module):
+    module.to(torch.float64)
+
+
+CASES = {
+    "replaced": (replace, "2.weight"),
+    "added": (add, "extra"),
+    "added with a module": (add_module, "5.weight"),
+    "assigned by load_state_dict": (assign, "0.weight"),
+    "removed": (remove, "2.bias"),
+    "cast": (cast, "0.weight"),
+}
+
+
+def step(model, rank):
+    model(batch(rank, 6, 7, dtype=next(model.parameters()).dtype)).sum().backward()
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_every_rank()
+def test_a_parameter_that_changed_is_named_at_the_next_forward(rank, world_size, case):
+    change, name = CASES[case]
+    torch.manual_seed(0)
+    module = Mlp()
+    wrapped = data_parallel(module)
+    step(wrapped, rank)
+    change(module)
+    with pytest.raises(engine.Error) as raised:
+        step(wrapped, rank)
+    assert name in str(raised.value) and "wrap" in str(raised.value)
+    again = data_parallel(module)  # the remedy
+    module.zero_grad()
+    step(again, rank)
+    assert same_everywhere([parameter.grad.tolist() for parameter in module.parameters()])
+
+
+@on_every_rank()
+def test_a_parameter_that_changed_is_named_at_the_step(rank, world_size):
+    torch.manual_seed(0)
+    module = Mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    wrapped = data_parallel(module)
+    step(wrapped, rank)
+    add(module)
+    with pytest.raises(engine.Error, match="extra"):
+        optimizer.step()
+    gather(None)
+
+
+@on_every_rank()
+def test_what_leaves_the_parameters_in_place_is_no_drift(rank, world_size):
+    torch.manual_seed(0)
+    module = Mlp()
+    wrapped = data_parallel(module)
+    for change in (
+        lambda: module.load_state_dict(module.state_dict()),
+        lambda: module.to(torch.float32),
+        lambda: module.train(False),
+        lambda: module.requires_grad_(True),
+        lambda: module.register_buffer("note", torch.ones(2)),
+        lambda: [parameter.data.mul_(0.5) for parameter in module.parameters()],
+    ):
+        change()
+        module.zero_grad()
+        step(wrapped, rank)
+        assert same_everywhere([parameter.grad.tolist() for parameter in module.parameters()])

@@ -1,0 +1,121 @@
+"""Runs the C tests: each tests/csrc/test_*.c, linked with the engine's sources that need no Python.
+
+Modes: plain (gcc, the shipped flags) and asan (address and undefined behaviour, the pass of the quick form);
+the long form (SW_TEST_LONG=1) adds tsan and clang. Objects are compiled once a mode, under build/csrc-tests,
+and again only if they, a header or the flags changed. A C test passes if it exits with 0.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+C_TESTS = sorted((ROOT / "tests" / "csrc").glob("test_*.c"))
+RUN_LIMIT_S = 170
+
+
+@dataclass(frozen=True)
+class Mode:
+    name: str
+    flags: tuple[str, ...]
+    compiler: str = os.environ.get("CC", "gcc")
+    long: bool = False
+
+
+SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer")
+MODES = [
+    Mode("plain", ("-g",)),
+    Mode("asan", (*SANITIZED, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")),
+    Mode("tsan", (*SANITIZED, "-fsanitize=thread"), long=True),
+    Mode("clang", ("-g",), compiler=os.environ.get("SW_CLANG", "clang"), long=True),
+]
+
+
+def shipped_flags() -> list[str]:
+    """The flags of setup.py: one truth for what is shipped and what is tested."""
+    spec = importlib.util.spec_from_file_location("shardwright_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [*module.BASE_FLAGS, *module.STRICT_FLAGS]
+
+
+def engine_sources() -> list[Path]:
+    return sorted(path for path in CSRC.rglob("*.c") if path.relative_to(CSRC).parts[0] != "python")
+
+
+def run_checked(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+
+
+def newest_header() -> float:
+    headers = [*CSRC.rglob("*.h"), *(ROOT / "tests" / "csrc").glob("*.h"), ROOT / "setup.py", Path(__file__)]
+    return max(header.stat().st_mtime for header in headers)
+
+
+def compile_object(mode: Mode, source: Path, folder: Path, command: list[str]) -> Path:
+    made = folder / source.relative_to(ROOT).with_suffix(".o")
+    newest = max(source.stat().st_mtime, newest_header())
+    if not made.exists() or made.stat().st_mtime < newest:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        run_checked([mode.compiler, *command, "-c", str(source), "-o", str(made)])
+    return made
+
+
+class Builder:
+    """Objects of one mode, compiled at the first use; a lock keeps two test runs from writing one file."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.folder = ROOT / "build" / "csrc-tests" / mode.name
+        self.command = [*shipped_flags(), "-D_GNU_SOURCE", "-pthread", "-Icsrc", "-Itests/csrc", *mode.flags]
+        self.objects: list[Path] | None = None
+
+    def program(self, test: Path) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.objects is None:
+                with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+                    self.objects = list(pool.map(self.compile, engine_sources()))
+            program = self.folder / test.stem
+            linked = [str(self.compile(test)), *map(str, self.objects)]
+            run_checked([self.mode.compiler, *self.mode.flags, "-pthread", *linked, "-lm", "-o", str(program)])
+        return program
+
+    def compile(self, source: Path) -> Path:
+        return compile_object(self.mode, source, self.folder, self.command)
+
+
+BUILDERS = {mode.name: Builder(mode) for mode in MODES}
+
+
+@pytest.mark.skipif(not C_TESTS, reason="tests/csrc has no test_*.c")
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("test", C_TESTS, ids=lambda path: path.stem)
+def test_c_program_exits_with_zero(test: Path, mode: Mode) -> None:
+    if mode.long and os.environ.get("SW_TEST_LONG") != "1":
+        pytest.skip("long form only (SW_TEST_LONG=1)")
+    if shutil.which(mode.compiler) is None:
+        pytest.skip(f"no compiler {mode.compiler!r} on this machine")
+    program = BUILDERS[mode.name].program(test)
+    options = {
+        "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+    done = subprocess.run(
+        [str(program)], capture_output=True, text=True, timeout=RUN_LIMIT_S, env={**os.environ, **options}
+    )
+    assert done.returncode == 0, f"{program} ended with {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-8000:]}"

@@ -1,0 +1,204 @@
+"""The engine's house rules, checked on the text of csrc and on what the compiler made of it.
+
+The table of csrc/README.md says which folder may include which; this file reads it there. The other rules are
+in the same spirit: one folder knows Python, the library neither prints nor exits, every global name begins
+with sw_, file names are unique and files stay short. Binary checks read the built extension and its objects.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+ENGINE = ROOT / "python" / "shardwright" / "_engine.abi3.so"
+LINES_MAX = 800
+
+# What writes to the terminal, ends the process or overruns a buffer. Fortified forms are matched too.
+BANNED_CALLS = {
+    *("printf", "vprintf", "puts", "putchar", "putc", "fputs", "perror"),
+    *("exit", "abort", "quick_exit", "atexit", "system"),
+    *("sprintf", "vsprintf", "strcpy", "strcat", "gets"),
+}
+BANNED_SYMBOLS = BANNED_CALLS | {"stdout", "stderr", "__assert_fail"}
+
+ROW = re.compile(r"^\|\s*([a-z_]+)\s*\|[^|]*\|([^|]*)\|\s*$")
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+COMMENT_OR_STRING = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
+COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|/\*.*?\*/|//[^\n]*', re.DOTALL)
+
+
+def read_table(csrc: Path) -> dict[str, set[str]]:
+    """Folder -> folders it may include, itself and all that those may include among them."""
+    rows = [ROW.match(line) for line in (csrc / "README.md").read_text().splitlines()]
+    direct = {row[1]: set(re.findall(r"[a-z_]+", row[2])) for row in rows if row and row[1] != "folder"}
+
+    def reach(folder: str) -> set[str]:
+        return {folder}.union(*(reach(below) for below in direct[folder]))
+
+    return {folder: reach(folder) for folder in direct}
+
+
+def c_files(csrc: Path) -> list[Path]:
+    return sorted([*csrc.rglob("*.c"), *csrc.rglob("*.h")])
+
+
+def included_folder(csrc: Path, file: Path, target: str) -> str | None:
+    """The layer that an include leads to; None if it is no file of the tree."""
+    for base in (file.parent, csrc):
+        found = (base / target).resolve()
+        if found.exists() and csrc.resolve() in found.parents:
+            return found.relative_to(csrc.resolve()).parts[0]
+    return None
+
+
+def wrong_includes(csrc: Path) -> list[str]:
+    """One sentence for each include that the table does not allow."""
+    table, wrong = read_table(csrc), []
+    for file in c_files(csrc):
+        layer, name = file.relative_to(csrc).parts[0], file.relative_to(csrc)
+        if layer not in table:
+            wrong.append(f"{name}: the table has no row for the folder {layer!r}")
+            continue
+        for kind, target in INCLUDE.findall(COMMENT.sub(r"\1", file.read_text())):
+            folder = included_folder(csrc, file, target)
+            if folder is None and kind == '"':
+                wrong.append(f'{name}: "{target}" is no file of csrc (system headers go in <>)')
+            elif folder is not None and folder not in table[layer]:
+                wrong.append(f"{name}: {layer} may not include {folder} ({target})")
+    return wrong
+
+
+def code_of(file: Path) -> str:
+    """The text without comments and string literals, lines kept."""
+    return COMMENT_OR_STRING.sub(lambda match: '""' + "\n" * match[0].count("\n"), file.read_text())
+
+
+def banned_calls(csrc: Path) -> list[str]:
+    pattern = re.compile(rf"(?<![\w.>])({'|'.join(sorted(BANNED_CALLS))})\s*\(|\b(stdout|stderr)\b|\bassert\s*\(")
+    return [
+        f"{file.relative_to(csrc)}:{number}: {match[0].strip()}"
+        for file in c_files(csrc)
+        for number, line in enumerate(code_of(file).splitlines(), 1)
+        for match in pattern.finditer(line)
+    ]
+
+
+def symbols(path: Path, *options: str) -> set[str]:
+    """Names that nm prints, without versions."""
+    done = subprocess.run(["nm", *options, str(path)], capture_output=True, text=True, check=True)
+    return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.strip()}
+
+
+def plain_name(symbol: str) -> str:
+    """__printf_chk is printf."""
+    fortified = re.fullmatch(r"__(\w+)_chk", symbol)
+    return fortified[1] if fortified else symbol
+
+
+def built_objects() -> dict[Path, Path]:
+    """Source -> newest object that setup.py made of it."""
+    found: dict[Path, Path] = {}
+    for source in CSRC.rglob("*.c"):
+        relative = source.relative_to(ROOT).with_suffix(".o")
+        made = sorted(ROOT.glob(f"build/temp.*/{relative}"), key=lambda path: path.stat().st_mtime)
+        if made:
+            found[source] = made[-1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine() -> Path:
+    assert ENGINE.exists(), f"{ENGINE} is missing: run `make build`"
+    return ENGINE
+
+
+def copy_tree(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CSRC, tmp_path / "csrc"))
+
+
+def test_the_table_has_a_row_for_every_folder_and_no_other() -> None:
+    folders = {path.name for path in CSRC.iterdir() if path.is_dir()}
+    assert folders == set(read_table(CSRC))
+
+
+def test_every_include_points_down_the_table() -> None:
+    assert wrong_includes(CSRC) == []
+
+
+def test_a_planted_upward_include_is_caught(tmp_path: Path) -> None:
+    csrc = copy_tree(tmp_path)
+    (csrc / "base" / "planted.c").write_text('#include "kernels/kernels.h"\n')
+    assert wrong_includes(csrc) == ["base/planted.c: base may not include kernels (kernels/kernels.h)"]
+
+
+def test_a_planted_upward_include_by_relative_path_is_caught(tmp_path: Path) -> None:
+    csrc = copy_tree(tmp_path)
+    (csrc / "tensor" / "planted.h").write_text('#include "../kernels/kernels.h"\n')
+    assert wrong_includes(csrc) == ["tensor/planted.h: tensor may not include kernels (../kernels/kernels.h)"]
+
+
+def test_a_planted_include_in_a_comment_is_no_include(tmp_path: Path) -> None:
+    csrc = copy_tree(tmp_path)
+    (csrc / "base" / "planted.c").write_text('/*\n#include "kernels/kernels.h"\n*/\n')
+    assert wrong_includes(csrc) == []
+
+
+def test_only_the_python_folder_includes_python_headers() -> None:
+    users = {
+        file.relative_to(CSRC).parts[0]
+        for file in c_files(CSRC)
+        for _, target in INCLUDE.findall(COMMENT.sub(r"\1", file.read_text()))
+        if re.search(r"(^|/)(Python|structmember|frameobject)\.h$", target)
+    }
+    assert users <= {"python"}
+
+
+def test_no_source_calls_a_banned_function() -> None:
+    assert banned_calls(CSRC) == []
+
+
+def test_a_planted_banned_call_is_caught_and_a_lookalike_is_not(tmp_path: Path) -> None:
+    csrc = copy_tree(tmp_path)
+    (csrc / "base" / "planted.c").write_text(
+        'void f(void)\n{\n    my_exit(1); snprintf(b, 4, "exit(1)"); /* abort() */\n    exit(1);\n}\n'
+    )
+    assert banned_calls(csrc) == ["base/planted.c:4: exit("]
+
+
+def test_the_extension_asks_libc_for_no_banned_function(engine: Path) -> None:
+    undefined = {plain_name(symbol) for symbol in symbols(engine, "-D", "--undefined-only")}
+    assert undefined & BANNED_SYMBOLS == set()
+
+
+def test_the_extension_exports_its_init_function_and_nothing_without_the_prefix(engine: Path) -> None:
+    exported = symbols(engine, "-D", "--defined-only") - {"_init", "_fini"}
+    assert "PyInit__engine" in exported
+    assert {name for name in exported if not name.startswith("sw_")} == {"PyInit__engine"}
+
+
+def test_every_global_name_in_the_objects_begins_with_sw() -> None:
+    objects = built_objects()
+    missing = sorted(str(source.relative_to(ROOT)) for source in set(CSRC.rglob("*.c")) - set(objects))
+    assert missing == [], "not compiled: run `make build`"
+    wrong = {
+        str(source.relative_to(ROOT)): names
+        for source, made in objects.items()
+        if (names := {n for n in symbols(made, "-g", "--defined-only") if not n.startswith("sw_")} - {"PyInit__engine"})
+    }
+    assert wrong == {}
+
+
+def test_file_names_are_unique_in_the_tree() -> None:
+    names = [file.name for file in c_files(CSRC)]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_file_is_longer_than_800_lines() -> None:
+    lengths = {str(file.relative_to(CSRC)): len(file.read_text().splitlines()) for file in c_files(CSRC)}
+    assert {name: length for name, length in lengths.items() if length > LINES_MAX} == {}

@@ -1,0 +1,170 @@
+"""The wheel: built once from a clean copy of the tree, then looked at and imported everywhere.
+
+One file serves every CPython >= 3.10 and every glibc >= 2.28, so its tag, the libraries it names, the newest
+glibc symbol and an import on each Python of the machine are checked. The engine is imported by path, without
+the package, because only the package needs torch. Free-threaded builds cannot load abi3 and are left out.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from shutil import copy2, copytree, ignore_patterns, which
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+INPUTS = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "csrc", "python")
+NEWEST_GLIBC = (2, 28)
+OLDEST_PYTHON = (3, 10)
+
+PROBE = """
+import sys, sysconfig, os
+ok = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+include = sysconfig.get_path("include")
+print(sys.version_info[0], sys.version_info[1], int(ok), include if os.path.exists(include + "/Python.h") else "")
+"""
+# Read in the interpreter under test. LD_BIND_NOW=1 makes a missing function an ImportError here and now.
+IMPORT_ALONE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("shardwright._engine", sys.argv[1])
+engine = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(engine)
+assert "torch" not in sys.modules
+if hasattr(engine, "self_test"):
+    engine.self_test()
+print("imported")
+"""
+
+
+def probe(python: str) -> tuple[tuple[int, int], str] | None:
+    """(version, include folder or "") of an interpreter that can load the wheel; None for the others."""
+    done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
+    if done.returncode != 0:
+        return None
+    major, minor, usable, *include = done.stdout.split()
+    version = (int(major), int(minor))
+    return (version, "".join(include)) if version >= OLDEST_PYTHON and usable == "1" else None
+
+
+def find_pythons() -> dict[str, tuple[tuple[int, int], str]]:
+    """Path -> (version, include folder) of each distinct CPython >= 3.10 found, the running one among them."""
+    names = ["python3", *(f"python3.{minor}" for minor in range(10, 20))]
+    candidates = [sys.executable, "/usr/bin/python3", *filter(None, map(which, names))]
+    candidates += sorted(glob.glob(str(Path.home() / ".pyenv/versions/*/bin/python")))
+    found, seen = {}, set()
+    for python in candidates:
+        if not os.path.exists(python) or "shims" in python or os.path.realpath(python) in seen:
+            continue
+        seen.add(os.path.realpath(python))
+        if (answer := probe(python)) is not None:
+            found[python] = answer
+    return found
+
+
+PYTHONS = find_pythons()
+
+
+def output_of(*command: str, **options: object) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def clean_copy(folder: Path) -> Path:
+    """What a wheel is made of, without objects or caches of earlier builds."""
+    folder.mkdir(parents=True)
+    for name in INPUTS:
+        source = ROOT / name
+        if source.is_dir():
+            copytree(source, folder / name, ignore=ignore_patterns("*.so", "*.o", "__pycache__", "*.egg-info"))
+        elif source.exists():
+            copy2(source, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    tree = clean_copy(folder / "tree")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SW_")}
+    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "dist"))
+    output_of(sys.executable, "-m", "pip", "wheel", str(tree), *options, env=environment)
+    (made,) = (folder / "dist").glob("shardwright-*.whl")
+    return made
+
+
+@pytest.fixture(scope="session")
+def engine(wheel: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract("shardwright/_engine.abi3.so", wheel.parent / "unpacked"))
+
+
+def test_the_wheel_is_tagged_for_every_cpython_from_3_10(wheel: Path) -> None:
+    assert re.search(r"-cp310-abi3-(many)?linux_\w+\.whl$", wheel.name), wheel.name
+
+
+def test_the_wheel_carries_the_types_the_licence_and_no_source(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"shardwright/__init__.py", "shardwright/py.typed", "shardwright/_engine.pyi"} <= set(names)
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert [name for name in names if name.endswith((".c", ".h", ".o"))] == []
+
+
+def test_the_engine_needs_libc_and_libm_alone(engine: Path) -> None:
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", output_of("readelf", "-d", str(engine)))
+    assert {name for name in needed if not name.startswith("ld-linux")} <= {"libc.so.6", "libm.so.6"}
+    assert re.search(r"\((RPATH|RUNPATH|TEXTREL)\)", output_of("readelf", "-d", str(engine))) is None
+
+
+def test_no_symbol_is_newer_than_glibc_2_28(engine: Path) -> None:
+    wanted = re.findall(r"GLIBC_(\d+)\.(\d+)[.\d]*\)?\s+(\S+)", output_of("objdump", "-T", str(engine)))
+    newer = {name: f"{major}.{minor}" for major, minor, name in wanted if (int(major), int(minor)) > NEWEST_GLIBC}
+    assert wanted and newer == {}, "bind it in csrc/platform/glibc_compat.h or use syscall()"
+
+
+def test_the_stack_is_not_executable(engine: Path) -> None:
+    stack = re.search(r"GNU_STACK.*\n?.*", output_of("readelf", "-lW", str(engine)))
+    assert stack is not None and "RWE" not in stack[0]
+
+
+def test_it_asks_python_for_public_names_only(engine: Path) -> None:
+    asked = re.findall(r"\*UND\*.*?\s(_?Py\w+)$", output_of("objdump", "-T", str(engine)), re.MULTILINE)
+    assert asked
+    # Macros of the 3.10 limited API lead to these private names, which are part of the stable ABI.
+    private = {name for name in asked if name.startswith("_")} - {"_Py_NoneStruct", "_Py_TrueStruct"}
+    private -= {"_Py_FalseStruct", "_Py_NotImplementedStruct", "_Py_EllipsisObject", "_Py_Dealloc"}
+    assert private == set()
+
+
+@pytest.mark.parametrize("python", sorted(PYTHONS), ids=lambda path: "%d.%d:" % PYTHONS[path][0] + path)
+def test_the_engine_imports_without_torch_on(python: str, engine: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "LD_BIND_NOW": "1"}
+    assert "imported" in output_of(python, "-I", "-c", IMPORT_ALONE, str(engine), env=environment)
+
+
+def test_the_binding_compiles_against_the_headers_of_python_3_10() -> None:
+    includes = [include for version, include in PYTHONS.values() if version == OLDEST_PYTHON and include]
+    if not includes:
+        pytest.skip("no Python 3.10 with headers on this machine")
+    files = sorted(map(str, (ROOT / "csrc" / "python").glob("**/*.c")))
+    assert files
+    flags = ("-std=c11", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers")
+    macros = ("-D_GNU_SOURCE=1", "-DPy_LIMITED_API=0x030A0000")
+    output_of("gcc", *flags, *macros, "-Icsrc", "-isystem", includes[0], *files, cwd=ROOT)
+
+
+@pytest.mark.skipif(os.environ.get("SW_TEST_LONG") != "1", reason="long form only (SW_TEST_LONG=1)")
+def test_pip_install_works_in_an_environment_that_has_only_pip(tmp_path: Path) -> None:
+    tree = clean_copy(tmp_path / "tree")
+    output_of(sys.executable, "-m", "venv", str(tmp_path / "venv"))
+    python = str(tmp_path / "venv" / "bin" / "python")
+    output_of(python, "-m", "pip", "uninstall", "--yes", "setuptools", "wheel")
+    output_of(python, "-m", "pip", "install", "--no-deps", str(tree))
+    (engine,) = (tmp_path / "venv").glob("lib/python*/site-packages/shardwright/_engine.abi3.so")
+    assert "imported" in output_of(python, "-I", "-c", IMPORT_ALONE, str(engine))
