@@ -33,8 +33,9 @@ def bits_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     if left.dtype.is_complex:
         left, right = torch.view_as_real(left.contiguous()), torch.view_as_real(right.contiguous())
-    same = left.contiguous().view(torch.uint8) == right.contiguous().view(torch.uint8)
-    same = same.reshape(left.numel(), -1).all(-1)
+    left, right = left.reshape(-1), right.reshape(-1)
+    same = left.view(torch.uint8).view(-1, left.itemsize) == right.view(torch.uint8).view(-1, left.itemsize)
+    same = same.all(1)
     if left.dtype.is_floating_point:
-        same |= (left.isnan() & right.isnan()).reshape(-1)
+        same |= left.isnan() & right.isnan()
     return bool(same.all())

@@ -99,7 +99,7 @@ def compare_step(wrapped: Any, naive: NaiveDataParallel, backward: Callable[[Any
 
 def host_comm(rank: int, world_size: int, **options: Any) -> Any:
     """A communicator of the engine, joined through gloo."""
-    comm = engine.HostComm(rank, world_size, **options)
+    comm = engine.HostComm(rank, world_size, host=socket.gethostname(), **options)
     secret = gather(os.urandom(16))[0]
     comm.connect(gather(comm.address), secret, gather(socket.gethostname()))
     assert comm.world_size == world_size and comm.rank == rank

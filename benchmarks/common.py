@@ -1,0 +1,266 @@
+"""What the benchmarks share: ranks, timed samples, which of them count, and rows.
+
+A *sample* is one arm's work on every rank at once, between two barriers; its wall time is that of the slowest rank.
+An *arm* is one way to do the work. Arms take turns inside the same ranks, so that a disturbance meets all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import queue
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+CORES = len(os.sched_getaffinity(0))
+#: share of a sample's wall time that may be lost to other processes
+DELAY_ALLOWED = 0.05
+LEAST_SAMPLES = 5
+TIMEOUT_S = 300.0
+
+# Ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, watch: Callable[[Sequence[int]], None] | None = None) -> list[Any]:
+    """`work(rank, world_size, *args)` in fresh processes joined by Gloo on 127.0.0.1; the results in rank order.
+
+    `watch(pids)` is called again and again while the ranks run.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        store = os.path.join(folder, "store")
+        ranks = [context.Process(target=_run_rank, args=(rank, world_size, store, results, work, args)) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        try:
+            return _collect(ranks, results, watch)
+        finally:
+            for process in ranks:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(ranks: Sequence[Any], results: Any, watch: Callable[[Sequence[int]], None] | None) -> list[Any]:
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(found) < len(ranks):
+        if watch:
+            watch([process.pid for process in ranks])
+        try:
+            rank, result = results.get(timeout=0.01 if watch else 0.5)
+            found[rank] = result
+        except queue.Empty:
+            dead = [r for r, process in enumerate(ranks) if process.exitcode not in (None, 0) and r not in found]
+            if dead or time.monotonic() > deadline:
+                for process in ranks:
+                    process.kill()
+                raise SystemExit(f"rank {dead} died" if dead else f"no result after {TIMEOUT_S:.0f} s") from None
+    return [found[rank] for rank in range(len(ranks))]
+
+
+def _run_rank(rank: int, world_size: int, store: str, results: Any, work: Callable[..., Any], args: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    results.put((rank, work(rank, world_size, *args)))
+    dist.barrier()
+    time.sleep(0.1)  # Gloo's worker lets go of its last tensors; the group's destructor would wait for it with the GIL
+    dist.destroy_process_group()
+
+
+# Samples -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RankSample:
+    """One rank's share of a sample. Ticks are those of the whole machine."""
+
+    wall_s: float
+    cpu_s: float
+    run_delay_s: float
+    steal_ticks: int
+    busy_ticks: int
+
+
+def _machine_ticks() -> tuple[int, int]:
+    """(stolen, busy) ticks of all cores since boot."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    return steal, user + nice + system + irq + softirq
+
+
+def _run_delay_s() -> float:
+    """Time that this process's live threads were ready to run and did not."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/schedstat", encoding="ascii") as file:
+                total += int(file.read().split()[1])
+        except OSError:  # the thread ended
+            pass
+    return total * 1e-9
+
+
+def take_sample(work: Callable[[], None], barrier: Callable[[], None], repeat: int) -> RankSample:
+    """Times `repeat` calls, begun together by all ranks; wall time is that of one call, the rest of all of them."""
+    delay, (steal, busy), cpu = _run_delay_s(), _machine_ticks(), time.process_time()
+    barrier()
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    wall = time.perf_counter() - begin
+    barrier()
+    cpu = time.process_time() - cpu
+    steal_after, busy_after = _machine_ticks()
+    return RankSample(wall / repeat, cpu, max(0.0, _run_delay_s() - delay), steal_after - steal, busy_after - busy)
+
+
+def interleave(
+    arms: dict[str, Callable[[], None]], barrier: Callable[[], None], *, rounds: int, warmup: int = 2, repeat: dict[str, int] | int = 1
+) -> dict[str, list[RankSample]]:
+    """`rounds` samples of each arm, the arms in turns and each round begun by another one."""
+    names = list(arms)
+    times = {name: repeat if isinstance(repeat, int) else repeat[name] for name in names}
+    for name in names:
+        for _ in range(warmup):
+            arms[name]()
+    samples: dict[str, list[RankSample]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for position in range(len(names)):
+            name = names[(turn + position) % len(names)]
+            samples[name].append(take_sample(arms[name], barrier, times[name]))
+    return samples
+
+
+@dataclass
+class Timing:
+    """An arm's samples, slowest rank of each. Attributes in seconds."""
+
+    kept: list[float]
+    every: list[float]
+
+    @property
+    def discarded(self) -> int:
+        return len(self.every) - len(self.kept)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.kept)
+
+    @property
+    def undropped_median(self) -> float:
+        return statistics.median(self.every)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, over the median."""
+        if len(self.kept) < 3:
+            return 0.0
+        low, _, high = statistics.quantiles(self.kept, n=4)
+        return (high - low) / 2 / self.median
+
+
+def is_disturbed(ranks: Sequence[RankSample], repeat: int) -> bool:
+    """Stolen time; or delay caused by other processes, which can be told only while the ranks fit the cores."""
+    if any(rank.steal_ticks > 0 for rank in ranks):
+        return True
+    if len(ranks) > CORES:
+        return False
+    wall = max(rank.wall_s for rank in ranks) * repeat
+    outside = max(rank.busy_ticks for rank in ranks) * TICK_S - sum(rank.cpu_s for rank in ranks)
+    delay = min(outside - 2 * TICK_S, max(rank.run_delay_s for rank in ranks))
+    return delay > DELAY_ALLOWED * wall
+
+
+def timings(results: Sequence[dict[str, list[RankSample]]], repeat: dict[str, int] | int = 1) -> dict[str, Timing]:
+    """The ranks' samples joined. If too few are left undisturbed, all count."""
+    joined = {}
+    for name in results[0]:
+        times = repeat if isinstance(repeat, int) else repeat[name]
+        samples = list(zip(*(result[name] for result in results)))
+        every = [max(rank.wall_s for rank in ranks) for ranks in samples]
+        kept = [wall for wall, ranks in zip(every, samples) if not is_disturbed(ranks, times)]
+        joined[name] = Timing(kept if len(kept) >= min(LEAST_SAMPLES, len(every)) else every, every)
+    return joined
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """Prints rows for people as they come, and keeps them for --json."""
+
+    bench: str
+    json_path: Path | None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, case: str, unit: str, ours: float, peer: float, peer_name: str, *, goal: float, larger: bool = False,
+            samples: int = 0, discarded: int = 0, **extra: Any) -> None:
+        """`larger`: the ratio is a speedup, peer / ours, and its goal a least one; else ours / peer and a largest one."""
+        ratio = peer / ours if larger else ours / peer
+        ok = ratio >= goal if larger else ratio <= goal
+        row = {"bench": self.bench, "case": case, "unit": unit, "ours": _round(ours), "peer": _round(peer), "peer_name": peer_name,
+               "speedup" if larger else "ratio": _round(ratio), "goal": f"{'>=' if larger else '<='} {goal}", "ok": ok,
+               "samples": samples, "discarded": discarded, **{key: _round(value) for key, value in extra.items()}}
+        self.rows.append(row)
+        notes = " ".join(f"{key}={row[key]}" for key in extra)
+        print(f"{'ok  ' if ok else 'MISS'} {case:<44} {_round(ours):>9} {unit:<3} against {_round(peer):>9}  "
+              f"{ratio:6.3f} {row['goal']:<8} n={samples} dropped={discarded}  {peer_name}  {notes}", flush=True)
+
+    def add_times(self, case: str, ours: Timing, peer: Timing, peer_name: str, *, unit: str = "ms", **extra: Any) -> None:
+        scale = {"ms": 1e3, "us": 1e6}[unit]
+        self.add(case, unit, ours.median * scale, peer.median * scale, peer_name, samples=len(ours.kept) + len(peer.kept),
+                 discarded=ours.discarded + peer.discarded, ours_spread=ours.spread, peer_spread=peer.spread,
+                 ours_undropped=ours.undropped_median * scale, peer_undropped=peer.undropped_median * scale, **extra)
+
+    def save(self) -> None:
+        """One object a row; a first one says where they are from."""
+        if self.json_path:
+            head = {"bench": self.bench, "machine": machine(), "command": command()}
+            self.json_path.parent.mkdir(parents=True, exist_ok=True)
+            self.json_path.write_text("".join(json.dumps(row) + "\n" for row in [head, *self.rows]), encoding="utf-8")
+
+
+def _round(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return (f"{model}, {CORES} cores, {memory:.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}, "
+            f"torch {torch.__version__}")
+
+
+def command() -> str:
+    return shlex.join(["python", *sys.argv])
+
+
+def begin(bench: str, description: str | None) -> tuple[Report, bool]:
+    """The command line; (report, quick)."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and samples: ends within 60 s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object a row")
+    options = parser.parse_args()
+    print(f"{machine()}\n{command()}", flush=True)
+    return Report(bench, options.json), options.quick
