@@ -27,7 +27,7 @@ TORCH_SETTINGS: dict[str, dict[str, Any]] = {
     "torch DDP view": {"gradient_as_bucket_view": True},
     **{f"torch DDP view static cap {cap}": {**VIEW_STATIC, "bucket_cap_mb": cap} for cap in (1, 5, 25, 100)},
 }
-QUICK_SETTINGS = ["torch DDP view", "torch DDP view static cap 5", "torch DDP view static cap 25"]
+QUICK_SETTINGS = ["torch DDP view static cap 5", "torch DDP view static cap 25"]
 PSS_STEPS = 6
 
 
@@ -66,12 +66,21 @@ def verify(trainers: dict[str, Trainer], arms: Sequence[str]) -> None:
             torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda m: f"{arm}, {name}: {m}")  # noqa: B023
 
 
-def time_steps(rank: int, world_size: int, case: str, settings: list[str], rounds: int, optimizer: bool, repeat: int) -> Any:
+def time_steps(rank: int, world_size: int, case: str, settings: list[str], rounds: int, budget_s: float, optimizer: bool, repeat: int) -> Any:
     group = host_group(dist.group.WORLD, 1800.0)
     trainers = {arm: Trainer(case, arm, rank) for arm in ("ours", "none", *settings)}
     verify(trainers, settings)
     work: dict[str, Callable[[], None]] = {arm: t.step if optimizer else t.backward for arm, t in trainers.items()}
-    return common.interleave(work, group.comm.barrier, rounds=rounds, warmup=3, repeat=repeat)
+    return common.interleave(work, group.comm.barrier, rounds=rounds, budget_s=budget_s, warmup=2, repeat=repeat)
+
+
+def effort(quick: bool) -> tuple[int, float]:
+    """Rounds, and the seconds after which fewer will do."""
+    return (common.LEAST_ROUNDS, 1.0) if quick else (15, 35.0)
+
+
+def torch_settings(quick: bool) -> list[str]:
+    return QUICK_SETTINGS if quick else list(TORCH_SETTINGS)
 
 
 def best_of_torch(times: dict[str, common.Timing]) -> str:
@@ -79,8 +88,8 @@ def best_of_torch(times: dict[str, common.Timing]) -> str:
 
 
 def whole_steps(report: common.Report, case: str, world_size: int, goal: float, solo_goal: float | None, *, quick: bool) -> None:
-    settings = QUICK_SETTINGS if quick else list(TORCH_SETTINGS)
-    times = common.timings(common.run_ranks(world_size, time_steps, case, settings, 5 if quick else 15, True, 1))
+    settings = torch_settings(quick)
+    times = common.timings(common.run_ranks(world_size, time_steps, case, settings, *effort(quick), True, 1))
     name = best_of_torch(times)
     all_torch = {f"{other}_ms": times[other].median * 1e3 for other in settings}
     report.add_times(f"{case} step W={world_size}", times["ours"], times[name], name, goal=goal, **all_torch)
@@ -90,14 +99,15 @@ def whole_steps(report: common.Report, case: str, world_size: int, goal: float, 
 
 def parameter_costs(report: common.Report, world_size: int, goal: float, *, quick: bool) -> None:
     repeat = 20 if quick else 50
-    settings = QUICK_SETTINGS if quick else list(TORCH_SETTINGS)
-    samples = common.run_ranks(world_size, time_steps, "small", settings, 9 if quick else 25, False, repeat)
+    settings = torch_settings(quick)
+    samples = common.run_ranks(world_size, time_steps, "small", settings, *effort(quick), False, repeat)
     times = common.timings(samples, repeat)
     base, ours = times["none"], times["ours"]
     name = best_of_torch(times)
     cost = lambda timing: max(1e-9, timing.median - base.median) / SMALL_COUNT * 1e6  # noqa: E731
     report.add(f"cost per parameter W={world_size}", "us", cost(ours), cost(times[name]), name, goal=goal,
                samples=len(ours.kept) + len(times[name].kept), discarded=ours.discarded + times[name].discarded,
+               disturbed=base.disturbed + ours.disturbed + times[name].disturbed,
                ours_spread=ours.spread, peer_spread=times[name].spread, no_hook_us=base.median / SMALL_COUNT * 1e6,
                ours_undropped=(ours.undropped_median - base.undropped_median) / SMALL_COUNT * 1e6,
                peer_undropped=(times[name].undropped_median - base.undropped_median) / SMALL_COUNT * 1e6)

@@ -29,7 +29,9 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CORES = len(os.sched_getaffinity(0))
 #: share of a sample's wall time that may be lost to other processes
 DELAY_ALLOWED = 0.05
-LEAST_SAMPLES = 5
+LEAST_ROUNDS = 5
+#: fewer undisturbed samples than this, and all of them count
+LEAST_KEPT = 3
 TIMEOUT_S = 300.0
 
 # Ranks ---------------------------------------------------------------------------------------------------------------
@@ -133,9 +135,12 @@ def take_sample(work: Callable[[], None], barrier: Callable[[], None], repeat: i
 
 
 def interleave(
-    arms: dict[str, Callable[[], None]], barrier: Callable[[], None], *, rounds: int, warmup: int = 2, repeat: dict[str, int] | int = 1
+    arms: dict[str, Callable[[], None]], barrier: Callable[[], None], *, rounds: int, budget_s: float, warmup: int = 2,
+    repeat: dict[str, int] | int = 1,
 ) -> dict[str, list[RankSample]]:
-    """`rounds` samples of each arm, the arms in turns and each round begun by another one."""
+    """`rounds` samples of each arm, the arms in turns and each round begun by another one. Fewer, but LEAST_ROUNDS at
+    least, once rank 0 has spent `budget_s`."""
+    begin = time.monotonic()
     names = list(arms)
     times = {name: repeat if isinstance(repeat, int) else repeat[name] for name in names}
     for name in names:
@@ -146,6 +151,10 @@ def interleave(
         for position in range(len(names)):
             name = names[(turn + position) % len(names)]
             samples[name].append(take_sample(arms[name], barrier, times[name]))
+        spent = torch.tensor(time.monotonic() - begin)
+        dist.broadcast(spent, 0)
+        if turn + 1 >= LEAST_ROUNDS and spent.item() > budget_s:
+            break
     return samples
 
 
@@ -155,6 +164,7 @@ class Timing:
 
     kept: list[float]
     every: list[float]
+    disturbed: int
 
     @property
     def discarded(self) -> int:
@@ -190,14 +200,14 @@ def is_disturbed(ranks: Sequence[RankSample], repeat: int) -> bool:
 
 
 def timings(results: Sequence[dict[str, list[RankSample]]], repeat: dict[str, int] | int = 1) -> dict[str, Timing]:
-    """The ranks' samples joined. If too few are left undisturbed, all count."""
+    """The ranks' samples joined. If too few are left undisturbed, all count, and `disturbed` says how many should not."""
     joined = {}
     for name in results[0]:
         times = repeat if isinstance(repeat, int) else repeat[name]
         samples = list(zip(*(result[name] for result in results)))
         every = [max(rank.wall_s for rank in ranks) for ranks in samples]
         kept = [wall for wall, ranks in zip(every, samples) if not is_disturbed(ranks, times)]
-        joined[name] = Timing(kept if len(kept) >= min(LEAST_SAMPLES, len(every)) else every, every)
+        joined[name] = Timing(kept if len(kept) >= LEAST_KEPT else every, every, len(every) - len(kept))
     return joined
 
 
@@ -228,7 +238,8 @@ class Report:
     def add_times(self, case: str, ours: Timing, peer: Timing, peer_name: str, *, unit: str = "ms", **extra: Any) -> None:
         scale = {"ms": 1e3, "us": 1e6}[unit]
         self.add(case, unit, ours.median * scale, peer.median * scale, peer_name, samples=len(ours.kept) + len(peer.kept),
-                 discarded=ours.discarded + peer.discarded, ours_spread=ours.spread, peer_spread=peer.spread,
+                 discarded=ours.discarded + peer.discarded, disturbed=ours.disturbed + peer.disturbed,
+                 ours_spread=ours.spread, peer_spread=peer.spread,
                  ours_undropped=ours.undropped_median * scale, peer_undropped=peer.undropped_median * scale, **extra)
 
     def save(self) -> None:

@@ -95,6 +95,8 @@ typedef struct sw_comm_ops {
     void (*abort)(sw_comm *comm, const sw_error *reason);
     /* "rank 2 (pid 4711 on host a)". */
     void (*peer)(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+    /* Whether no rank, as far as it can be seen without waiting, has met an error or left. */
+    bool (*is_alive)(sw_comm *comm);
     /* Tells the peers that this rank issues nothing more; memory stays until destroy. Every later call fails. */
     void (*leave)(sw_comm *comm);
     void (*destroy)(sw_comm *comm);

@@ -27,6 +27,15 @@ sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control
     return SW_OK;
 }
 
+bool sw_fabric_is_alive(sw_comm *comm)
+{
+    const sw_fabric *fabric = (const sw_fabric *)comm;
+    for (int r = 0; r < comm->world_size; ++r)
+        if (atomic_load(&fabric->control[r]->state) != SW_MEMBER_ACTIVE)
+            return false;
+    return fabric->ended == SW_OK;
+}
+
 void sw_fabric_leave(sw_comm *comm)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
@@ -103,8 +112,11 @@ static void describe_side(const sw_descriptor *d, char *text, size_t capacity)
         snprintf(detail, sizeof detail, ", %llu bytes from rank %d", (unsigned long long)d->numel, (int)d->root);
     else if (d->kind == SW_OP_ALL_GATHER)
         snprintf(detail, sizeof detail, ", %llu bytes", (unsigned long long)d->numel);
-    snprintf(text, capacity, "%s '%.*s'%s, round %u%s", sw_op_kind_name((sw_op_kind)d->kind), SW_COMM_LABEL_BYTES - 1,
-             d->label, detail, d->round, d->form == FORM_SLOT ? ", staged" : "");
+    char round[64] = "";
+    if (d->round)
+        snprintf(round, sizeof round, ", backward %u since its last forward", d->round);
+    snprintf(text, capacity, "%s '%.*s'%s%s", sw_op_kind_name((sw_op_kind)d->kind), SW_COMM_LABEL_BYTES - 1, d->label,
+             detail, round);
 }
 
 static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error *err)

@@ -84,6 +84,7 @@ SW_MUST_USE sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t s
                                        const char *label, sw_error *err);
 void sw_fabric_abort(sw_comm *comm, const sw_error *reason);
 void sw_fabric_leave(sw_comm *comm);
+bool sw_fabric_is_alive(sw_comm *comm);
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
 
 /* Between the fabric's own files. */

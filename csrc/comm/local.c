@@ -133,6 +133,7 @@ static const sw_comm_ops local_ops = {
     .gather = sw_fabric_gather,
     .abort = sw_fabric_abort,
     .peer = sw_fabric_peer,
+    .is_alive = sw_fabric_is_alive,
     .leave = sw_fabric_leave,
     .destroy = destroy,
 };

@@ -75,20 +75,26 @@ static void destroy(sw_comm *comm)
 }
 
 typedef struct arena_verdict {
+    uint64_t size_bytes;
     uint32_t failed;
-    char message[252];
+    char message[244];
 } arena_verdict;
 
 /* Tells every rank whether `local` succeeded here, and fails everywhere alike if it did not somewhere. */
-static sw_status agree(sw_comm *comm, const char *label, sw_status local, const sw_error *cause, sw_error *err)
+static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_status local, const sw_error *cause,
+                       sw_error *err)
 {
-    arena_verdict mine = {.failed = local != SW_OK};
+    arena_verdict mine = {.size_bytes = size_bytes, .failed = local != SW_OK};
     arena_verdict *all = calloc((size_t)comm->world_size, sizeof *all);
     if (!all)
         SW_FAIL(err, SW_E_MEMORY, "no memory to agree on arena '%s'", label);
     if (local != SW_OK)
-        snprintf(mine.message, sizeof mine.message, "%.250s", cause->message);
+        snprintf(mine.message, sizeof mine.message, "%.240s", cause->message);
     sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);
+    for (int r = 1; status == SW_OK && r < comm->world_size; ++r)
+        if (all[r].size_bytes != all[0].size_bytes)
+            status = sw_error_set(err, SW_E_MISMATCH, r, "arena '%s': rank 0 asks for %llu bytes, rank %d for %llu", label,
+                                  (unsigned long long)all[0].size_bytes, r, (unsigned long long)all[r].size_bytes);
     for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].failed)
             status = sw_error_set(err, SW_E_MEMORY, r, "arena '%s' is not possible on rank %d: %s", label, r,
@@ -145,9 +151,9 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
         free(base);
         made = NULL;
     }
-    SW_TRY_GOTO(status, agree(comm, label, status, &cause, err), undo);
+    SW_TRY_GOTO(status, agree(comm, label, size_bytes, status, &cause, err), undo);
     status = exchange_parts(shm, fd, made, &cause);
-    SW_TRY_GOTO(status, agree(comm, label, status, &cause, err), undo);
+    SW_TRY_GOTO(status, agree(comm, label, size_bytes, status, &cause, err), undo);
     close_fd(&fd);
     *arena = made;
     return SW_OK;
@@ -167,6 +173,7 @@ static const sw_comm_ops shm_ops = {
     .gather = sw_fabric_gather,
     .abort = sw_fabric_abort,
     .peer = sw_fabric_peer,
+    .is_alive = sw_fabric_is_alive,
     .leave = sw_fabric_leave,
     .destroy = destroy,
 };

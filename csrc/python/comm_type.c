@@ -407,23 +407,37 @@ static PyObject *comm_broadcast(PyObject *op, PyObject *args)
     return finish(self, status, &err);
 }
 
+/* The first message carries the length and, where it fits, the data: short ones need no second. */
+enum { INLINE_BYTES = 1016 };
+
+typedef struct envelope {
+    uint64_t length;
+    uint8_t bytes[INLINE_BYTES];
+} envelope;
+
 typedef struct gathered {
-    uint64_t *lengths;
-    uint8_t *padded, *all;
+    envelope *envelopes;   /* owned, world_size */
+    uint8_t *padded, *all; /* owned; when some rank's data is longer than an envelope */
     size_t longest;
 } gathered;
+
+static const uint8_t *gathered_data(const gathered *g, int rank)
+{
+    return g->all ? g->all + (size_t)rank * g->longest : g->envelopes[rank].bytes;
+}
 
 static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, const char *label, gathered *out, sw_error *err)
 {
     size_t world_size = (size_t)comm->world_size;
-    uint64_t mine = size;
-    out->lengths = calloc(world_size, sizeof *out->lengths);
-    if (!out->lengths)
+    envelope mine = {.length = size};
+    memcpy(mine.bytes, data, sw_size_min(size, INLINE_BYTES));
+    out->envelopes = calloc(world_size, sizeof *out->envelopes);
+    if (!out->envelopes)
         SW_FAIL(err, SW_E_MEMORY, "all_gather '%s': no memory", label);
-    SW_TRY(comm->ops->gather(comm, &mine, sizeof mine, out->lengths, label, err));
+    SW_TRY(comm->ops->gather(comm, &mine, sizeof mine, out->envelopes, label, err));
     for (size_t r = 0; r < world_size; ++r)
-        out->longest = sw_size_max(out->longest, (size_t)out->lengths[r]);
-    if (out->longest == 0)
+        out->longest = sw_size_max(out->longest, (size_t)out->envelopes[r].length);
+    if (out->longest <= INLINE_BYTES)
         return SW_OK;
     out->padded = calloc(1, out->longest);
     out->all = malloc(out->longest * world_size);
@@ -452,14 +466,14 @@ static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
         Py_DECREF(result);
         result = PyList_New(0);
         for (int r = 0; result && r < world_size; ++r) {
-            PyObject *item = PyBytes_FromStringAndSize(out.longest ? (char *)out.all + (size_t)r * out.longest : "",
-                                                       (Py_ssize_t)out.lengths[r]);
+            PyObject *item = PyBytes_FromStringAndSize((const char *)gathered_data(&out, r),
+                                                       (Py_ssize_t)out.envelopes[r].length);
             if (!item || PyList_Append(result, item) < 0)
                 Py_CLEAR(result);
             Py_XDECREF(item);
         }
     }
-    free(out.lengths);
+    free(out.envelopes);
     free(out.padded);
     free(out.all);
     return result;
@@ -532,6 +546,13 @@ static PyObject *comm_get(PyObject *op, void *which)
     return PyLong_FromLong((intptr_t)which == 0 ? self->comm->rank : self->comm->world_size);
 }
 
+static PyObject *comm_get_alive(PyObject *op, void *unused)
+{
+    comm_object *self = (comm_object *)op;
+    (void)unused;
+    return PyBool_FromLong(self->comm && !self->closed && self->connected && self->comm->ops->is_alive(self->comm));
+}
+
 static PyMethodDef comm_methods[] = {
     {"connect", comm_connect, METH_VARARGS, "connect(addresses, secret, hosts)\n--\n\nJoins the peers."},
     {"arena", comm_arena, METH_VARARGS, "arena(nbytes, label='arena')\n--\n\nCollective."},
@@ -551,6 +572,7 @@ static PyMethodDef comm_methods[] = {
 static PyGetSetDef comm_properties[] = {
     {"rank", comm_get, NULL, "this rank, in the group", (void *)0},
     {"world_size", comm_get, NULL, "ranks in the group", (void *)1},
+    {"is_alive", comm_get_alive, NULL, "whether no rank has met an error or left", NULL},
     {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -20,8 +20,12 @@ typedef struct reducer_object {
     const void *exchange;       /* torch's table, or NULL */
     tensor_view *shapes;        /* owned: layout of each view, to compare a gradient's with */
     unsigned long long copies;
-    bool pending_forward, callback_rounds;
+    int64_t announced_task;     /* graph task whose end will call close(); NO_TASK: none */
+    bool announced_sync;
+    bool pending_forward;
 } reducer_object;
+
+enum { NO_TASK = -2 };
 
 static engine_state *state_of(reducer_object *self)
 {
@@ -143,6 +147,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_Format(PyExc_ValueError, "Reducer: bucket_cap_bytes must be positive, got %zd", cap);
         return -1;
     }
+    self->announced_task = NO_TASK;
     options.bucket_cap_bytes = (size_t)cap;
     if (parse_transport(transport, &options.transport) < 0)
         return -1;
@@ -254,17 +259,29 @@ static int current_task(reducer_object *self, int64_t *task)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static int open_round(reducer_object *self, int64_t task)
+/* Arranges that close() runs at the end of graph task `task`. Nothing is sent yet: a backward that reaches no
+ * parameter (torch.autograd.grad, a loss apart) is not a round. */
+static int announce(reducer_object *self, int64_t task)
 {
-    sw_error err;
     PyObject *result = PyObject_CallFunctionObjArgs(self->open, NULL);
     int synchronised = result ? PyObject_IsTrue(result) : -1;
     Py_XDECREF(result);
     if (synchronised < 0)
         return -1;
-    if (synchronised)
+    self->announced_task = task;
+    self->announced_sync = synchronised;
+    return 0;
+}
+
+/* At the first gradient: in the announced graph task, or in one nested in it. */
+static int open_round(reducer_object *self, int64_t task)
+{
+    sw_error err;
+    if (self->announced_task == NO_TASK && announce(self, task) < 0)
+        return -1;
+    if (self->announced_sync)
         self->pending_forward = false;
-    return raise_status(self, sw_reducer_open(self->reducer, task, synchronised, &err), &err);
+    return raise_status(self, sw_reducer_open(self->reducer, self->announced_task, self->announced_sync, &err), &err);
 }
 
 int reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
@@ -536,6 +553,7 @@ static PyObject *reducer_forward(PyObject *op, PyObject *synchronised)
         return NULL;
     if (task >= 0)
         Py_RETURN_NONE; /* recomputed inside a backward: not a forward of its own */
+    self->announced_task = NO_TASK;
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
         return NULL;
     if (sync) {
@@ -552,12 +570,11 @@ static PyObject *reducer_open_round(PyObject *op, PyObject *unused)
     (void)unused;
     if (check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
-    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && sw_reducer_task(self->reducer) != task &&
-        abandon(self) < 0)
+    if (self->announced_task == task)
+        Py_RETURN_NONE;
+    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
         return NULL;
-    if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED && open_round(self, task) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return none_or_null(announce(self, task));
 }
 
 static PyObject *reducer_close(PyObject *op, PyObject *unused)
@@ -566,6 +583,9 @@ static PyObject *reducer_close(PyObject *op, PyObject *unused)
     (void)unused;
     if (check_ready(self) < 0)
         return NULL;
+    self->announced_task = NO_TASK;
+    if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED)
+        Py_RETURN_NONE; /* the backward reached no parameter */
     return none_or_null(finish_round(self));
 }
 
@@ -576,6 +596,12 @@ static PyObject *reducer_close_pending(PyObject *op, PyObject *unused)
     (void)unused;
     if (check_ready(self) < 0)
         return NULL;
+    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && self->announced_task != NO_TASK) {
+        /* an exception left the backward open, and the caller steps all the same */
+        self->announced_task = NO_TASK;
+        if (abandon(self) < 0)
+            return NULL;
+    }
     if (!self->pending_forward || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED)
         Py_RETURN_NONE;
     self->pending_forward = false;
@@ -678,7 +704,7 @@ static PyMethodDef reducer_methods[] = {
      "attach(parameters, views, *, copy, open, task_id)\n--\n\nBinds tensors."},
     {"hook", reducer_hook, METH_O, "hook(index)\n--\n\nThe post-accumulate-grad hook of a parameter."},
     {"forward", reducer_forward, METH_O, "forward(synchronised)\n--\n\nCounts a forward with gradients."},
-    {"open_round", reducer_open_round, METH_NOARGS, "open_round()\n--\n\nOpens the round of this graph task."},
+    {"open_round", reducer_open_round, METH_NOARGS, "open_round()\n--\n\nAnnounces a round to the first gradient."},
     {"close", reducer_close, METH_NOARGS, "close()\n--\n\nEnds the round."},
     {"close_pending", reducer_close_pending, METH_NOARGS, "close_pending()\n--\n\nA whole round, if a forward has none."},
     {"shadow", reducer_shadow, METH_NOARGS, "shadow()\n--\n\nA whole round without contributing."},

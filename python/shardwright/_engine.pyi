@@ -88,6 +88,9 @@ class HostComm:
         """Counts since creation: all_reduce, broadcast, all_gather, barrier, bytes_reduced, bytes_staged, waits, wait_ns."""
     def describe(self) -> dict[str, Any]:
         """rank, world_size, transport, peers (one sentence each), watch ("pidfd"|"deadline"|"none"), timeout_s."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still be used: not closed, and no rank of it has met an error or left."""
     def close(self) -> None:
         """Leaves the group; peers that wait for this rank afterwards get a CommError. Idempotent."""
 
@@ -146,7 +149,7 @@ class Reducer:
     def pending_forward(self) -> bool:
         """A synchronised forward whose round has not opened yet."""
     def open_round(self) -> None:
-        """Opens the round of the current graph task through `open()`; no effect when it is open already."""
+        """Announces the round of the current graph task through `open()`; its first gradient opens it. Once a task."""
     def close(self) -> None:
         """Ends the round: sends what is left, waits, sets `.grad`. In a backward that does not synchronise: ends it only."""
     def close_pending(self) -> None:

@@ -1,8 +1,9 @@
 """Which ranks train together, and the communicator that joins them. The only user of torch.distributed.
 
-One communicator a group (and timeout), shared by all modules wrapped over it and closed when the last of them is gone, or
-at exit: a rank that leaves says so, and peers that wait for it learn it at once. Addresses, the secret and host names travel
-once, by an all_gather over torch's own group; nothing else of ours does.
+One communicator a group (and timeout), shared by all modules wrapped over it. It lives as long as torch's group does, not
+as long as a wrapper: ranks collect garbage at different times, and must not differ in whether they still have one. At exit
+it is closed: a rank that leaves says so, and peers that wait for it learn it at once. Addresses, the secret and host names
+travel once, by an all_gather over torch's own group; nothing else of ours does.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ class HostGroup:
 
     Attributes
     ----------
-    group : ProcessGroup or None
-        torch's group; None for a single rank without one.
     comm : HostComm
     rank, world_size : int
         Inside the group.
@@ -41,28 +40,31 @@ class HostGroup:
     """
 
     def __init__(self, group: Any, name: str, timeout_s: float) -> None:
-        self.group = group
         self.name = name
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=socket.gethostname(), log=_logger.warning)
         try:
-            addresses, secret, hosts = self._exchange()
+            addresses, secret, hosts = self._exchange(group)
             self.comm.connect(addresses, secret, hosts)
         except BaseException:
             self.comm.close()
             raise
-        self._finalizer = weakref.finalize(self, _close_comm, self.comm, os.getpid())
-        self._finalizer.atexit = False  # atexit below: before torch's own teardown, in one place
+        self._leave = weakref.finalize(self, _close_comm, self.comm, os.getpid())
+        self._leave.atexit = False  # _close_all does it
 
-    def _exchange(self) -> tuple[list[str], bytes, list[str]]:
+    def close(self) -> None:
+        """Leaves the group: peers that wait for this rank afterwards get a CommError."""
+        self._leave()
+
+    def _exchange(self, group: Any) -> tuple[list[str], bytes, list[str]]:
         host = socket.gethostname()
         secret = secrets.token_bytes(_SECRET_BYTES)
         if self.world_size == 1:
             return [self.comm.address], secret, [host]
         mine = (self.comm.address, secret if self.rank == 0 else b"", host, _machine())
         everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine, group=self.group)
+        dist.all_gather_object(everyone, mine, group=group)
         addresses, secrets_, hosts, machines = (list(column) for column in zip(*everyone))
         self._check_one_machine(hosts, machines)
         return addresses, secrets_[0], hosts
@@ -116,12 +118,14 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-_groups: weakref.WeakValueDictionary[tuple[str, float], HostGroup] = weakref.WeakValueDictionary()
+#: torch's group -> timeout -> ours. A HostGroup does not hold torch's group, so an entry ends with its group.
+_groups: weakref.WeakKeyDictionary[Any, dict[float, HostGroup]] = weakref.WeakKeyDictionary()
+_single: dict[float, HostGroup] = {}
 
 
 def live_groups() -> list[HostGroup]:
     """Every communicator of this process that is in use."""
-    return list(_groups.values())
+    return [group for table in [_single, *_groups.values()] for group in table.values()]
 
 
 def resolve_group(process_group: Any, device_mesh: Any) -> Any:
@@ -153,15 +157,19 @@ def is_default_group(group: Any) -> bool:
 
 
 def host_group(group: Any, timeout_s: float) -> HostGroup:
-    """The communicator of torch's `group`, made at its first use (collective then) and shared afterwards."""
-    name = getattr(group, "group_name", None) or ("single" if group is None else f"group {id(group):x}")
-    key = (name, float(timeout_s))
-    found = _groups.get(key)
-    if found is not None and found.group is group:
+    """The communicator of torch's `group`, made at its first use (collective then) and shared afterwards.
+
+    One that ended with an error, on whatever rank, gives way to a new one.
+    """
+    table = _single if group is None else _groups.setdefault(group, {})
+    found = table.get(timeout_s)
+    if found is not None and found.comm.is_alive:
         return found
     _register_exit()
-    made = HostGroup(group, name, timeout_s)
-    _groups[key] = made
+    if found is not None:
+        found.close()
+    name = "single" if group is None else getattr(group, "group_name", None) or f"group {id(group):x}"
+    table[timeout_s] = made = HostGroup(group, name, timeout_s)
     return made
 
 
@@ -172,7 +180,7 @@ def _register_exit() -> None:
 
 def _close_all() -> None:
     for group in live_groups():
-        group._finalizer()
+        group.close()
 
 
 def _close_comm(comm: HostComm, pid: int) -> None:

@@ -135,6 +135,7 @@ def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
     open_round = reducer.open_round
 
     def on_output_gradient(_: torch.Tensor) -> None:
-        open_round()
+        if not _hooks.only_asks_for_gradients():
+            open_round()
 
     return on_output_gradient

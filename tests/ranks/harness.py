@@ -320,7 +320,9 @@ class Team:
         raise RanksFailed(outcomes, f"rank {', '.join(late)} did not finish in time" if late else "")
 
     def _stack(self, rank: int) -> str:
-        return pathlib.Path(self._folder.name, f"stacks-{rank}").read_text()
+        lines = pathlib.Path(self._folder.name, f"stacks-{rank}").read_text().splitlines(keepends=True)
+        below = next((n for n, line in enumerate(lines) if "in _rank_main" in line), len(lines))  # pytest's own
+        return "".join(lines[:below])
 
     def _reap_once(self, ranks: Sequence[int]) -> list[int]:
         if not hasattr(self, "_statuses"):

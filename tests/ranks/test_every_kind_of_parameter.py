@@ -70,6 +70,7 @@ def test_a_parameter_that_is_unfrozen_later_is_averaged_from_then_on(rank, world
     for name in ("0.weight", "4.bias"):
         naive.watch(name, naive.module.get_parameter(name))
     steps(rank, wrapped, naive, backward)
+    compare_step(wrapped, naive, lambda model: backward(model, 9))
     assert wrapped.module[0].weight.grad is not None
 
 

@@ -91,7 +91,7 @@ def test_a_backward_through_some_outputs_only(rank, world_size):
         compare_step(wrapped, naive, backward)
 
 
-@on_every_rank()
+@on_every_rank(deadline_s=10)
 def test_gradients_asked_with_autograd_grad_synchronise_nothing(rank, world_size):
     wrapped, naive = pair(Mlp)
     x = batch(rank, 6, 7).requires_grad_()

@@ -1,0 +1,469 @@
+"""Laws of failure: a rank that is killed, exits or stops is named on every other (rank, host, pid, and what was being
+reduced), at once or at the deadline; a forked child that lives on hides nothing; nothing stays behind in the system."""
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import socket
+import time
+
+import pytest
+import torch
+from harness import LONG, gather, on_every_rank, spawn_ranks
+from models import Mlp
+from peer import PEER, batch, compare_step, data_parallel, engine, host_comm, pair, sw, zero_grad
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names nobody")
+
+
+def at_least_two(test):
+    """The law says nothing in a world of one."""
+    test.at_least = 2
+    return test
+
+
+def backward(model, rank, step):
+    model(batch(rank, 6, 7, step=step)).square().mean().backward()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind():
+    before = sorted(os.listdir("/dev/shm"))
+    yield
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def assert_named(outcomes, dead, words, within_s=1.0):
+    """Every other rank got a CommError about `dead` within `within_s` of waiting, with all `words` in its text."""
+    for outcome in outcomes:
+        if outcome.rank == dead:
+            continue
+        assert outcome.ok, (outcome.rank, outcome.error, outcome.ended, outcome.trace)
+        kind, culprit, host, text, seconds = outcome.value
+        assert kind == "CommError" and culprit == dead, outcome.value
+        assert host == socket.gethostname()
+        assert seconds < within_s, seconds
+        for word in (f"rank {dead}", host, *words):
+            assert word in text, (word, text)
+
+
+def report(action):
+    """(type, rank, host, text, seconds) of the engine's error that `action` ends in."""
+    start = time.monotonic()
+    try:
+        action()
+    except engine.CommError as error:
+        return type(error).__name__, error.rank, error.host, str(error), time.monotonic() - start
+    raise AssertionError("nobody was missed")
+
+
+# ---------------------------------------------------------------- killed, exited, stopped
+
+
+def killed_between_steps(rank, world_size, transport):
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp(), transport=transport)
+    for step in range(2):
+        backward(wrapped, rank, step)
+    gather(None)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return report(lambda: backward(wrapped, rank, 2))
+
+
+@pytest.mark.parametrize("transport", ["pool", "staged"])
+@at_least_two
+def test_a_rank_that_is_killed_is_named_with_what_was_being_reduced(fresh_ranks, world_size, transport):
+    with fresh_ranks(world_size) as team:
+        team.start(killed_between_steps, transport=transport)
+        outcomes = team.wait(30, patient=True)
+        assert outcomes[1].ended == "signal SIGKILL"
+        assert_named(outcomes, 1, [f"pid {team.pids[1]}", "bucket", "Mlp"])
+
+
+def killed_inside_the_backward(rank, world_size):
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001)
+    backward(wrapped, rank, 0)
+    gather(None)
+    if rank == 1:  # the uppermost buckets are posted when the lowest layer's gradient comes
+        wrapped.module[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    return report(lambda: backward(wrapped, rank, 1))
+
+
+@at_least_two
+def test_a_rank_that_is_killed_inside_its_backward_is_named(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.start(killed_inside_the_backward)
+        outcomes = team.wait(30, patient=True)
+        assert_named(outcomes, 1, [f"pid {team.pids[1]}", "bucket"])
+
+
+def killed_while_others_wait(rank, world_size):
+    comm = host_comm(rank, world_size)
+    comm.barrier()
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = report(lambda: comm.barrier("evaluation"))
+    with pytest.raises(engine.CommError) as again:
+        comm.barrier("another")
+    assert again.value.rank == 1 and result[3] in str(again.value)
+    return result
+
+
+@at_least_two
+def test_a_rank_that_is_killed_while_others_wait_is_named_at_once(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.start(killed_while_others_wait)
+        outcomes = team.wait(30, patient=True)
+        assert_named(outcomes, 1, [f"pid {team.pids[1]}", "evaluation"], within_s=0.5 + 1.0)
+
+
+def exits(rank, world_size):
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp())
+    backward(wrapped, rank, 0)
+    gather(None)
+    if rank == 1:
+        raise SystemExit(3)
+    return report(lambda: backward(wrapped, rank, 1))
+
+
+@at_least_two
+def test_a_rank_that_exits_is_named(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.start(exits)
+        outcomes = team.wait(30, patient=True)
+        assert outcomes[1].ended == "exit 3"
+        assert_named(outcomes, 1, [f"pid {team.pids[1]}"])
+
+
+def exits_as_a_program(rank, world_size):
+    value = exits(rank, world_size)
+    print("named", value[1], value[4] < 1.0, value[3])
+
+
+def test_programs_whose_peer_exits_say_so_and_end(tmp_path):
+    """Whole programs, interpreter start to interpreter end: the exit must neither hang nor crash."""
+    programs = spawn_ranks(3, exits_as_a_program, str(tmp_path))
+    try:
+        outputs = [program.communicate(timeout=50)[0] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+    assert [program.returncode for program in programs] == [0, 3, 0], outputs
+    for rank in (0, 2):
+        assert "named 1 True" in outputs[rank], outputs[rank]
+
+
+def stopped(rank, world_size):
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp(), timeout_s=2.0)
+    backward(wrapped, rank, 0)
+    gather(None)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return report(lambda: backward(wrapped, rank, 1))
+
+
+@at_least_two
+def test_a_stopped_rank_is_named_as_stopped_at_the_deadline(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.start(stopped)
+        outcomes = team.wait(30, ignore=[1])
+        for outcome in outcomes:
+            if outcome.rank != 1:
+                assert outcome.ok, outcome
+                kind, culprit, _, text, seconds = outcome.value
+                assert kind == "CommTimeoutError" and culprit == 1
+                assert "rank 1" in text and "stopped" in text and f"pid {team.pids[1]}" in text, text
+                assert 1.8 < seconds < 4
+
+
+def stopped_for_a_while(rank, world_size):
+    comm = host_comm(rank, world_size, timeout_s=30)
+    comm.barrier()
+    comm.barrier("evaluation")
+    return comm.all_gather_bytes(b"%d" % rank)
+
+
+@at_least_two
+def test_a_rank_that_was_stopped_for_a_while_goes_on(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.signal(1, signal.SIGSTOP)
+        team.start(stopped_for_a_while)
+        time.sleep(0.7)
+        team.signal(1, signal.SIGCONT)
+        outcomes = team.wait(30)
+        assert all(outcome.ok for outcome in outcomes), outcomes
+        assert outcomes[0].value == [b"%d" % rank for rank in range(world_size)]
+
+
+def two_die(rank, world_size):
+    comm = host_comm(rank, world_size)
+    comm.barrier()
+    gather(None)
+    if rank in (1, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return report(comm.barrier)
+
+
+@at_least_two
+def test_the_death_of_two_ranks_names_one_of_them(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.start(two_die)
+        for outcome in team.wait(30, patient=True):
+            if outcome.rank not in (1, 2):
+                assert outcome.ok and outcome.value[1] in (1, 2) and outcome.value[4] < 1
+
+
+# ---------------------------------------------------------------- forked children
+
+
+def leaves_a_child(rank, world_size):
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp())
+    backward(wrapped, rank, 0)
+    child = 0
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+    children = gather(child)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return *report(lambda: backward(wrapped, rank, 1)), children[1]
+
+
+@at_least_two
+def test_a_child_of_the_dead_rank_that_lives_on_hides_nothing(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.start(leaves_a_child)
+        outcomes = team.wait(30, patient=True)
+        child = outcomes[0].value[-1]
+        try:
+            os.kill(child, 0)  # it does live
+            for outcome in outcomes:
+                outcome.value = outcome.value and outcome.value[:-1]
+            assert_named(outcomes, 1, [f"pid {team.pids[1]}"])
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def in_a_child(action):
+    """Runs `action` in a forked child; what it raised, or "" if nothing."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = ""
+        try:
+            action()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+    return text
+
+
+@on_every_rank()
+def test_an_engine_call_in_a_forked_child_raises_and_disturbs_nobody(rank, world_size):
+    comm = host_comm(rank, world_size)
+    wrapped, naive = pair(Mlp)
+    compare_step(wrapped, naive, lambda model: backward(model, rank, 0))
+    if rank == 0:
+        memory = torch.ones(4)
+        for action in (
+            comm.barrier,
+            lambda: comm.all_reduce(memory.data_ptr(), 4, "float32"),
+            lambda: comm.all_gather_bytes(b"x"),
+            lambda: comm.arena(4096, "child"),
+            lambda: backward(wrapped, rank, 1),
+        ):
+            text = in_a_child(action)
+            assert text.startswith("Error") and "fork" in text, text
+        in_a_child(comm.close)  # may refuse; may not take leave in its parent's name
+    comm.barrier()
+    zero_grad(wrapped, naive)
+    compare_step(wrapped, naive, lambda model: backward(model, rank, 2))
+    comm.close()
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.full((7,), float(index))
+
+
+@on_every_rank()
+def test_dataloader_workers_forked_in_the_middle_change_nothing(rank, world_size):
+    wrapped, naive = pair(Mlp, bucket_cap_mb=0.001)
+    compare_step(wrapped, naive, lambda model: backward(model, rank, 0))
+    for _ in range(2):
+        loader = torch.utils.data.DataLoader(Squares(), batch_size=4, num_workers=2)
+        for x in loader:
+            zero_grad(wrapped, naive)
+            x = x + rank
+            compare_step(wrapped, naive, lambda model, x=x: model(x).square().mean().backward())
+
+
+# ---------------------------------------------------------------- limits
+
+
+@contextlib.contextmanager
+def limited(kind, soft):
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def under_a_file_size_limit(rank, world_size):
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # as a program that does not know of it
+    with limited(resource.RLIMIT_FSIZE, 64 * 1024) if rank == world_size - 1 else contextlib.nullcontext():
+        wrapped, naive = pair(lambda: torch.nn.Linear(300, 301))
+        for step in range(2):
+            x = batch(rank, 2, 300, step=step)
+            compare_step(wrapped, naive, lambda model, x=x: model(x).square().mean().backward())
+        model = sw.describe()["models"][-1]
+    return model["transport"], model["transport_reason"], str(sw.describe())
+
+
+def test_a_low_file_size_limit_on_one_rank_makes_the_group_fall_back(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        values = team.run(under_a_file_size_limit)
+    for transport, reason, text in values:
+        if world_size == 1:
+            continue
+        assert transport == "staged", values
+        assert "RLIMIT_FSIZE" in reason and f"rank {world_size - 1}" in reason, reason
+        assert reason in text
+    assert len({value[:2] for value in values}) == 1
+
+
+def pool_under_a_limit(rank, world_size):
+    with limited(resource.RLIMIT_FSIZE, 64 * 1024) if rank == 0 else contextlib.nullcontext():
+        with pytest.raises((engine.Error, MemoryError, OSError)) as raised:
+            data_parallel(torch.nn.Linear(300, 301), transport="pool")
+    return str(raised.value)
+
+
+def test_a_pool_that_was_demanded_and_cannot_be_is_an_error_on_every_rank(fresh_ranks):
+    with fresh_ranks(3) as team:
+        texts = team.run(pool_under_a_limit)
+    assert texts == [texts[0]] * 3 and "RLIMIT_FSIZE" in texts[0] and "rank 0" in texts[0], texts
+
+
+def under_a_descriptor_limit(rank, world_size):
+    """Not one descriptor is left on the last rank when the communicator or the pool is made."""
+    warm = torch.nn.Linear(3, 3)
+    warm(torch.ones(1, 3)).sum().backward()
+    import shardwright.describe  # noqa: F401, files of its own
+
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    with limited(resource.RLIMIT_NOFILE, lowest) if rank == world_size - 1 else contextlib.nullcontext():
+        try:
+            wrapped = data_parallel(torch.nn.Linear(300, 301), timeout_s=5.0)
+        except (engine.Error, OSError, MemoryError) as error:
+            return type(error).__name__, str(error)
+        backward_of = wrapped(batch(rank, 2, 300)).sum()
+        backward_of.backward()
+        return wrapped._replica.reducer.transport, wrapped._replica.reducer.transport_reason
+
+
+def test_a_low_descriptor_limit_ends_in_a_sentence_on_every_rank(fresh_ranks):
+    with fresh_ranks(3) as team:
+        team.start(under_a_descriptor_limit)
+        outcomes = team.wait(40, patient=True)
+    assert outcomes[2].ok, outcomes[2]
+    kind, text = outcomes[2].value
+    assert "RLIMIT_NOFILE" in text or "open files" in text, outcomes[2].value
+    for outcome in outcomes:
+        assert outcome.ok, outcome
+
+
+# ---------------------------------------------------------------- nothing stays behind
+
+
+def trains_for_ever(rank, world_size):
+    torch.manual_seed(0)
+    wrapped = data_parallel(torch.nn.Sequential(torch.nn.Linear(7, 2000), torch.nn.Linear(2000, 5)), bucket_cap_mb=0.05)
+    step = 0
+    while True:
+        backward(wrapped, rank, step)
+        wrapped.zero_grad()
+        step += 1
+
+
+def one_step(rank, world_size):
+    wrapped, naive = pair(Mlp)
+    compare_step(wrapped, naive, lambda model: backward(model, rank, 0))
+
+
+@pytest.mark.timeout(600 if LONG else 60)
+def test_kill_9_of_every_rank_at_a_random_moment_leaves_nothing(fresh_ranks):
+    generator = random.Random(2026)
+    before = sorted(os.listdir("/dev/shm"))
+    for _ in range(50 if LONG else 3):
+        with fresh_ranks(3) as team:
+            team.start(trains_for_ever)
+            time.sleep(generator.uniform(0.05, 0.8))
+            order = generator.sample(range(3), 3)
+            for rank in order:
+                team.signal(rank, signal.SIGKILL)
+                time.sleep(generator.choice([0, 0, 0.01]))
+            outcomes = team.wait(10, patient=True)
+            assert all(outcome.ended == "signal SIGKILL" for outcome in outcomes), outcomes
+            assert not [pid for pid in team.pids if os.path.exists(f"/proc/{pid}")]
+        assert sorted(os.listdir("/dev/shm")) == before
+        assert "shardwright" not in open("/proc/net/unix").read()
+    with fresh_ranks(3) as team:
+        team.run(one_step)
+
+
+@pytest.mark.timeout(600 if LONG else 60)
+def test_one_rank_killed_at_a_random_moment_is_named_by_all_others(fresh_ranks, tmp_path):
+    generator = random.Random(7)
+    for turn in range(20 if LONG else 3):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        with fresh_ranks(3) as team:
+            team.start(trains_until_an_error, folder=str(folder))
+            while len(list(folder.iterdir())) < 3:
+                time.sleep(0.01)
+            time.sleep(generator.uniform(0, 0.3))
+            dead = generator.randrange(3)
+            killed = time.monotonic()
+            team.signal(dead, signal.SIGKILL)
+            outcomes = team.wait(20, patient=True)
+            for outcome in outcomes:
+                if outcome.rank != dead:
+                    assert outcome.ok, outcome
+                    assert outcome.value[0] == dead and outcome.value[1] - killed < 1.5, outcome.value
+
+
+def trains_until_an_error(rank, world_size, folder):
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001)
+    backward(wrapped, rank, 0)
+    gather(None)
+    open(os.path.join(folder, str(rank)), "w").close()
+    try:
+        for step in range(1, 1_000_000):
+            backward(wrapped, rank, step % 10)
+    except engine.CommError as error:
+        return error.rank, time.monotonic(), str(error)
