@@ -231,6 +231,7 @@ class Report:
                "speedup" if larger else "ratio": _round(ratio), "goal": f"{'>=' if larger else '<='} {goal}", "ok": ok,
                "samples": samples, "discarded": discarded, **{key: _round(value) for key, value in extra.items()}}
         self.rows.append(row)
+        self._save()
         notes = " ".join(f"{key}={row[key]}" for key in extra)
         print(f"{'ok  ' if ok else 'MISS'} {case:<44} {_round(ours):>9} {unit:<3} against {_round(peer):>9}  "
               f"{ratio:6.3f} {row['goal']:<8} n={samples} dropped={discarded}  {peer_name}  {notes}", flush=True)
@@ -242,8 +243,8 @@ class Report:
                  ours_spread=ours.spread, peer_spread=peer.spread,
                  ours_undropped=ours.undropped_median * scale, peer_undropped=peer.undropped_median * scale, **extra)
 
-    def save(self) -> None:
-        """One object a row; a first one says where they are from."""
+    def _save(self) -> None:
+        """One object a row; a first one says where they are from. After each row: a run that is cut off keeps what it has."""
         if self.json_path:
             head = {"bench": self.bench, "machine": machine(), "command": command()}
             self.json_path.parent.mkdir(parents=True, exist_ok=True)

@@ -71,6 +71,8 @@ static sw_status check_peers(sw_fabric *fabric, const wait_state *wait, uint32_t
             continue;
         uint32_t state = atomic_load(&control->state);
         if (state == SW_MEMBER_ENDED) {
+            if (first_missing(fabric, wait, ticket) < 0)
+                return SW_OK; /* it ended after it had done its part here: that error belongs to a later call */
             reason = control->reason;
             reason.message[sizeof reason.message - 1] = '\0';
             return sw_fabric_end(fabric, &reason, err);

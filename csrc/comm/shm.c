@@ -8,6 +8,7 @@
 
 #include "comm/fabric.h"
 #include "platform/clock.h"
+#include "platform/limits.h"
 #include "platform/memory.h"
 #include "platform/process.h"
 
@@ -182,6 +183,8 @@ static sw_status open_own(shm_comm *shm, const char *host, char address[SW_SOCKE
 {
     sw_comm *comm = &shm->fabric.comm;
     sw_control **own = &shm->control[comm->rank];
+    /* A socket and a pidfd a peer, its memfd while it is mapped, and our own four. */
+    SW_TRY(sw_limits_check_descriptors((unsigned)comm->world_size * 2 + 6, "host communicator", err));
     SW_TRY(sw_memfd_create(sizeof(sw_control), "host communicator", &shm->control_fd, err));
     SW_TRY(sw_memfd_map(shm->control_fd, sizeof(sw_control), (uint8_t **)own, err));
     (*own)->pid = (int32_t)getpid();

@@ -1,6 +1,7 @@
 /* limits.c - reads rlimits and the process's own cgroup (v2, or v1's memory controller at its usual place). */
 #include "platform/limits.h"
 
+#include <dirent.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -85,5 +86,30 @@ sw_status sw_limits_check_file(size_t size_bytes, const char *label, sw_error *e
                     "%s needs %zu bytes of shared memory, the cgroup's memory.max leaves %" PRIu64, label,
                     size_bytes, left);
     }
+    return SW_OK;
+}
+
+static uint64_t count_open_descriptors(void)
+{
+    uint64_t count = 0;
+    DIR *folder = opendir("/proc/self/fd");
+    if (!folder)
+        return UINT64_MAX; /* not even the one this needs */
+    while (readdir(folder))
+        count++;
+    closedir(folder);
+    return count - 3; /* ".", ".." and the folder itself */
+}
+
+sw_status sw_limits_check_descriptors(unsigned count, const char *label, sw_error *err)
+{
+    uint64_t limit = read_rlimit(RLIMIT_NOFILE);
+    uint64_t open_now = limit == UINT64_MAX ? 0 : count_open_descriptors();
+    if (open_now == UINT64_MAX)
+        SW_FAIL(err, SW_E_MEMORY, "%s needs %u descriptors, RLIMIT_NOFILE allows %" PRIu64 " and all are open", label, count,
+                limit);
+    if (limit != UINT64_MAX && open_now + count > limit)
+        SW_FAIL(err, SW_E_MEMORY, "%s needs %u descriptors, RLIMIT_NOFILE allows %" PRIu64 " and %" PRIu64 " are open", label,
+                count, limit, open_now);
     return SW_OK;
 }

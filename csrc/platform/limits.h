@@ -19,4 +19,7 @@ void sw_limits_read(sw_limits *limits);
 /* Whether a memfd of `size_bytes` can be made; SW_E_MEMORY names the limit, its value and the need. */
 SW_MUST_USE sw_status sw_limits_check_file(size_t size_bytes, const char *label, sw_error *err);
 
+/* Whether `count` more descriptors can be opened; SW_E_MEMORY names RLIMIT_NOFILE, what is open and the need. */
+SW_MUST_USE sw_status sw_limits_check_descriptors(unsigned count, const char *label, sw_error *err);
+
 #endif

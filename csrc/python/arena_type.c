@@ -85,7 +85,7 @@ static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_
     }
 }
 
-PyObject *dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape, PyObject *strides)
+PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape, PyObject *strides)
 {
     Py_ssize_t count = PySequence_Size(shape);
     if (count < 0)
@@ -127,7 +127,7 @@ failed:
     return NULL;
 }
 
-PyObject *arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena, sw_gradient_memory *memory)
+PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena, sw_gradient_memory *memory)
 {
     arena_object *made = PyObject_New(arena_object, state->arena_type);
     if (!made)
@@ -136,7 +136,7 @@ PyObject *arena_object_new(engine_state *state, comm_object *owner, sw_arena *ar
     made->owner = owner;
     made->arena = arena;
     made->memory = memory;
-    comm_acquire(owner);
+    sw_py_comm_acquire(owner);
     return (PyObject *)made;
 }
 
@@ -147,7 +147,7 @@ static void arena_dealloc(PyObject *op)
     if (self->arena)
         self->owner->comm->ops->arena_destroy(self->owner->comm, self->arena);
     sw_gradient_memory_destroy(self->memory);
-    comm_release(self->owner);
+    sw_py_comm_release(self->owner);
     Py_DECREF(self->owner);
     PyObject_Free(op);
     Py_DECREF(type);
@@ -190,7 +190,7 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     if (offset < 0 || (size_t)offset > arena_size(self) || bytes > arena_size(self) - (size_t)offset)
         return PyErr_Format(PyExc_ValueError, "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", offset, bytes,
                             arena_size(self));
-    return dlpack_capsule_new(op, arena_base(self) + offset, dtype, shape, strides);
+    return sw_py_dlpack_capsule_new(op, arena_base(self) + offset, dtype, shape, strides);
 }
 
 static PyObject *arena_get_nbytes(PyObject *op, void *unused)
@@ -225,7 +225,7 @@ static PyType_Slot arena_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec arena_type_spec = {
+PyType_Spec sw_py_arena_type_spec = {
     .name = "shardwright._engine.Arena",
     .basicsize = sizeof(arena_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,

@@ -31,12 +31,12 @@ static void log_message(void *context, const char *message)
     PyGILState_Release(gil);
 }
 
-void comm_acquire(comm_object *self)
+void sw_py_comm_acquire(comm_object *self)
 {
     self->users++;
 }
 
-void comm_release(comm_object *self)
+void sw_py_comm_release(comm_object *self)
 {
     if (--self->users == 0 && self->closed && self->comm) {
         self->comm->ops->destroy(self->comm);
@@ -46,9 +46,9 @@ void comm_release(comm_object *self)
     }
 }
 
-bool comm_enter(comm_object *self)
+bool sw_py_comm_enter(comm_object *self)
 {
-    engine_state *state = engine_state_of((PyObject *)self);
+    engine_state *state = sw_py_state_of((PyObject *)self);
     const char *why = NULL;
     if (getpid() != self->owner_pid)
         why = "this process was forked from the one that joined the group; the engine works in that one only";
@@ -63,21 +63,21 @@ bool comm_enter(comm_object *self)
         return false;
     }
     self->in_use = true;
-    comm_acquire(self);
+    sw_py_comm_acquire(self);
     return true;
 }
 
-void comm_leave(comm_object *self)
+void sw_py_comm_leave(comm_object *self)
 {
     self->in_use = false;
-    comm_release(self);
+    sw_py_comm_release(self);
 }
 
 static PyObject *finish(comm_object *self, sw_status status, const sw_error *err)
 {
-    comm_leave(self);
+    sw_py_comm_leave(self);
     if (status != SW_OK)
-        return engine_raise(engine_state_of((PyObject *)self), err, self);
+        return sw_py_raise(sw_py_state_of((PyObject *)self), err, self);
     Py_RETURN_NONE;
 }
 
@@ -112,7 +112,7 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
         status = sw_shm_comm_create(rank, world_size, host, &self->comm, self->address, &err);
     }
     if (status != SW_OK) {
-        engine_raise(engine_state_of(op), &err, NULL);
+        sw_py_raise(sw_py_state_of(op), &err, NULL);
         return -1;
     }
     self->comm->timeout_ns = (int64_t)(timeout_s * 1e9);
@@ -132,8 +132,8 @@ static void close_comm(comm_object *self)
     self->closed = true;
     if (getpid() == self->owner_pid && self->connected)
         self->comm->ops->leave(self->comm);
-    comm_acquire(self);
-    comm_release(self);
+    sw_py_comm_acquire(self);
+    sw_py_comm_release(self);
 }
 
 static void comm_dealloc(PyObject *op)
@@ -183,7 +183,7 @@ static PyObject *comm_connect(PyObject *op, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "connect: secret must have %d bytes, got %zd", SW_SHM_SECRET_BYTES,
                             secret_bytes);
     if (!self->comm || self->closed || (self->connected && !self->group)) {
-        PyErr_SetString(engine_state_of(op)->error, "connect: the communicator is closed or has joined already");
+        PyErr_SetString(sw_py_state_of(op)->error, "connect: the communicator is closed or has joined already");
         return NULL;
     }
     int world_size = self->comm->world_size;
@@ -211,7 +211,7 @@ static PyObject *comm_connect(PyObject *op, PyObject *args)
         status = sw_shm_comm_connect(self->comm, text, (const uint8_t *)secret, &err);
         Py_END_ALLOW_THREADS
         if (status != SW_OK) {
-            engine_raise(engine_state_of(op), &err, self);
+            sw_py_raise(sw_py_state_of(op), &err, self);
             goto done;
         }
         self->connected = true;
@@ -237,7 +237,7 @@ static PyObject *comm_arena(PyObject *op, PyObject *args)
         return NULL;
     if (size <= 0)
         return PyErr_Format(PyExc_ValueError, "arena '%s': nbytes must be positive, got %zd", label, size);
-    if (!comm_enter(self))
+    if (!sw_py_comm_enter(self))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     status = self->comm->ops->arena_create(self->comm, (size_t)size, label, &arena, &err);
@@ -246,7 +246,7 @@ static PyObject *comm_arena(PyObject *op, PyObject *args)
     if (!none)
         return NULL;
     Py_DECREF(none);
-    PyObject *made = arena_object_new(engine_state_of(op), self, arena, NULL);
+    PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
     if (!made)
         self->comm->ops->arena_destroy(self->comm, arena);
     return made;
@@ -295,13 +295,13 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     operation.numel = (size_t)numel;
     operation.data = data;
     if (arena != Py_None) {
-        if (Py_TYPE(arena) != engine_state_of(op)->arena_type || ((arena_object *)arena)->owner != self ||
+        if (Py_TYPE(arena) != sw_py_state_of(op)->arena_type || ((arena_object *)arena)->owner != self ||
             !((arena_object *)arena)->arena)
             return PyErr_Format(PyExc_TypeError, "all_reduce '%s': arena is not one of this communicator", label);
         operation.arena = ((arena_object *)arena)->arena;
         operation.offset_bytes = (size_t)(data - operation.arena->base[self->comm->rank]);
     }
-    if (!comm_enter(self))
+    if (!sw_py_comm_enter(self))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     status = self->comm->ops->run(self->comm, &operation, &err);
@@ -316,7 +316,7 @@ static PyObject *comm_barrier(PyObject *op, PyObject *args)
     sw_op operation = {.kind = SW_OP_BARRIER, .dtype = SW_DTYPE_UINT8};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "|s:barrier", &label) || !set_label(&operation, label) || !comm_enter(self))
+    if (!PyArg_ParseTuple(args, "|s:barrier", &label) || !set_label(&operation, label) || !sw_py_comm_enter(self))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     status = self->comm->ops->run(self->comm, &operation, &err);
@@ -394,7 +394,7 @@ static PyObject *comm_broadcast(PyObject *op, PyObject *args)
         return NULL;
     byte_range *ranges = parse_ranges(list, &count);
     uint8_t *bounce = malloc(BOUNCE_BYTES);
-    if (!ranges || !bounce || PyErr_Occurred() || !comm_enter(self)) {
+    if (!ranges || !bounce || PyErr_Occurred() || !sw_py_comm_enter(self)) {
         free(ranges);
         free(bounce);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
@@ -455,7 +455,7 @@ static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
     gathered out = {.longest = 0};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "y#|s:all_gather_bytes", &data, &size, &label) || !comm_enter(self))
+    if (!PyArg_ParseTuple(args, "y#|s:all_gather_bytes", &data, &size, &label) || !sw_py_comm_enter(self))
         return NULL;
     int world_size = self->comm->world_size;
     Py_BEGIN_ALLOW_THREADS
@@ -484,11 +484,11 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
     comm_object *self = (comm_object *)op;
     const char *text;
     sw_error reason;
-    if (!PyArg_ParseTuple(args, "s:abort", &text) || !comm_enter(self))
+    if (!PyArg_ParseTuple(args, "s:abort", &text) || !sw_py_comm_enter(self))
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->comm->rank, "rank %d aborted the communicator: %.400s", self->comm->rank, text);
     self->comm->ops->abort(self->comm, &reason);
-    comm_leave(self);
+    sw_py_comm_leave(self);
     Py_RETURN_NONE;
 }
 
@@ -497,7 +497,7 @@ static PyObject *comm_stats(PyObject *op, PyObject *unused)
     comm_object *self = (comm_object *)op;
     (void)unused;
     if (!self->comm) {
-        PyErr_SetString(engine_state_of(op)->error, "the communicator was closed");
+        PyErr_SetString(sw_py_state_of(op)->error, "the communicator was closed");
         return NULL;
     }
     const sw_comm_stats *stats = &self->comm->stats;
@@ -516,7 +516,7 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
     comm_object *self = (comm_object *)op;
     (void)unused;
     if (!self->comm) {
-        PyErr_SetString(engine_state_of(op)->error, "the communicator was closed");
+        PyErr_SetString(sw_py_state_of(op)->error, "the communicator was closed");
         return NULL;
     }
     PyObject *peers = PyList_New(0);
@@ -584,7 +584,7 @@ static PyType_Slot comm_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec comm_type_spec = {
+PyType_Spec sw_py_comm_type_spec = {
     .name = "shardwright._engine.HostComm",
     .basicsize = sizeof(comm_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,

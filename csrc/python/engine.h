@@ -47,45 +47,45 @@ typedef struct arena_object { /* memory with an owner: an arena, or the gradient
 } arena_object;
 
 /* errors.c */
-int engine_errors_init(PyObject *module, engine_state *state);
+int sw_py_errors_init(PyObject *module, engine_state *state);
 /* Sets the Python exception for `err` and returns NULL. `comm` may be NULL: it names the peer's host. */
-PyObject *engine_raise(engine_state *state, const sw_error *err, const comm_object *comm);
+PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_object *comm);
 
 /* module.c */
-engine_state *engine_state_of(PyObject *self); /* of an instance of one of our types */
+engine_state *sw_py_state_of(PyObject *self); /* of an instance of one of our types */
 
 /* comm_type.c */
-extern PyType_Spec comm_type_spec;
+extern PyType_Spec sw_py_comm_type_spec;
 /* Marks the communicator as in use by this thread; false with an exception when it is closed, not joined,
  * used by another thread, or inherited by a forked child. */
-bool comm_enter(comm_object *self);
-void comm_leave(comm_object *self);
-void comm_acquire(comm_object *self);
-void comm_release(comm_object *self);
+bool sw_py_comm_enter(comm_object *self);
+void sw_py_comm_leave(comm_object *self);
+void sw_py_comm_acquire(comm_object *self);
+void sw_py_comm_release(comm_object *self);
 
 /* arena_type.c */
-extern PyType_Spec arena_type_spec;
+extern PyType_Spec sw_py_arena_type_spec;
 /* Steals `arena` or `memory` on success. */
-PyObject *arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena, sw_gradient_memory *memory);
+PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena, sw_gradient_memory *memory);
 /* "DLPack capsule over numel elements at `address`; `owner` lives as long as its tensor. */
-PyObject *dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape, PyObject *strides);
+PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape, PyObject *strides);
 
 /* reducer_type.c, hook_type.c */
-extern PyType_Spec reducer_type_spec;
-extern PyType_Spec hook_type_spec;
+extern PyType_Spec sw_py_reducer_type_spec;
+extern PyType_Spec sw_py_hook_type_spec;
 
 /* A hook's way to its reducer, which may go first. Counted by the GIL's holder. */
 typedef struct reducer_link {
     struct reducer_object *reducer; /* borrowed; NULL once it is gone */
     Py_ssize_t references;
 } reducer_link;
-void reducer_link_release(reducer_link *link);
-PyObject *hook_object_new(engine_state *state, reducer_link *link, size_t index);
+void sw_py_reducer_link_release(reducer_link *link);
+PyObject *sw_py_hook_object_new(engine_state *state, reducer_link *link, size_t index);
 /* The body of a hook: parameter `index` has its gradient. -1 with an exception. */
-int reducer_take_gradient(struct reducer_object *self, size_t index, PyObject *param);
+int sw_py_reducer_take_gradient(struct reducer_object *self, size_t index, PyObject *param);
 
 /* kernels_module.c */
-extern PyMethodDef kernel_functions[];
+extern PyMethodDef sw_py_kernel_functions[];
 
 /* tensor_access.c: data pointers of torch tensors without torch's headers. */
 typedef struct tensor_view {
@@ -96,9 +96,9 @@ typedef struct tensor_view {
     const int64_t *shape, *strides; /* borrowed from the tensor */
 } tensor_view;
 /* torch's DLPack C exchange table, from type(tensor); NULL (no exception) where it does not exist. */
-const void *tensor_exchange_table(PyObject *tensor);
+const void *sw_py_tensor_exchange_table(PyObject *tensor);
 /* false, with no exception, when the tensor cannot be seen that way (sparse, conjugate, ...). */
-bool tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
+bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
 
 /* Drops *object into NULL first, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                      \

@@ -11,7 +11,7 @@ static PyObject *add_exception(PyObject *module, const char *qualified, const ch
     return made;
 }
 
-int engine_errors_init(PyObject *module, engine_state *state)
+int sw_py_errors_init(PyObject *module, engine_state *state)
 {
     state->error = add_exception(module, "shardwright.Error",
                                  "Base of the engine's errors: ranks that disagree, a move the state does not allow.",
@@ -63,7 +63,7 @@ static PyObject *raise_os(const sw_error *err)
     return NULL;
 }
 
-PyObject *engine_raise(engine_state *state, const sw_error *err, const comm_object *comm)
+PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_object *comm)
 {
     switch (err->status) {
     case SW_E_INVALID: PyErr_SetString(PyExc_ValueError, err->message); break;

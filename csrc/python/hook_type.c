@@ -13,14 +13,14 @@ typedef struct hook_object {
 static PyObject *hook_call(PyObject *op, PyObject *param)
 {
     hook_object *self = (hook_object *)op;
-    if (self->link->reducer && reducer_take_gradient(self->link->reducer, self->index, param) < 0)
+    if (self->link->reducer && sw_py_reducer_take_gradient(self->link->reducer, self->index, param) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef hook_method = {"gradient_hook", hook_call, METH_O, "Takes the gradient of one parameter."};
 
-PyObject *hook_object_new(engine_state *state, reducer_link *link, size_t index)
+PyObject *sw_py_hook_object_new(engine_state *state, reducer_link *link, size_t index)
 {
     hook_object *made = PyObject_New(hook_object, state->hook_type);
     if (!made)
@@ -33,7 +33,7 @@ PyObject *hook_object_new(engine_state *state, reducer_link *link, size_t index)
     return callable;
 }
 
-void reducer_link_release(reducer_link *link)
+void sw_py_reducer_link_release(reducer_link *link)
 {
     if (--link->references == 0)
         free(link);
@@ -42,7 +42,7 @@ void reducer_link_release(reducer_link *link)
 static void hook_dealloc(PyObject *op)
 {
     PyTypeObject *type = Py_TYPE(op);
-    reducer_link_release(((hook_object *)op)->link);
+    sw_py_reducer_link_release(((hook_object *)op)->link);
     PyObject_Free(op);
     Py_DECREF(type);
 }
@@ -52,7 +52,7 @@ static PyType_Slot hook_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec hook_type_spec = {
+PyType_Spec sw_py_hook_type_spec = {
     .name = "shardwright._engine.GradientHook",
     .basicsize = sizeof(hook_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,

@@ -38,7 +38,7 @@ static PyObject *force_instruction_set(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "z:force_instruction_set", &name))
         return NULL;
     if (sw_kernels_force(name, &err) != SW_OK)
-        return engine_raise(PyModule_GetState(module), &err, NULL);
+        return sw_py_raise(PyModule_GetState(module), &err, NULL);
     Py_RETURN_NONE;
 }
 
@@ -60,7 +60,7 @@ static PyObject *fold(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "fold: 1 to 64 sources, a dtype and an op of the engine; got %zd, %s, %s",
                             count, dtype_name, op_name);
     if (sw_redop_check(op, dtype, &err) != SW_OK)
-        return engine_raise(PyModule_GetState(module), &err, NULL);
+        return sw_py_raise(PyModule_GetState(module), &err, NULL);
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject *item = PySequence_GetItem(sources, i);
         source[i] = item ? PyLong_AsVoidPtr(item) : NULL;
@@ -164,7 +164,7 @@ static PyObject *self_test(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyMethodDef kernel_functions[] = {
+PyMethodDef sw_py_kernel_functions[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS, "instruction_sets()\n--\n\nTables that run here, best last."},
     {"instruction_set", instruction_set, METH_NOARGS, "instruction_set()\n--\n\nThe table in force."},
     {"force_instruction_set", force_instruction_set, METH_VARARGS, "force_instruction_set(name)\n--\n\nDebug entry."},

@@ -1,7 +1,7 @@
 /* module.c - the one extension module: multi-phase initialisation, all state in the module. */
 #include "python/engine.h"
 
-engine_state *engine_state_of(PyObject *self)
+engine_state *sw_py_state_of(PyObject *self)
 {
     return PyType_GetModuleState(Py_TYPE(self));
 }
@@ -15,10 +15,10 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 static int module_exec(PyObject *module)
 {
     engine_state *state = PyModule_GetState(module);
-    if (engine_errors_init(module, state) < 0 || add_type(module, &arena_type_spec, &state->arena_type) < 0 ||
-        add_type(module, &comm_type_spec, &state->comm_type) < 0 ||
-        add_type(module, &reducer_type_spec, &state->reducer_type) < 0 ||
-        add_type(module, &hook_type_spec, &state->hook_type) < 0)
+    if (sw_py_errors_init(module, state) < 0 || add_type(module, &sw_py_arena_type_spec, &state->arena_type) < 0 ||
+        add_type(module, &sw_py_comm_type_spec, &state->comm_type) < 0 ||
+        add_type(module, &sw_py_reducer_type_spec, &state->reducer_type) < 0 ||
+        add_type(module, &sw_py_hook_type_spec, &state->hook_type) < 0)
         return -1;
     return 0;
 }
@@ -47,7 +47,7 @@ static struct PyModuleDef module_definition = {
     .m_name = "_engine",
     .m_doc = "Shardwright's engine.",
     .m_size = sizeof(engine_state),
-    .m_methods = kernel_functions,
+    .m_methods = sw_py_kernel_functions,
     .m_slots = module_slots,
     .m_traverse = module_traverse,
 };

@@ -29,14 +29,14 @@ enum { NO_TASK = -2 };
 
 static engine_state *state_of(reducer_object *self)
 {
-    return engine_state_of((PyObject *)self);
+    return sw_py_state_of((PyObject *)self);
 }
 
 static int raise_status(reducer_object *self, sw_status status, const sw_error *err)
 {
     if (status == SW_OK)
         return 0;
-    engine_raise(state_of(self), err, self->comm);
+    sw_py_raise(state_of(self), err, self->comm);
     return -1;
 }
 
@@ -112,17 +112,17 @@ static int create(reducer_object *self, specs *s, const sw_reducer_options *opti
 {
     sw_error err;
     sw_status status;
-    if (!comm_enter(self->comm))
+    if (!sw_py_comm_enter(self->comm))
         return -1;
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_create(self->comm->comm, s->params, s->names, s->count, options, &self->reducer, &err);
     Py_END_ALLOW_THREADS
-    comm_leave(self->comm);
+    sw_py_comm_leave(self->comm);
     if (raise_status(self, status, &err) < 0)
         return -1;
     /* The Arena object becomes the memory's owner; the reducer goes on borrowing it. */
     sw_gradient_memory *memory = (sw_gradient_memory *)(uintptr_t)sw_reducer_memory(self->reducer);
-    self->memory = arena_object_new(state_of(self), self->comm, NULL, memory);
+    self->memory = sw_py_arena_object_new(state_of(self), self->comm, NULL, memory);
     return self->memory ? 0 : -1;
 }
 
@@ -138,7 +138,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nss:Reducer", names, &comm, &parameters, &cap, &transport,
                                      &options.label))
         return -1;
-    engine_state *state = engine_state_of(op);
+    engine_state *state = sw_py_state_of(op);
     if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {
         PyErr_SetString(PyExc_TypeError, "Reducer: comm must be a HostComm, and a Reducer is initialised once");
         return -1;
@@ -153,7 +153,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     Py_INCREF(comm);
     self->comm = (comm_object *)comm;
-    comm_acquire(self->comm);
+    sw_py_comm_acquire(self->comm);
     self->grad_name = PyUnicode_InternFromString("grad");
     self->link = calloc(1, sizeof *self->link);
     if (!self->grad_name || !self->link)
@@ -200,7 +200,7 @@ static void reducer_dealloc(PyObject *op)
     reducer_clear(op);
     if (self->link) {
         self->link->reducer = NULL;
-        reducer_link_release(self->link);
+        sw_py_reducer_link_release(self->link);
     }
     if (self->reducer && self->memory)
         (void)sw_reducer_take_memory(self->reducer);
@@ -209,7 +209,7 @@ static void reducer_dealloc(PyObject *op)
     Py_XDECREF(self->memory);
     Py_XDECREF(self->grad_name);
     if (self->comm) {
-        comm_release(self->comm);
+        sw_py_comm_release(self->comm);
         Py_DECREF(self->comm);
     }
     PyObject_GC_Del(op);
@@ -238,7 +238,7 @@ static int copy_gradient(reducer_object *self, size_t index, PyObject *view, PyO
     tensor_view seen;
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     self->copies++;
-    if (self->exchange && self->shapes && tensor_view_get(self->exchange, grad, &seen) &&
+    if (self->exchange && self->shapes && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
         same_layout(&seen, &self->shapes[index])) {
         size_t bytes = layout->place[index].numel *
                        sw_dtype_size_bytes(layout->bucket[layout->place[index].bucket].dtype);
@@ -284,7 +284,7 @@ static int open_round(reducer_object *self, int64_t task)
     return raise_status(self, sw_reducer_open(self->reducer, self->announced_task, self->announced_sync, &err), &err);
 }
 
-int reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
+int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
 {
     int64_t task;
     sw_error err;
@@ -295,7 +295,7 @@ int reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
         return -1;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
         return raise_status(self, sw_reducer_mark(self->reducer, index, task, &err), &err);
-    if (!comm_enter(self->comm)) /* a forked child ends here */
+    if (!sw_py_comm_enter(self->comm)) /* a forked child ends here */
         return -1;
     PyObject *grad = PyObject_GetAttr(param, self->grad_name);
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
@@ -309,7 +309,7 @@ int reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
         failed = raise_status(self, status, &err) < 0;
     }
     Py_XDECREF(grad);
-    comm_leave(self->comm);
+    sw_py_comm_leave(self->comm);
     return failed ? -1 : 0;
 }
 
@@ -384,7 +384,7 @@ static int finish_round(reducer_object *self)
     sw_status status;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
         return raise_status(self, sw_reducer_finish(self->reducer, &err), &err);
-    if (!comm_enter(self->comm))
+    if (!sw_py_comm_enter(self->comm))
         return -1;
     int failed = fill(self) < 0;
     if (!failed && self->bucket_callback) {
@@ -395,7 +395,7 @@ static int finish_round(reducer_object *self)
         Py_END_ALLOW_THREADS
         failed = raise_status(self, status, &err) < 0;
     }
-    comm_leave(self->comm);
+    sw_py_comm_leave(self->comm);
     return failed || publish(self) < 0 ? -1 : 0;
 }
 
@@ -443,7 +443,7 @@ static PyObject *reducer_gradient(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO|O:gradient", &position, &shape, &strides) || read_index(self, position, &index) < 0)
         return NULL;
     const sw_layout *layout = sw_reducer_layout(self->reducer);
-    return dlpack_capsule_new(self->memory, sw_reducer_address(self->reducer, index),
+    return sw_py_dlpack_capsule_new(self->memory, sw_reducer_address(self->reducer, index),
                               layout->bucket[layout->place[index].bucket].dtype, shape, strides);
 }
 
@@ -454,7 +454,7 @@ static PyObject *reducer_bucket(PyObject *op, PyObject *position)
     if (read_bucket(self, position, &bucket) < 0)
         return NULL;
     PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)bucket->numel);
-    PyObject *made = shape ? dlpack_capsule_new(self->memory,
+    PyObject *made = shape ? sw_py_dlpack_capsule_new(self->memory,
                                                 sw_reducer_memory(self->reducer)->base + bucket->offset_bytes,
                                                 bucket->dtype, shape, Py_None)
                            : NULL;
@@ -511,11 +511,11 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     self->open = open;
     Py_INCREF(task_id);
     self->task_id = task_id;
-    self->exchange = count ? tensor_exchange_table(PyList_GetItem(view_list, 0)) : NULL;
+    self->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(view_list, 0)) : NULL;
     free(self->shapes);
     self->shapes = self->exchange ? calloc((size_t)count, sizeof *self->shapes) : NULL;
     for (Py_ssize_t i = 0; self->shapes && i < count; ++i)
-        if (!tensor_view_get(self->exchange, PyList_GetItem(view_list, i), &self->shapes[i]))
+        if (!sw_py_tensor_view_get(self->exchange, PyList_GetItem(view_list, i), &self->shapes[i]))
             self->shapes[i].ndim = -1; /* never equal: always through copy() */
     Py_RETURN_NONE;
 }
@@ -526,7 +526,7 @@ static PyObject *reducer_hook(PyObject *op, PyObject *position)
     size_t index;
     if (read_index(self, position, &index) < 0)
         return NULL;
-    return hook_object_new(state_of(self), self->link, index);
+    return sw_py_hook_object_new(state_of(self), self->link, index);
 }
 
 static int abandon(reducer_object *self)
@@ -535,12 +535,12 @@ static int abandon(reducer_object *self)
     sw_status status;
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
         return raise_status(self, sw_reducer_abandon(self->reducer, &err), &err);
-    if (!comm_enter(self->comm))
+    if (!sw_py_comm_enter(self->comm))
         return -1;
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_abandon(self->reducer, &err);
     Py_END_ALLOW_THREADS
-    comm_leave(self->comm);
+    sw_py_comm_leave(self->comm);
     return raise_status(self, status, &err);
 }
 
@@ -616,13 +616,13 @@ static PyObject *reducer_shadow(PyObject *op, PyObject *unused)
     sw_error err;
     sw_status status;
     (void)unused;
-    if (check_ready(self) < 0 || !comm_enter(self->comm))
+    if (check_ready(self) < 0 || !sw_py_comm_enter(self->comm))
         return NULL;
     self->pending_forward = false;
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_shadow(self->reducer, &err);
     Py_END_ALLOW_THREADS
-    comm_leave(self->comm);
+    sw_py_comm_leave(self->comm);
     return none_or_null(raise_status(self, status, &err));
 }
 
@@ -734,7 +734,7 @@ static PyType_Slot reducer_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec reducer_type_spec = {
+PyType_Spec sw_py_reducer_type_spec = {
     .name = "shardwright._engine.Reducer",
     .basicsize = sizeof(reducer_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,

@@ -24,7 +24,7 @@ typedef struct exchange_table { /* dmlc/dlpack, dlpack.h: DLPackExchangeAPI, maj
     void *current_work_stream;
 } exchange_table;
 
-const void *tensor_exchange_table(PyObject *tensor)
+const void *sw_py_tensor_exchange_table(PyObject *tensor)
 {
     PyObject *capsule = PyObject_GetAttrString((PyObject *)Py_TYPE(tensor), "__dlpack_c_exchange_api__");
     const exchange_table *table = NULL;
@@ -37,7 +37,7 @@ const void *tensor_exchange_table(PyObject *tensor)
     return table && table->major == 1 && table->dltensor_from_py_object_no_sync ? table : NULL;
 }
 
-bool tensor_view_get(const void *table, PyObject *tensor, tensor_view *view)
+bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view)
 {
     dl_tensor seen;
     if (!table)

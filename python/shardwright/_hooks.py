@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -17,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["disable_compile", "find_tensors", "graph_task_id", "hook_outputs", "ignore_steps", "only_asks_for_gradients",
-           "queue_at_end", "watch_steps"]
+__all__ = ["disable_compile", "find_tensors", "graph_task_id", "hook_outputs", "ignore_steps", "queue_at_end",
+           "watch_steps"]
 
 
 def _no_graph_task() -> int:
@@ -86,26 +85,6 @@ def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> No
     for tensor in find_tensors(output):
         if tensor.grad_fn is not None:
             tensor.register_hook(on_gradient)
-
-
-def only_asks_for_gradients() -> bool:
-    """Whether the backward that runs now is torch.autograd.grad(), which leaves every `.grad` alone.
-
-    Called from a hook. torch tells a graph task's kind to nobody, but the Python frame that started it is on this thread's
-    stack, two above the hook. Where there is none (a device's own thread) the answer is False.
-    """
-    frame = sys._getframe(1)
-    for _ in range(8):
-        if frame.f_code is _GRAD_CODE:
-            return True
-        if frame.f_code is _BACKWARD_CODE or frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
-
-
-_GRAD_CODE = torch.autograd.grad.__code__
-_BACKWARD_CODE = torch.autograd.backward.__code__
 
 
 class StepListener(Protocol):

@@ -9,7 +9,6 @@ in 400 modules.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -31,14 +30,11 @@ class DriftCheck:
     table : ParameterTable
     ignored : frozenset of str
         Names left out of the table.
-    unfrozen : callable
-        Called once with the index of a frozen parameter found to require a gradient.
     """
 
-    def __init__(self, module: torch.nn.Module, table: ParameterTable, ignored: frozenset[str], unfrozen: Callable[[int], None]) -> None:
+    def __init__(self, module: torch.nn.Module, table: ParameterTable, ignored: frozenset[str]) -> None:
         self._table = table
         self._ignored = ignored
-        self._unfrozen = unfrozen
         self._frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
         self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
         self._addresses = self._read_addresses()
@@ -54,18 +50,21 @@ class DriftCheck:
         # but for tensors of one element, which may be equal and not the same.
         self._single = [(d, name, p) for d in dictionaries for name, p in d.items() if isinstance(p, torch.Tensor) and p.numel() == 1]
 
-    def check_members(self, module: torch.nn.Module) -> None:
-        """Before a forward: raises Error if a parameter was added, replaced or removed; finds the unfrozen ones."""
+    def check_members(self, module: torch.nn.Module) -> list[int]:
+        """Before a forward. Raises Error if a parameter was added, replaced or removed.
+
+        Returns the indices of frozen parameters that require a gradient since the last call.
+        """
         if not self._same_members():
             self._compare_names(module)
-        if self._frozen and any(map(_requires_grad, self._frozen.values())):
-            for index in [i for i, p in self._frozen.items() if p.requires_grad]:
-                del self._frozen[index]
-                self._unfrozen(index)
+        if not self._frozen or not any(map(_requires_grad, self._frozen.values())):
+            return []
+        return [index for index, p in list(self._frozen.items()) if p.requires_grad and self._frozen.pop(index) is p]
 
-    def check(self, module: torch.nn.Module) -> None:
-        """Before a step: also raises Error if a parameter changed dtype, shape or device."""
-        self.check_members(module)
+    def check_addresses(self, module: torch.nn.Module) -> None:
+        """Before a step. Raises Error also if a parameter changed dtype, shape or device."""
+        if not self._same_members():
+            self._compare_names(module)
         addresses = self._read_addresses()
         if addresses != self._addresses:
             self._compare_kinds()

@@ -43,9 +43,13 @@ class HostGroup:
         self.name = name
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=socket.gethostname(), log=_logger.warning)
+        failure = ""
         try:
-            addresses, secret, hosts = self._exchange(group)
+            self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=socket.gethostname(), log=_logger.warning)
+        except (MemoryError, OSError) as error:
+            failure = str(error)
+        addresses, secret, hosts = self._exchange(group, failure)
+        try:
             self.comm.connect(addresses, secret, hosts)
         except BaseException:
             self.comm.close()
@@ -53,19 +57,20 @@ class HostGroup:
         self._leave = weakref.finalize(self, _close_comm, self.comm, os.getpid())
         self._leave.atexit = False  # _close_all does it
 
-    def close(self) -> None:
-        """Leaves the group: peers that wait for this rank afterwards get a CommError."""
-        self._leave()
-
-    def _exchange(self, group: Any) -> tuple[list[str], bytes, list[str]]:
+    def _exchange(self, group: Any, failure: str) -> tuple[list[str], bytes, list[str]]:
+        """Addresses and hosts of all ranks, and rank 0's secret. A rank that cannot join says why here, to all."""
         host = socket.gethostname()
         secret = secrets.token_bytes(_SECRET_BYTES)
-        if self.world_size == 1:
-            return [self.comm.address], secret, [host]
-        mine = (self.comm.address, secret if self.rank == 0 else b"", host, _machine())
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine, group=group)
-        addresses, secrets_, hosts, machines = (list(column) for column in zip(*everyone))
+        address = "" if failure else self.comm.address
+        everyone: list[Any] = [(address, secret, host, _machine(), failure)]
+        if self.world_size > 1:
+            everyone = [None] * self.world_size
+            mine = (address, secret if self.rank == 0 else b"", host, _machine(), failure)
+            dist.all_gather_object(everyone, mine, group=group)
+        addresses, secrets_, hosts, machines, failures = (list(column) for column in zip(*everyone))
+        for rank, reason in enumerate(failures):
+            if reason:
+                raise MemoryError(f"rank {rank} on host {hosts[rank]} cannot join the others: {reason}")
         self._check_one_machine(hosts, machines)
         return addresses, secrets_[0], hosts
 
@@ -77,6 +82,10 @@ class HostGroup:
                     "does not exist yet, so all ranks of a process group must run on one host",
                     rank, hosts[rank],
                 )
+
+    def close(self) -> None:
+        """Takes leave of the peers, once; those that wait for this rank get a CommError. No effect in a forked child."""
+        self._leave()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         """Values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters stay.
@@ -168,7 +177,7 @@ def host_group(group: Any, timeout_s: float) -> HostGroup:
     _register_exit()
     if found is not None:
         found.close()
-    name = "single" if group is None else getattr(group, "group_name", None) or f"group {id(group):x}"
+    name = "single rank" if group is None else str(getattr(group, "group_name", "unnamed"))
     table[timeout_s] = made = HostGroup(group, name, timeout_s)
     return made
 

@@ -53,7 +53,7 @@ class Replica:
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
                 self._hook(index)
-        self._drift = DriftCheck(module, self.table, ignored, self._unfreeze)
+        self._drift = DriftCheck(module, self.table, ignored)
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
         _live.add(self)
@@ -86,7 +86,8 @@ class Replica:
         """Called before each forward with gradients. Raises Error if the module is no longer the one that was wrapped."""
         module = self._module()
         if module is not None:
-            self._drift.check_members(module)
+            for index in self._drift.check_members(module):
+                self._unfreeze(index)
         self.reducer.forward(synchronises)
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -97,7 +98,7 @@ class Replica:
         """Called before the step of an optimizer that holds one of our parameters."""
         module = self._module()
         if module is not None:
-            self._drift.check(module)
+            self._drift.check_addresses(module)
         self.reducer.close_pending()
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
@@ -135,7 +136,6 @@ def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
     open_round = reducer.open_round
 
     def on_output_gradient(_: torch.Tensor) -> None:
-        if not _hooks.only_asks_for_gradients():
-            open_round()
+        open_round()
 
     return on_output_gradient

@@ -19,6 +19,7 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import importlib
 import inspect
 import multiprocessing.connection
 import os
@@ -187,6 +188,7 @@ class Forge:
             try:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
+                importlib.import_module("torch._dynamo")  # torch imports it at the first forward, for seconds
                 gc.collect()
                 gc.freeze()
                 self._serve(theirs)
