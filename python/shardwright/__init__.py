@@ -20,8 +20,17 @@ if TYPE_CHECKING:
     from .describe import describe, stats
 
 __all__ = [
-    "CheckpointError", "CommError", "CommTimeoutError", "DistributedDataParallel", "Error", "Options", "__version__",
-    "describe", "stats", "unwrap", "wrap",
+    "CheckpointError",
+    "CommError",
+    "CommTimeoutError",
+    "DistributedDataParallel",
+    "Error",
+    "Options",
+    "__version__",
+    "describe",
+    "stats",
+    "unwrap",
+    "wrap",
 ]
 
 _LAZY = {"describe": "describe", "stats": "describe", "__version__": "_version"}

@@ -16,8 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["disable_compile", "find_tensors", "graph_task_id", "hook_outputs", "ignore_steps", "queue_at_end",
-           "watch_steps"]
+__all__ = [
+    "disable_compile",
+    "find_tensors",
+    "graph_task_id",
+    "hook_outputs",
+    "ignore_steps",
+    "queue_at_end",
+    "watch_steps",
+]
 
 
 def _no_graph_task() -> int:
@@ -40,8 +47,10 @@ def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> 
     """`function`, run as it is under torch.compile. recursive=False: what it calls may be compiled."""
     lazy = getattr(torch, "_disable_dynamo", None)
     if lazy is not None:
-        return lazy(function, recursive=recursive)  # imports the compiler at the first call, not here
-    return torch.compiler.disable(function, recursive=recursive)
+        disabled: Callable[..., Any] = lazy(function, recursive=recursive)  # the compiler is imported at the first call
+    else:
+        disabled = torch.compiler.disable(function, recursive=recursive)
+    return disabled
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:

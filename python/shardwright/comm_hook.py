@@ -1,8 +1,8 @@
 """A user's communication hook in torch's protocol: torch's own hooks run unchanged.
 
-Instead of the engine's fold, the hook gets each bucket at the end of the round, in order, as an object that answers what
-torch.distributed.GradBucket answers, and returns a future of the result. Padding between parameters is zero. Parameters
-that no rank used keep their bytes, whatever the hook does to the bucket.
+Instead of the engine's fold, the hook gets each bucket at the end of the round, in order, as an object that answers
+what torch.distributed.GradBucket answers, and returns a future of the result. Padding between parameters is zero.
+Parameters that no rank used keep their bytes, whatever the hook does to the bucket.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from .gradients import dtype_name
 class GradBucket:
     """What torch.distributed.GradBucket is to a hook."""
 
-    def __init__(self, index: int, buffer: torch.Tensor, offsets: list[int], views: list[torch.Tensor],
-                 parameters: list[torch.Tensor], is_last: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        offsets: list[int],
+        views: list[torch.Tensor],
+        parameters: list[torch.Tensor],
+        is_last: bool,
+    ) -> None:
         self._index = index
         self._buffer = buffer
         self._offsets = offsets
@@ -71,8 +78,14 @@ class HookRunner:
         `hook(state, bucket)` gives a Future of a tensor (or of a list of one), or the tensor itself.
     """
 
-    def __init__(self, reducer: Reducer, parameters: tuple[torch.nn.Parameter, ...], views: list[torch.Tensor],
-                 state: object, hook: Callable[[Any, Any], Any]) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        parameters: tuple[torch.nn.Parameter, ...],
+        views: list[torch.Tensor],
+        state: object,
+        hook: Callable[[Any, Any], Any],
+    ) -> None:
         self._used_by_any = reducer.used_by_any
         self._state = state
         self._hook = hook
@@ -85,12 +98,17 @@ class HookRunner:
         self._position = 0 if is_last else self._position + 1
 
     def _run(self, bucket: _Bucket, is_last: bool) -> None:
-        kept = [(view, view.clone()) for index, view in zip(bucket.indices, bucket.views) if not self._used_by_any(index)]
+        kept = [
+            (view, view.clone()) for index, view in zip(bucket.indices, bucket.views) if not self._used_by_any(index)
+        ]
         bucket.clear_padding()
         argument = GradBucket(self._position, bucket.flat, bucket.offsets, bucket.views, bucket.parameters, is_last)
         result = _value_of(self._hook(self._state, argument))
         if result.numel() != bucket.flat.numel():
-            raise Error(f"the communication hook {_name(self._hook)} returned {result.numel()} elements for a bucket of {bucket.flat.numel()}")
+            raise Error(
+                f"the communication hook {_name(self._hook)} returned {result.numel()} elements "
+                f"for a bucket of {bucket.flat.numel()}"
+            )
         if result.data_ptr() != bucket.flat.data_ptr() or result.dtype != bucket.flat.dtype:
             bucket.flat.copy_(result.reshape(-1))
         for view, before in kept:
@@ -100,7 +118,9 @@ class HookRunner:
 class _Bucket:
     """A bucket's memory as tensors, and what lies where."""
 
-    def __init__(self, reducer: Reducer, bucket: int, parameters: tuple[torch.nn.Parameter, ...], views: list[torch.Tensor]) -> None:
+    def __init__(
+        self, reducer: Reducer, bucket: int, parameters: tuple[torch.nn.Parameter, ...], views: list[torch.Tensor]
+    ) -> None:
         self.indices = [i for i in reducer.bucket_parameters(bucket) if views[i].numel()]
         self.views = [views[i] for i in self.indices]
         self.parameters: list[torch.Tensor] = [parameters[i] for i in self.indices]

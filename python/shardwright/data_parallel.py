@@ -36,8 +36,10 @@ class DistributedDataParallel(TorchDDP):
     ----------
     module : Module
         On the CPU. Its parameters keep their identity; after a synchronised backward, `.grad` is a view of a bucket.
-    process_group, device_mesh, bucket_cap_mb, init_sync, broadcast_buffers, forward_sync_buffers, find_unused_parameters, static_graph, gradient_as_bucket_view
+    process_group, device_mesh, bucket_cap_mb, init_sync, broadcast_buffers, forward_sync_buffers
         As torch's; see Options.
+    find_unused_parameters, static_graph, gradient_as_bucket_view
+        Accepted; see Options.
     device_ids, output_device
         None: the module is on the CPU.
     mixed_precision, bucket_cap_mb_list, delay_all_reduce_named_params, param_to_hook_all_reduce
@@ -58,8 +60,8 @@ class DistributedDataParallel(TorchDDP):
 
     Notes
     -----
-    Collective. Costs one digest exchange of 32 bytes a rank, one broadcast of parameters and buffers, and gradient memory
-    of the parameters' size (rounded up to 128 bytes each).
+    Collective. Costs one digest exchange of 32 bytes a rank, one broadcast of parameters and buffers, and gradient
+    memory of the parameters' size (rounded up to 128 bytes each).
     """
 
     def __init__(
@@ -92,10 +94,14 @@ class DistributedDataParallel(TorchDDP):
         self._options = Options.from_keywords(
             dict(
                 options,
-                process_group=process_group, device_mesh=device_mesh, init_sync=init_sync, static_graph=static_graph,
+                process_group=process_group,
+                device_mesh=device_mesh,
+                init_sync=init_sync,
+                static_graph=static_graph,
                 bucket_cap_mb=25 if bucket_cap_mb is None else bucket_cap_mb,
                 broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
-                find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=gradient_as_bucket_view,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=gradient_as_bucket_view,
             ),
             also_known=[name for name in given if name not in ("self", "options", "module")],
         )
@@ -103,7 +109,9 @@ class DistributedDataParallel(TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
         self.module = module
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
-        self._build(init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers)
+        self._build(
+            init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers
+        )
 
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Every attribute of torch's class that other code reads."""
@@ -146,7 +154,7 @@ class DistributedDataParallel(TorchDDP):
     def _reset_engine(self) -> None:
         self._replica: Replica | None = None
         self.process_group = self._options.process_group
-        self.reducer = ReducerFacade(self)
+        self.reducer = ReducerFacade(self)  # type: ignore[assignment]
         self.logger = LoggerFacade()
         self._assign_modules_buffers()
 
@@ -162,9 +170,15 @@ class DistributedDataParallel(TorchDDP):
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh)
         group = host_group(self.process_group, options.timeout_s)
-        settings = {"bucket_cap_mb": options.bucket_cap_mb, "transport": options.chosen_transport, "init_sync": init_sync,
-                    "forward_sync_buffers": self.forward_sync_buffers}
-        self._replica = Replica(self.module, group, options, frozenset(self.parameters_to_ignore), _reads_sync_flag(self), settings)
+        settings = {
+            "bucket_cap_mb": options.bucket_cap_mb,
+            "transport": options.chosen_transport,
+            "init_sync": init_sync,
+            "forward_sync_buffers": self.forward_sync_buffers,
+        }
+        self._replica = Replica(
+            self.module, group, options, frozenset(self.parameters_to_ignore), _reads_sync_flag(self), settings
+        )
         self._retire = weakref.finalize(self, self._replica.retire)
         self._retire.atexit = False
         if init_sync:
@@ -234,7 +248,9 @@ class DistributedDataParallel(TorchDDP):
             root = replica.group.highest_rank_where(candidate, "rank that has buffers")
         self._assign_modules_buffers()
         if hasattr(self, "buffer_hook"):
-            futures = self.buffer_hook.buffer_comm_hook(self.buffer_hook.buffer_comm_hook_state, self.named_module_buffers)
+            futures = self.buffer_hook.buffer_comm_hook(
+                self.buffer_hook.buffer_comm_hook_state, self.named_module_buffers
+            )
             for future in futures or ():
                 future.wait()
             return
@@ -258,11 +274,15 @@ class DistributedDataParallel(TorchDDP):
 
     # uneven inputs ------------------------------------------------------------------------------------------------
 
-    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False) -> Any:
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Any:
         """A context in which ranks may run out of inputs at different times. See torch's."""
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
-        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook for torch's Join; `divide_by_initial_world_size` is the one argument it reads."""
@@ -292,7 +312,9 @@ class DistributedDataParallel(TorchDDP):
         if self._comm_hooks:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
-        replica.reducer.set_bucket_callback(HookRunner(replica.reducer, replica.table.parameters, replica.views, state, hook))
+        replica.reducer.set_bucket_callback(
+            HookRunner(replica.reducer, replica.table.parameters, replica.views, state, hook)
+        )
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -307,12 +329,20 @@ class DistributedDataParallel(TorchDDP):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """World size, rank, buckets and counts, under torch's names where it has them."""
         replica = self._engine()
-        return {"world_size": replica.group.world_size, "rank": replica.group.rank, "backend_name": "shardwright",
-                "module_name": replica.label, "bucket_cap_bytes": self.bucket_bytes_cap,
-                "num_parameter_tensors": len(replica.table.parameters), **replica.reducer.stats()}
+        return {
+            "world_size": replica.group.world_size,
+            "rank": replica.group.rank,
+            "backend_name": "shardwright",
+            "module_name": replica.label,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "num_parameter_tensors": len(replica.table.parameters),
+            **replica.reducer.stats(),
+        }
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        raise NotImplementedError("the process group cannot be changed: wrap again, sw.wrap(sw.unwrap(model), process_group=group)")
+        raise NotImplementedError(
+            "the process group cannot be changed: wrap again, sw.wrap(sw.unwrap(model), process_group=group)"
+        )
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         raise NotImplementedError("sparse gradients are made dense: there is no sparse metadata to set")
@@ -324,12 +354,17 @@ class DistributedDataParallel(TorchDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         if not is_default_group(self.process_group):
-            raise Error("a wrapper over a group of its own cannot be pickled, since the group cannot: pickle sw.unwrap(model)")
+            raise Error(
+                "a wrapper over a group of its own cannot be pickled, since the group cannot: pickle sw.unwrap(model)"
+            )
         return self._portable_state()
 
     def _portable_state(self) -> dict[str, Any]:
         if self._comm_hooks:
-            raise Error("a wrapper with a communication hook cannot be copied, the hook's state belongs to its group: copy sw.unwrap(model)")
+            raise Error(
+                "a wrapper with a communication hook cannot be copied, the hook's state belongs to its group: "
+                "copy sw.unwrap(model)"
+            )
         state = {name: value for name, value in self.__dict__.items() if name not in _RANK_LOCAL}
         state.update(_options=self._options.without_group(), _join_config=_JoinConfig.construct_disabled_join_config())
         del state["modules_buffers"], state["named_module_buffers"], state["_module_parameters"]

@@ -1,7 +1,7 @@
-"""What other libraries reach for on torch's DistributedDataParallel: `.reducer` and `.logger`, and its constructor's arguments.
+"""What others reach for on torch's DistributedDataParallel: `.reducer`, `.logger`, its constructor's arguments.
 
-accelerate and Lightning call `reducer.prepare_for_backward`, torch's own code calls the logger. Nothing here does work of
-its own; a method that has no meaning for our engine is missing, or is accepted where its effect holds anyway.
+accelerate and Lightning call `reducer.prepare_for_backward`, torch's own code calls the logger. Nothing here does work
+of its own; a method that has no meaning for our engine is missing, or is accepted where its effect holds anyway.
 """
 
 from __future__ import annotations
@@ -71,17 +71,20 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     """Takes torch's constructor arguments that have no field in Options. Raises a sentence for what cannot work."""
     if arguments["device_ids"] or arguments["output_device"] is not None:
         raise ValueError(
-            f"device_ids={arguments['device_ids']!r} and output_device={arguments['output_device']!r} are for a module on one GPU; "
-            "this one is on the CPU: leave both None"
+            f"device_ids={arguments['device_ids']!r} and output_device={arguments['output_device']!r} are for a module "
+            "on one GPU; this one is on the CPU: leave both None"
         )
     if arguments["mixed_precision"] is not None:
         raise NotImplementedError("mixed_precision is not there yet: use torch.autocast around the forward")
     if arguments["delay_all_reduce_named_params"] is not None or arguments["param_to_hook_all_reduce"] is not None:
         raise NotImplementedError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce are not there: buckets are sent in order as they fill, leave both None"
+            "delay_all_reduce_named_params and param_to_hook_all_reduce are not there: "
+            "buckets are sent in order as they fill, leave both None"
         )
     if arguments["bucket_cap_mb_list"]:
-        raise NotImplementedError("bucket_cap_mb_list is not there: pass one bucket_cap_mb; results do not depend on it")
+        raise NotImplementedError(
+            "bucket_cap_mb_list is not there: pass one bucket_cap_mb; results do not depend on it"
+        )
     if arguments["check_reduction"]:
         warnings.warn("check_reduction has no effect: a round always ends complete", FutureWarning, stacklevel=4)
     if arguments["dim"] != 0:

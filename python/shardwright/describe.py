@@ -15,8 +15,19 @@ from .process_group import describe_group, live_groups
 from .replica import live_replicas
 
 _VARIABLES = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "ACCELERATE_USE_CPU", "SHARDWRIGHT_TRANSPORT", "LD_PRELOAD",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "ACCELERATE_USE_CPU",
+    "SHARDWRIGHT_TRANSPORT",
+    "LD_PRELOAD",
 )
 
 
@@ -123,5 +134,3 @@ def _plain(item: Any) -> str:
     if isinstance(item, (Mapping, list, tuple)):
         return ", ".join(map(str, item)) if item else "none"
     return str(item)
-
-

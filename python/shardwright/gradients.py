@@ -17,7 +17,7 @@ _warned_of_sparse = False
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"float32" for torch.float32: the engine's name."""
+    """ "float32" for torch.float32: the engine's name."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -34,7 +34,10 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def gradient_view(parameter: torch.Tensor, reducer: Reducer, index: int) -> torch.Tensor:
-    """A tensor of the parameter's shape and dtype over the reducer's memory of parameter `index`, which it keeps alive. No copy."""
+    """A tensor of the parameter's shape and dtype over the reducer's memory of parameter `index`. No copy.
+
+    The memory lives as long as the tensor.
+    """
     shape, strides = list(parameter.shape), dense_strides(parameter)
     return from_dlpack(reducer.gradient(index, shape, None if strides is None else list(strides)))
 
@@ -50,6 +53,8 @@ def copy_gradient(view: torch.Tensor, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
             if not _warned_of_sparse:
                 _warned_of_sparse = True
-                warnings.warn("a sparse gradient was made dense to be averaged: use sparse=False, which costs less", stacklevel=2)
+                warnings.warn(
+                    "a sparse gradient was made dense to be averaged: use sparse=False, which costs less", stacklevel=2
+                )
             gradient = gradient.to_dense()
         view.copy_(gradient)

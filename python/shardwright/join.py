@@ -1,8 +1,8 @@
 """Uneven inputs: what a rank does that ran out of them, in torch's Join protocol.
 
-A joined rank shadows each iteration of the others, collective for collective, in the order in which forward and backward
-issue them: buffers, the flag that says whether this backward synchronises, the round. At the end all take the model of
-the rank that trained longest.
+A joined rank shadows each iteration of the others, collective for collective, in the order in which forward and
+backward issue them: buffers, the flag that says whether this backward synchronises, the round. At the end all take the
+model of the rank that trained longest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Options of a wrapped module: one frozen dataclass, validated in one place.
 
-Names are torch's where torch has one. What a later stage of the engine brings is known by name already and refused with a
-sentence, so that a program finds out at construction, not after an hour.
+Names are torch's where torch has one. What a later stage of the engine brings is known by name already and refused
+with a sentence, so that a program finds out at construction, not after an hour.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Options:
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup, optional
-        Ranks that train together. Default: the default group; without one, torchrun's environment; without that, one rank.
+        Ranks that train together. Default: the default group; without one, torchrun's environment; without that, one
+        rank.
     device_mesh : torch.distributed.device_mesh.DeviceMesh, optional
         One-dimensional; its group is used. Not together with `process_group`.
     bucket_cap_mb : float
@@ -78,11 +79,21 @@ class Options:
         if self.process_group is not None and self.device_mesh is not None:
             raise ValueError("process_group and device_mesh were both given: pass one of them")
         if self.device_mesh is not None and getattr(self.device_mesh, "ndim", 1) != 1:
-            raise ValueError(f"device_mesh must have one dimension, got {self.device_mesh.ndim}: pass mesh['name'] of the data-parallel one")
+            raise ValueError(
+                f"device_mesh must have one dimension, got {self.device_mesh.ndim}: "
+                "pass mesh['name'] of the data-parallel one"
+            )
         _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB")
         _check_positive("timeout_s", self.timeout_s, "seconds")
-        for name in ("broadcast_buffers", "init_sync", "gradient_as_bucket_view", "find_unused_parameters",
-                     "static_graph", "deterministic", "reshard_after_forward"):
+        for name in (
+            "broadcast_buffers",
+            "init_sync",
+            "gradient_as_bucket_view",
+            "find_unused_parameters",
+            "static_graph",
+            "deterministic",
+            "reshard_after_forward",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.transport not in _TRANSPORTS:
@@ -90,15 +101,22 @@ class Options:
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
         if self.reduce == "sum":
-            raise NotImplementedError("reduce='sum' is not there yet: only 'mean' is; multiply the loss by the world size instead")
+            raise NotImplementedError(
+                "reduce='sum' is not there yet: only 'mean' is; multiply the loss by the world size instead"
+            )
         if self.units != "auto" or self.reshard_after_forward is not True or self.share_parameters != "auto":
-            raise NotImplementedError("units, reshard_after_forward and share_parameters belong to zero=3, which is not there yet")
+            raise NotImplementedError(
+                "units, reshard_after_forward and share_parameters belong to zero=3, which is not there yet"
+            )
         if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):
             raise TypeError(f"ignored_params must be a collection of parameters or names, got {self.ignored_params!r}")
 
     @property
     def chosen_transport(self) -> str:
-        """`transport`; where that is "auto", the environment's SHARDWRIGHT_TRANSPORT (a debug entry: bits do not depend on it)."""
+        """`transport`; where that is "auto", the environment's SHARDWRIGHT_TRANSPORT.
+
+        A debug entry: bits do not depend on it.
+        """
         forced = os.environ.get("SHARDWRIGHT_TRANSPORT", "auto")
         if forced not in _TRANSPORTS:
             raise ValueError(f"SHARDWRIGHT_TRANSPORT must be one of {', '.join(_TRANSPORTS)}, got {forced!r}")

@@ -35,8 +35,15 @@ class Replica:
         Gradient memory, one a parameter.
     """
 
-    def __init__(self, module: torch.nn.Module, group: HostGroup, options: Options, ignored: frozenset[str],
-                 synchronises: Callable[[], bool], settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        group: HostGroup,
+        options: Options,
+        ignored: frozenset[str],
+        synchronises: Callable[[], bool],
+        settings: dict[str, Any],
+    ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
         self.group = group
@@ -44,11 +51,21 @@ class Replica:
         self._module = weakref.ref(module)
         self._supersede(module)
         verify(self.table.description(settings), group.comm.all_gather_bytes, f"the wrapped {self.label}")
-        self.reducer = Reducer(group.comm, self.table.rows(), bucket_cap_bytes=options.bucket_cap_bytes,
-                               transport=options.chosen_transport, label=self.label)
+        self.reducer = Reducer(
+            group.comm,
+            self.table.rows(),
+            bucket_cap_bytes=options.bucket_cap_bytes,
+            transport=options.chosen_transport,
+            label=self.label,
+        )
         self.views = [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
-        self.reducer.attach(self.table.parameters, self.views, copy=copy_gradient,
-                            open=_opener(weakref.ref(self), synchronises), task_id=_hooks.graph_task_id)
+        self.reducer.attach(
+            self.table.parameters,
+            self.views,
+            copy=copy_gradient,
+            open=_opener(weakref.ref(self), synchronises),
+            task_id=_hooks.graph_task_id,
+        )
         self._handles: list[Any] = []
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
@@ -66,7 +83,10 @@ class Replica:
             if shared is None:
                 continue
             if other._module() is not module:
-                raise Error(f"parameter {shared!r} belongs to a wrapped {other.label} already: wrap one module that contains both")
+                raise Error(
+                    f"parameter {shared!r} belongs to a wrapped {other.label} already: "
+                    "wrap one module that contains both"
+                )
             other.retire()
 
     @property
@@ -83,7 +103,7 @@ class Replica:
         self._hook(index)
 
     def before_forward(self, synchronises: bool) -> None:
-        """Called before each forward with gradients. Raises Error if the module is no longer the one that was wrapped."""
+        """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
         module = self._module()
         if module is not None:
             for index in self._drift.check_members(module):

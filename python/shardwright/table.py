@@ -44,7 +44,9 @@ class ParameterTable:
         for name, buffer in buffers.items():
             _check_kind("buffer", name, buffer)
         if not any(p.requires_grad for _, p in pairs):
-            raise Error("no parameter of this module requires a gradient: there is nothing to average, use the module as it is")
+            raise Error(
+                "no parameter of this module requires a gradient: there is nothing to average, use the module as it is"
+            )
         return cls(tuple(name for name, _ in pairs), tuple(p for _, p in pairs), buffers)
 
     def rows(self) -> list[tuple[str, int, str, bool]]:
@@ -53,18 +55,29 @@ class ParameterTable:
 
     def description(self, settings: Mapping[str, Any]) -> list[list[str]]:
         """[what, value] lines that must be equal on every rank, the first difference first."""
-        lines = [[f"parameter {i}", _sentence(n, p, with_gradient=True)] for i, (n, p) in enumerate(zip(self.names, self.parameters))]
-        lines += [[f"buffer {i}", _sentence(n, b, with_gradient=False)] for i, (n, b) in enumerate(self.buffers.items())]
+        lines = [
+            [f"parameter {i}", _sentence(n, p, with_gradient=True)]
+            for i, (n, p) in enumerate(zip(self.names, self.parameters))
+        ]
+        lines += [
+            [f"buffer {i}", _sentence(n, b, with_gradient=False)] for i, (n, b) in enumerate(self.buffers.items())
+        ]
         return lines + [[f"option {name}", repr(value)] for name, value in sorted(settings.items())]
 
 
 def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
     if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
-        raise Error(f"{what} {name!r} has no shape yet: run one forward before wrapping, so that lazy modules are initialised")
+        raise Error(
+            f"{what} {name!r} has no shape yet: run one forward before wrapping, so that lazy modules are initialised"
+        )
     if type(tensor).__name__ == "DTensor":
-        raise NotImplementedError(f"{what} {name!r} is a DTensor: data parallelism over sharded tensors is not there yet")
+        raise NotImplementedError(
+            f"{what} {name!r} is a DTensor: data parallelism over sharded tensors is not there yet"
+        )
     if tensor.device.type != "cpu":
-        raise NotImplementedError(f"{what} {name!r} is on {tensor.device}: only CPU tensors are there yet, move the module with .cpu()")
+        raise NotImplementedError(
+            f"{what} {name!r} is on {tensor.device}: only CPU tensors are there yet, move the module with .cpu()"
+        )
     if tensor.layout is not torch.strided:
         raise Error(f"{what} {name!r} has layout {tensor.layout}: only strided tensors can be wrapped")
 
@@ -96,7 +109,9 @@ def _disagreement(tables: list[list[list[str]]], what: str) -> str:
     other = next(rank for rank, table in enumerate(tables) if table != tables[0])
     ours = [rank for rank, table in enumerate(tables) if table == tables[0]]
     theirs = [rank for rank, table in enumerate(tables) if table == tables[other]]
-    count = next((i for i, (a, b) in enumerate(zip(tables[0], tables[other])) if a != b), min(len(tables[0]), len(tables[other])))
+    count = next(
+        (i for i, (a, b) in enumerate(zip(tables[0], tables[other])) if a != b), min(len(tables[0]), len(tables[other]))
+    )
     left, right = (_line(tables[rank], count) for rank in (0, other))
     shape = f"{_count(tables[0])} on {_ranks(ours)}, {_count(tables[other])} on {_ranks(theirs)}"
     return (

@@ -20,7 +20,9 @@ _LATER = {
 
 
 @overload
-def wrap(module: torch.nn.Module, optimizer: None = None, *, zero: int = 0, **options: Any) -> DistributedDataParallel: ...
+def wrap(
+    module: torch.nn.Module, optimizer: None = None, *, zero: int = 0, **options: Any
+) -> DistributedDataParallel: ...
 @overload
 def wrap(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, zero: int = 0, **options: Any
@@ -110,7 +112,9 @@ def _check_later(zero: int, later: dict[str, Any]) -> None:
     if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
     if zero:
-        raise NotImplementedError(f"zero={zero} is not there yet: only zero=0, whole copies with averaged gradients, is")
+        raise NotImplementedError(
+            f"zero={zero} is not there yet: only zero=0, whole copies with averaged gradients, is"
+        )
     for name, value in later.items():
         if value is not None:
             raise NotImplementedError(_LATER[name])

@@ -446,8 +446,9 @@ def test_kill_9_of_every_rank_at_a_random_moment_leaves_nothing(fresh_ranks):
                 team.signal(rank, signal.SIGKILL)
                 time.sleep(generator.choice([0, 0, 0.01]))
             outcomes = team.wait(10, patient=True)
-            assert all(outcome.ended == "signal SIGKILL" for outcome in outcomes), outcomes
-            assert not [pid for pid in team.pids if os.path.exists(f"/proc/{pid}")]
+            # the last may have seen the first die, and said so, before its own turn came
+            assert all(outcome.ended == "signal SIGKILL" or outcome.error for outcome in outcomes), outcomes
+        assert not [pid for pid in team.pids if os.path.exists(f"/proc/{pid}")]
         assert shared_memory_files() <= before
     with fresh_ranks(3) as team:
         team.run(one_step)

@@ -25,7 +25,10 @@ class Check:
 def add_parser(commands: Any) -> None:
     """Adds the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "doctor", help="check the engine on this machine", description=__doc__, epilog="Exit code 0: all checks passed; 1: one failed."
+        "doctor",
+        help="check the engine on this machine",
+        description=__doc__,
+        epilog="Exit code 0: all checks passed; 1: one failed.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run)
@@ -37,7 +40,13 @@ def run(options: argparse.Namespace) -> int:
     description = _description() if checks[0].ok else {}
     ok = all(check.ok for check in checks)
     if options.json:
-        print(json.dumps({"ok": ok, "checks": [dataclasses.asdict(c) for c in checks], "description": description}, indent=2, default=str))
+        print(
+            json.dumps(
+                {"ok": ok, "checks": [dataclasses.asdict(c) for c in checks], "description": description},
+                indent=2,
+                default=str,
+            )
+        )
     else:
         if description:
             print(description)
@@ -76,9 +85,13 @@ def _engine_computes() -> str:
 def _torch_is_new_enough() -> str:
     import torch
 
-    found = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2])
+    found = tuple(
+        int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]
+    )
     if found < _OLDEST_TORCH:
-        raise RuntimeError(f"torch {torch.__version__} is older than {'.'.join(map(str, _OLDEST_TORCH))}: install a newer one")
+        raise RuntimeError(
+            f"torch {torch.__version__} is older than {'.'.join(map(str, _OLDEST_TORCH))}: install a newer one"
+        )
     return str(torch.__version__)
 
 
