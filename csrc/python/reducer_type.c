@@ -287,6 +287,7 @@ static int open_round(reducer_object *self, int64_t task)
 int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
 {
     int64_t task;
+    bool advance = false;
     sw_error err;
     sw_status status;
     if (check_ready(self) < 0 || current_task(self, &task) < 0)
@@ -294,7 +295,7 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
     if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED && open_round(self, task) < 0)
         return -1;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
-        return raise_status(self, sw_reducer_mark(self->reducer, index, task, &err), &err);
+        return raise_status(self, sw_reducer_mark(self->reducer, index, task, &advance, &err), &err);
     if (!sw_py_comm_enter(self->comm)) /* a forked child ends here */
         return -1;
     PyObject *grad = PyObject_GetAttr(param, self->grad_name);
@@ -302,9 +303,11 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
     int failed = !grad || !view;
     if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && grad != view)
         failed = copy_gradient(self, index, view, grad) < 0 || PyObject_SetAttr(param, self->grad_name, view) < 0;
-    if (!failed && grad != Py_None) {
+    if (!failed && grad != Py_None)
+        failed = raise_status(self, sw_reducer_mark(self->reducer, index, task, &advance, &err), &err) < 0;
+    if (!failed && advance) { /* only what may fold or wait gives the GIL away */
         Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_mark(self->reducer, index, task, &err);
+        status = sw_reducer_advance(self->reducer, &err);
         Py_END_ALLOW_THREADS
         failed = raise_status(self, status, &err) < 0;
     }

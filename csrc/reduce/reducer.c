@@ -12,6 +12,8 @@
 #include "base/bytes.h"
 #include "platform/memory.h"
 
+enum { MARKS_PER_POLL = 8 };
+
 typedef struct tail {
     uint32_t contributes, abandoned;
     uint32_t bits[]; /* of the bucket's parameters, in memory order */
@@ -51,6 +53,7 @@ struct sw_reducer {
     int64_t task;
     uint32_t rounds_since_forward;
     uint32_t parity;
+    uint32_t marks; /* gradients taken, to poll now and then */
     bool contributes, abandoned, divide_by_active, defer_all;
     sw_reducer_stats stats;
 };
@@ -352,6 +355,8 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
         b->state = BUCKET_FILLING;
         b->pending = reducer->layout.bucket[i].count;
     }
+    while (reducer->next_bucket < reducer->layout.bucket_count && !reducer->buckets[reducer->next_bucket].takes_part)
+        reducer->next_bucket++;
     return SW_OK;
 }
 
@@ -396,14 +401,14 @@ static sw_status post_ready(sw_reducer *reducer, sw_error *err)
     return SW_OK;
 }
 
-sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, sw_error *err)
+sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err)
 {
     bucket *b = bucket_of(reducer, param);
     param_state *state = &reducer->params[param];
     state->used = 1;
+    *advance = false;
     if (reducer->state != SW_ROUND_OPEN)
         return SW_OK;
-    bool again = state->placed || task != reducer->task;
     if (b->state == BUCKET_POSTED) {
         b->pinned = true;
         SW_FAIL(err, SW_E_STATE,
@@ -411,16 +416,24 @@ sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, sw_er
                 "this bucket waits for the end of the backward: clear the gradients and run the step again",
                 reducer->names[param], b->op.label);
     }
-    if (again)
+    if (state->placed || task != reducer->task)
         b->pinned = true;
     if (!state->placed && b->pending > 0)
         b->pending--;
     state->placed = 1;
-    SW_TRY(post_ready(reducer, err));
-    bool complete;
-    if (reducer->next_bucket > 0 && b->op.arena)
-        return reducer->comm->ops->poll(reducer->comm, 0, &complete, err);
+    /* While buckets are under way, every few gradients is often enough to look after them. */
+    bool under_way = reducer->next_bucket > 0 && ++reducer->marks % MARKS_PER_POLL == 0;
+    *advance = (b->pending == 0 && b->index == reducer->next_bucket) || under_way;
     return SW_OK;
+}
+
+sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err)
+{
+    bool complete;
+    SW_TRY(post_ready(reducer, err));
+    if (reducer->next_bucket == 0 || reducer->memory->transport != SW_TRANSPORT_POOL)
+        return SW_OK;
+    return reducer->comm->ops->poll(reducer->comm, 0, &complete, err);
 }
 
 static sw_status post_rest(sw_reducer *reducer, sw_error *err)

@@ -60,8 +60,10 @@ void sw_reducer_count_forward(sw_reducer *reducer);
 SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, sw_error *err);
 
 /* Parameter `param` got its gradient, which lies in its memory (except in a LOCAL round), by a hook in graph
- * task `task`. Posts what became sendable and helps on what is under way. */
-SW_MUST_USE sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, sw_error *err);
+ * task `task`. Never waits; *advance tells that sw_reducer_advance() has something to do. */
+SW_MUST_USE sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err);
+/* Posts, in order, the buckets that are complete, and helps on those under way. */
+SW_MUST_USE sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err);
 
 /* Whether the gradient of `param` was put into place by a mark in this round. */
 bool sw_reducer_is_placed(const sw_reducer *reducer, size_t param);

@@ -175,6 +175,34 @@ def test_activation_checkpointing_with_accumulation(rank, world_size, reentrant)
         zero_grad(wrapped, naive)
 
 
+@pytest.mark.skipif(PEER == "torch", reason="torch refuses")
+@both_caps
+@on_every_rank()
+def test_segments_that_begin_later_give_the_right_gradient_or_an_error_once(rank, world_size, cap):
+    """A bucket may be on its way when the second gradient of a parameter comes: never a wrong average, and the error
+    that names the parameter comes once."""
+    wrapped, naive = pair(lambda: Segments("ABAC", reentrant=True), bucket_cap_mb=cap)
+    errors = 0
+    for step in range(8):
+        plan = "ABAC" if step < 3 else "abacA"
+        for module in (wrapped.module, naive.module):
+            module.plan = plan
+        x = batch(rank, 6, 7, step=step).requires_grad_()
+        zero_grad(wrapped, naive)
+        try:
+            wrapped(x).square().mean().backward()
+        except engine.Error as error:
+            errors += 1
+            assert step == 3 or step == 4, step
+            assert "layers.a" in str(error) or "rank" in str(error), error
+            continue
+        naive(x).square().mean().backward()
+        naive.synchronise()
+        assert_same_gradients(wrapped, naive)
+    assert errors <= 2
+    assert same_everywhere(errors)
+
+
 # ---------------------------------------------------------------- exceptions
 
 
