@@ -13,6 +13,27 @@ const char *sw_transport_name(sw_transport transport)
     return (unsigned)transport < 3 ? names[transport] : "invalid";
 }
 
+/* Private pages on every rank, or the same sentence on every rank. */
+static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_error *err)
+{
+    sw_comm *comm = memory->comm;
+    sw_error cause = {.message = ""};
+    char mine[128] = "";
+    sw_status local = sw_pages_map(memory->size_bytes, &memory->base, &cause);
+    if (local != SW_OK)
+        snprintf(mine, sizeof mine, "%.127s", cause.message);
+    char *all = calloc((size_t)comm->world_size, sizeof mine);
+    if (!all)
+        SW_FAIL(err, SW_E_MEMORY, "no memory to agree on the gradients of '%s'", label);
+    sw_status status = comm->ops->gather(comm, mine, sizeof mine, all, label, err);
+    for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
+        if (all[(size_t)r * sizeof mine])
+            status = sw_error_set(err, SW_E_MEMORY, r, "the gradients of '%s' do not fit on rank %d: %s", label, r,
+                                  all + (size_t)r * sizeof mine);
+    free(all);
+    return status;
+}
+
 static sw_status make_buckets(sw_gradient_memory *memory, sw_transport wanted, const char *label, sw_error *err)
 {
     sw_comm *comm = memory->comm;
@@ -35,7 +56,7 @@ static sw_status make_buckets(sw_gradient_memory *memory, sw_transport wanted, c
         snprintf(memory->why, sizeof memory->why, "asked for");
     }
     memory->transport = SW_TRANSPORT_STAGED;
-    return sw_pages_map(memory->size_bytes, &memory->base, err);
+    return make_private(memory, label, err);
 }
 
 sw_status sw_gradient_memory_create(sw_comm *comm, size_t size_bytes, size_t tail_bytes, sw_transport wanted,

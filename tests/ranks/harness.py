@@ -426,11 +426,13 @@ def on_every_rank(
 # ---------------------------------------------------------------- ranks that are programs of their own
 
 
-def spawn_ranks(world_size: int, body: Callable[..., Any], folder: str, **arguments: Any) -> list[subprocess.Popen[str]]:
-    """The same body in W programs that start, run it and exit as any Python program does."""
+def spawn_ranks(
+    world_size: int, body: Callable[..., Any], folder: str, *, prefix: Sequence[str] = (), **arguments: Any
+) -> list[subprocess.Popen[str]]:
+    """The same body in W programs that start, run it and exit as any Python program does; `prefix`: what runs them."""
     here = pathlib.Path(__file__).resolve()
     request = pickle.dumps((body.__module__, body.__name__, arguments)).hex()
-    command = [sys.executable, str(here), str(world_size), folder, request]
+    command = [*prefix, sys.executable, str(here), str(world_size), folder, request]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return [
         subprocess.Popen(

@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 import socket
+import subprocess
 import time
 
 import pytest
@@ -413,6 +414,60 @@ def test_a_rank_out_of_descriptors_is_an_error_on_every_rank(fresh_ranks, world_
     with fresh_ranks(world_size) as team:
         texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_NOFILE, soft=None, transport="auto")
     assert_one_sentence(texts, f"rank {world_size - 1}")
+
+
+def wrap_under_an_address_space_limit(rank, world_size):
+    """Room for the control page on the last rank (some of it is cut off by torch's own needs), none for 64 MiB."""
+    sw.DistributedDataParallel(torch.nn.Linear(3, 3))(torch.ones(1, 3)).sum().backward()
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4096, 4096, bias=False)
+    with open("/proc/self/statm") as file:
+        soft = int(file.read().split()[0]) * resource.getpagesize() + (24 << 20)
+    try:
+        with limited(resource.RLIMIT_AS, soft) if rank == world_size - 1 else contextlib.nullcontext():
+            wrapped = data_parallel(module, timeout_s=10.0)
+        return wrapped._replica.reducer.transport, wrapped._replica.reducer.transport_reason
+    except (engine.Error, MemoryError, OSError) as error:
+        return "error", str(error)
+
+
+@at_least_two
+def test_a_rank_out_of_address_space_is_the_same_news_on_every_rank(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        values = team.run(wrap_under_an_address_space_limit, 20)
+    assert values == [values[0]] * world_size, values
+    assert values[0][0] in ("staged", "error") and f"rank {world_size - 1}" in values[0][1], values
+
+
+def trains_in_a_namespace(rank, world_size):
+    wrapped, naive = pair(Mlp)
+    for step in range(2):
+        compare_step(wrapped, naive, lambda model, step=step: backward(model, rank, step))
+    gather(None)
+    print("pid", os.getpid(), "transport", wrapped._replica.reducer.transport)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM) if os.getpid() != 1 else os._exit(9)
+    print("named", report(lambda: backward(wrapped, rank, 9)))
+
+
+UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+def test_ranks_in_pid_namespaces_of_their_own_train_and_miss_each_other(tmp_path):
+    try:
+        subprocess.run([*UNSHARE, "true"], check=True, capture_output=True, timeout=10)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no user namespaces here: {error}")
+    programs = spawn_ranks(3, trains_in_a_namespace, str(tmp_path), prefix=UNSHARE)
+    try:
+        outputs = [program.communicate(timeout=50)[0] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+    for rank, output in enumerate(outputs):
+        assert "pid 1 transport pool" in output, outputs
+        assert rank == 1 or "named ('CommError', 1," in output, outputs
 
 
 # ---------------------------------------------------------------- nothing stays behind

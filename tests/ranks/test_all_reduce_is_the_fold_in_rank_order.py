@@ -124,7 +124,9 @@ def test_memory_may_lie_in_an_arena_on_one_rank_and_be_private_on_another(rank, 
     comm.close()
 
 
-@pytest.mark.parametrize(("dtype", "op"), [("int32", "mean"), ("complex64", "max"), ("bool", "sum"), ("float32", "product")])
+@pytest.mark.parametrize(
+    ("dtype", "op"), [("int32", "mean"), ("complex64", "max"), ("bool", "sum"), ("float32", "product")]
+)
 @on_every_rank()
 def test_an_operation_that_has_no_meaning_is_refused_and_the_communicator_goes_on(rank, world_size, dtype, op):
     comm = host_comm(rank, world_size)

@@ -24,22 +24,18 @@ def relative_difference(wrapped, naive):
     return float((ours - theirs).norm() / theirs.norm())
 
 
+HOOKS = {
+    "allreduce": (default_hooks.allreduce_hook, 1e-6),  # gloo's order, in float32
+    "fp16_compress": (default_hooks.fp16_compress_hook, 2**-10),  # two roundings to 11 bits and sums in them
+    "fp16_compress_wrapper": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 2**-10),
+}
+
+
 @both_caps
-@pytest.mark.parametrize(
-    ("hook", "bound"),
-    [
-        (default_hooks.allreduce_hook, 1e-6),  # gloo's order, in float32
-        (default_hooks.fp16_compress_hook, 2**-10),  # two roundings to 11 bits and sums in them
-        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 2**-10),
-    ],
-    ids=["allreduce", "fp16_compress", "fp16_compress_wrapper"],
-)
-def test_torchs_hooks_give_the_mean_to_their_precision(world_size, teams, hook, bound, cap):
-    teams.run(world_size, torchs_hook, spoils=False, deadline_s=45, arguments={"name": hook.__name__, "bound": bound, "cap": cap})
-
-
-def torchs_hook(rank, world_size, name, bound, cap):
-    hook = getattr(default_hooks, name, None) or default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+@pytest.mark.parametrize("name", HOOKS)
+@on_every_rank()
+def test_torchs_hooks_give_the_mean_to_their_precision(rank, world_size, name, cap):
+    hook, bound = HOOKS[name]
     wrapped, naive = pair(Mlp, bucket_cap_mb=cap)
     wrapped.register_comm_hook(None, hook)
     for step in range(3):

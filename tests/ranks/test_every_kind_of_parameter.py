@@ -9,7 +9,16 @@ import torch
 from harness import gather, on_every_rank
 from models import Mlp
 from oracle.data_parallel import NaiveDataParallel
-from peer import TRANSPORTS, assert_same_gradients, assert_same_parameters, batch, compare_step, data_parallel, pair, zero_grad
+from peer import (
+    TRANSPORTS,
+    assert_same_gradients,
+    assert_same_parameters,
+    batch,
+    compare_step,
+    data_parallel,
+    pair,
+    zero_grad,
+)
 from torch import nn
 
 both_caps = pytest.mark.parametrize("cap", [0.001, 25])
@@ -276,7 +285,8 @@ def test_parameters_keep_their_identity_and_an_optimizer_made_before_stays_right
     assert before == [(id(parameter), parameter.data_ptr()) for parameter in module.parameters()]
     theirs = getattr(torch.optim, optimizer)(naive.module.parameters(), lr=0.1)
     for step in range(3):
-        compare_step(wrapped, naive, lambda model, step=step: model(batch(rank, 6, 7, step=step)).square().sum().backward())
+        x = batch(rank, 6, 7, step=step)
+        compare_step(wrapped, naive, lambda model, x=x: model(x).square().sum().backward())
         ours.step()
         theirs.step()
         assert_same_parameters(wrapped, naive)

@@ -1,5 +1,6 @@
 """Laws of the beginning: with init_sync every rank holds rank 0's parameters and buffers; ranks whose modules differ
-in any other way get one sentence naming both sides; broadcast_buffers makes rank 0's buffers everyone's each forward."""
+in any other way get one sentence naming both sides; broadcast_buffers makes
+rank 0's buffers everyone's each forward."""
 
 import time
 from collections import OrderedDict

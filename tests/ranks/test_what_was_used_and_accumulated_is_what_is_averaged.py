@@ -183,3 +183,28 @@ def test_a_loss_that_touches_no_parameter_on_one_rank_is_closed_at_the_optimizer
         for ours, theirs in zip(wrapped.module.parameters(), naive.module.parameters(), strict=True):
             assert bits_equal(ours.detach(), theirs.detach())
         zero_grad(wrapped, naive)
+
+
+@pytest.mark.skipif(engine is None, reason="the engine's counts")
+@on_every_rank()
+def test_no_collective_is_added_for_what_is_unused_or_accumulated(rank, world_size):
+    import shardwright as sw
+
+    def collectives():
+        counts = [stats for stats in sw.stats()["communicators"].values()]
+        return sum(c[name] for c in counts for name in ("all_reduce", "broadcast", "all_gather", "barrier"))
+
+    wrapped, naive = pair(Heads, bucket_cap_mb=0.0001)
+    buckets = wrapped._replica.reducer.bucket_count
+    assert buckets > 1
+    used = ["left right", "left", "right" if rank else "left right", "left right"]
+    for step, heads in enumerate(used):
+        before = collectives()
+        compare_step(wrapped, naive, lambda model, step=step, heads=heads: loss(model, rank, step, heads).backward())
+        assert collectives() - before == buckets, step
+    before = collectives()
+    with wrapped.no_sync():
+        loss(wrapped, rank, 9, "left right").backward()
+    with torch.no_grad():
+        loss(wrapped, rank, 9, "left right")
+    assert collectives() == before
