@@ -61,6 +61,11 @@ size_t sw_kernels_available(const sw_kernel_table **tables, size_t capacity);
  * SW_E_INVALID names the legal values when there is no such table here. */
 SW_MUST_USE sw_status sw_kernels_force(const char *name, sw_error *err);
 
+/* Copies size_bytes from `source` to `destination`, which do not overlap; past the caches if it is much. For
+ * data that nobody reads soon. Any alignment; complete (and ordered before later stores) on return.
+ * Cost: size_bytes read and written. */
+void sw_copy_streaming(void *destination, const void *source, size_t size_bytes);
+
 /* SW_OK if `op` is defined on `dtype`; else SW_E_INVALID with a sentence naming both. */
 SW_MUST_USE sw_status sw_redop_check(sw_redop op, sw_dtype dtype, sw_error *err);
 

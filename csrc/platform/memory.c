@@ -10,6 +10,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "base/bytes.h"
+#include "platform/clock.h"
 #include "platform/limits.h"
 
 #ifndef MFD_CLOEXEC
@@ -21,8 +23,16 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 enum { SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL };
+
+/* A huge page saves 511 of 512 address translations; measured on two cores of a virtual machine, a fold of
+ * 104 MiB takes 0.70 of the time and a copy 0.55. Gathering one costs about 6 ms, once. */
+static const size_t huge_page_bytes = 2u << 20, collapse_chunk_bytes = 32u << 20;
+static const int64_t collapse_budget_ns = INT64_C(2000000000);
 
 sw_status sw_memfd_create(size_t size_bytes, const char *label, int *fd, sw_error *err)
 {
@@ -41,6 +51,38 @@ sw_status sw_memfd_create(size_t size_bytes, const char *label, int *fd, sw_erro
     return SW_OK;
 }
 
+/* An address range for `size_bytes`, on a huge page's boundary if it is that large. Owned: PROT_NONE pages. */
+static void *reserve(size_t size_bytes)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t slack = size_bytes >= huge_page_bytes ? huge_page_bytes - page : 0;
+    size_t size = (size_bytes + page - 1) / page * page;
+    uint8_t *begin = mmap(NULL, size + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (begin == MAP_FAILED || slack == 0)
+        return begin;
+    size_t head = (huge_page_bytes - (uintptr_t)begin % huge_page_bytes) % huge_page_bytes;
+    if (head > 0)
+        munmap(begin, head);
+    if (slack > head)
+        munmap(begin + head + size, slack - head);
+    return begin + head;
+}
+
+/* Maps over a reserved range; MAP_FAILED with errno, and nothing kept, if that is refused. */
+static void *map_reserved(size_t size_bytes, int flags, int fd)
+{
+    void *range = reserve(size_bytes);
+    if (range == MAP_FAILED)
+        return range;
+    void *mapped = mmap(range, size_bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED | MAP_NORESERVE, fd, 0);
+    if (mapped == MAP_FAILED) {
+        int cause = errno;
+        munmap(range, size_bytes);
+        errno = cause;
+    }
+    return mapped;
+}
+
 sw_status sw_memfd_map(int fd, size_t size_bytes, uint8_t **address, sw_error *err)
 {
     struct stat status;
@@ -50,7 +92,7 @@ sw_status sw_memfd_map(int fd, size_t size_bytes, uint8_t **address, sw_error *e
     if (fstat(fd, &status) != 0 || (size_t)status.st_size < size_bytes)
         SW_FAIL(err, SW_E_STATE, "shared memory from a peer has %lld bytes, expected at least %zu",
                 (long long)status.st_size, size_bytes);
-    void *mapped = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    void *mapped = map_reserved(size_bytes, MAP_SHARED, fd);
     if (mapped == MAP_FAILED)
         return sw_error_set(err, SW_E_MEMORY, errno, "mapping %zu shared bytes failed: %s", size_bytes,
                             strerror(errno));
@@ -60,11 +102,12 @@ sw_status sw_memfd_map(int fd, size_t size_bytes, uint8_t **address, sw_error *e
 
 sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_error *err)
 {
-    void *mapped = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *mapped = map_reserved(size_bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     if (mapped == MAP_FAILED)
         return sw_error_set(err, SW_E_MEMORY, errno, "mapping %zu private bytes failed: %s", size_bytes,
                             strerror(errno));
+    if (size_bytes >= huge_page_bytes)
+        (void)madvise(mapped, size_bytes, MADV_HUGEPAGE);
     *address = mapped;
     return SW_OK;
 }
@@ -75,11 +118,26 @@ void sw_memory_unmap(uint8_t *address, size_t size_bytes)
         munmap(address, size_bytes);
 }
 
+/* Gathers the whole huge pages in [begin, end), which are present. Stops at the first refusal (an old kernel, or
+ * memory in pieces) and when the time is spent: small pages do as well, only slower. */
+static void collapse(uintptr_t begin, uintptr_t end)
+{
+    int64_t deadline_ns = sw_clock_now_ns() + collapse_budget_ns;
+    begin = (begin + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
+    end = end / huge_page_bytes * huge_page_bytes;
+    while (begin < end && sw_clock_now_ns() < deadline_ns) {
+        size_t chunk = sw_size_min(collapse_chunk_bytes, end - begin);
+        if (madvise((void *)begin, chunk, MADV_COLLAPSE) != 0 && errno != EAGAIN)
+            return;
+        begin += chunk;
+    }
+}
+
 void sw_memory_populate(uint8_t *address, size_t size_bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     uintptr_t begin = (uintptr_t)address & ~(uintptr_t)(page - 1);
     uintptr_t end = ((uintptr_t)address + size_bytes + page - 1) & ~(uintptr_t)(page - 1);
-    if (end > begin)
-        (void)madvise((void *)begin, end - begin, MADV_POPULATE_WRITE);
+    if (end > begin && madvise((void *)begin, end - begin, MADV_POPULATE_WRITE) == 0)
+        collapse(begin, end);
 }

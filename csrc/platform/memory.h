@@ -26,8 +26,9 @@ SW_MUST_USE sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_erro
 /* Ends either mapping. NULL is allowed. */
 void sw_memory_unmap(uint8_t *address, size_t size_bytes);
 
-/* Makes the pages of a range present and writable now, so that the first step does not pay for them.
- * A hint: failing is silent, the pages then come when touched. */
+/* Makes the pages of a range present and writable now, so that the first step does not pay for them, and gathers
+ * them into huge pages where the kernel can (Linux >= 6.1), for two seconds at most. A hint: failing is silent,
+ * the pages then come when touched, or stay small. */
 void sw_memory_populate(uint8_t *address, size_t size_bytes);
 
 #endif

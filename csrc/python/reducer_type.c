@@ -243,7 +243,7 @@ static int copy_gradient(reducer_object *self, size_t index, PyObject *view, PyO
         size_t bytes = layout->place[index].numel *
                        sw_dtype_size_bytes(layout->bucket[layout->place[index].bucket].dtype);
         if (bytes)
-            memcpy(sw_reducer_address(self->reducer, index), seen.data, bytes);
+            sw_copy_streaming(sw_reducer_address(self->reducer, index), seen.data, bytes);
         return 0;
     }
     PyObject *result = PyObject_CallFunctionObjArgs(self->copy, view, grad, NULL);

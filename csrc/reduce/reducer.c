@@ -175,16 +175,22 @@ static sw_status init_buckets(sw_reducer *reducer, const char *label, sw_error *
 
 static void bind_memory(sw_reducer *reducer)
 {
+    size_t begin = 0, end = 0; /* bytes to populate: neighbouring buckets that take part, as one range */
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
         if (reducer->memory->transport == SW_TRANSPORT_POOL)
             b->op.arena = reducer->memory->arena;
         else
             b->op.data = reducer->memory->base + b->op.offset_bytes;
-        if (b->takes_part)
-            sw_memory_populate(reducer->memory->base + b->op.offset_bytes,
-                               b->op.numel * sw_dtype_size_bytes(b->op.dtype));
+        if (!b->takes_part)
+            continue;
+        if (b->op.offset_bytes != end) {
+            sw_memory_populate(reducer->memory->base + begin, end - begin);
+            begin = b->op.offset_bytes;
+        }
+        end = b->op.offset_bytes + b->op.numel * sw_dtype_size_bytes(b->op.dtype);
     }
+    sw_memory_populate(reducer->memory->base + begin, end - begin);
 }
 
 static sw_status copy_names(sw_reducer *reducer, const char *const *names, size_t count, sw_error *err)

@@ -44,13 +44,26 @@ def queue_at_end(callback: Callable[[], None]) -> None:
 
 
 def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> Callable[..., Any]:
-    """`function`, run as it is under torch.compile. recursive=False: what it calls may be compiled."""
+    """`function`, run as it is under torch.compile. recursive=False: what it calls may be compiled.
+
+    A program that compiles nothing does not pay for the compiler: importing it takes seconds.
+    """
     lazy = getattr(torch, "_disable_dynamo", None)
     if lazy is not None:
         disabled: Callable[..., Any] = lazy(function, recursive=recursive)  # the compiler is imported at the first call
     else:
         disabled = torch.compiler.disable(function, recursive=recursive)
-    return disabled
+
+    @functools.wraps(function)
+    def as_it_is(*args: Any, **kwargs: Any) -> Any:
+        if _is_compiling():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return as_it_is
+
+
+_is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:
