@@ -23,8 +23,9 @@ typedef struct hello {
 } hello;
 
 typedef struct peer_link {
-    int socket; /* owned; -1: none (self) */
-    int pidfd;  /* owned; -1: not watched */
+    int socket;  /* owned; -1: none (self) */
+    int pidfd;   /* owned; -1: refused, then */
+    int lock_fd; /* owned: its control memfd, which it holds locked while it lives; -1: not needed */
 } peer_link;
 
 typedef struct shm_comm {
@@ -32,7 +33,7 @@ typedef struct shm_comm {
     sw_control **control; /* owned, mapped blocks included */
     peer_link *link;      /* owned, world_size */
     int listener;         /* owned; -1 once connected */
-    int control_fd;       /* owned; -1 once connected */
+    int control_fd;       /* owned, and locked by this process while it is open */
     int pidfd;            /* owned; on this process */
     int owner_pid;        /* who may tell the group that it leaves */
     int64_t join_deadline_ns;
@@ -47,7 +48,8 @@ static void close_fd(int *fd)
 
 static bool peer_ended(sw_fabric *fabric, int rank)
 {
-    return sw_process_has_ended(((shm_comm *)fabric)->link[rank].pidfd);
+    const peer_link *link = &((shm_comm *)fabric)->link[rank];
+    return sw_process_has_ended(link->pidfd) || sw_process_lock_is_free(link->lock_fd);
 }
 
 static void destroy(sw_comm *comm)
@@ -65,6 +67,7 @@ static void destroy(sw_comm *comm)
         if (shm->link) {
             close_fd(&shm->link[r].socket);
             close_fd(&shm->link[r].pidfd);
+            close_fd(&shm->link[r].lock_fd);
         }
     }
     close_fd(&shm->listener);
@@ -190,6 +193,9 @@ static sw_status open_own(shm_comm *shm, const char *host, char address[SW_SOCKE
     (*own)->pid = (int32_t)getpid();
     snprintf((*own)->host, sizeof (*own)->host, "%s", host);
     shm->pidfd = sw_process_open_self();
+    if (!sw_process_hold_lock(shm->control_fd) && shm->pidfd < 0)
+        SW_FAIL(err, SW_E_OS, "host communicator: neither a pidfd nor a file lock is allowed here, so that the death of "
+                "rank %d could not be seen", comm->rank);
     return sw_socket_listen(comm->world_size, address, &shm->listener, err);
 }
 
@@ -219,7 +225,7 @@ sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm
         sw_error_set(err, status, -1, "no memory for the peers of a host communicator of %d ranks", world_size);
     } else {
         for (int r = 0; r < world_size; ++r)
-            made->link[r] = (peer_link){.socket = -1, .pidfd = -1};
+            made->link[r] = (peer_link){.socket = -1, .pidfd = -1, .lock_fd = -1};
         status = open_own(made, host, address, err);
     }
     if (status != SW_OK) {
@@ -272,8 +278,13 @@ static sw_status receive_hello(shm_comm *shm, int socket, int expected, const ui
         goto close_all;
     }
     SW_TRY_GOTO(status, sw_memfd_map(fds[0], sizeof(sw_control), (uint8_t **)&shm->control[r], err), close_all);
-    close_fd(&fds[0]);
-    shm->link[r] = (peer_link){.socket = socket, .pidfd = message.has_pidfd ? fds[1] : -1};
+    shm->link[r] = (peer_link){.socket = socket, .pidfd = -1, .lock_fd = -1};
+    if (message.has_pidfd) {
+        shm->link[r].pidfd = fds[1];
+        close_fd(&fds[0]);
+    } else {
+        shm->link[r].lock_fd = fds[0];
+    }
     *accepted = true;
     return SW_OK;
 close_all:
@@ -339,15 +350,14 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
     shm->join_deadline_ns = sw_clock_now_ns() + comm->timeout_ns;
     SW_TRY(join(shm, addresses, secret, err));
     close_fd(&shm->listener);
-    close_fd(&shm->control_fd);
     return sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, shm->control, err);
 }
 
-bool sw_shm_comm_has_pidfds(const sw_comm *comm)
+const char *sw_shm_comm_watch(const sw_comm *comm)
 {
     const shm_comm *shm = (const shm_comm *)comm;
     for (int r = 0; r < comm->world_size; ++r)
-        if (r != comm->rank && shm->link[r].pidfd < 0)
-            return false;
-    return true;
+        if (shm->link[r].lock_fd >= 0)
+            return "file lock";
+    return "pidfd";
 }

@@ -23,7 +23,7 @@ SW_MUST_USE sw_status sw_shm_comm_create(int rank, int world_size, const char *h
 SW_MUST_USE sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const uint8_t *secret,
                                           sw_error *err);
 
-/* Whether deaths are seen by pidfd; false: only by the deadline. */
-bool sw_shm_comm_has_pidfds(const sw_comm *comm);
+/* How the deaths of peers are seen: "pidfd", or "file lock" where some rank was refused one. */
+const char *sw_shm_comm_watch(const sw_comm *comm);
 
 #endif

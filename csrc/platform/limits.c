@@ -22,37 +22,73 @@ static uint64_t read_number(const char *path)
     return value >= (UINT64_C(1) << 62) ? UINT64_MAX : value; /* v1 says "no limit" by a huge number */
 }
 
-/* The v2 cgroup of this process: "0::/path" in /proc/self/cgroup. Empty when there is none. */
-static void find_cgroup(char *path, size_t capacity)
+/* Bytes of file cache that the kernel drops before it refuses memory. 0 if that cannot be read. */
+static uint64_t read_reclaimable(const char *folder)
+{
+    static const char *const keys[] = {"inactive_file ", "total_inactive_file "}; /* v2, v1 with its children */
+    char path[700], line[128];
+    uint64_t bytes = 0;
+    snprintf(path, sizeof path, "%s/memory.stat", folder);
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return 0;
+    while (fgets(line, sizeof line, file))
+        for (size_t k = 0; k < sizeof keys / sizeof keys[0]; ++k)
+            if (strncmp(line, keys[k], strlen(keys[k])) == 0)
+                bytes = strtoull(line + strlen(keys[k]), NULL, 10);
+    fclose(file);
+    return bytes;
+}
+
+/* What is left below one memory limit. */
+static void tighten(sw_limits *limits, const char *folder, const char *limit_name, const char *usage_name)
+{
+    char path[700];
+    snprintf(path, sizeof path, "%s/%s", folder, limit_name);
+    uint64_t limit = read_number(path);
+    if (limit == UINT64_MAX)
+        return;
+    snprintf(path, sizeof path, "%s/%s", folder, usage_name);
+    uint64_t usage = read_number(path);
+    uint64_t cached = read_reclaimable(folder);
+    usage -= cached < usage ? cached : usage;
+    uint64_t left = usage < limit ? limit - usage : 0;
+    if (limits->memory_max_bytes == UINT64_MAX || left < limits->memory_max_bytes - limits->memory_current_bytes) {
+        limits->memory_max_bytes = limit;
+        limits->memory_current_bytes = limit - left;
+    }
+}
+
+/* From the group's own folder up to the root of its hierarchy: any of them may hold the tightest limit. In a
+ * container the path may belong to the host; then only the root is there, and is the container's own. */
+static void read_hierarchy(sw_limits *limits, const char *root, const char *path, const char *limit_name,
+                           const char *usage_name)
+{
+    char folder[640];
+    snprintf(folder, sizeof folder, "%s%s", root, path);
+    for (size_t end = strlen(folder); end >= strlen(root); end = (size_t)(strrchr(folder, '/') - folder)) {
+        folder[end] = '\0';
+        tighten(limits, folder, limit_name, usage_name);
+    }
+}
+
+/* Lines of /proc/self/cgroup: "0::/path" for v2, "4:memory:/path" for v1's memory controller. */
+static void read_cgroup(sw_limits *limits)
 {
     char line[512];
-    path[0] = '\0';
     FILE *file = fopen("/proc/self/cgroup", "re");
     if (!file)
         return;
-    while (fgets(line, sizeof line, file))
-        if (strncmp(line, "0::", 3) == 0) {
-            line[strcspn(line, "\n")] = '\0';
-            snprintf(path, capacity, "/sys/fs/cgroup%s", line + 3);
-        }
+    while (fgets(line, sizeof line, file)) {
+        line[strcspn(line, "\n")] = '\0';
+        const char *v1 = strstr(line, ":memory:");
+        if (strncmp(line, "0::/", 4) == 0)
+            read_hierarchy(limits, "/sys/fs/cgroup", line + 3, "memory.max", "memory.current");
+        else if (v1)
+            read_hierarchy(limits, "/sys/fs/cgroup/memory", v1 + strlen(":memory:"), "memory.limit_in_bytes",
+                           "memory.usage_in_bytes");
+    }
     fclose(file);
-}
-
-static void read_cgroup(sw_limits *limits)
-{
-    char folder[560];
-    char path[600];
-    find_cgroup(folder, sizeof folder);
-    if (folder[0]) {
-        snprintf(path, sizeof path, "%s/memory.max", folder);
-        limits->memory_max_bytes = read_number(path);
-        snprintf(path, sizeof path, "%s/memory.current", folder);
-        limits->memory_current_bytes = read_number(path);
-    }
-    if (limits->memory_max_bytes == UINT64_MAX) {
-        limits->memory_max_bytes = read_number("/sys/fs/cgroup/memory/memory.limit_in_bytes");
-        limits->memory_current_bytes = read_number("/sys/fs/cgroup/memory/memory.usage_in_bytes");
-    }
 }
 
 static uint64_t read_rlimit(int which)
@@ -71,22 +107,27 @@ void sw_limits_read(sw_limits *limits)
     limits->open_files = read_rlimit(RLIMIT_NOFILE);
 }
 
-sw_status sw_limits_check_file(size_t size_bytes, const char *label, sw_error *err)
+sw_status sw_limits_check_memory(size_t size_bytes, const char *label, sw_error *err)
 {
     sw_limits limits;
     sw_limits_read(&limits);
-    if (size_bytes > limits.file_size_bytes)
-        SW_FAIL(err, SW_E_MEMORY, "%s needs %zu bytes of shared memory, RLIMIT_FSIZE allows %" PRIu64, label,
-                size_bytes, limits.file_size_bytes);
-    if (limits.memory_max_bytes != UINT64_MAX && limits.memory_current_bytes != UINT64_MAX) {
-        uint64_t used = limits.memory_current_bytes;
-        uint64_t left = limits.memory_max_bytes > used ? limits.memory_max_bytes - used : 0;
-        if (size_bytes > left)
-            SW_FAIL(err, SW_E_MEMORY,
-                    "%s needs %zu bytes of shared memory, the cgroup's memory.max leaves %" PRIu64, label,
-                    size_bytes, left);
-    }
+    if (limits.memory_max_bytes == UINT64_MAX || limits.memory_current_bytes == UINT64_MAX)
+        return SW_OK;
+    uint64_t used = limits.memory_current_bytes;
+    uint64_t left = limits.memory_max_bytes > used ? limits.memory_max_bytes - used : 0;
+    if (size_bytes > left)
+        SW_FAIL(err, SW_E_MEMORY, "%s needs %zu bytes of memory, the cgroup's memory.max leaves %" PRIu64, label, size_bytes,
+                left);
     return SW_OK;
+}
+
+sw_status sw_limits_check_file(size_t size_bytes, const char *label, sw_error *err)
+{
+    uint64_t limit = read_rlimit(RLIMIT_FSIZE);
+    if (size_bytes > limit)
+        SW_FAIL(err, SW_E_MEMORY, "%s needs %zu bytes of shared memory, RLIMIT_FSIZE allows %" PRIu64, label, size_bytes,
+                limit);
+    return sw_limits_check_memory(size_bytes, label, err);
 }
 
 static uint64_t count_open_descriptors(void)

@@ -24,6 +24,23 @@ bool sw_process_has_ended(int pidfd)
     return pidfd >= 0 && poll(&watch, 1, 0) == 1 && (watch.revents & POLLIN);
 }
 
+static struct flock first_byte(void)
+{
+    return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
+}
+
+bool sw_process_hold_lock(int fd)
+{
+    struct flock lock = first_byte();
+    return fcntl(fd, F_SETLK, &lock) == 0;
+}
+
+bool sw_process_lock_is_free(int fd)
+{
+    struct flock lock = first_byte();
+    return fd >= 0 && fcntl(fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
 char sw_process_state(int pid)
 {
     char text[512];

@@ -530,7 +530,7 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
     }
     if (!peers)
         return NULL;
-    const char *watch = self->group ? "none" : sw_shm_comm_has_pidfds(self->comm) ? "pidfd" : "deadline";
+    const char *watch = self->group ? "none" : sw_shm_comm_watch(self->comm);
     return Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->comm->rank, "world_size", self->comm->world_size,
                          "transport", self->group ? "local" : "shm", "watch", watch, "peers", peers, "timeout_s",
                          (double)self->comm->timeout_ns * 1e-9);

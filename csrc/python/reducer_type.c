@@ -108,6 +108,15 @@ static int parse_transport(const char *name, sw_transport *transport)
     return -1;
 }
 
+static int parse_reduce(const char *name, bool *sums)
+{
+    *sums = strcmp(name, "sum") == 0;
+    if (*sums || strcmp(name, "mean") == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "reduce must be 'mean' or 'sum', got '%s'", name);
+    return -1;
+}
+
 static int create(reducer_object *self, specs *s, const sw_reducer_options *options)
 {
     sw_error err;
@@ -128,15 +137,15 @@ static int create(reducer_object *self, specs *s, const sw_reducer_options *opti
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm", "parameters", "bucket_cap_bytes", "transport", "label", NULL};
+    static char *names[] = {"comm", "parameters", "bucket_cap_bytes", "transport", "reduce", "label", NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *comm, *parameters;
     Py_ssize_t cap = 25 * 1024 * 1024;
-    const char *transport = "auto";
+    const char *transport = "auto", *reduce = "mean";
     sw_reducer_options options = {.label = "model"};
     specs s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nss:Reducer", names, &comm, &parameters, &cap, &transport,
-                                     &options.label))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsss:Reducer", names, &comm, &parameters, &cap, &transport,
+                                     &reduce, &options.label))
         return -1;
     engine_state *state = sw_py_state_of(op);
     if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {
@@ -149,7 +158,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     self->announced_task = NO_TASK;
     options.bucket_cap_bytes = (size_t)cap;
-    if (parse_transport(transport, &options.transport) < 0)
+    if (parse_transport(transport, &options.transport) < 0 || parse_reduce(reduce, &options.sums) < 0)
         return -1;
     Py_INCREF(comm);
     self->comm = (comm_object *)comm;

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "base/bytes.h"
+#include "platform/limits.h"
 #include "platform/memory.h"
 
 const char *sw_transport_name(sw_transport transport)
@@ -19,7 +20,9 @@ static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_
     sw_comm *comm = memory->comm;
     sw_error cause = {.message = ""};
     char mine[128] = "";
-    sw_status local = sw_pages_map(memory->size_bytes, &memory->base, &cause);
+    sw_status local = sw_limits_check_memory(memory->size_bytes, label, &cause);
+    if (local == SW_OK)
+        local = sw_pages_map(memory->size_bytes, &memory->base, &cause);
     if (local != SW_OK)
         snprintf(mine, sizeof mine, "%.127s", cause.message);
     char *all = calloc((size_t)comm->world_size, sizeof mine);

@@ -140,8 +140,10 @@ static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begi
     return found;
 }
 
-static sw_status init_buckets(sw_reducer *reducer, const char *label, sw_error *err)
+static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *options, sw_error *err)
 {
+    const char *label = options->label;
+    sw_redop redop = options->sums ? SW_REDOP_SUM : SW_REDOP_MEAN;
     const sw_layout *layout = &reducer->layout;
     size_t offset = 0;
     for (size_t i = 0; i < layout->bucket_count; ++i) {
@@ -159,7 +161,7 @@ static sw_status init_buckets(sw_reducer *reducer, const char *label, sw_error *
         b->plan = (sw_fold_plan){.context = b, .resolve = plan_resolve, .next_run = plan_next_run};
         b->op = (sw_op){.kind = SW_OP_ALL_REDUCE,
                         .dtype = shape->dtype,
-                        .redop = SW_REDOP_MEAN,
+                        .redop = redop,
                         .numel = shape->numel,
                         .offset_bytes = shape->offset_bytes,
                         .plan = &b->plan};
@@ -167,7 +169,7 @@ static sw_status init_buckets(sw_reducer *reducer, const char *label, sw_error *
                  reducer->names[layout->order[shape->first]],
                  reducer->names[layout->order[shape->first + shape->count - 1]]);
         if (shape->trainable)
-            SW_TRY(sw_redop_check(SW_REDOP_MEAN, shape->dtype, err));
+            SW_TRY(sw_redop_check(redop, shape->dtype, err));
     }
     reducer->tail_stride_bytes = offset;
     return SW_OK;
@@ -225,7 +227,7 @@ sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const 
         goto destroy;
     }
     SW_TRY_GOTO(status, copy_names(made, names, param_count, err), destroy);
-    SW_TRY_GOTO(status, init_buckets(made, options->label, err), destroy);
+    SW_TRY_GOTO(status, init_buckets(made, options, err), destroy);
     SW_TRY_GOTO(status,
                 sw_gradient_memory_create(comm, made->layout.size_bytes, 2 * made->tail_stride_bytes, options->transport,
                                           options->label, &made->memory, err),

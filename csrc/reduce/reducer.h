@@ -29,6 +29,7 @@ typedef struct sw_reducer sw_reducer;
 typedef struct sw_reducer_options {
     size_t bucket_cap_bytes;
     sw_transport transport;
+    bool sums; /* the sum of the contributions instead of their mean */
     const char *label; /* of the model, in messages; copied */
 } sw_reducer_options;
 

@@ -87,7 +87,7 @@ class HostComm:
     def stats(self) -> dict[str, int]:
         """Counts since creation: all_reduce, broadcast, all_gather, barrier, bytes_reduced, bytes_staged, waits, wait_ns."""
     def describe(self) -> dict[str, Any]:
-        """rank, world_size, transport, peers (one sentence each), watch ("pidfd"|"deadline"|"none"), timeout_s."""
+        """rank, world_size, transport, peers (one sentence each), watch ("pidfd"|"file lock"|"none"), timeout_s."""
     @property
     def is_alive(self) -> bool:
         """Whether it can still be used: not closed, and no rank of it has met an error or left."""
@@ -109,9 +109,10 @@ class Reducer:
         *,
         bucket_cap_bytes: int,
         transport: str = "auto",
+        reduce: str = "mean",
         label: str = "model",
     ) -> None:
-        """`parameters`: (name, numel, dtype, requires_grad). `transport`: "auto", "pool", "staged". Collective."""
+        """`parameters`: (name, numel, dtype, requires_grad). `transport`: "auto", "pool", "staged". `reduce`: "mean", "sum". Collective."""
     transport: str
     transport_reason: str
     bucket_count: int

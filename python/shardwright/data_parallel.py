@@ -173,6 +173,7 @@ class DistributedDataParallel(TorchDDP):
         settings = {
             "bucket_cap_mb": options.bucket_cap_mb,
             "transport": options.chosen_transport,
+            "reduce": options.reduce,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
         }

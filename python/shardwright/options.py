@@ -41,8 +41,8 @@ class Options:
         Accepted for torch's sake. Gradients are always views, unused parameters always handled.
     ignored_params : collection of Parameter or str
         Parameters left alone: neither broadcast nor averaged.
-    reduce : {"mean"}
-        How contributions are joined.
+    reduce : {"mean", "sum"}
+        How contributions are joined. A sum leaves the scale to the loss, as where ranks count their own tokens.
     deterministic : bool
         On the host results are always deterministic; accepted.
     transport : {"auto", "pool", "staged"}
@@ -100,10 +100,6 @@ class Options:
             raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
-        if self.reduce == "sum":
-            raise NotImplementedError(
-                "reduce='sum' is not there yet: only 'mean' is; multiply the loss by the world size instead"
-            )
         if self.units != "auto" or self.reshard_after_forward is not True or self.share_parameters != "auto":
             raise NotImplementedError(
                 "units, reshard_after_forward and share_parameters belong to zero=3, which is not there yet"

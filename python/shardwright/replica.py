@@ -56,8 +56,22 @@ class Replica:
             self.table.rows(),
             bucket_cap_bytes=options.bucket_cap_bytes,
             transport=options.chosen_transport,
+            reduce=options.reduce,
             label=self.label,
         )
+        try:
+            self._attach(synchronises)
+        except BaseException as error:  # of this rank alone: the others must not wait for it
+            if group.comm.is_alive:
+                group.comm.abort(f"wrapping {self.label} failed: {error}")
+            raise
+        self._drift = DriftCheck(module, self.table, ignored)
+        self._identities = frozenset(map(id, self.table.parameters))
+        self.on_output_gradient = _output_hook(self.reducer)
+        _live.add(self)
+        _hooks.watch_steps(self)
+
+    def _attach(self, synchronises: Callable[[], bool]) -> None:
         self.views = [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
         self.reducer.attach(
             self.table.parameters,
@@ -70,11 +84,6 @@ class Replica:
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
                 self._hook(index)
-        self._drift = DriftCheck(module, self.table, ignored)
-        self._identities = frozenset(map(id, self.table.parameters))
-        self.on_output_gradient = _output_hook(self.reducer)
-        _live.add(self)
-        _hooks.watch_steps(self)
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """An older replica of this very module gives way; one of another module that shares a parameter is an error."""
@@ -106,7 +115,8 @@ class Replica:
         """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
         module = self._module()
         if module is not None:
-            for index in self._drift.check_members(module):
+            self._drift.check(module)
+            for index in self._drift.take_unfrozen():
                 self._unfreeze(index)
         self.reducer.forward(synchronises)
 
@@ -118,7 +128,7 @@ class Replica:
         """Called before the step of an optimizer that holds one of our parameters."""
         module = self._module()
         if module is not None:
-            self._drift.check_addresses(module)
+            self._drift.check(module)
         self.reducer.close_pending()
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:

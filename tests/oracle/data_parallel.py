@@ -15,8 +15,8 @@ class NaiveDataParallel:
     since the last synchronisation keeps its `.grad`, None included.
     """
 
-    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self.module, self.group, self.touched = module, group, set[str]()
+    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup | None = None, reduce: str = "mean") -> None:
+        self.module, self.group, self.reduce, self.touched = module, group, reduce, set[str]()
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self.watch(name, parameter)
@@ -45,5 +45,5 @@ class NaiveDataParallel:
             if any(theirs[name][0] for theirs in everyone):
                 zeros = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
                 grads = [theirs[name][1] for theirs in everyone]
-                parameter.grad = fold([zeros if grad is None else grad for grad in grads], "mean")
+                parameter.grad = fold([zeros if grad is None else grad for grad in grads], self.reduce)
         self.touched.clear()

@@ -47,7 +47,7 @@ def pair(build: Callable[[], torch.nn.Module], **options: Any) -> tuple[Any, Nai
     """The same module twice: wrapped, and under the naive law. `build` is called with one seed on every rank."""
     torch.manual_seed(0)
     module = build()
-    naive = NaiveDataParallel(copy.deepcopy(module), options.get("process_group"))
+    naive = NaiveDataParallel(copy.deepcopy(module), options.get("process_group"), options.get("reduce", "mean"))
     return data_parallel(module, **options), naive
 
 

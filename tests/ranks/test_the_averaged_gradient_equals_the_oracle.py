@@ -44,6 +44,14 @@ def test_whatever_the_bucket_cap_and_the_transport(rank, world_size, cap, transp
     train(rank, wrapped, naive)
 
 
+@pytest.mark.skipif(PEER == "torch", reason="ours")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_every_rank()
+def test_a_sum_that_is_not_divided(rank, world_size, transport):
+    wrapped, naive = pair(Mlp, bucket_cap_mb=0.001, transport=transport, reduce="sum")
+    train(rank, wrapped, naive)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_every_rank()
 def test_with_gradients_of_several_megabytes(rank, world_size, transport):
