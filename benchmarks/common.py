@@ -37,12 +37,17 @@ TIMEOUT_S = 300.0
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, watch: Callable[[Sequence[int]], None] | None = None) -> list[Any]:
+def run_ranks(
+    world_size: int, work: Callable[..., Any], *args: Any, watch: Callable[[Sequence[int]], None] | None = None, warm: bool = True
+) -> list[Any]:
     """`work(rank, world_size, *args)` in fresh processes joined by Gloo on 127.0.0.1; the results in rank order.
 
-    `watch(pids)` is called again and again while the ranks run.
+    `watch(pids)` is called again and again while the ranks run. `warm`: forked from a process that has imported torch,
+    whose pages they then share; else each imports it anew.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver" if warm else "spawn")
+    if warm:
+        context.set_forkserver_preload(["torch", "torch.distributed", "shardwright"])
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         store = os.path.join(folder, "store")
@@ -242,6 +247,12 @@ class Report:
                  discarded=ours.discarded + peer.discarded, disturbed=ours.disturbed + peer.disturbed,
                  ours_spread=ours.spread, peer_spread=peer.spread,
                  ours_undropped=ours.undropped_median * scale, peer_undropped=peer.undropped_median * scale, **extra)
+
+    def add_no_result(self, case: str, reason: str) -> None:
+        """A row that says why there is no figure."""
+        self.rows.append({"bench": self.bench, "case": case, "ok": False, "no_result": reason})
+        self._save()
+        print(f"none {case:<44} {reason}", flush=True)
 
     def _save(self) -> None:
         """One object a row; a first one says where they are from. After each row: a run that is cut off keeps what it has."""
