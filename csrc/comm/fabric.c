@@ -22,8 +22,12 @@ sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control
     fabric->source = calloc(count, sizeof *fabric->source);
     fabric->destination = calloc(count, sizeof *fabric->destination);
     fabric->contributes = calloc(count, sizeof *fabric->contributes);
-    if (!fabric->source || !fabric->destination || !fabric->contributes)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the tables of a communicator of %d ranks", world_size);
+    if (!fabric->source || !fabric->destination || !fabric->contributes) {
+        sw_error reason;
+        sw_error_set(&reason, SW_E_MEMORY, rank, "rank %d has no memory for the tables of a communicator of %d ranks",
+                     rank, world_size);
+        return sw_fabric_end(fabric, &reason, err);
+    }
     return SW_OK;
 }
 
@@ -66,16 +70,20 @@ void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
     snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, control->pid, control->host);
 }
 
+void sw_control_end(sw_control *control, const sw_error *reason)
+{
+    control->reason = *reason;
+    atomic_store(&control->state, SW_MEMBER_ENDED);
+    sw_futex_wake_all(&control->posted);
+    sw_futex_wake_all(&control->done);
+}
+
 sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err)
 {
-    sw_control *own = fabric->control[fabric->comm.rank];
     if (fabric->ended == SW_OK) {
         fabric->ended = reason->status;
         fabric->reason = *reason;
-        own->reason = *reason;
-        atomic_store(&own->state, SW_MEMBER_ENDED);
-        sw_futex_wake_all(&own->posted);
-        sw_futex_wake_all(&own->done);
+        sw_control_end(fabric->control[fabric->comm.rank], reason);
     }
     if (err && err != reason)
         *err = *reason;
