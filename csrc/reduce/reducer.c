@@ -499,12 +499,9 @@ static int abandoned_by(sw_reducer *reducer)
     return -1;
 }
 
-static sw_status complete_round(sw_reducer *reducer, sw_error *err)
+static sw_status check_abandoned(sw_reducer *reducer, sw_error *err)
 {
-    SW_TRY(post_rest(reducer, err));
-    SW_TRY(wait_all(reducer, err));
     int rank = abandoned_by(reducer);
-    collect(reducer);
     if (rank >= 0 && !reducer->abandoned) {
         char peer[SW_COMM_PEER_BYTES];
         reducer->comm->ops->peer(reducer->comm, rank, peer);
@@ -514,6 +511,14 @@ static sw_status complete_round(sw_reducer *reducer, sw_error *err)
                             peer, reducer->comm->rank);
     }
     return SW_OK;
+}
+
+static sw_status complete_round(sw_reducer *reducer, sw_error *err)
+{
+    SW_TRY(post_rest(reducer, err));
+    SW_TRY(wait_all(reducer, err));
+    collect(reducer);
+    return check_abandoned(reducer, err);
 }
 
 sw_status sw_reducer_finish(sw_reducer *reducer, sw_error *err)
@@ -535,7 +540,8 @@ sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err)
         return SW_OK;
     }
     reducer->abandoned = true;
-    sw_status status = complete_round(reducer, err);
+    /* Where a user's hook owns the buckets, peers wait at the exchange of use bits, not at the buckets. */
+    sw_status status = reducer->defer_all ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
     reducer->abandoned = false;
     reducer->state = SW_ROUND_CLOSED;
     reducer->stats.abandoned++;
@@ -566,5 +572,5 @@ sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
         if (reducer->buckets[i].takes_part)
             read_tails(&reducer->buckets[i], reducer->contributors, &by);
     collect(reducer);
-    return SW_OK;
+    return check_abandoned(reducer, err);
 }
