@@ -120,11 +120,13 @@ static void describe_side(const sw_descriptor *d, char *text, size_t capacity)
         snprintf(detail, sizeof detail, ", %llu bytes from rank %d", (unsigned long long)d->numel, (int)d->root);
     else if (d->kind == SW_OP_ALL_GATHER)
         snprintf(detail, sizeof detail, ", %llu bytes", (unsigned long long)d->numel);
-    char round[64] = "";
+    char place[48] = "", round[64] = "";
+    if (d->form == FORM_POOL && d->kind != SW_OP_BARRIER)
+        snprintf(place, sizeof place, ", at byte %llu of an arena", (unsigned long long)d->offset_bytes);
     if (d->round)
         snprintf(round, sizeof round, ", backward %u since its last forward", d->round);
-    snprintf(text, capacity, "%s '%.*s'%s%s", sw_op_kind_name((sw_op_kind)d->kind), SW_COMM_LABEL_BYTES - 1, d->label,
-             detail, round);
+    snprintf(text, capacity, "%s '%.*s'%s%s%s", sw_op_kind_name((sw_op_kind)d->kind), SW_COMM_LABEL_BYTES - 1, d->label,
+             detail, place, round);
 }
 
 static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error *err)
@@ -135,7 +137,7 @@ static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error 
         const sw_descriptor *other = &fabric->control[r]->ring[at];
         if (memcmp(first, other, sizeof *first) == 0)
             continue;
-        char one[192], two[192];
+        char one[224], two[224];
         sw_error reason;
         describe_side(first, one, sizeof one);
         describe_side(other, two, sizeof two);
