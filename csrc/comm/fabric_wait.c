@@ -71,8 +71,10 @@ static sw_status check_peers(sw_fabric *fabric, const wait_state *wait, uint32_t
             continue;
         uint32_t state = atomic_load(&control->state);
         if (state == SW_MEMBER_ENDED) {
+            if (sw_ticket_reached(atomic_load(&control->done), ticket))
+                continue; /* it ended after all of its part here, whoever else is late: a later call gets that error */
             if (first_missing(fabric, wait, ticket) < 0)
-                return SW_OK; /* it ended after it had done its part here: that error belongs to a later call */
+                return SW_OK; /* what was missing has come meanwhile */
             reason = control->reason;
             reason.message[sizeof reason.message - 1] = '\0';
             return sw_fabric_end(fabric, &reason, err);
