@@ -1,4 +1,5 @@
-"""Runs the C tests: each tests/csrc/test_*.c, linked with the engine's sources that need no Python.
+"""Runs the C tests: each tests/csrc/test_*.c, linked with the engine's sources that need no Python, and with the
+other files of that folder, which the tests share (one of them fails allocations in turn: hence --wrap).
 
 Modes: plain (gcc, the shipped flags) and asan (address and undefined behaviour, the pass of the quick form);
 the long form (SW_TEST_LONG=1) adds tsan and clang. Objects are compiled once a mode, under build/csrc-tests,
@@ -21,6 +22,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 C_TESTS = sorted((ROOT / "tests" / "csrc").glob("test_*.c"))
+SHARED = sorted(set((ROOT / "tests" / "csrc").glob("*.c")) - set(C_TESTS))
+WRAPPED = ["-Wl," + ",".join(f"--wrap={name}" for name in ("malloc", "calloc", "realloc", "mmap", "munmap"))]
 RUN_LIMIT_S = 170
 
 
@@ -88,10 +91,11 @@ class Builder:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.objects is None:
                 with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-                    self.objects = list(pool.map(self.compile, engine_sources()))
+                    self.objects = list(pool.map(self.compile, [*engine_sources(), *SHARED]))
             program = self.folder / test.stem
             linked = [str(self.compile(test)), *map(str, self.objects)]
-            run_checked([self.mode.compiler, *self.mode.flags, "-pthread", *linked, "-lm", "-o", str(program)])
+            command = [self.mode.compiler, *self.mode.flags, "-pthread", *WRAPPED, *linked, "-lm", "-o", str(program)]
+            run_checked(command)
         return program
 
     def compile(self, source: Path) -> Path:

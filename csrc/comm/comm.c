@@ -1,6 +1,9 @@
 /* comm.c - the arithmetic and the names that all transports share. */
 #include "comm/comm.h"
 
+#include <stdarg.h>
+#include <stdio.h>
+
 #include "base/bytes.h"
 
 size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size)
@@ -8,6 +11,21 @@ size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size)
     size_t unit = SW_ALIGNMENT_BYTES / element_bytes;
     size_t share = numel / (size_t)world_size + (numel % (size_t)world_size != 0);
     return (share + unit - 1) / unit * unit;
+}
+
+sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...)
+{
+    char why[384];
+    sw_error reason;
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(why, sizeof why, format, arguments);
+    va_end(arguments);
+    sw_error_set(&reason, status, comm->rank, "rank %d gave up: %s", comm->rank, why);
+    comm->ops->abort(comm, &reason);
+    if (err)
+        *err = reason;
+    return status;
 }
 
 const char *sw_op_kind_name(sw_op_kind kind)

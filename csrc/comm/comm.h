@@ -115,6 +115,10 @@ struct sw_comm {
 /* Elements of a rank's slice of `numel` elements: equal, and every cut on SW_ALIGNMENT_BYTES. */
 size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);
 
+/* This rank cannot take its part in what its peers go on to (it has no memory for its tables): ends the
+ * communicator, so that nobody waits for it, and says why on every rank. Returns `status`. */
+sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...) SW_PRINTF(4, 5);
+
 const char *sw_op_kind_name(sw_op_kind kind);
 
 #endif

@@ -22,8 +22,12 @@ sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control
     fabric->source = calloc(count, sizeof *fabric->source);
     fabric->destination = calloc(count, sizeof *fabric->destination);
     fabric->contributes = calloc(count, sizeof *fabric->contributes);
-    if (!fabric->source || !fabric->destination || !fabric->contributes)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the tables of a communicator of %d ranks", world_size);
+    if (!fabric->source || !fabric->destination || !fabric->contributes) {
+        sw_error reason;
+        sw_error_set(&reason, SW_E_MEMORY, rank, "rank %d has no memory for the tables of a communicator of %d ranks",
+                     rank, world_size);
+        return sw_fabric_end(fabric, &reason, err);
+    }
     return SW_OK;
 }
 
@@ -66,16 +70,20 @@ void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
     snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, control->pid, control->host);
 }
 
+void sw_control_end(sw_control *control, const sw_error *reason)
+{
+    control->reason = *reason;
+    atomic_store(&control->state, SW_MEMBER_ENDED);
+    sw_futex_wake_all(&control->posted);
+    sw_futex_wake_all(&control->done);
+}
+
 sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err)
 {
-    sw_control *own = fabric->control[fabric->comm.rank];
     if (fabric->ended == SW_OK) {
         fabric->ended = reason->status;
         fabric->reason = *reason;
-        own->reason = *reason;
-        atomic_store(&own->state, SW_MEMBER_ENDED);
-        sw_futex_wake_all(&own->posted);
-        sw_futex_wake_all(&own->done);
+        sw_control_end(fabric->control[fabric->comm.rank], reason);
     }
     if (err && err != reason)
         *err = *reason;
@@ -112,11 +120,13 @@ static void describe_side(const sw_descriptor *d, char *text, size_t capacity)
         snprintf(detail, sizeof detail, ", %llu bytes from rank %d", (unsigned long long)d->numel, (int)d->root);
     else if (d->kind == SW_OP_ALL_GATHER)
         snprintf(detail, sizeof detail, ", %llu bytes", (unsigned long long)d->numel);
-    char round[64] = "";
+    char place[48] = "", round[64] = "";
+    if (d->form == FORM_POOL && d->kind != SW_OP_BARRIER)
+        snprintf(place, sizeof place, ", at byte %llu of an arena", (unsigned long long)d->offset_bytes);
     if (d->round)
         snprintf(round, sizeof round, ", backward %u since its last forward", d->round);
-    snprintf(text, capacity, "%s '%.*s'%s%s", sw_op_kind_name((sw_op_kind)d->kind), SW_COMM_LABEL_BYTES - 1, d->label,
-             detail, round);
+    snprintf(text, capacity, "%s '%.*s'%s%s%s", sw_op_kind_name((sw_op_kind)d->kind), SW_COMM_LABEL_BYTES - 1, d->label,
+             detail, place, round);
 }
 
 static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error *err)
@@ -127,7 +137,7 @@ static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error 
         const sw_descriptor *other = &fabric->control[r]->ring[at];
         if (memcmp(first, other, sizeof *first) == 0)
             continue;
-        char one[192], two[192];
+        char one[224], two[224];
         sw_error reason;
         describe_side(first, one, sizeof one);
         describe_side(other, two, sizeof two);

@@ -70,7 +70,8 @@ typedef struct sw_fabric {
     bool *contributes;
 } sw_fabric;
 
-/* Takes rank, world_size and blocks; the transport has filled pid and host of its own. */
+/* Takes rank, world_size and blocks; the transport has filled pid and host of its own. On failure peers get the
+ * same sentence. */
 SW_MUST_USE sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control **control, sw_error *err);
 /* Leaves the group (peers that wait for this rank are told) and frees the scratch. */
 void sw_fabric_fini(sw_fabric *fabric);
@@ -86,6 +87,9 @@ void sw_fabric_abort(sw_comm *comm, const sw_error *reason);
 void sw_fabric_leave(sw_comm *comm);
 bool sw_fabric_is_alive(sw_comm *comm);
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+
+/* Tells whoever waits for the owner of `control` that it met `reason` and does nothing more. Once. */
+void sw_control_end(sw_control *control, const sw_error *reason);
 
 /* Between the fabric's own files. */
 

@@ -79,11 +79,11 @@ static void execute_slot(sw_fabric *fabric, const sw_pending *pending, uint32_t 
     const sw_op *op = &pending->op;
     size_t slot = ticket % SW_FABRIC_SLOTS;
     size_t bytes = pending->count * sw_dtype_size_bytes(op->dtype);
-    if (bytes == 0)
-        return;
-    if (op->kind == SW_OP_ALL_REDUCE) {
+    if (op->kind == SW_OP_ALL_REDUCE) { /* of nothing, too: the plan may want to be resolved */
         fold_range range = {.begin = pending->begin, .end = pending->begin + pending->count, .slots = true};
         fold(fabric, pending, ticket, &range);
+    } else if (bytes == 0) {
+        return;
     } else if (op->kind == SW_OP_BROADCAST && op->root != fabric->comm.rank) {
         memcpy(op->data, fabric->control[op->root]->slot[slot], bytes);
     } else if (op->kind == SW_OP_ALL_GATHER) {

@@ -71,8 +71,10 @@ static sw_status check_peers(sw_fabric *fabric, const wait_state *wait, uint32_t
             continue;
         uint32_t state = atomic_load(&control->state);
         if (state == SW_MEMBER_ENDED) {
+            if (sw_ticket_reached(atomic_load(&control->done), ticket))
+                continue; /* it ended after all of its part here, whoever else is late: a later call gets that error */
             if (first_missing(fabric, wait, ticket) < 0)
-                return SW_OK; /* it ended after it had done its part here: that error belongs to a later call */
+                return SW_OK; /* what was missing has come meanwhile */
             reason = control->reason;
             reason.message[sizeof reason.message - 1] = '\0';
             return sw_fabric_end(fabric, &reason, err);
@@ -96,8 +98,14 @@ static sw_status check_clock(sw_fabric *fabric, wait_state *wait, uint32_t ticke
     sw_comm *comm = &fabric->comm;
     int64_t waited = sw_clock_now_ns() - wait->begun_ns;
     char missing[320], what[160], message[SW_ERROR_MESSAGE_BYTES];
-    if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context))
+    if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context)) {
+        /* The caller takes its memory back, and with it what the operation borrowed: no later call may go on with it. */
+        sw_error reason;
+        describe_wait(fabric, ticket, what, sizeof what);
+        sw_error_set(&reason, SW_E_COMM, comm->rank, "rank %d was interrupted while it waited in %s", comm->rank, what);
+        sw_fabric_end(fabric, &reason, NULL);
         SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while waiting for a peer");
+    }
     if (waited < wait->warn_ns && waited < comm->timeout_ns)
         return SW_OK;
     list_missing(fabric, wait, ticket, missing, sizeof missing);

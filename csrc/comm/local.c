@@ -93,7 +93,7 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     uint8_t **base = calloc(count, sizeof *base);
     arena_offer *offers = calloc(count, sizeof *offers);
     if (!made || !base || !offers) {
-        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the tables of arena '%s'", label);
+        status = sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory for the tables of arena '%s'", label);
         goto free_tables;
     }
     if (sw_pages_map(size_bytes, &mine.address, &cause) != SW_OK)
@@ -143,8 +143,12 @@ sw_status sw_local_comm_create(sw_local_group *group, int rank, sw_comm **comm, 
     if (rank < 0 || rank >= group->world_size)
         SW_FAIL(err, SW_E_INVALID, "local communicator: rank must be in [0, %d), got %d", group->world_size, rank);
     local_comm *made = calloc(1, sizeof *made);
-    if (!made)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for a local communicator");
+    if (!made) {
+        sw_error reason;
+        sw_error_set(&reason, SW_E_MEMORY, rank, "rank %d has no memory for a local communicator", rank);
+        sw_control_end(group->control[rank], &reason);
+        SW_FAIL(err, SW_E_MEMORY, "%s", reason.message);
+    }
     made->fabric.comm = (sw_comm){.ops = &local_ops,
                                   .timeout_ns = INT64_C(1800) * 1000000000,
                                   .warn_after_ns = INT64_C(30) * 1000000000};

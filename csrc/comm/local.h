@@ -12,7 +12,7 @@ typedef struct sw_local_group sw_local_group;
 SW_MUST_USE sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error *err);
 void sw_local_group_destroy(sw_local_group *group);
 
-/* The communicator of one rank; its timeouts are the caller's to set. */
+/* The communicator of one rank; its timeouts are the caller's to set. On failure the peers get its sentence. */
 SW_MUST_USE sw_status sw_local_comm_create(sw_local_group *group, int rank, sw_comm **comm, sw_error *err);
 
 #endif

@@ -91,7 +91,7 @@ static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_s
     arena_verdict mine = {.size_bytes = size_bytes, .failed = local != SW_OK};
     arena_verdict *all = calloc((size_t)comm->world_size, sizeof *all);
     if (!all)
-        SW_FAIL(err, SW_E_MEMORY, "no memory to agree on arena '%s'", label);
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory to agree on arena '%s'", label);
     if (local != SW_OK)
         snprintf(mine.message, sizeof mine.message, "%.240s", cause->message);
     sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);

@@ -359,6 +359,16 @@ static sw_status broadcast_ranges(sw_comm *comm, sw_op *operation, const byte_ra
     return SW_OK;
 }
 
+static sw_status broadcast_all(sw_comm *comm, sw_op *operation, const byte_range *ranges, size_t count, sw_error *err)
+{
+    uint8_t *bounce = malloc(BOUNCE_BYTES);
+    if (!bounce)
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "broadcast '%s': no memory", operation->label);
+    sw_status status = broadcast_ranges(comm, operation, ranges, count, bounce, err);
+    free(bounce);
+    return status;
+}
+
 static byte_range *parse_ranges(PyObject *list, size_t *count)
 {
     Py_ssize_t size = PySequence_Size(list);
@@ -393,17 +403,14 @@ static PyObject *comm_broadcast(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &operation.root, &label) || !set_label(&operation, label))
         return NULL;
     byte_range *ranges = parse_ranges(list, &count);
-    uint8_t *bounce = malloc(BOUNCE_BYTES);
-    if (!ranges || !bounce || PyErr_Occurred() || !sw_py_comm_enter(self)) {
+    if (!ranges || PyErr_Occurred() || !sw_py_comm_enter(self)) {
         free(ranges);
-        free(bounce);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
-    status = broadcast_ranges(self->comm, &operation, ranges, count, bounce, &err);
+    status = broadcast_all(self->comm, &operation, ranges, count, &err);
     Py_END_ALLOW_THREADS
     free(ranges);
-    free(bounce);
     return finish(self, status, &err);
 }
 
@@ -433,7 +440,7 @@ static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, cons
     memcpy(mine.bytes, data, sw_size_min(size, INLINE_BYTES));
     out->envelopes = calloc(world_size, sizeof *out->envelopes);
     if (!out->envelopes)
-        SW_FAIL(err, SW_E_MEMORY, "all_gather '%s': no memory", label);
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "all_gather '%s': no memory", label);
     SW_TRY(comm->ops->gather(comm, &mine, sizeof mine, out->envelopes, label, err));
     for (size_t r = 0; r < world_size; ++r)
         out->longest = sw_size_max(out->longest, (size_t)out->envelopes[r].length);
@@ -442,7 +449,8 @@ static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, cons
     out->padded = calloc(1, out->longest);
     out->all = malloc(out->longest * world_size);
     if (!out->padded || !out->all)
-        SW_FAIL(err, SW_E_MEMORY, "all_gather '%s': no memory for %zu bytes a rank", label, out->longest);
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "all_gather '%s': no memory for %zu bytes a rank", label,
+                               out->longest);
     memcpy(out->padded, data, size);
     return comm->ops->gather(comm, out->padded, out->longest, out->all, label, err);
 }

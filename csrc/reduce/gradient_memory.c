@@ -27,7 +27,7 @@ static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_
         snprintf(mine, sizeof mine, "%.127s", cause.message);
     char *all = calloc((size_t)comm->world_size, sizeof mine);
     if (!all)
-        SW_FAIL(err, SW_E_MEMORY, "no memory to agree on the gradients of '%s'", label);
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory to agree on the gradients of '%s'", label);
     sw_status status = comm->ops->gather(comm, mine, sizeof mine, all, label, err);
     for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (all[(size_t)r * sizeof mine])
@@ -68,7 +68,7 @@ sw_status sw_gradient_memory_create(sw_comm *comm, size_t size_bytes, size_t tai
     sw_status status;
     sw_gradient_memory *made = calloc(1, sizeof *made);
     if (!made)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the gradients of '%s'", label);
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory for the gradients of '%s'", label);
     made->comm = comm;
     made->size_bytes = sw_size_max(size_bytes, SW_ALIGNMENT_BYTES);
     SW_TRY_GOTO(status, comm->ops->arena_create(comm, sw_size_max(tail_bytes, SW_ALIGNMENT_BYTES), label, &made->tails, err), destroy);

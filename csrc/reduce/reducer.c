@@ -46,6 +46,7 @@ struct sw_reducer {
     sw_gradient_memory *memory; /* owned until taken */
     bucket *buckets;            /* owned */
     param_state *params;        /* owned */
+    bool *contributors;         /* owned scratch, world_size */
     char **names;               /* owned */
     size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
     size_t next_bucket;         /* the lowest that is not posted */
@@ -207,27 +208,41 @@ static sw_status copy_names(sw_reducer *reducer, const char *const *names, size_
     return SW_OK;
 }
 
+/* All that needs no peer. */
+static sw_status prepare(sw_reducer *reducer, const sw_layout_param *params, const char *const *names,
+                         size_t param_count, const sw_reducer_options *options, sw_error *err)
+{
+    SW_TRY(sw_layout_init(&reducer->layout, params, param_count, reducer->comm->world_size, options->bucket_cap_bytes,
+                          err));
+    reducer->buckets = calloc(reducer->layout.bucket_count + 1, sizeof *reducer->buckets);
+    reducer->params = calloc(param_count + 1, sizeof *reducer->params);
+    reducer->names = calloc(param_count + 1, sizeof *reducer->names);
+    reducer->contributors = calloc((size_t)reducer->comm->world_size, sizeof *reducer->contributors);
+    if (!reducer->buckets || !reducer->params || !reducer->names || !reducer->contributors)
+        SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu parameters", param_count);
+    SW_TRY(copy_names(reducer, names, param_count, err));
+    return init_buckets(reducer, options, err);
+}
+
 sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const char *const *names, size_t param_count,
                             const sw_reducer_options *options, sw_reducer **reducer, sw_error *err)
 {
-    sw_status status;
+    sw_error cause;
     sw_reducer *made = calloc(1, sizeof *made);
     if (!made)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for a reducer");
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory for a reducer");
     made->comm = comm;
     made->contributes = true;
-    SW_TRY_GOTO(status,
-                sw_layout_init(&made->layout, params, param_count, comm->world_size, options->bucket_cap_bytes, err),
-                destroy);
-    made->buckets = calloc(made->layout.bucket_count + 1, sizeof *made->buckets);
-    made->params = calloc(param_count + 1, sizeof *made->params);
-    made->names = calloc(param_count + 1, sizeof *made->names);
-    if (!made->buckets || !made->params || !made->names) {
-        status = sw_error_set(err, SW_E_MEMORY, -1, "reducer: no memory for %zu parameters", param_count);
+    sw_status status = prepare(made, params, names, param_count, options, &cause);
+    if (status == SW_E_MEMORY) { /* here alone: the peers go on to the gradients' memory. An illegal table is everybody's */
+        sw_comm_give_up(comm, status, err, "%s", cause.message);
         goto destroy;
     }
-    SW_TRY_GOTO(status, copy_names(made, names, param_count, err), destroy);
-    SW_TRY_GOTO(status, init_buckets(made, options, err), destroy);
+    if (status != SW_OK) {
+        if (err)
+            *err = cause;
+        goto destroy;
+    }
     SW_TRY_GOTO(status,
                 sw_gradient_memory_create(comm, made->layout.size_bytes, 2 * made->tail_stride_bytes, options->transport,
                                           options->label, &made->memory, err),
@@ -259,6 +274,7 @@ void sw_reducer_destroy(sw_reducer *reducer)
     free(reducer->buckets);
     free(reducer->params);
     free(reducer->names);
+    free(reducer->contributors);
     sw_layout_fini(&reducer->layout);
     free(reducer);
 }
@@ -491,12 +507,9 @@ static int abandoned_by(sw_reducer *reducer)
     return -1;
 }
 
-static sw_status complete_round(sw_reducer *reducer, sw_error *err)
+static sw_status check_abandoned(sw_reducer *reducer, sw_error *err)
 {
-    SW_TRY(post_rest(reducer, err));
-    SW_TRY(wait_all(reducer, err));
     int rank = abandoned_by(reducer);
-    collect(reducer);
     if (rank >= 0 && !reducer->abandoned) {
         char peer[SW_COMM_PEER_BYTES];
         reducer->comm->ops->peer(reducer->comm, rank, peer);
@@ -506,6 +519,14 @@ static sw_status complete_round(sw_reducer *reducer, sw_error *err)
                             peer, reducer->comm->rank);
     }
     return SW_OK;
+}
+
+static sw_status complete_round(sw_reducer *reducer, sw_error *err)
+{
+    SW_TRY(post_rest(reducer, err));
+    SW_TRY(wait_all(reducer, err));
+    collect(reducer);
+    return check_abandoned(reducer, err);
 }
 
 sw_status sw_reducer_finish(sw_reducer *reducer, sw_error *err)
@@ -527,7 +548,8 @@ sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err)
         return SW_OK;
     }
     reducer->abandoned = true;
-    sw_status status = complete_round(reducer, err);
+    /* Where a user's hook owns the buckets, peers wait at the exchange of use bits, not at the buckets. */
+    sw_status status = reducer->defer_all ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
     reducer->abandoned = false;
     reducer->state = SW_ROUND_CLOSED;
     reducer->stats.abandoned++;
@@ -549,19 +571,14 @@ sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
 {
     sw_op barrier = {.kind = SW_OP_BARRIER, .dtype = SW_DTYPE_UINT8, .round = reducer->rounds_since_forward,
                      .label = "use bits before a communication hook"};
-    bool *contributes = calloc((size_t)reducer->comm->world_size, sizeof *contributes);
-    int by = -1;
-    if (!contributes)
-        SW_FAIL(err, SW_E_MEMORY, "no memory to exchange use bits");
+    int by;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
             write_tail(&reducer->buckets[i]);
-    sw_status status = reducer->comm->ops->run(reducer->comm, &barrier, err);
-    for (size_t i = 0; status == SW_OK && i < reducer->layout.bucket_count; ++i)
+    SW_TRY(reducer->comm->ops->run(reducer->comm, &barrier, err));
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
-            read_tails(&reducer->buckets[i], contributes, &by);
-    free(contributes);
-    SW_TRY(status);
+            read_tails(&reducer->buckets[i], reducer->contributors, &by);
     collect(reducer);
-    return SW_OK;
+    return check_abandoned(reducer, err);
 }

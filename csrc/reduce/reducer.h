@@ -81,7 +81,7 @@ SW_MUST_USE sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err);
 /* A whole round in which this rank contributes nothing. */
 SW_MUST_USE sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err);
 /* For a user's communication hook, in place of finish: exchanges the use bits (one barrier) and ends the
- * round; the buckets are the caller's to reduce. */
+ * round; the buckets are the caller's to reduce. SW_E_MISMATCH as finish. */
 SW_MUST_USE sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err);
 
 /* Nothing is posted before the end of a backward: a user's hook will own the buckets. */

@@ -47,7 +47,7 @@ typedef struct sw_layout {
     size_t trainable_bytes;   /* of the buckets that hold gradients from the start */
 } sw_layout;
 
-/* Cuts. `cap_bytes` >= 1 closes a bucket once its parameters reach it (a larger parameter has one of its own).
+/* Cuts. `cap_bytes` >= 1 closes a bucket once its parameters reach it: the one that reaches it is its last.
  * SW_E_INVALID on a size that overflows; SW_E_MEMORY. */
 SW_MUST_USE sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_t param_count, int world_size,
                                      size_t cap_bytes, sw_error *err);

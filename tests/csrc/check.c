@@ -1,0 +1,33 @@
+/* check.c - see check.h. */
+#include "check.h"
+
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+
+enum { PRINTED_MAX = 40 };
+
+static atomic_long passed, failed;
+
+bool check(bool ok, const char *format, ...)
+{
+    if (ok) {
+        atomic_fetch_add(&passed, 1);
+        return true;
+    }
+    if (atomic_fetch_add(&failed, 1) < PRINTED_MAX) {
+        char text[1024];
+        va_list arguments;
+        va_start(arguments, format);
+        vsnprintf(text, sizeof text, format, arguments);
+        va_end(arguments);
+        fprintf(stderr, "failed: %s\n", text);
+    }
+    return false;
+}
+
+int check_result(void)
+{
+    printf("%ld passed, %ld failed\n", atomic_load(&passed), atomic_load(&failed));
+    return atomic_load(&failed) != 0;
+}

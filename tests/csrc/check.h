@@ -1,0 +1,15 @@
+/* check.h - counted expectations. Thread rule: any. */
+#ifndef SW_TEST_CHECK_H
+#define SW_TEST_CHECK_H
+
+#include <stdbool.h>
+
+#include "base/status.h"
+
+/* Counts, and prints the sentence if `ok` is false. Returns `ok`. */
+bool check(bool ok, const char *format, ...) SW_PRINTF(2, 3);
+
+/* Prints the counts; the program's exit status. */
+int check_result(void);
+
+#endif

@@ -1,0 +1,40 @@
+/* ranks.h - ranks as threads of a local group, and values whose fold is known.
+ *
+ * Threads share the arenas themselves, so whoever destroys one first calls ranks_meet(): it needs no communicator,
+ * and a rank that failed comes to it as well. Thread rule: each function says.
+ */
+#ifndef SW_TEST_RANKS_H
+#define SW_TEST_RANKS_H
+
+#include <pthread.h>
+#include <stddef.h>
+
+#include "comm/local.h"
+
+enum { RANKS_MAX = 7 };
+
+typedef struct rank_context {
+    sw_local_group *group; /* borrowed */
+    sw_comm *comm;         /* borrowed; ranks_run_all: made for this rank; ranks_run_bare: NULL */
+    pthread_barrier_t *meeting;
+    int rank, world_size;
+    const void *shared; /* borrowed: what the caller gave */
+    sw_error err;
+} rank_context;
+
+typedef void rank_body(rank_context *self);
+
+/* Runs `body` on `world_size` threads to their end, each with a communicator of a fresh group. Owner only. */
+void ranks_run_all(rank_body *body, int world_size, const void *shared);
+/* The same without communicators: the body makes its own. */
+void ranks_run_bare(rank_body *body, int world_size, const void *shared);
+
+/* Waits for all ranks of the run. Called by every rank. */
+void ranks_meet(rank_context *self);
+
+void ranks_sleep_ms(int milliseconds);
+
+/* A float32 of many bits that depends on all three. Any thread. */
+float ranks_value(int rank, size_t i, int step);
+
+#endif

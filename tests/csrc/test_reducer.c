@@ -1,0 +1,577 @@
+/* test_reducer.c - rounds against an oracle that knows no buckets, slices or transports.
+ *
+ * The oracle folds one parameter's contributions in rank order and scales once; a parameter that nobody used, or whose
+ * round was abandoned, keeps its bits. Everything is compared bit for bit, on every rank, in pool and in staged
+ * memory. Ranks are threads. */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "ranks.h"
+#include "reduce/reducer.h"
+
+enum { PARAMS = 45, CAP_BYTES = 1024 };
+
+typedef struct subject {
+    const char *name;
+    sw_transport transport;
+} subject;
+
+static const subject subjects[] = {{"pool", SW_TRANSPORT_POOL}, {"staged", SW_TRANSPORT_STAGED}};
+
+/* 40 parameters of a few elements share a bucket (more use bits than a word holds); then larger ones of two dtypes, an
+ * empty one, and the last of all, 300 elements: bucket 0 is that one's. */
+static sw_layout_param params[PARAMS];
+static char name_text[PARAMS][16];
+static const char *names[PARAMS];
+
+enum { FROZEN = 40, EMPTY = 41, DOUBLE = 42, MIDDLE = 43, LAST = 44 };
+
+static void make_params(void)
+{
+    static const sw_layout_param large[] = {{33, SW_DTYPE_FLOAT32, false},
+                                            {0, SW_DTYPE_FLOAT16, true},
+                                            {77, SW_DTYPE_FLOAT64, true},
+                                            {400, SW_DTYPE_FLOAT32, true},
+                                            {300, SW_DTYPE_FLOAT32, true}};
+    for (size_t p = 0; p < PARAMS; ++p) {
+        params[p] = p < FROZEN ? (sw_layout_param){1 + p % 5, SW_DTYPE_FLOAT32, true} : large[p - FROZEN];
+        snprintf(name_text[p], sizeof name_text[p], "param%zu", p);
+        names[p] = name_text[p];
+    }
+}
+
+/* ---- oracle ---- */
+
+/* What each rank does in a round: bit r of used[p]. */
+typedef struct round_plan {
+    uint32_t used[PARAMS];
+    uint32_t contributors;
+    int divisor;
+    bool keeps; /* nothing is folded at all */
+} round_plan;
+
+static double value_at(const sw_layout_param *param, int rank, size_t p, size_t i, int step, bool uses)
+{
+    if (!uses)
+        return 0.0;
+    float single = ranks_value(rank, i + 1000 * p, step);
+    return param->dtype == SW_DTYPE_FLOAT64 ? (double)single / 3.0 : (double)single;
+}
+
+/* What a parameter that is not used holds, to see that it stays: differs by rank. */
+static double resting_value(int rank, size_t p, size_t i)
+{
+    return (double)ranks_value(rank, i + 5000 * p, 777);
+}
+
+static bool is_used(const round_plan *plan, size_t p)
+{
+    return (plan->used[p] & plan->contributors) != 0;
+}
+
+static double expected_at(const round_plan *plan, int world_size, size_t p, size_t i, int step)
+{
+    bool wide = params[p].dtype == SW_DTYPE_FLOAT64;
+    double sum = 0.0;
+    bool first = true;
+    for (int r = 0; r < world_size; ++r) {
+        if (!(plan->contributors >> r & 1))
+            continue;
+        double value = value_at(&params[p], r, p, i, step, plan->used[p] >> r & 1);
+        sum = first ? value : wide ? sum + value : (double)((float)sum + (float)value);
+        first = false;
+    }
+    double scale = 1.0 / plan->divisor;
+    return wide ? sum * scale : (double)((float)sum * (float)scale);
+}
+
+/* ---- one rank ---- */
+
+static void put(const sw_reducer *reducer, size_t p, size_t i, double value)
+{
+    uint8_t *at = sw_reducer_address(reducer, p);
+    if (params[p].dtype == SW_DTYPE_FLOAT64)
+        ((double *)(void *)at)[i] = value;
+    else
+        ((float *)(void *)at)[i] = (float)value;
+}
+
+static double take(const sw_reducer *reducer, size_t p, size_t i)
+{
+    const uint8_t *at = sw_reducer_address(reducer, p);
+    return params[p].dtype == SW_DTYPE_FLOAT64 ? ((const double *)(const void *)at)[i]
+                                               : (double)((const float *)(const void *)at)[i];
+}
+
+/* The gradients of this rank: what it uses, zeros for what only peers use, and what rests. */
+static void put_all(const rank_context *self, const sw_reducer *reducer, const round_plan *plan, int step)
+{
+    for (size_t p = 0; p < PARAMS; ++p)
+        for (size_t i = 0; i < params[p].numel; ++i)
+            put(reducer, p, i,
+                plan->used[p] ? value_at(&params[p], self->rank, p, i, step, plan->used[p] >> self->rank & 1)
+                              : resting_value(self->rank, p, i));
+}
+
+static bool mark(rank_context *self, sw_reducer *reducer, size_t p, int step)
+{
+    bool advance;
+    return check(sw_reducer_mark(reducer, p, step, &advance, &self->err) == SW_OK, "rank %d, parameter %zu: %s",
+                 self->rank, p, self->err.message) &&
+           (!advance || check(sw_reducer_advance(reducer, &self->err) == SW_OK, "rank %d, parameter %zu: %s", self->rank, p,
+                              self->err.message));
+}
+
+static bool open_round(rank_context *self, sw_reducer *reducer, int step)
+{
+    sw_reducer_count_forward(reducer);
+    return check(sw_reducer_open(reducer, step, true, &self->err) == SW_OK, "rank %d: %s", self->rank, self->err.message);
+}
+
+static void mark_used(rank_context *self, sw_reducer *reducer, const round_plan *plan, int step)
+{
+    for (size_t p = PARAMS; p-- > 0;)
+        if (plan->used[p] >> self->rank & 1 && !mark(self, reducer, p, step))
+            return;
+}
+
+static void check_gradients(const rank_context *self, const sw_reducer *reducer, const round_plan *plan, int step,
+                            const char *what)
+{
+    for (size_t p = 0; p < PARAMS; ++p) {
+        bool used = is_used(plan, p) && sw_reducer_takes_part(reducer, p);
+        size_t wrong = 0;
+        for (size_t i = 0; i < params[p].numel; ++i) {
+            double own = plan->used[p] ? value_at(&params[p], self->rank, p, i, step, plan->used[p] >> self->rank & 1)
+                                       : resting_value(self->rank, p, i);
+            double expected = used && !plan->keeps ? expected_at(plan, self->world_size, p, i, step) : own;
+            wrong += take(reducer, p, i) != (params[p].dtype == SW_DTYPE_FLOAT64 ? expected : (double)(float)expected);
+        }
+        check(wrong == 0, "%s, W=%d, step %d, rank %d: %zu elements of parameter %zu are wrong", what, self->world_size, step,
+              self->rank, wrong, p);
+        check(sw_reducer_used_by_any(reducer, p) == used, "%s, W=%d, step %d, rank %d: the use bit of parameter %zu", what,
+              self->world_size, step, self->rank, p);
+    }
+}
+
+static sw_reducer *make_reducer(rank_context *self)
+{
+    const subject *given = self->shared;
+    sw_reducer *reducer = NULL;
+    sw_reducer_options options = {.bucket_cap_bytes = CAP_BYTES, .transport = given->transport, .label = "model"};
+    if (!check(sw_reducer_create(self->comm, params, names, PARAMS, &options, &reducer, &self->err) == SW_OK, "%s",
+               self->err.message))
+        exit(1); /* the others would wait at the meeting */
+    return reducer;
+}
+
+static void end_reducer(rank_context *self, sw_reducer *reducer)
+{
+    ranks_meet(self); /* peers may read this rank's part until all are here */
+    sw_reducer_destroy(reducer);
+}
+
+static round_plan everyone_uses_all(int world_size)
+{
+    round_plan plan = {.contributors = (UINT32_C(1) << world_size) - 1, .divisor = world_size};
+    for (size_t p = 0; p < PARAMS; ++p)
+        plan.used[p] = p == FROZEN ? 0 : plan.contributors;
+    return plan;
+}
+
+/* Drawn alike on every rank: some parameters by all, some by one, some by nobody. */
+static round_plan drawn_plan(int world_size, int step)
+{
+    round_plan plan = everyone_uses_all(world_size);
+    uint32_t state = (uint32_t)step * 2654435761u + 12345u;
+    for (size_t p = 0; p < PARAMS; ++p) {
+        state = state * 1664525u + 1013904223u;
+        uint32_t kind = state >> 24 & 3;
+        if (p != FROZEN && kind < 3)
+            plan.used[p] = kind == 0 ? 0 : kind == 1 ? UINT32_C(1) << (state >> 16) % (uint32_t)world_size
+                                                     : plan.contributors & (state >> 8 | 1);
+    }
+    return plan;
+}
+
+static void one_round(rank_context *self, sw_reducer *reducer, const round_plan *plan, int step, const char *what)
+{
+    put_all(self, reducer, plan, step);
+    if (!open_round(self, reducer, step))
+        return;
+    mark_used(self, reducer, plan, step);
+    check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s, step %d, rank %d: %s", what, step, self->rank,
+          self->err.message);
+    check_gradients(self, reducer, plan, step, what);
+}
+
+/* ---- laws ---- */
+
+/* Whatever was used by whom, in whatever order ranks arrive, each round is the oracle's. */
+static void rounds_are_the_oracles(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    for (int step = 0; step < 12; ++step) {
+        round_plan plan = step == 0 ? everyone_uses_all(self->world_size) : drawn_plan(self->world_size, step);
+        if (step % self->world_size == self->rank)
+            ranks_sleep_ms(2);
+        one_round(self, reducer, &plan, step, "drawn");
+    }
+    end_reducer(self, reducer);
+}
+
+static void check_named(const rank_context *self, sw_status status, int victim, const char *what)
+{
+    char text[32];
+    snprintf(text, sizeof text, "rank %d (pid", victim);
+    check(status == SW_E_MISMATCH && self->err.detail == victim && strstr(self->err.message, text) &&
+              strstr(self->err.message, "left a backward unfinished"),
+          "%s: rank %d is told that rank %d failed, got %s: %s", what, self->rank, victim, sw_status_name(status),
+          self->err.message);
+}
+
+/* A rank that fails before it has sent anything: nobody's bits change, the others are told who, the next round is right.
+ * The failing rank is another one each time; at step 0 no bucket can be early, later all but its own are. */
+static void an_abandoned_round_folds_nothing(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    for (int step = 0; step < 2 * self->world_size; ++step) {
+        int victim = step % self->world_size;
+        round_plan plan = everyone_uses_all(self->world_size);
+        plan.keeps = true;
+        put_all(self, reducer, &plan, step);
+        if (!open_round(self, reducer, step))
+            break;
+        sw_status status;
+        if (self->rank == victim) {
+            mark(self, reducer, MIDDLE, step); /* not of bucket 0: nothing is sent */
+            check(!sw_reducer_is_sent(reducer, LAST) && !sw_reducer_is_sent(reducer, MIDDLE), "nothing was sent");
+            status = sw_reducer_abandon(reducer, &self->err);
+            check(status == SW_OK, "the rank that failed has its own exception: %s", self->err.message);
+        } else {
+            mark_used(self, reducer, &plan, step);
+            status = sw_reducer_finish(reducer, &self->err);
+            check_named(self, status, victim, "abandoned");
+        }
+        check(sw_reducer_state(reducer) == SW_ROUND_CLOSED, "the round is closed on rank %d", self->rank);
+        for (size_t p = 0; p < PARAMS; ++p) {
+            size_t wrong = 0;
+            for (size_t i = 0; i < params[p].numel; ++i) {
+                double own = plan.used[p] ? value_at(&params[p], self->rank, p, i, step, true)
+                                          : resting_value(self->rank, p, i);
+                wrong += take(reducer, p, i) != own;
+            }
+            check(wrong == 0, "abandoned, step %d, rank %d: %zu elements of parameter %zu changed", step, self->rank, wrong,
+                  p);
+        }
+        ranks_meet(self); /* the next gradients are written when all have looked */
+        plan.keeps = false;
+        one_round(self, reducer, &plan, 100 + step, "after an abandoned round");
+        ranks_meet(self);
+    }
+    check(sw_reducer_get_stats(reducer)->abandoned == 2, "each rank abandoned two rounds");
+    end_reducer(self, reducer);
+}
+
+/* A rank that fails later: what it had sent is folded, on every rank alike, and nothing else is. */
+static void what_was_sent_is_folded_everywhere(rank_context *self)
+{
+    const subject *given = self->shared;
+    sw_reducer *reducer = make_reducer(self);
+    round_plan plan = everyone_uses_all(self->world_size);
+    one_round(self, reducer, &plan, 0, "before");
+    put_all(self, reducer, &plan, 1);
+    if (open_round(self, reducer, 1)) {
+        sw_status status;
+        if (self->rank == 1) {
+            mark(self, reducer, LAST, 1);
+            check(sw_reducer_is_sent(reducer, LAST) == (given->transport == SW_TRANSPORT_POOL), "bucket 0 was sent");
+            status = sw_reducer_abandon(reducer, &self->err);
+            check(status == SW_OK, "%s", self->err.message);
+        } else {
+            mark_used(self, reducer, &plan, 1);
+            status = sw_reducer_finish(reducer, &self->err);
+            check_named(self, status, 1, "abandoned late");
+        }
+        for (size_t p = 0; p < PARAMS; ++p) {
+            bool folded = p == LAST && given->transport == SW_TRANSPORT_POOL;
+            size_t wrong = 0;
+            for (size_t i = 0; i < params[p].numel; ++i) {
+                double own = plan.used[p] ? value_at(&params[p], self->rank, p, i, 1, true)
+                                          : resting_value(self->rank, p, i);
+                wrong += take(reducer, p, i) != (folded ? expected_at(&plan, self->world_size, p, i, 1) : own);
+            }
+            check(wrong == 0, "abandoned late, rank %d: %zu elements of parameter %zu are wrong", self->rank, wrong, p);
+        }
+    }
+    end_reducer(self, reducer);
+}
+
+/* A rank without data takes part without contributing: its gradients count for nothing, it gets the mean all the same,
+ * divided by the world or by those who contributed. */
+static void a_shadow_contributes_nothing(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    for (int step = 0; step < 2 * self->world_size; ++step) {
+        int shadow = step % self->world_size;
+        bool active_only = step >= self->world_size;
+        round_plan plan = drawn_plan(self->world_size, step + 50);
+        plan.contributors &= ~(UINT32_C(1) << shadow);
+        plan.divisor = active_only && self->world_size > 1 ? self->world_size - 1 : self->world_size;
+        for (size_t p = 0; p < PARAMS; ++p)
+            plan.used[p] &= plan.contributors;
+        sw_reducer_divide_by_active(reducer, active_only);
+        if (self->rank == shadow) {
+            for (size_t p = 0; p < PARAMS; ++p)
+                for (size_t i = 0; i < params[p].numel; ++i)
+                    put(reducer, p, i, resting_value(self->rank, p, i));
+            check(sw_reducer_shadow(reducer, &self->err) == SW_OK, "shadow: %s", self->err.message);
+            check_gradients(self, reducer, &plan, step, "shadow");
+        } else {
+            one_round(self, reducer, &plan, step, "shadowed");
+        }
+    }
+    end_reducer(self, reducer);
+}
+
+/* Use bits are since the last synchronisation: what a local round touched is used in the next synchronised one. A local
+ * round sends nothing. */
+static void local_rounds_are_remembered(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    uint64_t sent = 0;
+    for (int step = 0; step < 3; ++step) {
+        bool advance;
+        round_plan plan = {.contributors = (UINT32_C(1) << self->world_size) - 1, .divisor = self->world_size};
+        plan.used[3] = UINT32_C(1) << (self->world_size - 1); /* in the local round, by the last rank alone */
+        plan.used[LAST] = plan.contributors;
+        put_all(self, reducer, &plan, step);
+        check(sw_reducer_open(reducer, step, false, &self->err) == SW_OK, "%s", self->err.message);
+        if (self->rank == self->world_size - 1)
+            check(sw_reducer_mark(reducer, 3, step, &advance, &self->err) == SW_OK && !advance, "a local mark");
+        check(sw_reducer_state(reducer) == SW_ROUND_LOCAL, "local");
+        check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
+        check(sw_reducer_get_stats(reducer)->buckets_sent == sent, "a local round sends nothing");
+        if (open_round(self, reducer, step) && mark(self, reducer, LAST, step)) {
+            check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
+            check_gradients(self, reducer, &plan, step, "after a local round");
+        }
+        sent = sw_reducer_get_stats(reducer)->buckets_sent;
+        ranks_meet(self);
+    }
+    end_reducer(self, reducer);
+}
+
+/* In a pool, buckets leave as they fill, in order, from the second round on; one that was marked twice, or from a nested
+ * graph task, waits for the end for good, and all after it; a gradient after that is an error naming the parameter. */
+static void pinned_buckets_wait_for_the_end(rank_context *self)
+{
+    const subject *given = self->shared;
+    bool pool = given->transport == SW_TRANSPORT_POOL, advance;
+    sw_reducer *reducer = make_reducer(self);
+    round_plan plan = everyone_uses_all(self->world_size);
+    for (int step = 0; step < 2; ++step) {
+        put_all(self, reducer, &plan, step);
+        if (!open_round(self, reducer, step))
+            break;
+        mark(self, reducer, MIDDLE, step);
+        check(!sw_reducer_is_sent(reducer, MIDDLE), "a bucket does not leave before those below it");
+        mark(self, reducer, LAST, step);
+        check(sw_reducer_is_sent(reducer, LAST) == (pool && step > 0), "step %d: when bucket 0 leaves", step);
+        check(sw_reducer_is_placed(reducer, LAST) && !sw_reducer_is_placed(reducer, DOUBLE), "what was placed");
+        if (pool && step > 0) { /* the second gradient: an error on every rank, and the bucket is pinned from now on */
+            check(sw_reducer_mark(reducer, LAST, step, &advance, &self->err) == SW_E_STATE &&
+                      strstr(self->err.message, "parameter 'param44' got a second gradient"),
+                  "rank %d: %s", self->rank, self->err.message);
+            check(sw_reducer_abandon(reducer, &self->err) == SW_OK, "every rank abandons: %s", self->err.message);
+            continue;
+        }
+        for (size_t p = 0; p < PARAMS; ++p)
+            if (p != FROZEN && p != MIDDLE && p != LAST)
+                mark(self, reducer, p, step);
+        check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
+        check_gradients(self, reducer, &plan, step, "two orders");
+    }
+    ranks_meet(self);
+    uint64_t early = sw_reducer_get_stats(reducer)->buckets_early;
+    for (int step = 2; step < 5; ++step) { /* LAST twice: legal where its bucket waits */
+        put_all(self, reducer, &plan, step);
+        if (!open_round(self, reducer, step))
+            break;
+        if (step == 2 && !pool) { /* pinned by two marks, without an error before */
+            mark(self, reducer, LAST, step);
+        }
+        mark(self, reducer, LAST, step);
+        mark(self, reducer, LAST, step);
+        mark(self, reducer, MIDDLE, step);
+        check(!sw_reducer_is_sent(reducer, LAST) && !sw_reducer_is_sent(reducer, MIDDLE), "pinned, and all after it");
+        for (size_t p = 0; p < FROZEN; ++p)
+            mark(self, reducer, p, step);
+        mark(self, reducer, EMPTY, step);
+        mark(self, reducer, DOUBLE, step);
+        check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
+        check_gradients(self, reducer, &plan, step, "pinned");
+        ranks_meet(self);
+    }
+    check(sw_reducer_get_stats(reducer)->buckets_early == early, "nothing left early after the pin");
+    end_reducer(self, reducer);
+}
+
+/* A mark by another graph task than the round's pins as well, without an error: it is legal reentrant work. */
+static void nested_tasks_pin(rank_context *self)
+{
+    const subject *given = self->shared;
+    sw_reducer *reducer = make_reducer(self);
+    round_plan plan = everyone_uses_all(self->world_size);
+    bool advance;
+    for (int step = 0; step < 4; ++step) {
+        put_all(self, reducer, &plan, step);
+        if (!open_round(self, reducer, step))
+            break;
+        if (step == 1) {
+            check(sw_reducer_mark(reducer, LAST, 12345, &advance, &self->err) == SW_OK, "%s", self->err.message);
+            check(sw_reducer_advance(reducer, &self->err) == SW_OK, "%s", self->err.message);
+            check(!sw_reducer_is_sent(reducer, LAST), "a nested task's gradient may not be the last");
+        }
+        for (size_t p = PARAMS; p-- > 0;)
+            if (p != FROZEN && !(step == 1 && p == LAST))
+                mark(self, reducer, p, step);
+        check(sw_reducer_is_sent(reducer, LAST) == false, "step %d: not early in the first round, pinned later", step);
+        check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
+        check_gradients(self, reducer, &plan, step, given->name);
+        ranks_meet(self);
+    }
+    end_reducer(self, reducer);
+}
+
+/* A frozen parameter keeps its bits and is used by nobody, whatever marks say; once unfrozen on every rank it is like
+ * any other. */
+static void frozen_until_unfrozen(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    for (int step = 0; step < 4; ++step) {
+        round_plan plan = everyone_uses_all(self->world_size);
+        plan.used[FROZEN] = plan.contributors;
+        if (step == 2) {
+            check(!sw_reducer_takes_part(reducer, FROZEN), "frozen");
+            sw_reducer_unfreeze(reducer, FROZEN);
+        }
+        check(sw_reducer_takes_part(reducer, FROZEN) == (step >= 2), "takes part since it was unfrozen");
+        one_round(self, reducer, &plan, step, step < 2 ? "frozen" : "unfrozen");
+        ranks_meet(self);
+    }
+    end_reducer(self, reducer);
+}
+
+/* For a user's hook: the use bits of all, and not one gradient touched; nothing leaves early. A rank that fails instead
+ * is named there, too, and all stay in step. */
+static void use_bits_alone(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    round_plan first = everyone_uses_all(self->world_size);
+    one_round(self, reducer, &first, 0, "before the hook");
+    ranks_meet(self);
+    sw_reducer_defer_all(reducer, true);
+    for (int step = 1; step < 7; ++step) {
+        round_plan plan = drawn_plan(self->world_size, step);
+        int victim = step % 3 == 2 ? step % self->world_size : -1;
+        sw_status status;
+        plan.keeps = true;
+        put_all(self, reducer, &plan, step);
+        if (!open_round(self, reducer, step))
+            break;
+        if (self->rank == victim) {
+            status = sw_reducer_abandon(reducer, &self->err);
+            check(status == SW_OK, "the rank that failed: %s", self->err.message);
+        } else {
+            mark_used(self, reducer, &plan, step);
+            check(!sw_reducer_is_sent(reducer, LAST), "nothing leaves before the end");
+            status = sw_reducer_exchange_use(reducer, &self->err);
+            if (victim < 0)
+                check(status == SW_OK, "step %d: %s", step, self->err.message);
+            else
+                check_named(self, status, victim, "at the exchange");
+        }
+        check(sw_reducer_state(reducer) == SW_ROUND_CLOSED, "closed");
+        if (victim < 0)
+            check_gradients(self, reducer, &plan, step, "use bits alone");
+    }
+    ranks_meet(self);
+    sw_reducer_defer_all(reducer, false);
+    one_round(self, reducer, &first, 50, "after the hook");
+    end_reducer(self, reducer);
+}
+
+/* Ranks that have run another number of backwards since their forward get one sentence with both counts. */
+static void rounds_are_counted(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    round_plan plan = everyone_uses_all(self->world_size);
+    one_round(self, reducer, &plan, 0, "counted");
+    check(sw_reducer_finish(reducer, &self->err) == SW_E_STATE, "a round that is not open");
+    if (self->rank != self->world_size - 1)
+        sw_reducer_count_forward(reducer);
+    check(sw_reducer_open(reducer, 1, true, &self->err) == SW_OK, "%s", self->err.message);
+    check(sw_reducer_open(reducer, 1, true, &self->err) == SW_E_STATE, "a round in a round");
+    check(sw_reducer_finish(reducer, &self->err) == SW_E_MISMATCH && strstr(self->err.message, "backward 1 since") &&
+              strstr(self->err.message, "backward 2 since") && strstr(self->err.message, "param44"),
+          "rank %d: %s", self->rank, self->err.message);
+    end_reducer(self, reducer);
+}
+
+/* ---- tails outlive their round ---- */
+
+static bool nap(void *context)
+{
+    int *naps = context;
+    if (*naps > 0) {
+        --*naps;
+        ranks_sleep_ms(60);
+    }
+    return false;
+}
+
+/* The last rank falls asleep while it waits, and wakes when its peers are in the next round and have written that one's
+ * tails: it must still read this one's. */
+static void tails_outlive_their_round(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    for (int step = 0; step < 8; ++step) {
+        round_plan plan = {.contributors = (UINT32_C(1) << self->world_size) - 1, .divisor = self->world_size};
+        int naps = 1;
+        for (size_t p = 0; p < FROZEN; ++p) /* of the last bucket, after which peers go on */
+            plan.used[p] = (int)p % 8 == step ? plan.contributors : 0;
+        put_all(self, reducer, &plan, step);
+        if (self->rank == self->world_size - 1)
+            self->comm->hooks = (sw_comm_hooks){.context = &naps, .interrupted = nap};
+        else if (self->rank == 0)
+            ranks_sleep_ms(25);
+        if (open_round(self, reducer, step)) {
+            mark_used(self, reducer, &plan, step);
+            check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
+            check_gradients(self, reducer, &plan, step, "tails");
+        }
+        self->comm->hooks = (sw_comm_hooks){.context = NULL};
+    }
+    end_reducer(self, reducer);
+}
+
+int main(void)
+{
+    static rank_body *const laws[] = {
+        rounds_are_the_oracles,      an_abandoned_round_folds_nothing, a_shadow_contributes_nothing,
+        local_rounds_are_remembered, pinned_buckets_wait_for_the_end,  nested_tasks_pin,
+        frozen_until_unfrozen,       use_bits_alone,                   rounds_are_counted,
+        tails_outlive_their_round,   what_was_sent_is_folded_everywhere,
+    };
+    static const int worlds[] = {2, 3, 5};
+    make_params();
+    for (size_t s = 0; s < sizeof subjects / sizeof subjects[0]; ++s)
+        for (size_t w = 0; w < sizeof worlds / sizeof worlds[0]; ++w)
+            for (size_t l = 0; l < sizeof laws / sizeof laws[0]; ++l)
+                ranks_run_all(laws[l], worlds[w], &subjects[s]);
+    return check_result();
+}
