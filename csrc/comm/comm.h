@@ -36,6 +36,7 @@ typedef struct sw_arena {
     size_t size_bytes;
     uint8_t **base; /* owned; world_size addresses in this process, base[rank] is the own part */
     int world_size;
+    uint32_t serial; /* counted from 1 by arena_create, so alike on all ranks */
 } sw_arena;
 
 /* What to fold, decided when every rank has posted: by the reducer, from the use bits beside the data. */
@@ -53,7 +54,8 @@ typedef struct sw_op {
     sw_dtype dtype;
     sw_redop redop;
     int root;          /* broadcast only */
-    uint32_t round;    /* a caller's counter that must agree between ranks */
+    uint32_t subject;  /* what it is about, when several are alike: a serial that must agree; 0: the arena's */
+    uint32_t step, round; /* a caller's counters that must agree, except with a rank whose round is 0 */
     size_t numel;      /* elements a rank; of the whole buffer */
     const sw_arena *arena; /* borrowed until complete; NULL: private memory at data */
     size_t offset_bytes;   /* into the arena */
@@ -106,6 +108,7 @@ struct sw_comm {
     const sw_comm_ops *ops;
     int rank;
     int world_size;
+    uint32_t arenas;       /* asked for so far */
     int64_t timeout_ns;    /* of each wait */
     int64_t warn_after_ns; /* a wait this long is logged; again at twice that, and so on */
     sw_comm_hooks hooks;

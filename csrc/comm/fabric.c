@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "base/text.h"
 #include "platform/futex.h"
 #include "platform/process.h"
 
@@ -120,11 +121,13 @@ static void describe_side(const sw_descriptor *d, char *text, size_t capacity)
         snprintf(detail, sizeof detail, ", %llu bytes from rank %d", (unsigned long long)d->numel, (int)d->root);
     else if (d->kind == SW_OP_ALL_GATHER)
         snprintf(detail, sizeof detail, ", %llu bytes", (unsigned long long)d->numel);
-    char place[48] = "", round[64] = "";
+    char place[64] = "", round[64] = "";
     if (d->form == FORM_POOL && d->kind != SW_OP_BARRIER)
-        snprintf(place, sizeof place, ", at byte %llu of an arena", (unsigned long long)d->offset_bytes);
+        snprintf(place, sizeof place, ", at byte %llu of shared memory %u", (unsigned long long)d->offset_bytes, d->subject);
+    else if (d->chunk)
+        snprintf(place, sizeof place, ", chunk %llu", (unsigned long long)d->chunk);
     if (d->round)
-        snprintf(round, sizeof round, ", backward %u since its last forward", d->round);
+        snprintf(round, sizeof round, ", backward %u of step %u", d->round, d->step);
     snprintf(text, capacity, "%s '%.*s'%s%s%s", sw_op_kind_name((sw_op_kind)d->kind), SW_COMM_LABEL_BYTES - 1, d->label,
              detail, place, round);
 }
@@ -132,17 +135,23 @@ static void describe_side(const sw_descriptor *d, char *text, size_t capacity)
 static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error *err)
 {
     size_t at = ticket % SW_FABRIC_RING;
-    const sw_descriptor *first = &fabric->control[0]->ring[at];
-    for (int r = 1; r < fabric->comm.world_size; ++r) {
+    int lowest = 0, counting = -1; /* the lowest rank, and the lowest that counts rounds */
+    for (int r = 0; r < fabric->comm.world_size; ++r) {
         const sw_descriptor *other = &fabric->control[r]->ring[at];
-        if (memcmp(first, other, sizeof *first) == 0)
+        bool counts = other->round != 0;
+        if (counts && counting < 0)
+            counting = r;
+        bool alike = memcmp(&fabric->control[0]->ring[at], other, offsetof(sw_descriptor, step)) == 0;
+        lowest = alike && counts ? counting : 0;
+        const sw_descriptor *first = &fabric->control[lowest]->ring[at];
+        if (alike && (!counts || (first->step == other->step && first->round == other->round)))
             continue;
         char one[224], two[224];
         sw_error reason;
         describe_side(first, one, sizeof one);
         describe_side(other, two, sizeof two);
         sw_error_set(&reason, SW_E_MISMATCH, r,
-                     "ranks disagree on collective %u: rank 0 came with %s; rank %d came with %s", ticket, one, r,
+                     "ranks disagree on collective %u: rank %d came with %s; rank %d came with %s", ticket, lowest, one, r,
                      two);
         return sw_fabric_end(fabric, &reason, err);
     }
@@ -204,10 +213,12 @@ static void fill_descriptor(sw_pending *pending, const sw_op *op, bool slot)
     d->redop = (uint32_t)op->redop;
     d->form = slot ? FORM_SLOT : FORM_POOL;
     d->root = op->root;
+    d->subject = op->subject == 0 && op->arena ? op->arena->serial : op->subject;
+    d->step = op->step;
     d->round = op->round;
     d->numel = op->numel;
     d->offset_bytes = slot ? 0 : op->offset_bytes;
-    memcpy(d->label, op->label, strnlen(op->label, SW_COMM_LABEL_BYTES - 1));
+    memcpy(d->label, op->label, (size_t)sw_text_fit(op->label, SW_COMM_LABEL_BYTES - 1));
 }
 
 static void count_operation(sw_fabric *fabric, const sw_op *op)

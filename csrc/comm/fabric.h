@@ -27,14 +27,15 @@ typedef enum sw_member_state {
     SW_MEMBER_ENDED, /* met an error: `reason` says which */
 } sw_member_state;
 
-typedef struct sw_descriptor { /* compared byte by byte between ranks: no padding, zeroed before use */
+typedef struct sw_descriptor { /* compared byte by byte between ranks up to `step`: no padding, zeroed before use */
     uint32_t kind, dtype, redop, form;
     int32_t root;
-    uint32_t round;
+    uint32_t subject;
     uint64_t numel;
     uint64_t offset_bytes;
     uint64_t chunk;
     char label[SW_COMM_LABEL_BYTES];
+    uint32_t step, round; /* compared between ranks whose round is not 0 */
 } sw_descriptor;
 
 typedef struct sw_control {

@@ -85,6 +85,7 @@ static sw_status check_offers(const arena_offer *offers, int world_size, const c
 
 static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena, sw_error *err)
 {
+    uint32_t serial = ++comm->arenas;
     size_t count = (size_t)comm->world_size;
     sw_status status;
     sw_error cause = {.message = ""};
@@ -102,7 +103,7 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     SW_TRY_GOTO(status, check_offers(offers, comm->world_size, label, err), unmap);
     for (size_t r = 0; r < count; ++r)
         base[r] = offers[r].address;
-    *made = (sw_arena){.size_bytes = size_bytes, .base = base, .world_size = comm->world_size};
+    *made = (sw_arena){.size_bytes = size_bytes, .base = base, .world_size = comm->world_size, .serial = serial};
     free(offers);
     *arena = made;
     return SW_OK;

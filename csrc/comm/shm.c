@@ -36,7 +36,8 @@ typedef struct shm_comm {
     int control_fd;       /* owned, and locked by this process while it is open */
     int pidfd;            /* owned; on this process */
     int owner_pid;        /* who may tell the group that it leaves */
-    int64_t join_deadline_ns;
+    const char *const *addresses; /* borrowed while joining */
+    sw_patience patience;         /* while joining */
 } shm_comm;
 
 static void close_fd(int *fd)
@@ -107,6 +108,24 @@ static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_s
     return status;
 }
 
+typedef struct awaited {
+    shm_comm *shm;
+    int rank; /* of the peer whose message is awaited */
+} awaited;
+
+static sw_status look_for_peer(void *context, sw_error *err)
+{
+    const awaited *await = context;
+    sw_comm *comm = &await->shm->fabric.comm;
+    char peer[SW_COMM_PEER_BYTES];
+    if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context))
+        SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while waiting for a peer");
+    if (!peer_ended(&await->shm->fabric, await->rank))
+        return SW_OK;
+    sw_fabric_peer(comm, await->rank, peer);
+    return sw_error_set(err, SW_E_COMM, await->rank, "%s died or exited before it had passed its memory", peer);
+}
+
 static sw_status exchange_parts(shm_comm *shm, int fd, sw_arena *arena, sw_error *err)
 {
     sw_comm *comm = &shm->fabric.comm;
@@ -119,7 +138,9 @@ static sw_status exchange_parts(shm_comm *shm, int fd, sw_arena *arena, sw_error
         int received = -1;
         if (r == comm->rank)
             continue;
-        SW_TRY(sw_socket_receive(shm->link[r].socket, &size_bytes, sizeof size_bytes, &received, 1, deadline_ns, err));
+        awaited await = {.shm = shm, .rank = r};
+        sw_patience patience = {.deadline_ns = deadline_ns, .look = look_for_peer, .context = &await};
+        SW_TRY(sw_socket_receive(shm->link[r].socket, &size_bytes, sizeof size_bytes, &received, 1, &patience, err));
         sw_status status = sw_memfd_map(received, arena->size_bytes, &arena->base[r], err);
         close_fd(&received);
         SW_TRY(status);
@@ -139,6 +160,7 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
 
 static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena, sw_error *err)
 {
+    uint32_t serial = ++comm->arenas;
     shm_comm *shm = (shm_comm *)comm;
     int fd = -1;
     sw_error cause = {.message = "no memory for its tables"};
@@ -146,7 +168,7 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     sw_arena *made = calloc(1, sizeof *made);
     uint8_t **base = calloc((size_t)comm->world_size, sizeof *base);
     if (made && base) {
-        *made = (sw_arena){.size_bytes = size_bytes, .base = base, .world_size = comm->world_size};
+        *made = (sw_arena){.size_bytes = size_bytes, .base = base, .world_size = comm->world_size, .serial = serial};
         status = sw_memfd_create(size_bytes, label, &fd, &cause);
         if (status == SW_OK)
             status = sw_memfd_map(fd, size_bytes, &base[comm->rank], &cause);
@@ -256,42 +278,72 @@ static bool secrets_equal(const uint8_t *a, const uint8_t *b)
     return difference == 0;
 }
 
-/* Takes a peer's hello from `socket` (owned from here on). `expected` -1: any rank not yet linked. Sets
- * *accepted to false, and no error, for a stranger that does not know the secret. */
-static sw_status receive_hello(shm_comm *shm, int socket, int expected, const uint8_t *secret, bool *accepted,
-                               sw_error *err)
+/* Whether the ranks that have not called yet can still do so: each listens until it has joined, and it joins this
+ * rank first. Called while this rank waits to be called. */
+static sw_status look_for_callers(void *context, sw_error *err)
 {
-    hello message;
-    int fds[2];
-    sw_comm *comm = &shm->fabric.comm;
-    *accepted = false;
-    sw_status status = sw_socket_receive(socket, &message, sizeof message, fds, 2, shm->join_deadline_ns, err);
-    if (status != SW_OK)
-        goto close_all;
-    int r = message.rank;
-    if (message.magic != HELLO_MAGIC || !secrets_equal(message.secret, secret))
-        goto close_all;
-    if (message.world_size != comm->world_size || message.control_bytes != sizeof(sw_control) || r < 0 ||
+    const shm_comm *shm = context;
+    const sw_comm *comm = &shm->fabric.comm;
+    if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context))
+        SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while joining the ranks of this host");
+    for (int r = comm->rank + 1; r < comm->world_size; ++r) {
+        int probe = -1;
+        sw_error unreached;
+        if (shm->link[r].socket >= 0)
+            continue;
+        if (sw_socket_connect(shm->addresses[r], &probe, &unreached) != SW_OK)
+            return sw_error_set(err, SW_E_COMM, r, "joining the ranks of this host: rank %d died or failed before it had "
+                                "joined", r);
+        close_fd(&probe);
+    }
+    return SW_OK;
+}
+
+/* Keeps a peer that has proved itself: its control page, and what tells of its end. Owns socket and fds. */
+static sw_status link_peer(shm_comm *shm, int socket, const hello *message, int fds[2], int expected, sw_error *err)
+{
+    const sw_comm *comm = &shm->fabric.comm;
+    sw_status status;
+    int r = message->rank;
+    if (message->world_size != comm->world_size || message->control_bytes != sizeof(sw_control) || r < 0 ||
         r >= comm->world_size || r == comm->rank || (expected >= 0 && r != expected) || shm->link[r].socket >= 0) {
-        status = sw_error_set(err, SW_E_COMM, r, "a peer joined as rank %d of %d, expected %s of %d (or another version)",
-                              r, message.world_size, "a rank not yet joined", comm->world_size);
+        status = sw_error_set(err, SW_E_COMM, r, "a peer joined as rank %d of %d, expected a rank not yet joined of %d (or "
+                              "another version)", r, message->world_size, comm->world_size);
         goto close_all;
     }
     SW_TRY_GOTO(status, sw_memfd_map(fds[0], sizeof(sw_control), (uint8_t **)&shm->control[r], err), close_all);
     shm->link[r] = (peer_link){.socket = socket, .pidfd = -1, .lock_fd = -1};
-    if (message.has_pidfd) {
+    if (message->has_pidfd) {
         shm->link[r].pidfd = fds[1];
         close_fd(&fds[0]);
     } else {
         shm->link[r].lock_fd = fds[0];
     }
-    *accepted = true;
     return SW_OK;
 close_all:
     close_fd(&fds[0]);
     close_fd(&fds[1]);
     close(socket);
     return status;
+}
+
+/* Takes a peer's hello from `socket` (owned from here on). `expected` -1: any rank not yet linked. Sets *accepted to
+ * false, and no error, for a stranger: who does not know the secret, or hangs up (a peer's probe). */
+static sw_status receive_hello(shm_comm *shm, int socket, int expected, const uint8_t *secret, bool *accepted,
+                               sw_error *err)
+{
+    hello message;
+    int fds[2];
+    *accepted = false;
+    sw_status status = sw_socket_receive(socket, &message, sizeof message, fds, 2, &shm->patience, err);
+    if (status == SW_OK && message.magic == HELLO_MAGIC && secrets_equal(message.secret, secret)) {
+        *accepted = true;
+        return link_peer(shm, socket, &message, fds, expected, err);
+    }
+    close_fd(&fds[0]);
+    close_fd(&fds[1]);
+    close(socket);
+    return status == SW_E_COMM && expected < 0 ? SW_OK : status;
 }
 
 static sw_status name_peer(sw_status status, int rank, const char *step, sw_error *err)
@@ -322,7 +374,7 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
     for (int joined = comm->rank + 1; joined < comm->world_size && status == SW_OK; joined += accepted) {
         int socket = -1;
         accepted = false;
-        status = name_peer(sw_socket_accept(shm->listener, shm->join_deadline_ns, &socket, err), joined,
+        status = name_peer(sw_socket_accept(shm->listener, &shm->patience, &socket, err), joined,
                            "waiting for", err);
         if (status != SW_OK)
             break;
@@ -347,7 +399,9 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
 sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const uint8_t *secret, sw_error *err)
 {
     shm_comm *shm = (shm_comm *)comm;
-    shm->join_deadline_ns = sw_clock_now_ns() + comm->timeout_ns;
+    shm->addresses = addresses;
+    shm->patience = (sw_patience){
+        .deadline_ns = sw_clock_now_ns() + comm->timeout_ns, .look = look_for_callers, .context = shm};
     SW_TRY(join(shm, addresses, secret, err));
     close_fd(&shm->listener);
     return sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, shm->control, err);

@@ -13,6 +13,9 @@
 
 #include "platform/clock.h"
 
+enum { LOOK_MS = 100 };
+static const int64_t crowd_wait_ns = INT64_C(10000000000);
+
 sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *err)
 {
     if (syscall(SYS_getrandom, bytes, size_bytes, 0) != (long)size_bytes)
@@ -73,24 +76,26 @@ sw_status sw_socket_connect(const char *name, int *fd, sw_error *err)
 }
 
 /* Waits until `fd` can be read. */
-static sw_status wait_readable(int fd, int64_t deadline_ns, sw_error *err)
+static sw_status wait_readable(int fd, const sw_patience *patience, sw_error *err)
 {
     for (;;) {
-        int64_t left_ms = (deadline_ns - sw_clock_now_ns() + 999999) / 1000000;
+        int64_t left_ms = (patience->deadline_ns - sw_clock_now_ns() + 999999) / 1000000;
         if (left_ms <= 0)
             SW_FAIL(err, SW_E_TIMEOUT, "no answer on the host socket before the deadline");
         struct pollfd watch = {.fd = fd, .events = POLLIN};
-        int ready = poll(&watch, 1, left_ms > 1000 ? 1000 : (int)left_ms);
+        int ready = poll(&watch, 1, left_ms > LOOK_MS ? LOOK_MS : (int)left_ms);
         if (ready > 0)
             return SW_OK;
         if (ready < 0 && errno != EINTR)
             return sw_error_set(err, SW_E_OS, errno, "poll failed: %s", strerror(errno));
+        if (patience->look)
+            SW_TRY(patience->look(patience->context, err));
     }
 }
 
-sw_status sw_socket_accept(int listener, int64_t deadline_ns, int *fd, sw_error *err)
+sw_status sw_socket_accept(int listener, const sw_patience *patience, int *fd, sw_error *err)
 {
-    SW_TRY(wait_readable(listener, deadline_ns, err));
+    SW_TRY(wait_readable(listener, patience, err));
     int made = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     if (made < 0)
         return sw_error_set(err, SW_E_OS, errno, "accept failed: %s", strerror(errno));
@@ -120,9 +125,14 @@ sw_status sw_socket_send(int fd, const void *bytes, size_t size_bytes, const int
         memcpy(CMSG_DATA(header), fds, (size_t)fd_count * sizeof(int));
     }
     ssize_t sent;
-    do
+    int64_t deadline_ns = sw_clock_now_ns() + crowd_wait_ns;
+    for (;;) {
         sent = sendmsg(fd, &message, MSG_NOSIGNAL);
-    while (sent < 0 && errno == EINTR);
+        if (sent >= 0 || (errno != EINTR && errno != ETOOMANYREFS) || sw_clock_now_ns() > deadline_ns)
+            break;
+        if (errno == ETOOMANYREFS)
+            (void)poll(NULL, 0, 1);
+    }
     if (sent != (ssize_t)size_bytes)
         return sw_error_set(err, SW_E_COMM, -1, "sending %zu bytes and %d descriptors to a peer failed: %s", size_bytes,
                             fd_count, strerror(errno));
@@ -146,7 +156,7 @@ static void take_descriptors(struct msghdr *message, int *fds, int fd_count)
     }
 }
 
-sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *fds, int fd_count, int64_t deadline_ns,
+sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *fds, int fd_count, const sw_patience *patience,
                             sw_error *err)
 {
     control_buffer control;
@@ -157,7 +167,7 @@ sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *fds, in
                              .msg_controllen = sizeof control.bytes};
     for (int i = 0; i < fd_count; ++i)
         fds[i] = -1;
-    SW_TRY(wait_readable(fd, deadline_ns, err));
+    SW_TRY(wait_readable(fd, patience, err));
     ssize_t received = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
     if (received < 0)
         return sw_error_set(err, SW_E_COMM, -1, "receiving from a peer failed: %s", strerror(errno));

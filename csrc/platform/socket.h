@@ -22,15 +22,24 @@ SW_MUST_USE sw_status sw_socket_listen(int backlog, char name[SW_SOCKET_NAME_BYT
 /* SW_E_COMM when nobody listens there (another host or another network namespace). */
 SW_MUST_USE sw_status sw_socket_connect(const char *name, int *fd, sw_error *err);
 
-SW_MUST_USE sw_status sw_socket_accept(int listener, int64_t deadline_ns, int *fd, sw_error *err);
+/* How long to wait, and what may end it earlier. */
+typedef struct sw_patience {
+    int64_t deadline_ns; /* of sw_clock_now_ns() */
+    sw_status (*look)(void *context, sw_error *err); /* called ten times a second; not SW_OK ends the wait. NULL: none */
+    void *context;                                   /* borrowed */
+} sw_patience;
 
-/* One message of `size_bytes` (small: it must fit the socket's buffer) with `fd_count` descriptors. */
+/* SW_E_TIMEOUT at the deadline. */
+SW_MUST_USE sw_status sw_socket_accept(int listener, const sw_patience *patience, int *fd, sw_error *err);
+
+/* One message of `size_bytes` (small: it must fit the socket's buffer) with `fd_count` descriptors. Waits a few
+ * seconds, no more, while the kernel holds too many descriptors on their way (RLIMIT_NOFILE counts those too). */
 SW_MUST_USE sw_status sw_socket_send(int fd, const void *bytes, size_t size_bytes, const int *fds, int fd_count,
                                      sw_error *err);
 
 /* Receives exactly one such message; missing descriptors are left as -1. SW_E_COMM when the peer is gone,
  * SW_E_TIMEOUT at the deadline. */
 SW_MUST_USE sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *fds, int fd_count,
-                                        int64_t deadline_ns, sw_error *err);
+                                        const sw_patience *patience, sw_error *err);
 
 #endif

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
+#include "base/text.h"
 #include "comm/shm.h"
 #include "python/engine.h"
 
@@ -23,10 +24,12 @@ static void log_message(void *context, const char *message)
     comm_object *self = context;
     PyGILState_STATE gil = PyGILState_Ensure();
     if (self->log) {
-        PyObject *result = PyObject_CallFunction(self->log, "s", message);
+        PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+        PyObject *result = text ? PyObject_CallFunctionObjArgs(self->log, text, NULL) : NULL;
         if (!result)
             PyErr_WriteUnraisable(self->log);
         Py_XDECREF(result);
+        Py_XDECREF(text);
     }
     PyGILState_Release(gil);
 }
@@ -81,6 +84,11 @@ static PyObject *finish(comm_object *self, sw_status status, const sw_error *err
     Py_RETURN_NONE;
 }
 
+static bool is_legal_period(double seconds)
+{
+    return seconds > 0 && seconds <= 1e9;
+}
+
 static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"rank", "world_size", "timeout_s", "warn_after_s", "host", "log", NULL};
@@ -98,7 +106,7 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|$ddsO:HostComm", names, &rank, &world_size, &timeout_s,
                                      &warn_after_s, &host, &log))
         return -1;
-    if (!(timeout_s > 0) || timeout_s > 1e9 || !(warn_after_s > 0) || warn_after_s > 1e9) {
+    if (!is_legal_period(timeout_s) || !is_legal_period(warn_after_s)) {
         PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s and warn_after_s must be in (0, 1e9] seconds");
         return -1;
     }
@@ -252,13 +260,9 @@ static PyObject *comm_arena(PyObject *op, PyObject *args)
     return made;
 }
 
-static bool set_label(sw_op *op, const char *label)
+static void set_label(sw_op *op, const char *label)
 {
-    size_t length = strlen(label);
-    if (length >= sizeof op->label)
-        length = sizeof op->label - 1;
-    memcpy(op->label, label, length);
-    return true;
+    memcpy(op->label, label, (size_t)sw_text_fit(label, sizeof op->label - 1));
 }
 
 static bool parse_redop(const char *name, sw_redop *op)
@@ -286,8 +290,9 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
                                      &label, &arena))
         return NULL;
     uint8_t *data = PyLong_AsVoidPtr(address);
-    if (PyErr_Occurred() || !parse_redop(redop, &operation.redop) || !set_label(&operation, label))
+    if (PyErr_Occurred() || !parse_redop(redop, &operation.redop))
         return NULL;
+    set_label(&operation, label);
     operation.dtype = sw_dtype_from_name(dtype);
     if (operation.dtype == SW_DTYPE_COUNT || numel < 0)
         return PyErr_Format(PyExc_ValueError, "all_reduce '%s': dtype '%s' or numel %zd is not legal", label, dtype,
@@ -316,8 +321,9 @@ static PyObject *comm_barrier(PyObject *op, PyObject *args)
     sw_op operation = {.kind = SW_OP_BARRIER, .dtype = SW_DTYPE_UINT8};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "|s:barrier", &label) || !set_label(&operation, label) || !sw_py_comm_enter(self))
+    if (!PyArg_ParseTuple(args, "|s:barrier", &label) || !sw_py_comm_enter(self))
         return NULL;
+    set_label(&operation, label);
     Py_BEGIN_ALLOW_THREADS
     status = self->comm->ops->run(self->comm, &operation, &err);
     Py_END_ALLOW_THREADS
@@ -400,8 +406,9 @@ static PyObject *comm_broadcast(PyObject *op, PyObject *args)
     sw_op operation = {.kind = SW_OP_BROADCAST, .dtype = SW_DTYPE_UINT8};
     sw_error err;
     sw_status status = SW_OK;
-    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &operation.root, &label) || !set_label(&operation, label))
+    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &operation.root, &label))
         return NULL;
+    set_label(&operation, label);
     byte_range *ranges = parse_ranges(list, &count);
     if (!ranges || PyErr_Occurred() || !sw_py_comm_enter(self)) {
         free(ranges);
@@ -561,6 +568,28 @@ static PyObject *comm_get_alive(PyObject *op, void *unused)
     return PyBool_FromLong(self->comm && !self->closed && self->connected && self->comm->ops->is_alive(self->comm));
 }
 
+static PyObject *comm_get_timeout(PyObject *op, void *unused)
+{
+    const comm_object *self = (comm_object *)op;
+    (void)unused;
+    return PyFloat_FromDouble(self->comm ? (double)self->comm->timeout_ns * 1e-9 : 0);
+}
+
+static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
+{
+    comm_object *self = (comm_object *)op;
+    double seconds = value ? PyFloat_AsDouble(value) : 0;
+    (void)unused;
+    if (PyErr_Occurred())
+        return -1;
+    if (!is_legal_period(seconds) || !self->comm) {
+        PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s must be in (0, 1e9] seconds, of an open communicator");
+        return -1;
+    }
+    self->comm->timeout_ns = (int64_t)(seconds * 1e9);
+    return 0;
+}
+
 static PyMethodDef comm_methods[] = {
     {"connect", comm_connect, METH_VARARGS, "connect(addresses, secret, hosts)\n--\n\nJoins the peers."},
     {"arena", comm_arena, METH_VARARGS, "arena(nbytes, label='arena')\n--\n\nCollective."},
@@ -580,6 +609,7 @@ static PyMethodDef comm_methods[] = {
 static PyGetSetDef comm_properties[] = {
     {"rank", comm_get, NULL, "this rank, in the group", (void *)0},
     {"world_size", comm_get, NULL, "ranks in the group", (void *)1},
+    {"timeout_s", comm_get_timeout, comm_set_timeout, "deadline of each wait, seconds", NULL},
     {"is_alive", comm_get_alive, NULL, "whether no rank has met an error or left", NULL},
     {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
     {NULL, NULL, NULL, NULL, NULL},

@@ -88,6 +88,7 @@ int sw_py_reducer_take_gradient(struct reducer_object *self, size_t index, PyObj
 extern PyMethodDef sw_py_kernel_functions[];
 
 /* tensor_access.c: data pointers of torch tensors without torch's headers. */
+enum { TENSOR_CODE_COMPLEX = 5 }; /* dmlc/dlpack: kDLComplex */
 typedef struct tensor_view {
     void *data;
     int ndim;
@@ -97,7 +98,8 @@ typedef struct tensor_view {
 } tensor_view;
 /* torch's DLPack C exchange table, from type(tensor); NULL (no exception) where it does not exist. */
 const void *sw_py_tensor_exchange_table(PyObject *tensor);
-/* false, with no exception, when the tensor cannot be seen that way (sparse, conjugate, ...). */
+/* false, with no exception, when the tensor cannot be seen that way (sparse, ...). A lazy conjugation or negation is
+ * not seen: the bytes are those before it. */
 bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
 
 /* Drops *object into NULL first, so that a destructor cannot see it. */

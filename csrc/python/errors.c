@@ -34,10 +34,26 @@ int sw_py_errors_init(PyObject *module, engine_state *state)
     return state->comm_timeout_error && state->checkpoint_error ? 0 : -1;
 }
 
+/* Messages may quote names of any language, cut to fit: never a decoding error instead of the one to tell. */
+static PyObject *decode(const char *message)
+{
+    return PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+}
+
+static void raise_plain(PyObject *type, const char *message)
+{
+    PyObject *text = decode(message);
+    if (text)
+        PyErr_SetObject(type, text);
+    Py_XDECREF(text);
+}
+
 static PyObject *raise_comm(PyObject *type, const sw_error *err, const comm_object *comm)
 {
     PyObject *host = NULL;
-    PyObject *exception = PyObject_CallFunction(type, "s", err->message);
+    PyObject *text = decode(err->message);
+    PyObject *exception = text ? PyObject_CallFunctionObjArgs(type, text, NULL) : NULL;
+    Py_XDECREF(text);
     PyObject *rank = PyLong_FromLong(err->detail);
     if (comm && comm->hosts && err->detail >= 0 && err->detail < PyList_Size(comm->hosts)) {
         host = PyList_GetItem(comm->hosts, err->detail);
@@ -56,7 +72,8 @@ static PyObject *raise_comm(PyObject *type, const sw_error *err, const comm_obje
 
 static PyObject *raise_os(const sw_error *err)
 {
-    PyObject *arguments = Py_BuildValue("(is)", err->detail, err->message);
+    PyObject *text = decode(err->message);
+    PyObject *arguments = text ? Py_BuildValue("(iN)", err->detail, text) : NULL;
     if (arguments)
         PyErr_SetObject(PyExc_OSError, arguments);
     Py_XDECREF(arguments);
@@ -66,9 +83,9 @@ static PyObject *raise_os(const sw_error *err)
 PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_object *comm)
 {
     switch (err->status) {
-    case SW_E_INVALID: PyErr_SetString(PyExc_ValueError, err->message); break;
-    case SW_E_MEMORY: PyErr_SetString(PyExc_MemoryError, err->message); break;
-    case SW_E_UNSUPPORTED: PyErr_SetString(PyExc_NotImplementedError, err->message); break;
+    case SW_E_INVALID: raise_plain(PyExc_ValueError, err->message); break;
+    case SW_E_MEMORY: raise_plain(PyExc_MemoryError, err->message); break;
+    case SW_E_UNSUPPORTED: raise_plain(PyExc_NotImplementedError, err->message); break;
     case SW_E_OS: return raise_os(err);
     case SW_E_COMM: return raise_comm(state->comm_error, err, comm);
     case SW_E_TIMEOUT: return raise_comm(state->comm_timeout_error, err, comm);
@@ -78,7 +95,7 @@ PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_objec
         break;
     case SW_OK:
     case SW_E_STATE:
-    case SW_E_MISMATCH: PyErr_SetString(state->error, err->message); break;
+    case SW_E_MISMATCH: raise_plain(state->error, err->message); break;
     }
     return NULL;
 }

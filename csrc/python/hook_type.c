@@ -13,7 +13,13 @@ typedef struct hook_object {
 static PyObject *hook_call(PyObject *op, PyObject *param)
 {
     hook_object *self = (hook_object *)op;
-    if (self->link->reducer && sw_py_reducer_take_gradient(self->link->reducer, self->index, param) < 0)
+    PyObject *reducer = (PyObject *)self->link->reducer;
+    if (!reducer)
+        Py_RETURN_NONE;
+    Py_INCREF(reducer); /* another thread may drop the model while this one folds */
+    int failed = sw_py_reducer_take_gradient((struct reducer_object *)reducer, self->index, param);
+    Py_DECREF(reducer);
+    if (failed < 0)
         return NULL;
     Py_RETURN_NONE;
 }

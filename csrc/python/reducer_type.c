@@ -14,11 +14,13 @@ typedef struct reducer_object {
     sw_reducer *reducer;        /* owned */
     PyObject *memory;           /* owned: Arena, which owns the reducer's memory */
     reducer_link *link;         /* counted, shared with the hooks */
-    PyObject *params, *views;   /* owned lists; NULL before attach */
-    PyObject *copy, *open, *task_id, *bucket_callback; /* owned callables or NULL */
+    PyObject *params, *views;   /* owned lists; NULL before attach. The list of views is the caller's own */
+    PyObject *hook_tables;      /* owned list: where torch keeps the hooks of each parameter, or None */
+    PyObject *copy, *open, *renew, *task_id, *bucket_callback; /* owned callables or NULL */
     PyObject *grad_name;        /* owned: "grad" */
     const void *exchange;       /* torch's table, or NULL */
     tensor_view *shapes;        /* owned: layout of each view, to compare a gradient's with */
+    Py_ssize_t *hook_counts;    /* owned: hooks of each parameter when ours was the last */
     unsigned long long copies;
     int64_t announced_task;     /* graph task whose end will call close(); NO_TASK: none */
     bool announced_sync;
@@ -37,6 +39,14 @@ static int raise_status(reducer_object *self, sw_status status, const sw_error *
     if (status == SW_OK)
         return 0;
     sw_py_raise(state_of(self), err, self->comm);
+    return -1;
+}
+
+static int check_made(reducer_object *self)
+{
+    if (self->reducer)
+        return 0;
+    PyErr_SetString(state_of(self)->error, "the reducer was not initialised");
     return -1;
 }
 
@@ -182,6 +192,8 @@ static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->comm);
     Py_VISIT(self->params);
     Py_VISIT(self->views);
+    Py_VISIT(self->hook_tables);
+    Py_VISIT(self->renew);
     Py_VISIT(self->copy);
     Py_VISIT(self->open);
     Py_VISIT(self->task_id);
@@ -194,6 +206,8 @@ static int reducer_clear(PyObject *op)
     reducer_object *self = (reducer_object *)op;
     ENGINE_CLEAR(self->params);
     ENGINE_CLEAR(self->views);
+    ENGINE_CLEAR(self->hook_tables);
+    ENGINE_CLEAR(self->renew);
     ENGINE_CLEAR(self->copy);
     ENGINE_CLEAR(self->open);
     ENGINE_CLEAR(self->task_id);
@@ -215,6 +229,7 @@ static void reducer_dealloc(PyObject *op)
         (void)sw_reducer_take_memory(self->reducer);
     sw_reducer_destroy(self->reducer);
     free(self->shapes);
+    free(self->hook_counts);
     Py_XDECREF(self->memory);
     Py_XDECREF(self->grad_name);
     if (self->comm) {
@@ -227,9 +242,16 @@ static void reducer_dealloc(PyObject *op)
 
 /* Gradients ------------------------------------------------------------------------------------------- */
 
-/* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are. */
+/* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are. Lazily negated
+ * and conjugated tensors look the same from here: the first are views of complex ones, so they have strides of their
+ * own unless they have one element; the second are complex. */
 static bool same_layout(const tensor_view *grad, const tensor_view *shape)
 {
+    int64_t numel = 1;
+    for (int d = 0; d < grad->ndim; ++d)
+        numel *= grad->shape[d];
+    if (numel <= 1 || grad->code == TENSOR_CODE_COMPLEX)
+        return false;
     if (grad->code != shape->code || grad->bits != shape->bits || grad->ndim != shape->ndim ||
         grad->device_type != shape->device_type)
         return false;
@@ -258,6 +280,33 @@ static int copy_gradient(reducer_object *self, size_t index, PyObject *view, PyO
     PyObject *result = PyObject_CallFunctionObjArgs(self->copy, view, grad, NULL);
     Py_XDECREF(result);
     return result ? 0 : -1;
+}
+
+/* The view of a parameter, about to be overwritten while `.grad` is something else. Where somebody kept the old
+ * gradient (the view is in other hands), it keeps its values: it moves to memory of its own, and a new view is made.
+ * Borrowed. */
+static PyObject *writable_view(reducer_object *self, size_t index)
+{
+    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    if (!view || Py_REFCNT(view) == 1)
+        return view;
+    PyObject *position = PyLong_FromSize_t(index);
+    PyObject *result = position ? PyObject_CallFunctionObjArgs(self->renew, position, NULL) : NULL;
+    Py_XDECREF(position);
+    Py_XDECREF(result);
+    if (!result)
+        return NULL;
+    view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    if (self->shapes && !sw_py_tensor_view_get(self->exchange, view, &self->shapes[index]))
+        self->shapes[index].ndim = -1;
+    return view;
+}
+
+/* Whether somebody else has hooked a parameter's gradient after us: its hook runs after ours, and may change it. */
+static bool is_hooked_later(reducer_object *self, size_t index)
+{
+    PyObject *table = PyList_GetItem(self->hook_tables, (Py_ssize_t)index);
+    return table && table != Py_None && PyDict_Size(table) > self->hook_counts[index];
 }
 
 static int current_task(reducer_object *self, int64_t *task)
@@ -298,7 +347,7 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
     int64_t task;
     bool advance = false;
     sw_error err;
-    sw_status status;
+    sw_status status = SW_OK;
     if (check_ready(self) < 0 || current_task(self, &task) < 0)
         return -1;
     if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED && open_round(self, task) < 0)
@@ -307,11 +356,17 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
         return raise_status(self, sw_reducer_mark(self->reducer, index, task, &advance, &err), &err);
     if (!sw_py_comm_enter(self->comm)) /* a forked child ends here */
         return -1;
+    if (is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index)) {
+        sw_py_comm_leave(self->comm);
+        return 0;
+    }
     PyObject *grad = PyObject_GetAttr(param, self->grad_name);
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
     int failed = !grad || !view;
-    if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && grad != view)
-        failed = copy_gradient(self, index, view, grad) < 0 || PyObject_SetAttr(param, self->grad_name, view) < 0;
+    if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && grad != view) {
+        view = writable_view(self, index);
+        failed = !view || copy_gradient(self, index, view, grad) < 0 || PyObject_SetAttr(param, self->grad_name, view) < 0;
+    }
     if (!failed && grad != Py_None)
         failed = raise_status(self, sw_reducer_mark(self->reducer, index, task, &advance, &err), &err) < 0;
     if (!failed && advance) { /* only what may fold or wait gives the GIL away */
@@ -335,6 +390,8 @@ static int fill(reducer_object *self)
             continue;
         PyObject *grad = PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)i), self->grad_name);
         PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)i);
+        if (grad && grad != view)
+            view = writable_view(self, i);
         int failed = !grad || !view;
         if (!failed && grad == Py_None) {
             size_t bytes = layout->place[i].numel * sw_dtype_size_bytes(layout->bucket[layout->place[i].bucket].dtype);
@@ -364,18 +421,11 @@ static int publish(reducer_object *self)
     return 0;
 }
 
-/* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each. */
-static int finish_with_callback(reducer_object *self)
+/* A user's hook reduces each bucket that takes part, in order. */
+static int run_callbacks(reducer_object *self)
 {
-    sw_error err;
-    sw_status status;
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     size_t last = layout->bucket_count;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_exchange_use(self->reducer, &err);
-    Py_END_ALLOW_THREADS
-    if (raise_status(self, status, &err) < 0)
-        return -1;
     for (size_t b = 0; b < layout->bucket_count; ++b)
         if (sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
             last = b;
@@ -390,6 +440,18 @@ static int finish_with_callback(reducer_object *self)
     return 0;
 }
 
+/* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each. */
+static int finish_with_callback(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_exchange_use(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    if (raise_status(self, status, &err) < 0)
+        return -1;
+    return run_callbacks(self);
+}
 static int finish_round(reducer_object *self)
 {
     sw_error err;
@@ -422,6 +484,8 @@ static PyObject *none_or_null(int failed)
 
 static int read_index(reducer_object *self, PyObject *value, size_t *index)
 {
+    if (check_made(self) < 0)
+        return -1;
     size_t count = sw_reducer_layout(self->reducer)->param_count;
     *index = PyLong_AsSize_t(value);
     if (PyErr_Occurred())
@@ -435,6 +499,8 @@ static int read_index(reducer_object *self, PyObject *value, size_t *index)
 
 static int read_bucket(reducer_object *self, PyObject *value, const sw_layout_bucket **bucket)
 {
+    if (check_made(self) < 0)
+        return -1;
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     size_t index = PyLong_AsSize_t(value);
     if (PyErr_Occurred())
@@ -498,37 +564,75 @@ static PyObject *reducer_bucket_dtype(PyObject *op, PyObject *position)
     return PyUnicode_FromString(sw_dtype_name(bucket->dtype));
 }
 
+/* Takes `*slot` over from a counted reference. */
+static void keep(PyObject **slot, PyObject *value)
+{
+    Py_INCREF(value);
+    *slot = value;
+}
+
+static int attach_shapes(reducer_object *self, Py_ssize_t count)
+{
+    free(self->shapes);
+    free(self->hook_counts);
+    self->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(self->views, 0)) : NULL;
+    self->shapes = self->exchange ? calloc((size_t)count, sizeof *self->shapes) : NULL;
+    self->hook_counts = calloc((size_t)count + 1, sizeof *self->hook_counts);
+    self->hook_tables = PyList_New(count);
+    if (!self->hook_counts || !self->hook_tables) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        Py_INCREF(Py_None);
+        PyList_SetItem(self->hook_tables, i, Py_None);
+        if (self->shapes && !sw_py_tensor_view_get(self->exchange, PyList_GetItem(self->views, i), &self->shapes[i]))
+            self->shapes[i].ndim = -1; /* never equal: always through copy() */
+    }
+    return 0;
+}
+
 static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"parameters", "views", "copy", "open", "task_id", NULL};
+    static char *names[] = {"parameters", "views", "copy", "open", "renew", "task_id", NULL};
     reducer_object *self = (reducer_object *)op;
-    PyObject *params, *views, *copy, *open, *task_id;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$OOO:attach", names, &params, &views, &copy, &open, &task_id))
+    PyObject *params, *views, *copy, *open, *renew, *task_id;
+    if (check_made(self) < 0 || !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOO:attach", names, &params, &PyList_Type,
+                                                             &views, &copy, &open, &renew, &task_id))
         return NULL;
-    PyObject *param_list = PySequence_List(params), *view_list = PySequence_List(views);
+    PyObject *param_list = PySequence_List(params);
     Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;
-    if (!param_list || !view_list || PyList_Size(param_list) != count || PyList_Size(view_list) != count) {
+    if (!param_list || PyList_Size(param_list) != count || PyList_Size(views) != count) {
         Py_XDECREF(param_list);
-        Py_XDECREF(view_list);
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError, "attach: parameters and views must have %zd entries each", count);
         return NULL;
     }
     reducer_clear(op);
     self->params = param_list;
-    self->views = view_list;
-    Py_INCREF(copy);
-    self->copy = copy;
-    Py_INCREF(open);
-    self->open = open;
-    Py_INCREF(task_id);
-    self->task_id = task_id;
-    self->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(view_list, 0)) : NULL;
-    free(self->shapes);
-    self->shapes = self->exchange ? calloc((size_t)count, sizeof *self->shapes) : NULL;
-    for (Py_ssize_t i = 0; self->shapes && i < count; ++i)
-        if (!sw_py_tensor_view_get(self->exchange, PyList_GetItem(view_list, i), &self->shapes[i]))
-            self->shapes[i].ndim = -1; /* never equal: always through copy() */
+    keep(&self->views, views);
+    keep(&self->copy, copy);
+    keep(&self->open, open);
+    keep(&self->renew, renew);
+    keep(&self->task_id, task_id);
+    if (attach_shapes(self, count) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* `table`: the dictionary in which torch keeps the gradient hooks of a parameter, ours the last of them. */
+static PyObject *reducer_watch_hooks(PyObject *op, PyObject *args)
+{
+    reducer_object *self = (reducer_object *)op;
+    PyObject *position, *table;
+    size_t index;
+    if (check_ready(self) < 0 || !PyArg_ParseTuple(args, "OO!:watch_hooks", &position, &PyDict_Type, &table) ||
+        read_index(self, position, &index) < 0)
+        return NULL;
+    Py_INCREF(table);
+    if (PyList_SetItem(self->hook_tables, (Py_ssize_t)index, table) < 0)
+        return NULL;
+    self->hook_counts[index] = PyDict_Size(table);
     Py_RETURN_NONE;
 }
 
@@ -568,10 +672,8 @@ static PyObject *reducer_forward(PyObject *op, PyObject *synchronised)
     self->announced_task = NO_TASK;
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
         return NULL;
-    if (sync) {
-        sw_reducer_count_forward(self->reducer);
+    if (sync)
         self->pending_forward = true;
-    }
     Py_RETURN_NONE;
 }
 
@@ -605,9 +707,15 @@ static PyObject *reducer_close_pending(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
     sw_error err;
+    int64_t task;
     (void)unused;
-    if (check_ready(self) < 0)
+    if (check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
+    if (task >= 0) {
+        PyErr_SetString(state_of(self)->error, "optimizer.step() was called inside a backward, before its gradients were "
+                                               "averaged: call it after backward() has returned");
+        return NULL;
+    }
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && self->announced_task != NO_TASK) {
         /* an exception left the backward open, and the caller steps all the same */
         self->announced_task = NO_TASK;
@@ -620,6 +728,17 @@ static PyObject *reducer_close_pending(PyObject *op, PyObject *unused)
     if (raise_status(self, sw_reducer_open(self->reducer, -1, true, &err), &err) < 0)
         return NULL;
     return none_or_null(finish_round(self));
+}
+
+/* With a user's hook: as the others, but over zeros. */
+static int shadow_callbacks(reducer_object *self)
+{
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    for (size_t b = 0; b < layout->bucket_count; ++b)
+        if (sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
+            memset(sw_reducer_memory(self->reducer)->base + layout->bucket[b].offset_bytes, 0,
+                   layout->bucket[b].numel * sw_dtype_size_bytes(layout->bucket[b].dtype));
+    return run_callbacks(self);
 }
 
 static PyObject *reducer_shadow(PyObject *op, PyObject *unused)
@@ -635,13 +754,33 @@ static PyObject *reducer_shadow(PyObject *op, PyObject *unused)
     status = sw_reducer_shadow(self->reducer, &err);
     Py_END_ALLOW_THREADS
     sw_py_comm_leave(self->comm);
-    return none_or_null(raise_status(self, status, &err));
+    if (raise_status(self, status, &err) < 0)
+        return NULL;
+    return none_or_null(self->bucket_callback ? shadow_callbacks(self) : 0);
+}
+
+static PyObject *reducer_count_step(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    if (check_made((reducer_object *)op) < 0)
+        return NULL;
+    sw_reducer_count_step(((reducer_object *)op)->reducer);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_forget_steps(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    if (check_made((reducer_object *)op) < 0)
+        return NULL;
+    sw_reducer_forget_steps(((reducer_object *)op)->reducer);
+    Py_RETURN_NONE;
 }
 
 static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
 {
     int flag = PyObject_IsTrue(active_only);
-    if (flag < 0)
+    if (flag < 0 || check_made((reducer_object *)op) < 0)
         return NULL;
     sw_reducer_divide_by_active(((reducer_object *)op)->reducer, flag);
     Py_RETURN_NONE;
@@ -650,6 +789,8 @@ static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
 static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *callback)
 {
     reducer_object *self = (reducer_object *)op;
+    if (check_made(self) < 0)
+        return NULL;
     ENGINE_CLEAR(self->bucket_callback);
     if (callback != Py_None) {
         Py_INCREF(callback);
@@ -681,8 +822,10 @@ static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
 static PyObject *reducer_stats(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
-    const sw_reducer_stats *stats = sw_reducer_get_stats(self->reducer);
     (void)unused;
+    if (check_made(self) < 0)
+        return NULL;
+    const sw_reducer_stats *stats = sw_reducer_get_stats(self->reducer);
     return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "rounds", (unsigned long long)stats->rounds, "local_rounds",
                          (unsigned long long)stats->local_rounds, "abandoned", (unsigned long long)stats->abandoned,
                          "buckets_sent", (unsigned long long)stats->buckets_sent, "buckets_early",
@@ -713,13 +856,16 @@ static PyMethodDef reducer_methods[] = {
     {"bucket_parameters", reducer_bucket_parameters, METH_O, "bucket_parameters(bucket)\n--\n\nIndices, in memory order."},
     {"bucket_dtype", reducer_bucket_dtype, METH_O, "bucket_dtype(bucket)\n--\n\nIts element type."},
     {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
-     "attach(parameters, views, *, copy, open, task_id)\n--\n\nBinds tensors."},
+     "attach(parameters, views, *, copy, open, renew, task_id)\n--\n\nBinds tensors."},
+    {"watch_hooks", reducer_watch_hooks, METH_VARARGS, "watch_hooks(index, table)\n--\n\nNotices hooks after ours."},
     {"hook", reducer_hook, METH_O, "hook(index)\n--\n\nThe post-accumulate-grad hook of a parameter."},
     {"forward", reducer_forward, METH_O, "forward(synchronised)\n--\n\nCounts a forward with gradients."},
     {"open_round", reducer_open_round, METH_NOARGS, "open_round()\n--\n\nAnnounces a round to the first gradient."},
     {"close", reducer_close, METH_NOARGS, "close()\n--\n\nEnds the round."},
     {"close_pending", reducer_close_pending, METH_NOARGS, "close_pending()\n--\n\nA whole round, if a forward has none."},
     {"shadow", reducer_shadow, METH_NOARGS, "shadow()\n--\n\nA whole round without contributing."},
+    {"count_step", reducer_count_step, METH_NOARGS, "count_step()\n--\n\nA step of the optimizer; ranks compare."},
+    {"forget_steps", reducer_forget_steps, METH_NOARGS, "forget_steps()\n--\n\nCounts from 0 again."},
     {"set_divide_by", reducer_set_divide_by, METH_O, "set_divide_by(active_only)\n--\n\nWhat the mean divides by."},
     {"set_bucket_callback", reducer_set_bucket_callback, METH_O,
      "set_bucket_callback(callback)\n--\n\nA user's communication hook, or None."},

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "base/text.h"
 #include "platform/memory.h"
 
 enum { MARKS_PER_POLL = 8 };
@@ -52,7 +53,7 @@ struct sw_reducer {
     size_t next_bucket;         /* the lowest that is not posted */
     sw_round_state state;
     int64_t task;
-    uint32_t rounds_since_forward;
+    uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
     uint32_t parity;
     uint32_t marks; /* gradients taken, to poll now and then */
     bool contributes, abandoned, divide_by_active, defer_all;
@@ -141,6 +142,17 @@ static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begi
     return found;
 }
 
+/* "bucket 0 of Mlp, 0.bias to 4.weight" */
+static void name_bucket(bucket *b, const char *label)
+{
+    const sw_reducer *reducer = b->reducer;
+    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
+    const char *first = reducer->names[reducer->layout.order[shape->first]];
+    const char *last = reducer->names[reducer->layout.order[shape->first + shape->count - 1]];
+    snprintf(b->op.label, sizeof b->op.label, "bucket %zu of %.*s, %.*s to %.*s", b->index, sw_text_fit(label, 16), label,
+             sw_text_fit(first, 24), first, sw_text_fit(last, 24), last);
+}
+
 static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *options, sw_error *err)
 {
     const char *label = options->label;
@@ -166,9 +178,7 @@ static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *opt
                         .numel = shape->numel,
                         .offset_bytes = shape->offset_bytes,
                         .plan = &b->plan};
-        snprintf(b->op.label, sizeof b->op.label, "bucket %zu of %.12s, %.20s to %.20s", i, label,
-                 reducer->names[layout->order[shape->first]],
-                 reducer->names[layout->order[shape->first + shape->count - 1]]);
+        name_bucket(b, label);
         if (shape->trainable)
             SW_TRY(sw_redop_check(redop, shape->dtype, err));
     }
@@ -181,6 +191,7 @@ static void bind_memory(sw_reducer *reducer)
     size_t begin = 0, end = 0; /* bytes to populate: neighbouring buckets that take part, as one range */
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
+        b->op.subject = reducer->memory->tails->serial;
         if (reducer->memory->transport == SW_TRANSPORT_POOL)
             b->op.arena = reducer->memory->arena;
         else
@@ -262,10 +273,23 @@ sw_gradient_memory *sw_reducer_take_memory(sw_reducer *reducer)
     return memory;
 }
 
+/* Peers fold with what was posted, and wait for this rank's part of it: its memory must not go in silence. */
+static void give_up_posted(sw_reducer *reducer)
+{
+    for (size_t i = 0; reducer->state == SW_ROUND_OPEN && i < reducer->layout.bucket_count; ++i) {
+        const bucket *b = &reducer->buckets[i];
+        if (b->state != BUCKET_POSTED || !b->op.arena)
+            continue;
+        (void)sw_comm_give_up(reducer->comm, SW_E_COMM, NULL, "%s was dropped in the middle of a backward", b->op.label);
+        return;
+    }
+}
+
 void sw_reducer_destroy(sw_reducer *reducer)
 {
     if (!reducer)
         return;
+    give_up_posted(reducer);
     sw_gradient_memory_destroy(reducer->memory);
     for (size_t i = 0; reducer->buckets && i < reducer->layout.bucket_count; ++i)
         free(reducer->buckets[i].any);
@@ -326,9 +350,16 @@ void sw_reducer_unfreeze(sw_reducer *reducer, size_t param)
     bucket_of(reducer, param)->takes_part = true;
 }
 
-void sw_reducer_count_forward(sw_reducer *reducer)
+void sw_reducer_count_step(sw_reducer *reducer)
 {
-    reducer->rounds_since_forward = 0;
+    reducer->step++;
+    reducer->rounds = 0;
+}
+
+void sw_reducer_forget_steps(sw_reducer *reducer)
+{
+    reducer->step = 0;
+    reducer->rounds = 0;
 }
 
 void sw_reducer_divide_by_active(sw_reducer *reducer, bool active_only)
@@ -372,7 +403,7 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     if (!synchronised)
         return SW_OK;
     reducer->parity ^= 1;
-    reducer->rounds_since_forward++;
+    reducer->rounds++;
     reducer->next_bucket = 0;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
@@ -402,7 +433,8 @@ static sw_status post_bucket(bucket *b, sw_error *err)
     sw_reducer *reducer = b->reducer;
     write_tail(b);
     b->state = BUCKET_POSTED;
-    b->op.round = reducer->rounds_since_forward;
+    b->op.step = reducer->step + 1;
+    b->op.round = reducer->contributes ? reducer->rounds : 0; /* who joined counts no steps */
     reducer->stats.buckets_sent++;
     reducer->stats.bytes += b->op.numel * sw_dtype_size_bytes(b->op.dtype);
     if (b->op.arena)
@@ -449,6 +481,16 @@ sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool 
     bool under_way = reducer->next_bucket > 0 && ++reducer->marks % MARKS_PER_POLL == 0;
     *advance = (b->pending == 0 && b->index == reducer->next_bucket) || under_way;
     return SW_OK;
+}
+
+bool sw_reducer_pin(sw_reducer *reducer, size_t param)
+{
+    bucket *b = bucket_of(reducer, param);
+    if (reducer->state == SW_ROUND_OPEN && b->state == BUCKET_POSTED)
+        return false;
+    b->pinned = true;
+    reducer->params[param].used = 1;
+    return true;
 }
 
 sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err)
@@ -558,10 +600,9 @@ sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err)
 
 sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err)
 {
-    reducer->rounds_since_forward = 0;
     SW_TRY(sw_reducer_open(reducer, -1, true, err));
     reducer->contributes = false;
-    sw_status status = complete_round(reducer, err);
+    sw_status status = reducer->defer_all ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
     reducer->contributes = true;
     reducer->state = SW_ROUND_CLOSED;
     return status;
@@ -569,7 +610,11 @@ sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err)
 
 sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
 {
-    sw_op barrier = {.kind = SW_OP_BARRIER, .dtype = SW_DTYPE_UINT8, .round = reducer->rounds_since_forward,
+    sw_op barrier = {.kind = SW_OP_BARRIER,
+                     .dtype = SW_DTYPE_UINT8,
+                     .subject = reducer->memory->tails->serial,
+                     .step = reducer->step + 1,
+                     .round = reducer->contributes ? reducer->rounds : 0,
                      .label = "use bits before a communication hook"};
     int by;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)

@@ -54,8 +54,10 @@ uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param);
 /* Makes a frozen parameter's bucket take part from the next round on. */
 void sw_reducer_unfreeze(sw_reducer *reducer, size_t param);
 
-/* Counts a forward: rounds are numbered from it, and ranks compare the number. */
-void sw_reducer_count_forward(sw_reducer *reducer);
+/* Counts a step of the optimizer: rounds are numbered from it, and ranks compare both numbers in each round. */
+void sw_reducer_count_step(sw_reducer *reducer);
+/* Counts from 0 again: on all ranks, where some have taken steps without others (join). */
+void sw_reducer_forget_steps(sw_reducer *reducer);
 
 /* Opens a round for graph task `task`. The state must be CLOSED. */
 SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, sw_error *err);
@@ -63,6 +65,9 @@ SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool sy
 /* Parameter `param` got its gradient, which lies in its memory (except in a LOCAL round), by a hook in graph
  * task `task`. Never waits; *advance tells that sw_reducer_advance() has something to do. */
 SW_MUST_USE sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err);
+/* Parameter `param` is used, and its gradient stays where it is until the end of the backward, because others may
+ * still change it; so does its bucket, from now on. false if that was sent already. */
+bool sw_reducer_pin(sw_reducer *reducer, size_t param);
 /* Posts, in order, the buckets that are complete, and helps on those under way. */
 SW_MUST_USE sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err);
 
@@ -78,7 +83,8 @@ bool sw_reducer_is_sent(const sw_reducer *reducer, size_t param);
 SW_MUST_USE sw_status sw_reducer_finish(sw_reducer *reducer, sw_error *err);
 /* Ends a round that an exception left open: peers get in step, nothing is folded. Waits for them. */
 SW_MUST_USE sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err);
-/* A whole round in which this rank contributes nothing. */
+/* A whole round in which this rank contributes nothing. Where a user's hook owns the buckets, only the use bits are
+ * exchanged. */
 SW_MUST_USE sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err);
 /* For a user's communication hook, in place of finish: exchanges the use bits (one barrier) and ends the
  * round; the buckets are the caller's to reduce. SW_E_MISMATCH as finish. */

@@ -56,6 +56,8 @@ class HostComm:
 
     rank: int
     world_size: int
+    #: deadline of each wait, seconds
+    timeout_s: float
     #: abstract socket name that peers connect to, "" at world size 1
     address: str
     def __init__(
@@ -128,18 +130,28 @@ class Reducer:
     def attach(
         self,
         parameters: Sequence[torch.Tensor],
-        views: Sequence[torch.Tensor],
+        views: list[torch.Tensor],
         *,
         copy: Callable[[torch.Tensor, torch.Tensor], None],
         open: Callable[[], bool],
+        renew: Callable[[int], None],
         task_id: Callable[[], int],
     ) -> None:
-        """Binds tensors. `views[i]` is the gradient view over memory(i).
+        """Binds tensors. `views[i]` is the gradient view over memory(i); the list itself is kept, and must hold the only
+        reference to each view.
 
         `copy(view, grad)` writes a gradient of any layout into its view. `open()` is called by the first gradient of
         a round: it arranges that close() runs at the end of the outermost graph task and returns whether this
-        backward synchronises. `task_id()` is torch's current graph task id.
+        backward synchronises. `renew(i)` replaces views[i], before it is overwritten, when somebody else holds it: the
+        old one must keep its values. `task_id()` is torch's current graph task id.
         """
+    def watch_hooks(self, index: int, table: dict[int, Any]) -> None:
+        """`table` is where torch keeps the gradient hooks of a parameter, ours the last of them. Once there are more, the
+        gradient is taken at the end of the backward, after all of them."""
+    def count_step(self) -> None:
+        """A step of the optimizer. Ranks compare steps, and rounds since the last one, in every round."""
+    def forget_steps(self) -> None:
+        """Counts from 0 again; on all ranks."""
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """The post-accumulate-grad hook of parameter `index`."""
     def forward(self, synchronised: bool) -> None:

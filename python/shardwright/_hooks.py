@@ -1,14 +1,16 @@
 """Every hook into autograd, the optimizers and the compiler. The only file that uses private names of torch.
 
 Each private name has a fallback, so that a torch that drops it costs a feature, not the program:
-`torch._C._current_graph_task_id` (else a constant: reentrant checkpointing is then not told apart),
-`torch._disable_dynamo` (else `torch.compiler.disable`).
+`torch._C._current_graph_task_id` (else one number for every backward: reentrant checkpointing is then not told apart),
+`torch._disable_dynamo` (else `torch.compiler.disable`), `Tensor._post_accumulate_grad_hooks` (else a hook that changes
+gradients must be registered before wrapping).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 __all__ = [
     "disable_compile",
+    "gradient_hooks",
     "find_tensors",
     "graph_task_id",
     "hook_outputs",
@@ -28,7 +31,14 @@ __all__ = [
 
 
 def _no_graph_task() -> int:
-    return 0
+    node = getattr(torch._C, "_current_autograd_node", None)
+    return 0 if node is not None and node() is not None else -1
+
+
+def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
+    """Where torch keeps the post-accumulate-grad hooks of `parameter`, in the order in which they run."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return hooks if isinstance(hooks, dict) else None
 
 
 #: id of the graph task that runs now; -1 outside of a backward
@@ -110,7 +120,9 @@ def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> No
 
 
 class StepListener(Protocol):
-    """Told before an optimizer that holds one of its parameters steps."""
+    """Told before an optimizer that holds one of its parameters steps; the lowest `serial` first, on every rank."""
+
+    serial: int
 
     def holds(self, parameter: torch.Tensor) -> bool: ...
     def before_step(self) -> None: ...
@@ -134,8 +146,11 @@ def _install_step_hook() -> None:
     register_optimizer_step_pre_hook(disable_compile(_before_any_step))
 
 
+_serial = operator.attrgetter("serial")
+
+
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for listener in list(_listeners):
+    for listener in sorted(_listeners, key=_serial):
         holds = listener.holds
         if any(holds(p) for group in optimizer.param_groups for p in group["params"]):
             listener.before_step()

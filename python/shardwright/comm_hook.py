@@ -122,7 +122,7 @@ class _Bucket:
         self, reducer: Reducer, bucket: int, parameters: tuple[torch.nn.Parameter, ...], views: list[torch.Tensor]
     ) -> None:
         self.indices = [i for i in reducer.bucket_parameters(bucket) if views[i].numel()]
-        self.views = [views[i] for i in self.indices]
+        self._all_views = views  # the reducer's own list: a view that somebody keeps is replaced in it
         self.parameters: list[torch.Tensor] = [parameters[i] for i in self.indices]
         dtype = getattr(torch, reducer.bucket_dtype(bucket))
         if not self.views:
@@ -137,6 +137,10 @@ class _Bucket:
         self.flat = whole[:end]
         ends = [o + v.numel() for o, v in zip(self.offsets, self.views)]
         self._gaps = [(a, b) for a, b in zip([0, *ends], self.offsets) if b > a]
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        return [self._all_views[i] for i in self.indices]
 
     def clear_padding(self) -> None:
         for start, end in getattr(self, "_gaps", ()):

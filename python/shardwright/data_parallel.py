@@ -174,6 +174,7 @@ class DistributedDataParallel(TorchDDP):
             "bucket_cap_mb": options.bucket_cap_mb,
             "transport": options.chosen_transport,
             "reduce": options.reduce,
+            "timeout_s": options.timeout_s,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
         }
@@ -207,8 +208,8 @@ class DistributedDataParallel(TorchDDP):
 
     def _before_forward(self) -> None:
         training = torch.is_grad_enabled()
-        if self._replica is None and not training:
-            return  # a copy used for inference only needs no peers
+        if self._replica is None and not (training and any(p.requires_grad for p in self.module.parameters())):
+            return  # a copy that is not trained needs no peers
         replica = self._engine()
         if self._join_config.enable:
             work = Join.notify_join_context(self)

@@ -49,4 +49,5 @@ class ShadowHook(JoinHook):
         wrapper._assign_modules_buffers()
         replica.broadcast_state(root, wrapper.modules_buffers if wrapper.forward_sync_buffers else ())
         replica.reducer.set_divide_by(False)
+        replica.reducer.forget_steps()
         wrapper._join_config = _JoinConfig.construct_disabled_join_config()

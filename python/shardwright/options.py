@@ -7,7 +7,6 @@ with a sentence, so that a program finds out at construction, not after an hour.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -83,8 +82,8 @@ class Options:
                 f"device_mesh must have one dimension, got {self.device_mesh.ndim}: "
                 "pass mesh['name'] of the data-parallel one"
             )
-        _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB")
-        _check_positive("timeout_s", self.timeout_s, "seconds")
+        _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB", 2**40)
+        _check_positive("timeout_s", self.timeout_s, "seconds", 1e9)
         for name in (
             "broadcast_buffers",
             "init_sync",
@@ -143,11 +142,11 @@ class Options:
         return dataclasses.replace(self, process_group=None, device_mesh=None, ignored_params=())
 
 
-def _check_positive(name: str, value: Any, unit: str) -> None:
+def _check_positive(name: str, value: Any, unit: str, largest: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of {unit}, got {value!r}")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be finite and above 0 {unit}, got {value!r}")
+    if not 0 < value <= largest:
+        raise ValueError(f"{name} must be above 0 and at most {largest:g} {unit}, got {value!r}")
 
 
 def _unknown_name(name: str, known: Collection[str]) -> str:

@@ -1,6 +1,6 @@
 """Which ranks train together, and the communicator that joins them. The only user of torch.distributed.
 
-One communicator a group (and timeout), shared by all modules wrapped over it. It lives as long as torch's group does, not
+One communicator a group, shared by all modules wrapped over it; its deadline is the latest wrapper's. It lives as long as torch's group does, not
 as long as a wrapper: ranks collect garbage at different times, and must not differ in whether they still have one. At exit
 it is closed: a rank that leaves says so, and peers that wait for it learn it at once. Addresses, the secret and host names
 travel once, by an all_gather over torch's own group; nothing else of ours does.
@@ -127,14 +127,14 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-#: torch's group -> timeout -> ours. A HostGroup does not hold torch's group, so an entry ends with its group.
-_groups: weakref.WeakKeyDictionary[Any, dict[float, HostGroup]] = weakref.WeakKeyDictionary()
-_single: dict[float, HostGroup] = {}
+#: torch's group -> ours. A HostGroup does not hold torch's group, so an entry ends with its group.
+_groups: weakref.WeakKeyDictionary[Any, HostGroup] = weakref.WeakKeyDictionary()
+_single: dict[None, HostGroup] = {}
 
 
 def live_groups() -> list[HostGroup]:
     """Every communicator of this process that is in use."""
-    return [group for table in [_single, *_groups.values()] for group in table.values()]
+    return [*_single.values(), *_groups.values()]
 
 
 def resolve_group(process_group: Any, device_mesh: Any) -> Any:
@@ -170,15 +170,16 @@ def host_group(group: Any, timeout_s: float) -> HostGroup:
 
     One that ended with an error, on whatever rank, gives way to a new one.
     """
-    table = _single if group is None else _groups.setdefault(group, {})
-    found = table.get(timeout_s)
+    table: Any = _single if group is None else _groups
+    found = table.get(group)
     if found is not None and found.comm.is_alive:
+        found.comm.timeout_s = timeout_s
         return found
     _register_exit()
     if found is not None:
         found.close()
     name = "single rank" if group is None else str(getattr(group, "group_name", "unnamed"))
-    table[timeout_s] = made = HostGroup(group, name, timeout_s)
+    table[group] = made = HostGroup(group, name, timeout_s)
     return made
 
 

@@ -47,10 +47,15 @@ class Replica:
         self.serial = next(_serials)
         self.label = type(module).__name__
         self.group = group
-        self.table = ParameterTable.of(module, ignored)
         self._module = weakref.ref(module)
-        self._supersede(module)
-        verify(self.table.description(settings), group.comm.all_gather_bytes, f"the wrapped {self.label}")
+        refusal = None
+        try:
+            self.table = ParameterTable.of(module, ignored)
+            self._supersede(module)
+            description = self.table.description(settings)
+        except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
+            refusal, description = error, [["failure", str(error)]]
+        verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
         self.reducer = Reducer(
             group.comm,
             self.table.rows(),
@@ -78,6 +83,7 @@ class Replica:
             self.views,
             copy=copy_gradient,
             open=_opener(weakref.ref(self), synchronises),
+            renew=_renewer(weakref.ref(self)),
             task_id=_hooks.graph_task_id,
         )
         self._handles: list[Any] = []
@@ -106,6 +112,9 @@ class Replica:
     def _hook(self, index: int) -> None:
         parameter = self.table.parameters[index]
         self._handles.append(parameter.register_post_accumulate_grad_hook(self.reducer.hook(index)))
+        hooks = _hooks.gradient_hooks(parameter)
+        if hooks is not None:
+            self.reducer.watch_hooks(index, hooks)
 
     def _unfreeze(self, index: int) -> None:
         self.reducer.mark_unfrozen(index)
@@ -130,6 +139,13 @@ class Replica:
         if module is not None:
             self._drift.check(module)
         self.reducer.close_pending()
+        self.reducer.count_step()
+
+    def renew_view(self, index: int) -> None:
+        """The old view of a gradient, which somebody kept, moves to memory of its own; a new one takes its place."""
+        kept = self.views[index]
+        kept.data = kept.detach().clone(memory_format=torch.preserve_format)
+        self.views[index] = gradient_view(self.table.parameters[index], self.reducer, index)
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Parameters and `buffers` of rank `root` to all. Collective."""
@@ -160,6 +176,17 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
         return synchronises()
 
     return open_round
+
+
+def _renewer(replica: weakref.ref[Replica]) -> Callable[[int], None]:
+    """What the reducer calls before it overwrites a view that is in other hands."""
+
+    def renew(index: int) -> None:
+        alive = replica()
+        if alive is not None:
+            alive.renew_view(index)
+
+    return renew
 
 
 def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:

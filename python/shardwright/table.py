@@ -92,16 +92,29 @@ def _sentence(name: str, tensor: torch.Tensor, *, with_gradient: bool) -> str:
     return text if tensor.requires_grad else text + " frozen"
 
 
-def verify(description: list[list[str]], gather: Callable[[bytes, str], list[bytes]], what: str) -> None:
+def verify(
+    description: list[list[str]],
+    gather: Callable[[bytes, str], list[bytes]],
+    what: str,
+    refusal: Exception | None = None,
+) -> None:
     """Error, the same sentence on every rank, unless all ranks have the same description. Collective.
 
-    Cost: 32 bytes a rank when they agree.
+    A rank that cannot describe anything passes why as `refusal`, which it gets back; the others get an Error that quotes
+    it. Cost: 32 bytes a rank when they agree.
     """
     encoded = json.dumps(description, separators=(",", ":")).encode()
     digests = gather(hashlib.sha256(encoded).digest(), "digest of the parameter table")
     if all(digest == digests[0] for digest in digests):
+        if refusal is not None:
+            raise refusal
         return
     tables = [json.loads(data) for data in gather(encoded, "parameter table")]
+    if refusal is not None:
+        raise refusal
+    for rank, table in enumerate(tables):
+        if table and table[0][0] == "failure":
+            raise Error(f"rank {rank} could not wrap {what.removeprefix('the wrapped ')}: {table[0][1]}")
     raise Error(_disagreement(tables, what))
 
 

@@ -110,19 +110,23 @@ static void test_disagreement(void)
 {
     static const sw_arena some;
     const sw_op sum = sum_op(&some);
-    difference all[8] = {
+    difference all[10] = {
         {.field = "kind", .common_text = "all_reduce 'the sum'", .odd_text = "reduce_scatter 'the sum'"},
         {.field = "dtype", .common_text = "8 float32", .odd_text = "8 int32"},
         {.field = "operation", .common_text = "sum of 8", .odd_text = "max of 8"},
         {.field = "count", .common_text = "of 8 ", .odd_text = "of 7 "},
         {.field = "label", .common_text = "'the sum'", .odd_text = "'another'"},
-        {.field = "round", .common_text = "backward 1 since", .odd_text = "backward 2 since"},
+        {.field = "round", .common_text = "backward 1 of step 7", .odd_text = "backward 2 of step 7"},
         {.field = "offset", .common_text = "at byte 0 of", .odd_text = "at byte 128 of"},
         {.field = "root", .common_text = "from rank 0", .odd_text = "from rank 2"},
+        {.field = "step", .common_text = "backward 1 of step 7", .odd_text = "backward 1 of step 8"},
+        {.field = "subject", .common_text = "of shared memory 3", .odd_text = "of shared memory 4"},
     };
-    for (size_t i = 0; i < 8; ++i) {
+    for (size_t i = 0; i < 10; ++i) {
         all[i].common = all[i].odd = sum;
         all[i].common.round = all[i].odd.round = 1;
+        all[i].common.step = all[i].odd.step = 7;
+        all[i].common.subject = all[i].odd.subject = 3;
     }
     all[0].odd.kind = SW_OP_REDUCE_SCATTER;
     all[1].odd.dtype = SW_DTYPE_INT32;
@@ -133,7 +137,9 @@ static void test_disagreement(void)
     all[6].odd.offset_bytes = 128;
     all[7].common.kind = all[7].odd.kind = SW_OP_BROADCAST;
     all[7].odd.root = 2;
-    for (size_t i = 0; i < 8; ++i)
+    all[8].odd.step = 8;
+    all[9].odd.subject = 4;
+    for (size_t i = 0; i < 10; ++i)
         for (int odd = 0; odd < WORLD; ++odd)
             check_disagreement(&all[i], odd);
 }

@@ -127,7 +127,7 @@ static const char *check_round(rank_state *self, sw_reducer *reducer, const size
 static const char *one_round(rank_state *self, sw_reducer *reducer, const size_t *numel, int step)
 {
     bool advance;
-    sw_reducer_count_forward(reducer);
+    sw_reducer_count_step(reducer);
     if (sw_reducer_open(reducer, step, true, &self->err) != SW_OK)
         return self->err.message;
     for (size_t p = 3; p-- > 0;) {

@@ -127,7 +127,7 @@ static bool mark(rank_context *self, sw_reducer *reducer, size_t p, int step)
 
 static bool open_round(rank_context *self, sw_reducer *reducer, int step)
 {
-    sw_reducer_count_forward(reducer);
+    sw_reducer_count_step(reducer);
     return check(sw_reducer_open(reducer, step, true, &self->err) == SW_OK, "rank %d: %s", self->rank, self->err.message);
 }
 
@@ -317,6 +317,7 @@ static void a_shadow_contributes_nothing(rank_context *self)
     sw_reducer *reducer = make_reducer(self);
     for (int step = 0; step < 2 * self->world_size; ++step) {
         int shadow = step % self->world_size;
+        sw_reducer_forget_steps(reducer); /* the shadow took no step of its own */
         bool active_only = step >= self->world_size;
         round_plan plan = drawn_plan(self->world_size, step + 50);
         plan.contributors &= ~(UINT32_C(1) << shadow);
@@ -505,7 +506,7 @@ static void use_bits_alone(rank_context *self)
     end_reducer(self, reducer);
 }
 
-/* Ranks that have run another number of backwards since their forward get one sentence with both counts. */
+/* Ranks that have run another number of backwards since their last step get one sentence with both counts. */
 static void rounds_are_counted(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
@@ -513,11 +514,11 @@ static void rounds_are_counted(rank_context *self)
     one_round(self, reducer, &plan, 0, "counted");
     check(sw_reducer_finish(reducer, &self->err) == SW_E_STATE, "a round that is not open");
     if (self->rank != self->world_size - 1)
-        sw_reducer_count_forward(reducer);
+        sw_reducer_count_step(reducer);
     check(sw_reducer_open(reducer, 1, true, &self->err) == SW_OK, "%s", self->err.message);
     check(sw_reducer_open(reducer, 1, true, &self->err) == SW_E_STATE, "a round in a round");
-    check(sw_reducer_finish(reducer, &self->err) == SW_E_MISMATCH && strstr(self->err.message, "backward 1 since") &&
-              strstr(self->err.message, "backward 2 since") && strstr(self->err.message, "param44"),
+    check(sw_reducer_finish(reducer, &self->err) == SW_E_MISMATCH && strstr(self->err.message, "backward 1 of step") &&
+              strstr(self->err.message, "backward 2 of step") && strstr(self->err.message, "param44"),
           "rank %d: %s", self->rank, self->err.message);
     end_reducer(self, reducer);
 }

@@ -12,7 +12,7 @@ def fold(contributions: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """One tensor of the contributions' dtype and shape; `op` is "sum", "mean", "min" or "max"."""
     dtype = contributions[0].dtype
     if dtype.is_complex:  # two reals an element
-        parts = [torch.view_as_real(contribution.contiguous()) for contribution in contributions]
+        parts = [torch.view_as_real(contribution.resolve_conj().contiguous()) for contribution in contributions]
         return torch.view_as_complex(fold(parts, op))
     accumulation = WIDER.get(dtype, dtype)
     total = contributions[0].to(accumulation, copy=True)

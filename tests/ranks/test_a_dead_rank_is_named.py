@@ -2,6 +2,7 @@
 reduced), at once or at the deadline; a forked child that lives on hides nothing; nothing stays behind in the system."""
 
 import contextlib
+import gc
 import os
 import random
 import resource
@@ -468,6 +469,71 @@ def test_ranks_in_pid_namespaces_of_their_own_train_and_miss_each_other(tmp_path
     for rank, output in enumerate(outputs):
         assert "pid 1 transport pool" in output, outputs
         assert rank == 1 or "named ('CommError', 1," in output, outputs
+
+
+# ---------------------------------------------------------------- while joining, and with the model gone
+
+
+def joins_without_one(rank, world_size, how):
+    """The last rank has told its address, and never joins."""
+    from shardwright.process_group import HostGroup
+
+    exchange = HostGroup._exchange
+
+    def then_die(self, *arguments):
+        found = exchange(self, *arguments)
+        if rank == world_size - 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("no")
+        return found
+
+    HostGroup._exchange = then_die
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        sw.DistributedDataParallel(linear(), timeout_s=30.0)
+    return getattr(raised.value, "rank", None), str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["killed", "failed"])
+@at_least_two
+def test_a_rank_that_dies_while_the_others_join_it_is_named_at_once(fresh_ranks, world_size, how):
+    with fresh_ranks(world_size) as team:
+        team.start(joins_without_one, how=how)
+        outcomes = team.wait(20, patient=True)
+    for outcome in outcomes[:-1]:
+        assert outcome.ok, outcome
+        culprit, text, seconds = outcome.value
+        assert culprit == world_size - 1 and f"rank {world_size - 1}" in text and seconds < 1.5, outcome.value
+
+
+def drops_its_model(rank, world_size):
+    """In the middle of a backward, with buckets posted; then it goes on with another model."""
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001)
+    backward(wrapped, rank, 0)
+    if rank == 1:
+
+        def fail(gradient):
+            raise ValueError("on purpose")
+
+        handle = wrapped.module[0].weight.register_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            backward(wrapped, rank, 1)
+        handle.remove()
+        del wrapped, handle
+        gc.collect()
+    else:
+        with pytest.raises(engine.CommError, match="rank 1 gave up: .* was dropped in the middle of a backward"):
+            backward(wrapped, rank, 1)
+    again, naive = pair(Mlp)
+    compare_step(again, naive, lambda model: backward(model, rank, 2))
+
+
+@at_least_two
+def test_a_model_that_is_dropped_in_the_middle_of_a_backward_is_named(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.run(drops_its_model, 20)
 
 
 # ---------------------------------------------------------------- nothing stays behind

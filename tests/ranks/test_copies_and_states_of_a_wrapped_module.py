@@ -144,3 +144,13 @@ def test_a_wrapper_that_one_rank_keeps_and_others_drop_does_not_disturb_the_next
         gc.collect()
     assert dist.get_world_size() == world_size
     gather(None)
+
+
+@pytest.mark.skipif(PEER == "torch", reason="torch refuses a module without a gradient")
+@on_every_rank()
+def test_a_frozen_copy_for_averages_asks_nobody(rank, world_size):
+    wrapped, _ = pair(Mlp)
+    average = copy.deepcopy(wrapped).requires_grad_(False)
+    if rank == 0:  # with gradients enabled, and on one rank alone
+        assert average(batch(rank, 4, 7)).shape == (4, 5)
+    gather(None)

@@ -153,6 +153,33 @@ def test_complex_parameters(rank, world_size, cap):
     steps(rank, wrapped, naive, lambda model, step: model(x * (step + 1)).backward())
 
 
+class Lazy(nn.Module):
+    """Gradients that autograd hands over conjugated or negated by a flag alone, not in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.conjugated = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.negated = nn.Parameter(torch.randn(1))
+
+    def forward(self, x):
+        turned = torch.complex(torch.zeros(1), self.negated).conj()
+        return self.conjugated.conj() * x + turned * x[:1]
+
+
+@both_caps
+@on_every_rank()
+def test_gradients_that_are_conjugated_or_negated_by_a_flag(rank, world_size, cap):
+    wrapped, naive = pair(Lazy, bucket_cap_mb=cap)
+    x = torch.complex(batch(rank, 5), batch(rank, 5, step=50))
+    flags = set()
+    for name, parameter in naive.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: flags.add((name, p.grad.is_conj(), p.grad.is_neg()))
+        )
+    steps(rank, wrapped, naive, lambda model, step: model(x * (step + 1)).backward(torch.full((5,), 1 + 3j)))
+    assert any(conj or neg for _, conj, neg in flags), flags
+
+
 class Mixed(nn.Module):
     """One linear layer a dtype, interleaved so that no two neighbours share one."""
 

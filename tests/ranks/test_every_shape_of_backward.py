@@ -333,33 +333,98 @@ def test_a_subgroup_averages_over_its_own_ranks(rank, world_size):
     gather(None)
 
 
-@pytest.mark.skipif(PEER == "torch", reason="torch hangs")
+def two_backwards_of_one_forward(wrapped, rank):
+    first = loss(wrapped, rank, 0)
+    first.backward(retain_graph=rank == 0)
+    if rank == 0:
+        first.backward()
+
+
+def two_micro_batches(wrapped, rank):
+    for step in range(2 if rank == 0 else 1):
+        loss(wrapped, rank, step).backward()
+
+
+def a_forward_more(wrapped, rank):
+    loss(wrapped, rank, 0).backward()
+    if rank == 0:
+        loss(wrapped, rank, 1)  # with gradients, and never used: a step of nothing
+
+
+@pytest.mark.skipif(PEER == "torch", reason="torch hangs, or pairs them in silence")
+@pytest.mark.parametrize("step", [two_backwards_of_one_forward, two_micro_batches, a_forward_more])
 @on_every_rank(at_least=2, spoils=True)
-def test_different_numbers_of_backwards_are_named_on_every_rank(rank, world_size):
+def test_different_numbers_of_backwards_are_named_on_every_rank(rank, world_size, step):
     wrapped, _ = pair(Mlp)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     start = time.monotonic()
     with pytest.raises(engine.Error) as raised:
-        first = loss(wrapped, rank, 0)
-        first.backward(retain_graph=rank == 0)
-        if rank != 0:
-            first = loss(wrapped, rank, 1)
-        first.backward()
+        for _ in range(2):
+            step(wrapped, rank)
+            optimizer.step()
         raise AssertionError("nobody noticed")
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 2
     texts = gather(str(raised.value))
     assert texts == [texts[0]] * world_size and "rank 0" in texts[0] and "backward" in texts[0]
 
 
-@on_every_rank()
-def test_a_module_is_wrapped_again_after_the_first_wrapper_is_gone(rank, world_size):
-    import gc
-
+@pytest.mark.skipif(PEER == "torch", reason="torch pairs them in silence")
+@on_every_rank(at_least=2, spoils=True)
+def test_two_models_alike_that_step_in_another_order_are_told_apart(rank, world_size):
     torch.manual_seed(0)
-    module = Mlp()
-    for step in range(3):
-        wrapped = data_parallel(module, bucket_cap_mb=0.001)
-        loss(wrapped, rank, step).backward()
-        assert same_everywhere([parameter.grad.tolist() for parameter in module.parameters()])
-        module.zero_grad()
-        del wrapped
-        gc.collect()
+    models = [data_parallel(torch.nn.Linear(3, 3)) for _ in range(2)]
+    for model in models if rank == 0 else models[::-1]:
+        with pytest.raises(engine.Error, match="shared memory") as raised:
+            model(torch.ones(2, 3)).sum().backward()
+        break
+    texts = gather(str(raised.value))
+    assert texts == [texts[0]] * world_size
+
+
+@pytest.mark.skipif(PEER == "torch", reason="ours")
+@on_every_rank()
+def test_a_step_inside_a_backward_is_refused(rank, world_size):
+    wrapped, naive = pair(Mlp)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    handle = wrapped.module[0].bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(engine.Error, match="inside a backward"):
+        loss(wrapped, rank, 0).backward()
+    handle.remove()
+    zero_grad(wrapped, naive)
+    optimizer.zero_grad()
+    compare_step(wrapped, naive, lambda model: loss(model, rank, 1).backward())
+
+
+@pytest.mark.parametrize("cap", [0.001, 25])
+@on_every_rank()
+def test_hooks_of_the_user_run_before_the_gradient_is_averaged(rank, world_size, cap):
+    """As under torch's own, whether they were there before or came later, and change or replace the gradient."""
+
+    def double(parameter):
+        parameter.grad.mul_(2)
+
+    def replace(parameter):
+        parameter.grad = parameter.grad * 3
+
+    wrapped, naive = pair(Mlp, bucket_cap_mb=cap)
+    for step in range(4):
+        if step == 1:
+            for module in (wrapped.module, naive.module):
+                module[0].weight.register_post_accumulate_grad_hook(double)
+                module[2].bias.register_post_accumulate_grad_hook(replace)
+        compare_step(wrapped, naive, lambda model, step=step: loss(model, rank, step).backward())
+        zero_grad(wrapped, naive)
+
+
+@on_every_rank()
+def test_a_gradient_that_somebody_kept_keeps_its_values(rank, world_size):
+    """Under torch's default, which is gradient_as_bucket_view=False, gradients of two backwards are two tensors."""
+    wrapped, naive = pair(Mlp, bucket_cap_mb=0.001)
+    kept, expected = [], []
+    for step in range(4):
+        compare_step(wrapped, naive, lambda model, step=step: loss(model, rank, step).backward())
+        kept.append([parameter.grad for parameter in wrapped.module.parameters()])
+        expected.append([grad.clone() for grad in kept[-1]])
+        zero_grad(wrapped, naive)
+        for mine, theirs in zip(kept, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

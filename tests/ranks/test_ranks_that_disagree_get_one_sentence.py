@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from harness import gather, on_every_rank
-from peer import engine, host_comm
+from peer import engine, host_comm, sw
 
 pytestmark = pytest.mark.skipif(engine is None, reason="the engine itself")
 
@@ -153,3 +153,52 @@ def test_a_slow_rank_is_a_warning_and_nothing_more(rank, world_size):
         assert len(lines) <= 3
     gather(None)
     comm.close()
+
+
+def named(name):
+    """A linear layer under a name that is not ASCII, and long enough to be cut."""
+    module = torch.nn.Module()
+    module.add_module(name, torch.nn.Linear(3, 3))
+    module.forward = getattr(module, name).forward
+    return module
+
+
+@on_every_rank(at_least=2, spoils=True)
+def test_names_of_any_language_are_quoted(rank, world_size):
+    torch.manual_seed(0)
+    models = [sw.DistributedDataParallel(named(name)) for name in ("обратное_распространение", "逆伝播" * 12)]
+    with pytest.raises(engine.Error) as raised:
+        models[rank % 2](torch.ones(2, 3)).sum().backward()
+    texts = gather(str(raised.value))
+    assert texts == [texts[0]] * world_size
+    assert "обратное" in texts[0] and "逆伝播" in texts[0]
+
+
+@pytest.mark.parametrize("case", ["frozen", "lazy", "shared"])
+@on_every_rank(at_least=2)
+def test_a_module_that_one_rank_alone_cannot_wrap_is_news_to_all(rank, world_size, case):
+    module = torch.nn.Linear(3, 3)
+    if rank == 1 and case == "frozen":
+        module.requires_grad_(False)
+    elif rank == 1 and case == "lazy":
+        module = torch.nn.LazyLinear(3)
+    other = sw.DistributedDataParallel(torch.nn.Linear(2, 2)) if case == "shared" else None
+    if rank == 1 and case == "shared":
+        module.register_parameter("stolen", other.module.weight)
+    start = time.monotonic()
+    with pytest.raises(engine.Error) as raised:
+        sw.DistributedDataParallel(module, timeout_s=20)
+    assert time.monotonic() - start < 2
+    texts = gather(str(raised.value))
+    assert all(f"rank 1 could not wrap Linear: {texts[1]}" == text for r, text in enumerate(texts) if r != 1), texts
+    wrapped = sw.DistributedDataParallel(torch.nn.Linear(3, 3))  # and the group goes on
+    wrapped(torch.ones(2, 3)).sum().backward()
+
+
+@on_every_rank(at_least=2)
+def test_deadlines_that_differ_are_named(rank, world_size):
+    sw.DistributedDataParallel(torch.nn.Linear(3, 3), timeout_s=20)
+    with pytest.raises(engine.Error, match="timeout_s") as raised:
+        sw.DistributedDataParallel(torch.nn.Linear(3, 3), timeout_s=20 if rank else 30)
+    texts = gather(str(raised.value))
+    assert texts == [texts[0]] * world_size
