@@ -12,7 +12,7 @@
 #include "ranks.h"
 #include "reduce/reducer.h"
 
-enum { PARAMS = 45, CAP_BYTES = 1024 };
+enum { PARAMS = 45, CAP_BYTES = 8192 };
 
 typedef struct subject {
     const char *name;
@@ -21,23 +21,23 @@ typedef struct subject {
 
 static const subject subjects[] = {{"pool", SW_TRANSPORT_POOL}, {"staged", SW_TRANSPORT_STAGED}};
 
-/* 40 parameters of a few elements share a bucket (more use bits than a word holds); then larger ones of two dtypes, an
- * empty one, and the last of all, 300 elements: bucket 0 is that one's. */
+/* 40 parameters share a bucket: more use bits than a word holds, and one of them lies across slices. Then larger ones
+ * that fill a bucket each, of two dtypes, a frozen one, an empty one. Bucket 0 is the last one's. */
 static sw_layout_param params[PARAMS];
 static char name_text[PARAMS][16];
 static const char *names[PARAMS];
 
-enum { FROZEN = 40, EMPTY = 41, DOUBLE = 42, MIDDLE = 43, LAST = 44 };
+enum { ACROSS = 20, FROZEN = 40, EMPTY = 41, DOUBLE = 42, MIDDLE = 43, LAST = 44 };
 
 static void make_params(void)
 {
     static const sw_layout_param large[] = {{33, SW_DTYPE_FLOAT32, false},
                                             {0, SW_DTYPE_FLOAT16, true},
                                             {77, SW_DTYPE_FLOAT64, true},
-                                            {400, SW_DTYPE_FLOAT32, true},
-                                            {300, SW_DTYPE_FLOAT32, true}};
+                                            {2200, SW_DTYPE_FLOAT32, true},
+                                            {2100, SW_DTYPE_FLOAT32, true}};
     for (size_t p = 0; p < PARAMS; ++p) {
-        params[p] = p < FROZEN ? (sw_layout_param){1 + p % 5, SW_DTYPE_FLOAT32, true} : large[p - FROZEN];
+        params[p] = p < FROZEN ? (sw_layout_param){p == ACROSS ? 700 : 1 + p % 5, SW_DTYPE_FLOAT32, true} : large[p - FROZEN];
         snprintf(name_text[p], sizeof name_text[p], "param%zu", p);
         names[p] = name_text[p];
     }
@@ -329,6 +329,10 @@ static void a_shadow_contributes_nothing(rank_context *self)
             for (size_t p = 0; p < PARAMS; ++p)
                 for (size_t i = 0; i < params[p].numel; ++i)
                     put(reducer, p, i, resting_value(self->rank, p, i));
+            check(sw_reducer_open(reducer, step, false, &self->err) == SW_OK, "%s", self->err.message);
+            for (size_t p = 0; p < PARAMS; ++p) /* what it used before, without synchronising, counts for nothing */
+                mark(self, reducer, p, step);
+            check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
             check(sw_reducer_shadow(reducer, &self->err) == SW_OK, "shadow: %s", self->err.message);
             check_gradients(self, reducer, &plan, step, "shadow");
         } else {
@@ -443,6 +447,32 @@ static void nested_tasks_pin(rank_context *self)
         check(sw_reducer_is_sent(reducer, LAST) == false, "step %d: not early in the first round, pinned later", step);
         check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
         check_gradients(self, reducer, &plan, step, given->name);
+        ranks_meet(self);
+    }
+    end_reducer(self, reducer);
+}
+
+/* Two gradients of one parameter in the first round, which sends nothing early, are legal there and ever after: its
+ * bucket waits for the end. Those below it do not. */
+static void two_gradients_in_the_first_round_pin(rank_context *self)
+{
+    const subject *given = self->shared;
+    sw_reducer *reducer = make_reducer(self);
+    round_plan plan = everyone_uses_all(self->world_size);
+    for (int step = 0; step < 3; ++step) {
+        put_all(self, reducer, &plan, step);
+        if (!open_round(self, reducer, step))
+            break;
+        mark(self, reducer, LAST, step);
+        check(sw_reducer_is_sent(reducer, LAST) == (step > 0 && given->transport == SW_TRANSPORT_POOL), "bucket 0 is early");
+        mark(self, reducer, MIDDLE, step);
+        mark(self, reducer, MIDDLE, step);
+        check(!sw_reducer_is_sent(reducer, MIDDLE), "step %d: a parameter with two gradients waits", step);
+        for (size_t p = 0; p < MIDDLE; ++p)
+            if (p != FROZEN)
+                mark(self, reducer, p, step);
+        check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
+        check_gradients(self, reducer, &plan, step, "two gradients");
         ranks_meet(self);
     }
     end_reducer(self, reducer);
@@ -567,6 +597,7 @@ int main(void)
         local_rounds_are_remembered, pinned_buckets_wait_for_the_end,  nested_tasks_pin,
         frozen_until_unfrozen,       use_bits_alone,                   rounds_are_counted,
         tails_outlive_their_round,   what_was_sent_is_folded_everywhere,
+        two_gradients_in_the_first_round_pin,
     };
     static const int worlds[] = {2, 3, 5};
     make_params();

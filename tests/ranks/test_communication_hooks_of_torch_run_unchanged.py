@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import gather, on_every_rank, same_everywhere
-from models import Heads, Mlp
+from models import Fragile, Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, pair, zero_grad
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -199,6 +199,27 @@ def test_an_exception_in_a_hook_comes_out_of_the_backward(rank, world_size):
     with pytest.raises(ArithmeticError, match="as the test asked"):
         backward(wrapped, rank, 0)
     fail[0] = False
+    zero_grad(wrapped, naive)
+    backward(wrapped, rank, 1)
+    backward(naive, rank, 1)
+    naive.synchronise()
+    assert relative_difference(wrapped, naive) <= 1e-6
+
+
+@pytest.mark.skipif(PEER == "torch", reason="torch hangs")
+@both_caps
+@on_every_rank(at_least=2)
+def test_an_exception_in_the_backward_of_one_rank_is_named_on_the_others(rank, world_size, cap):
+    wrapped, naive = pair(Fragile, bucket_cap_mb=cap)
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    backward(wrapped, rank, 0)
+    zero_grad(wrapped, naive)
+    if rank == 1:
+        with pytest.raises(ArithmeticError, match="as the test asked"):
+            wrapped(batch(rank, 6, 7), fail=True).sum().backward()
+    else:
+        with pytest.raises(engine.Error, match="rank 1 .* left a backward unfinished"):
+            backward(wrapped, rank, 0)
     zero_grad(wrapped, naive)
     backward(wrapped, rank, 1)
     backward(naive, rank, 1)
