@@ -1,64 +1,12 @@
-/* reducer_type.c - shardwright._engine.Reducer: what a `.grad` is, and when a round begins and ends.
- *
- * The reducer below knows memory; this file keeps the promise that, whenever a bucket is sent, the `.grad` of
- * each of its parameters lies in it: as the view, by one copy, or as zeros when there is none. */
+/* reducer_type.c - shardwright._engine.Reducer: the object, its lifecycle and its methods. The
+ * rounds are in gradient_round.c. */
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
-#include "python/engine.h"
+#include "python/reducer_object.h"
 
-typedef struct reducer_object {
-    PyObject_HEAD
-    comm_object *comm;          /* owned */
-    sw_reducer *reducer;        /* owned */
-    PyObject *memory;           /* owned: Arena, which owns the reducer's memory */
-    reducer_link *link;         /* counted, shared with the hooks */
-    PyObject *params, *views;   /* owned lists; NULL before attach. The list of views is the caller's own */
-    PyObject *hook_tables;      /* owned list: where torch keeps the hooks of each parameter, or None */
-    PyObject *copy, *open, *renew, *task_id, *bucket_callback; /* owned callables or NULL */
-    PyObject *grad_name;        /* owned: "grad" */
-    const void *exchange;       /* torch's table, or NULL */
-    tensor_view *shapes;        /* owned: layout of each view, to compare a gradient's with */
-    Py_ssize_t *hook_counts;    /* owned: hooks of each parameter when ours was the last */
-    unsigned long long copies;
-    int64_t announced_task;     /* graph task whose end will call close(); NO_TASK: none */
-    bool announced_sync;
-    bool pending_forward;
-} reducer_object;
-
-enum { NO_TASK = -2 };
-
-static engine_state *state_of(reducer_object *self)
-{
-    return sw_py_state_of((PyObject *)self);
-}
-
-static int raise_status(reducer_object *self, sw_status status, const sw_error *err)
-{
-    if (status == SW_OK)
-        return 0;
-    sw_py_raise(state_of(self), err, self->comm);
-    return -1;
-}
-
-static int check_made(reducer_object *self)
-{
-    if (self->reducer)
-        return 0;
-    PyErr_SetString(state_of(self)->error, "the reducer was not initialised");
-    return -1;
-}
-
-static int check_ready(reducer_object *self)
-{
-    if (self->reducer && self->params)
-        return 0;
-    PyErr_SetString(state_of(self)->error, "the reducer has no tensors: call attach() first");
-    return -1;
-}
-
-/* Lifecycle ------------------------------------------------------------------------------------------ */
+/* Lifecycle
+ * ------------------------------------------------------------------------------------------ */
 
 typedef struct specs {
     sw_layout_param *params;
@@ -91,15 +39,19 @@ static int specs_init(specs *s, PyObject *sequence)
         const char *dtype;
         int trainable;
         PyObject *item = PyList_GetItem(s->list, (Py_ssize_t)i);
-        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "snsp;a parameter is (name, numel, dtype, requires_grad)",
-                                                      &s->names[i], &numel, &dtype, &trainable)) {
+        if (!PyTuple_Check(item) ||
+            !PyArg_ParseTuple(item, "snsp;a parameter is (name, numel, dtype, requires_grad)",
+                              &s->names[i], &numel, &dtype, &trainable)) {
             if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_TypeError, "a parameter is a tuple (name, numel, dtype, requires_grad)");
+                PyErr_SetString(PyExc_TypeError,
+                                "a parameter is a tuple (name, numel, dtype, requires_grad)");
             return -1;
         }
-        s->params[i] = (sw_layout_param){.numel = (size_t)numel, .dtype = sw_dtype_from_name(dtype), .trainable = trainable};
+        s->params[i] = (sw_layout_param){
+            .numel = (size_t)numel, .dtype = sw_dtype_from_name(dtype), .trainable = trainable};
         if (numel < 0 || s->params[i].dtype == SW_DTYPE_COUNT) {
-            PyErr_Format(PyExc_ValueError, "parameter '%s': dtype %s with %zd elements is not one the engine moves",
+            PyErr_Format(PyExc_ValueError,
+                         "parameter '%s': dtype %s with %zd elements is not one the engine moves",
                          s->names[i], dtype, numel);
             return -1;
         }
@@ -133,33 +85,34 @@ static int create(reducer_object *self, specs *s, const sw_reducer_options *opti
     sw_status status;
     if (!sw_py_comm_enter(self->comm))
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_create(self->comm->comm, s->params, s->names, s->count, options, &self->reducer, &err);
-    Py_END_ALLOW_THREADS
-    sw_py_comm_leave(self->comm);
-    if (raise_status(self, status, &err) < 0)
+    Py_BEGIN_ALLOW_THREADS status = sw_reducer_create(self->comm->comm, s->params, s->names,
+                                                      s->count, options, &self->reducer, &err);
+    Py_END_ALLOW_THREADS sw_py_comm_leave(self->comm);
+    if (reducer_raise(self, status, &err) < 0)
         return -1;
     /* The Arena object becomes the memory's owner; the reducer goes on borrowing it. */
     sw_gradient_memory *memory = (sw_gradient_memory *)(uintptr_t)sw_reducer_memory(self->reducer);
-    self->memory = sw_py_arena_object_new(state_of(self), self->comm, NULL, memory);
+    self->memory = sw_py_arena_object_new(reducer_state_of(self), self->comm, NULL, memory);
     return self->memory ? 0 : -1;
 }
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm", "parameters", "bucket_cap_bytes", "transport", "reduce", "label", NULL};
+    static char *names[] = {"comm",  "parameters", "bucket_cap_bytes", "transport", "reduce",
+                            "label", NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *comm, *parameters;
     Py_ssize_t cap = 25 * 1024 * 1024;
     const char *transport = "auto", *reduce = "mean";
     sw_reducer_options options = {.label = "model"};
     specs s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsss:Reducer", names, &comm, &parameters, &cap, &transport,
-                                     &reduce, &options.label))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsss:Reducer", names, &comm, &parameters,
+                                     &cap, &transport, &reduce, &options.label))
         return -1;
     engine_state *state = sw_py_state_of(op);
     if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {
-        PyErr_SetString(PyExc_TypeError, "Reducer: comm must be a HostComm, and a Reducer is initialised once");
+        PyErr_SetString(PyExc_TypeError,
+                        "Reducer: comm must be a HostComm, and a Reducer is initialised once");
         return -1;
     }
     if (cap <= 0) {
@@ -168,7 +121,8 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     self->announced_task = NO_TASK;
     options.bucket_cap_bytes = (size_t)cap;
-    if (parse_transport(transport, &options.transport) < 0 || parse_reduce(reduce, &options.sums) < 0)
+    if (parse_transport(transport, &options.transport) < 0 ||
+        parse_reduce(reduce, &options.sums) < 0)
         return -1;
     Py_INCREF(comm);
     self->comm = (comm_object *)comm;
@@ -240,258 +194,21 @@ static void reducer_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* Gradients ------------------------------------------------------------------------------------------- */
-
-/* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are. Lazily negated
- * and conjugated tensors look the same from here: the first are views of complex ones, so they have strides of their
- * own unless they have one element; the second are complex. */
-static bool same_layout(const tensor_view *grad, const tensor_view *shape)
-{
-    int64_t numel = 1;
-    for (int d = 0; d < grad->ndim; ++d)
-        numel *= grad->shape[d];
-    if (numel <= 1 || grad->code == TENSOR_CODE_COMPLEX)
-        return false;
-    if (grad->code != shape->code || grad->bits != shape->bits || grad->ndim != shape->ndim ||
-        grad->device_type != shape->device_type)
-        return false;
-    for (int d = 0; d < grad->ndim; ++d) {
-        if (grad->shape[d] != shape->shape[d])
-            return false;
-        if (grad->shape[d] > 1 && grad->strides && shape->strides && grad->strides[d] != shape->strides[d])
-            return false;
-    }
-    return grad->strides && shape->strides;
-}
-
-static int copy_gradient(reducer_object *self, size_t index, PyObject *view, PyObject *grad)
-{
-    tensor_view seen;
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    self->copies++;
-    if (self->exchange && self->shapes && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
-        same_layout(&seen, &self->shapes[index])) {
-        size_t bytes = layout->place[index].numel *
-                       sw_dtype_size_bytes(layout->bucket[layout->place[index].bucket].dtype);
-        if (bytes)
-            sw_copy_streaming(sw_reducer_address(self->reducer, index), seen.data, bytes);
-        return 0;
-    }
-    PyObject *result = PyObject_CallFunctionObjArgs(self->copy, view, grad, NULL);
-    Py_XDECREF(result);
-    return result ? 0 : -1;
-}
-
-/* The view of a parameter, about to be overwritten while `.grad` is something else. Where somebody kept the old
- * gradient (the view is in other hands), it keeps its values: it moves to memory of its own, and a new view is made.
- * Borrowed. */
-static PyObject *writable_view(reducer_object *self, size_t index)
-{
-    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    if (!view || Py_REFCNT(view) == 1)
-        return view;
-    PyObject *position = PyLong_FromSize_t(index);
-    PyObject *result = position ? PyObject_CallFunctionObjArgs(self->renew, position, NULL) : NULL;
-    Py_XDECREF(position);
-    Py_XDECREF(result);
-    if (!result)
-        return NULL;
-    view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    if (self->shapes && !sw_py_tensor_view_get(self->exchange, view, &self->shapes[index]))
-        self->shapes[index].ndim = -1;
-    return view;
-}
-
-/* Whether somebody else has hooked a parameter's gradient after us: its hook runs after ours, and may change it. */
-static bool is_hooked_later(reducer_object *self, size_t index)
-{
-    PyObject *table = PyList_GetItem(self->hook_tables, (Py_ssize_t)index);
-    return table && table != Py_None && PyDict_Size(table) > self->hook_counts[index];
-}
-
-static int current_task(reducer_object *self, int64_t *task)
-{
-    PyObject *result = PyObject_CallFunctionObjArgs(self->task_id, NULL);
-    *task = result ? PyLong_AsLongLong(result) : -1;
-    Py_XDECREF(result);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* Arranges that close() runs at the end of graph task `task`. Nothing is sent yet: a backward that reaches no
- * parameter (torch.autograd.grad, a loss apart) is not a round. */
-static int announce(reducer_object *self, int64_t task)
-{
-    PyObject *result = PyObject_CallFunctionObjArgs(self->open, NULL);
-    int synchronised = result ? PyObject_IsTrue(result) : -1;
-    Py_XDECREF(result);
-    if (synchronised < 0)
-        return -1;
-    self->announced_task = task;
-    self->announced_sync = synchronised;
-    return 0;
-}
-
-/* At the first gradient: in the announced graph task, or in one nested in it. */
-static int open_round(reducer_object *self, int64_t task)
-{
-    sw_error err;
-    if (self->announced_task == NO_TASK && announce(self, task) < 0)
-        return -1;
-    if (self->announced_sync)
-        self->pending_forward = false;
-    return raise_status(self, sw_reducer_open(self->reducer, self->announced_task, self->announced_sync, &err), &err);
-}
-
-int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
-{
-    int64_t task;
-    bool advance = false;
-    sw_error err;
-    sw_status status = SW_OK;
-    if (check_ready(self) < 0 || current_task(self, &task) < 0)
-        return -1;
-    if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED && open_round(self, task) < 0)
-        return -1;
-    if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
-        return raise_status(self, sw_reducer_mark(self->reducer, index, task, &advance, &err), &err);
-    if (!sw_py_comm_enter(self->comm)) /* a forked child ends here */
-        return -1;
-    if (is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index)) {
-        sw_py_comm_leave(self->comm);
-        return 0;
-    }
-    PyObject *grad = PyObject_GetAttr(param, self->grad_name);
-    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    int failed = !grad || !view;
-    if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && grad != view) {
-        view = writable_view(self, index);
-        failed = !view || copy_gradient(self, index, view, grad) < 0 || PyObject_SetAttr(param, self->grad_name, view) < 0;
-    }
-    if (!failed && grad != Py_None)
-        failed = raise_status(self, sw_reducer_mark(self->reducer, index, task, &advance, &err), &err) < 0;
-    if (!failed && advance) { /* only what may fold or wait gives the GIL away */
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_advance(self->reducer, &err);
-        Py_END_ALLOW_THREADS
-        failed = raise_status(self, status, &err) < 0;
-    }
-    Py_XDECREF(grad);
-    sw_py_comm_leave(self->comm);
-    return failed ? -1 : 0;
-}
-
-/* Puts into place what no hook put there in this round. */
-static int fill(reducer_object *self)
-{
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    for (size_t i = 0; i < layout->param_count; ++i) {
-        if (sw_reducer_is_placed(self->reducer, i) || !sw_reducer_takes_part(self->reducer, i) ||
-            sw_reducer_is_sent(self->reducer, i))
-            continue;
-        PyObject *grad = PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)i), self->grad_name);
-        PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)i);
-        if (grad && grad != view)
-            view = writable_view(self, i);
-        int failed = !grad || !view;
-        if (!failed && grad == Py_None) {
-            size_t bytes = layout->place[i].numel * sw_dtype_size_bytes(layout->bucket[layout->place[i].bucket].dtype);
-            if (bytes)
-                memset(sw_reducer_address(self->reducer, i), 0, bytes);
-        } else if (!failed && grad != view) {
-            failed = copy_gradient(self, i, view, grad) < 0;
-        }
-        Py_XDECREF(grad);
-        if (failed)
-            return -1;
-    }
-    return 0;
-}
-
-/* After a round: the view becomes `.grad` of every parameter that some rank used. */
-static int publish(reducer_object *self)
-{
-    size_t count = sw_reducer_layout(self->reducer)->param_count;
-    for (size_t i = 0; i < count; ++i) {
-        if (sw_reducer_is_placed(self->reducer, i) || !sw_reducer_used_by_any(self->reducer, i))
-            continue;
-        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
-        if (PyObject_SetAttr(param, self->grad_name, PyList_GetItem(self->views, (Py_ssize_t)i)) < 0)
-            return -1;
-    }
-    return 0;
-}
-
-/* A user's hook reduces each bucket that takes part, in order. */
-static int run_callbacks(reducer_object *self)
-{
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    size_t last = layout->bucket_count;
-    for (size_t b = 0; b < layout->bucket_count; ++b)
-        if (sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
-            last = b;
-    for (size_t b = 0; b < layout->bucket_count; ++b) {
-        if (!sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
-            continue;
-        PyObject *result = PyObject_CallFunction(self->bucket_callback, "nO", (Py_ssize_t)b, b == last ? Py_True : Py_False);
-        if (!result)
-            return -1;
-        Py_DECREF(result);
-    }
-    return 0;
-}
-
-/* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each. */
-static int finish_with_callback(reducer_object *self)
-{
-    sw_error err;
-    sw_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_exchange_use(self->reducer, &err);
-    Py_END_ALLOW_THREADS
-    if (raise_status(self, status, &err) < 0)
-        return -1;
-    return run_callbacks(self);
-}
-static int finish_round(reducer_object *self)
-{
-    sw_error err;
-    sw_status status;
-    if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
-        return raise_status(self, sw_reducer_finish(self->reducer, &err), &err);
-    if (!sw_py_comm_enter(self->comm))
-        return -1;
-    int failed = fill(self) < 0;
-    if (!failed && self->bucket_callback) {
-        failed = finish_with_callback(self) < 0;
-    } else if (!failed) {
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_finish(self->reducer, &err);
-        Py_END_ALLOW_THREADS
-        failed = raise_status(self, status, &err) < 0;
-    }
-    sw_py_comm_leave(self->comm);
-    return failed || publish(self) < 0 ? -1 : 0;
-}
-
-/* Methods ----------------------------------------------------------------------------------------------- */
-
-static PyObject *none_or_null(int failed)
-{
-    if (failed < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
+/* Methods
+ * -----------------------------------------------------------------------------------------------
+ */
 
 static int read_index(reducer_object *self, PyObject *value, size_t *index)
 {
-    if (check_made(self) < 0)
+    if (reducer_check_made(self) < 0)
         return -1;
     size_t count = sw_reducer_layout(self->reducer)->param_count;
     *index = PyLong_AsSize_t(value);
     if (PyErr_Occurred())
         return -1;
     if (*index >= count) {
-        PyErr_Format(PyExc_IndexError, "parameter index must be in [0, %zu), got %zu", count, *index);
+        PyErr_Format(PyExc_IndexError, "parameter index must be in [0, %zu), got %zu", count,
+                     *index);
         return -1;
     }
     return 0;
@@ -499,14 +216,15 @@ static int read_index(reducer_object *self, PyObject *value, size_t *index)
 
 static int read_bucket(reducer_object *self, PyObject *value, const sw_layout_bucket **bucket)
 {
-    if (check_made(self) < 0)
+    if (reducer_check_made(self) < 0)
         return -1;
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     size_t index = PyLong_AsSize_t(value);
     if (PyErr_Occurred())
         return -1;
     if (index >= layout->bucket_count) {
-        PyErr_Format(PyExc_IndexError, "bucket index must be in [0, %zu), got %zu", layout->bucket_count, index);
+        PyErr_Format(PyExc_IndexError, "bucket index must be in [0, %zu), got %zu",
+                     layout->bucket_count, index);
         return -1;
     }
     *bucket = &layout->bucket[index];
@@ -518,11 +236,13 @@ static PyObject *reducer_gradient(PyObject *op, PyObject *args)
     reducer_object *self = (reducer_object *)op;
     PyObject *position, *shape, *strides = Py_None;
     size_t index;
-    if (!PyArg_ParseTuple(args, "OO|O:gradient", &position, &shape, &strides) || read_index(self, position, &index) < 0)
+    if (!PyArg_ParseTuple(args, "OO|O:gradient", &position, &shape, &strides) ||
+        read_index(self, position, &index) < 0)
         return NULL;
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     return sw_py_dlpack_capsule_new(self->memory, sw_reducer_address(self->reducer, index),
-                              layout->bucket[layout->place[index].bucket].dtype, shape, strides);
+                                    layout->bucket[layout->place[index].bucket].dtype, shape,
+                                    strides);
 }
 
 static PyObject *reducer_bucket(PyObject *op, PyObject *position)
@@ -533,8 +253,9 @@ static PyObject *reducer_bucket(PyObject *op, PyObject *position)
         return NULL;
     PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)bucket->numel);
     PyObject *made = shape ? sw_py_dlpack_capsule_new(self->memory,
-                                                sw_reducer_memory(self->reducer)->base + bucket->offset_bytes,
-                                                bucket->dtype, shape, Py_None)
+                                                      sw_reducer_memory(self->reducer)->base +
+                                                          bucket->offset_bytes,
+                                                      bucket->dtype, shape, Py_None)
                            : NULL;
     Py_XDECREF(shape);
     return made;
@@ -548,7 +269,8 @@ static PyObject *reducer_bucket_parameters(PyObject *op, PyObject *position)
         return NULL;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < bucket->count; ++i) {
-        PyObject *item = PyLong_FromSize_t(sw_reducer_layout(self->reducer)->order[bucket->first + i]);
+        PyObject *item =
+            PyLong_FromSize_t(sw_reducer_layout(self->reducer)->order[bucket->first + i]);
         if (!item || PyList_Append(list, item) < 0)
             ENGINE_CLEAR(list);
         Py_XDECREF(item);
@@ -586,7 +308,8 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
     for (Py_ssize_t i = 0; i < count; ++i) {
         Py_INCREF(Py_None);
         PyList_SetItem(self->hook_tables, i, Py_None);
-        if (self->shapes && !sw_py_tensor_view_get(self->exchange, PyList_GetItem(self->views, i), &self->shapes[i]))
+        if (self->shapes && !sw_py_tensor_view_get(self->exchange, PyList_GetItem(self->views, i),
+                                                   &self->shapes[i]))
             self->shapes[i].ndim = -1; /* never equal: always through copy() */
     }
     return 0;
@@ -597,15 +320,17 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     static char *names[] = {"parameters", "views", "copy", "open", "renew", "task_id", NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *params, *views, *copy, *open, *renew, *task_id;
-    if (check_made(self) < 0 || !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOO:attach", names, &params, &PyList_Type,
-                                                             &views, &copy, &open, &renew, &task_id))
+    if (reducer_check_made(self) < 0 ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOO:attach", names, &params, &PyList_Type,
+                                     &views, &copy, &open, &renew, &task_id))
         return NULL;
     PyObject *param_list = PySequence_List(params);
     Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;
     if (!param_list || PyList_Size(param_list) != count || PyList_Size(views) != count) {
         Py_XDECREF(param_list);
         if (!PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError, "attach: parameters and views must have %zd entries each", count);
+            PyErr_Format(PyExc_ValueError,
+                         "attach: parameters and views must have %zd entries each", count);
         return NULL;
     }
     reducer_clear(op);
@@ -620,13 +345,15 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
-/* `table`: the dictionary in which torch keeps the gradient hooks of a parameter, ours the last of them. */
+/* `table`: the dictionary in which torch keeps the gradient hooks of a parameter, ours the last of
+ * them. */
 static PyObject *reducer_watch_hooks(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
     PyObject *position, *table;
     size_t index;
-    if (check_ready(self) < 0 || !PyArg_ParseTuple(args, "OO!:watch_hooks", &position, &PyDict_Type, &table) ||
+    if (reducer_check_ready(self) < 0 ||
+        !PyArg_ParseTuple(args, "OO!:watch_hooks", &position, &PyDict_Type, &table) ||
         read_index(self, position, &index) < 0)
         return NULL;
     Py_INCREF(table);
@@ -642,127 +369,13 @@ static PyObject *reducer_hook(PyObject *op, PyObject *position)
     size_t index;
     if (read_index(self, position, &index) < 0)
         return NULL;
-    return sw_py_hook_object_new(state_of(self), self->link, index);
-}
-
-static int abandon(reducer_object *self)
-{
-    sw_error err;
-    sw_status status;
-    if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
-        return raise_status(self, sw_reducer_abandon(self->reducer, &err), &err);
-    if (!sw_py_comm_enter(self->comm))
-        return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_abandon(self->reducer, &err);
-    Py_END_ALLOW_THREADS
-    sw_py_comm_leave(self->comm);
-    return raise_status(self, status, &err);
-}
-
-static PyObject *reducer_forward(PyObject *op, PyObject *synchronised)
-{
-    reducer_object *self = (reducer_object *)op;
-    int64_t task;
-    int sync = PyObject_IsTrue(synchronised);
-    if (sync < 0 || check_ready(self) < 0 || current_task(self, &task) < 0)
-        return NULL;
-    if (task >= 0)
-        Py_RETURN_NONE; /* recomputed inside a backward: not a forward of its own */
-    self->announced_task = NO_TASK;
-    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
-        return NULL;
-    if (sync)
-        self->pending_forward = true;
-    Py_RETURN_NONE;
-}
-
-static PyObject *reducer_open_round(PyObject *op, PyObject *unused)
-{
-    reducer_object *self = (reducer_object *)op;
-    int64_t task;
-    (void)unused;
-    if (check_ready(self) < 0 || current_task(self, &task) < 0)
-        return NULL;
-    if (self->announced_task == task)
-        Py_RETURN_NONE;
-    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
-        return NULL;
-    return none_or_null(announce(self, task));
-}
-
-static PyObject *reducer_close(PyObject *op, PyObject *unused)
-{
-    reducer_object *self = (reducer_object *)op;
-    (void)unused;
-    if (check_ready(self) < 0)
-        return NULL;
-    self->announced_task = NO_TASK;
-    if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED)
-        Py_RETURN_NONE; /* the backward reached no parameter */
-    return none_or_null(finish_round(self));
-}
-
-static PyObject *reducer_close_pending(PyObject *op, PyObject *unused)
-{
-    reducer_object *self = (reducer_object *)op;
-    sw_error err;
-    int64_t task;
-    (void)unused;
-    if (check_ready(self) < 0 || current_task(self, &task) < 0)
-        return NULL;
-    if (task >= 0) {
-        PyErr_SetString(state_of(self)->error, "optimizer.step() was called inside a backward, before its gradients were "
-                                               "averaged: call it after backward() has returned");
-        return NULL;
-    }
-    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && self->announced_task != NO_TASK) {
-        /* an exception left the backward open, and the caller steps all the same */
-        self->announced_task = NO_TASK;
-        if (abandon(self) < 0)
-            return NULL;
-    }
-    if (!self->pending_forward || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED)
-        Py_RETURN_NONE;
-    self->pending_forward = false;
-    if (raise_status(self, sw_reducer_open(self->reducer, -1, true, &err), &err) < 0)
-        return NULL;
-    return none_or_null(finish_round(self));
-}
-
-/* With a user's hook: as the others, but over zeros. */
-static int shadow_callbacks(reducer_object *self)
-{
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    for (size_t b = 0; b < layout->bucket_count; ++b)
-        if (sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
-            memset(sw_reducer_memory(self->reducer)->base + layout->bucket[b].offset_bytes, 0,
-                   layout->bucket[b].numel * sw_dtype_size_bytes(layout->bucket[b].dtype));
-    return run_callbacks(self);
-}
-
-static PyObject *reducer_shadow(PyObject *op, PyObject *unused)
-{
-    reducer_object *self = (reducer_object *)op;
-    sw_error err;
-    sw_status status;
-    (void)unused;
-    if (check_ready(self) < 0 || !sw_py_comm_enter(self->comm))
-        return NULL;
-    self->pending_forward = false;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_shadow(self->reducer, &err);
-    Py_END_ALLOW_THREADS
-    sw_py_comm_leave(self->comm);
-    if (raise_status(self, status, &err) < 0)
-        return NULL;
-    return none_or_null(self->bucket_callback ? shadow_callbacks(self) : 0);
+    return sw_py_hook_object_new(reducer_state_of(self), self->link, index);
 }
 
 static PyObject *reducer_count_step(PyObject *op, PyObject *unused)
 {
     (void)unused;
-    if (check_made((reducer_object *)op) < 0)
+    if (reducer_check_made((reducer_object *)op) < 0)
         return NULL;
     sw_reducer_count_step(((reducer_object *)op)->reducer);
     Py_RETURN_NONE;
@@ -771,7 +384,7 @@ static PyObject *reducer_count_step(PyObject *op, PyObject *unused)
 static PyObject *reducer_forget_steps(PyObject *op, PyObject *unused)
 {
     (void)unused;
-    if (check_made((reducer_object *)op) < 0)
+    if (reducer_check_made((reducer_object *)op) < 0)
         return NULL;
     sw_reducer_forget_steps(((reducer_object *)op)->reducer);
     Py_RETURN_NONE;
@@ -780,7 +393,7 @@ static PyObject *reducer_forget_steps(PyObject *op, PyObject *unused)
 static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
 {
     int flag = PyObject_IsTrue(active_only);
-    if (flag < 0 || check_made((reducer_object *)op) < 0)
+    if (flag < 0 || reducer_check_made((reducer_object *)op) < 0)
         return NULL;
     sw_reducer_divide_by_active(((reducer_object *)op)->reducer, flag);
     Py_RETURN_NONE;
@@ -789,7 +402,7 @@ static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
 static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *callback)
 {
     reducer_object *self = (reducer_object *)op;
-    if (check_made(self) < 0)
+    if (reducer_check_made(self) < 0)
         return NULL;
     ENGINE_CLEAR(self->bucket_callback);
     if (callback != Py_None) {
@@ -823,12 +436,14 @@ static PyObject *reducer_stats(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
     (void)unused;
-    if (check_made(self) < 0)
+    if (reducer_check_made(self) < 0)
         return NULL;
     const sw_reducer_stats *stats = sw_reducer_get_stats(self->reducer);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "rounds", (unsigned long long)stats->rounds, "local_rounds",
-                         (unsigned long long)stats->local_rounds, "abandoned", (unsigned long long)stats->abandoned,
-                         "buckets_sent", (unsigned long long)stats->buckets_sent, "buckets_early",
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "rounds",
+                         (unsigned long long)stats->rounds, "local_rounds",
+                         (unsigned long long)stats->local_rounds, "abandoned",
+                         (unsigned long long)stats->abandoned, "buckets_sent",
+                         (unsigned long long)stats->buckets_sent, "buckets_early",
                          (unsigned long long)stats->buckets_early, "copies", self->copies, "bytes",
                          (unsigned long long)stats->bytes);
 }
@@ -841,36 +456,56 @@ static PyObject *reducer_get(PyObject *op, void *which)
     if (!self->reducer)
         Py_RETURN_NONE;
     switch ((intptr_t)which) {
-    case GET_TRANSPORT: return PyUnicode_FromString(sw_transport_name(sw_reducer_memory(self->reducer)->transport));
-    case GET_REASON: return PyUnicode_FromString(sw_reducer_memory(self->reducer)->why);
-    case GET_BUCKETS: return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->bucket_count);
-    case GET_BYTES: return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->trainable_bytes);
-    case GET_OPEN: return PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED);
-    default: return PyBool_FromLong(self->pending_forward);
+    case GET_TRANSPORT:
+        return PyUnicode_FromString(sw_transport_name(sw_reducer_memory(self->reducer)->transport));
+    case GET_REASON:
+        return PyUnicode_FromString(sw_reducer_memory(self->reducer)->why);
+    case GET_BUCKETS:
+        return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->bucket_count);
+    case GET_BYTES:
+        return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->trainable_bytes);
+    case GET_OPEN:
+        return PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED);
+    default:
+        return PyBool_FromLong(self->pending_forward);
     }
 }
 
 static PyMethodDef reducer_methods[] = {
-    {"gradient", reducer_gradient, METH_VARARGS, "gradient(index, shape, strides=None)\n--\n\nA DLPack capsule."},
-    {"bucket", reducer_bucket, METH_O, "bucket(bucket)\n--\n\nA DLPack capsule over a whole bucket."},
-    {"bucket_parameters", reducer_bucket_parameters, METH_O, "bucket_parameters(bucket)\n--\n\nIndices, in memory order."},
+    {"gradient", reducer_gradient, METH_VARARGS,
+     "gradient(index, shape, strides=None)\n--\n\nA DLPack capsule."},
+    {"bucket", reducer_bucket, METH_O,
+     "bucket(bucket)\n--\n\nA DLPack capsule over a whole bucket."},
+    {"bucket_parameters", reducer_bucket_parameters, METH_O,
+     "bucket_parameters(bucket)\n--\n\nIndices, in memory order."},
     {"bucket_dtype", reducer_bucket_dtype, METH_O, "bucket_dtype(bucket)\n--\n\nIts element type."},
     {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
      "attach(parameters, views, *, copy, open, renew, task_id)\n--\n\nBinds tensors."},
-    {"watch_hooks", reducer_watch_hooks, METH_VARARGS, "watch_hooks(index, table)\n--\n\nNotices hooks after ours."},
-    {"hook", reducer_hook, METH_O, "hook(index)\n--\n\nThe post-accumulate-grad hook of a parameter."},
-    {"forward", reducer_forward, METH_O, "forward(synchronised)\n--\n\nCounts a forward with gradients."},
-    {"open_round", reducer_open_round, METH_NOARGS, "open_round()\n--\n\nAnnounces a round to the first gradient."},
-    {"close", reducer_close, METH_NOARGS, "close()\n--\n\nEnds the round."},
-    {"close_pending", reducer_close_pending, METH_NOARGS, "close_pending()\n--\n\nA whole round, if a forward has none."},
-    {"shadow", reducer_shadow, METH_NOARGS, "shadow()\n--\n\nA whole round without contributing."},
-    {"count_step", reducer_count_step, METH_NOARGS, "count_step()\n--\n\nA step of the optimizer; ranks compare."},
-    {"forget_steps", reducer_forget_steps, METH_NOARGS, "forget_steps()\n--\n\nCounts from 0 again."},
-    {"set_divide_by", reducer_set_divide_by, METH_O, "set_divide_by(active_only)\n--\n\nWhat the mean divides by."},
+    {"watch_hooks", reducer_watch_hooks, METH_VARARGS,
+     "watch_hooks(index, table)\n--\n\nNotices hooks after ours."},
+    {"hook", reducer_hook, METH_O,
+     "hook(index)\n--\n\nThe post-accumulate-grad hook of a parameter."},
+    {"forward", sw_py_round_forward, METH_O,
+     "forward(synchronised)\n--\n\nCounts a forward with gradients."},
+    {"open_round", sw_py_round_announce, METH_NOARGS,
+     "open_round()\n--\n\nAnnounces a round to the first gradient."},
+    {"close", sw_py_round_close, METH_NOARGS, "close()\n--\n\nEnds the round."},
+    {"close_pending", sw_py_round_close_pending, METH_NOARGS,
+     "close_pending()\n--\n\nA whole round, if a forward has none."},
+    {"shadow", sw_py_round_shadow, METH_NOARGS,
+     "shadow()\n--\n\nA whole round without contributing."},
+    {"count_step", reducer_count_step, METH_NOARGS,
+     "count_step()\n--\n\nA step of the optimizer; ranks compare."},
+    {"forget_steps", reducer_forget_steps, METH_NOARGS,
+     "forget_steps()\n--\n\nCounts from 0 again."},
+    {"set_divide_by", reducer_set_divide_by, METH_O,
+     "set_divide_by(active_only)\n--\n\nWhat the mean divides by."},
     {"set_bucket_callback", reducer_set_bucket_callback, METH_O,
      "set_bucket_callback(callback)\n--\n\nA user's communication hook, or None."},
-    {"used_by_any", reducer_used_by_any, METH_O, "used_by_any(index)\n--\n\nWhether some rank used it."},
-    {"mark_unfrozen", reducer_mark_unfrozen, METH_O, "mark_unfrozen(index)\n--\n\nLets its bucket take part."},
+    {"used_by_any", reducer_used_by_any, METH_O,
+     "used_by_any(index)\n--\n\nWhether some rank used it."},
+    {"mark_unfrozen", reducer_mark_unfrozen, METH_O,
+     "mark_unfrozen(index)\n--\n\nLets its bucket take part."},
     {"stats", reducer_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
     {NULL, NULL, 0, NULL},
 };
@@ -881,13 +516,18 @@ static PyGetSetDef reducer_properties[] = {
     {"bucket_count", reducer_get, NULL, "buckets, frozen ones included", (void *)GET_BUCKETS},
     {"planned_bytes", reducer_get, NULL, "of gradient memory a rank", (void *)GET_BYTES},
     {"is_open", reducer_get, NULL, "whether a round is open", (void *)GET_OPEN},
-    {"pending_forward", reducer_get, NULL, "a synchronised forward without a round", (void *)GET_PENDING},
+    {"pending_forward", reducer_get, NULL, "a synchronised forward without a round",
+     (void *)GET_PENDING},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot reducer_slots[] = {
-    {Py_tp_init, reducer_init},         {Py_tp_dealloc, reducer_dealloc},   {Py_tp_traverse, reducer_traverse},
-    {Py_tp_clear, reducer_clear},       {Py_tp_methods, reducer_methods},   {Py_tp_getset, reducer_properties},
+    {Py_tp_init, reducer_init},
+    {Py_tp_dealloc, reducer_dealloc},
+    {Py_tp_traverse, reducer_traverse},
+    {Py_tp_clear, reducer_clear},
+    {Py_tp_methods, reducer_methods},
+    {Py_tp_getset, reducer_properties},
     {Py_tp_doc, "Buckets of gradients and their mean, round by round."},
     {0, NULL},
 };

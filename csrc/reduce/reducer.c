@@ -557,7 +557,7 @@ static sw_status check_abandoned(sw_reducer *reducer, sw_error *err)
         reducer->comm->ops->peer(reducer->comm, rank, peer);
         return sw_error_set(err, SW_E_MISMATCH, rank,
                             "%s left a backward unfinished (an exception was raised in it there), while rank %d finished it; "
-                            "the gradients of this round were not averaged",
+                            "the gradients of this round must not be used",
                             peer, reducer->comm->rank);
     }
     return SW_OK;
