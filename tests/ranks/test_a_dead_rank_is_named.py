@@ -202,24 +202,42 @@ def test_a_stopped_rank_is_named_as_stopped_at_the_deadline(fresh_ranks, world_s
                 assert 1.8 < seconds < 4
 
 
+def wait_for_state(pid, letter):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] == letter:
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} never came to state {letter}")
+
+
 def stopped_for_a_while(rank, world_size):
-    comm = host_comm(rank, world_size, timeout_s=30)
+    lines = []
+    comm = host_comm(rank, world_size, timeout_s=30, warn_after_s=0.2, log=lines.append)
     comm.barrier()
+    gather(None)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
     comm.barrier("evaluation")
-    return comm.all_gather_bytes(b"%d" % rank)
+    return comm.all_gather_bytes(b"%d" % rank), lines
 
 
 @at_least_two
-def test_a_rank_that_was_stopped_for_a_while_goes_on(fresh_ranks, world_size):
+def test_a_rank_that_was_stopped_for_a_while_is_warned_about_and_goes_on(fresh_ranks, world_size):
     with fresh_ranks(world_size) as team:
-        team.signal(1, signal.SIGSTOP)
         team.start(stopped_for_a_while)
-        time.sleep(0.7)
+        wait_for_state(team.pids[1], "T")
+        time.sleep(0.8)
         team.signal(1, signal.SIGCONT)
         outcomes = team.wait(30)
         if not all(outcome.ok for outcome in outcomes):
             raise RanksFailed(outcomes)
-        assert outcomes[0].value == [b"%d" % rank for rank in range(world_size)]
+        for outcome in outcomes:
+            gathered, lines = outcome.value
+            assert gathered == [b"%d" % rank for rank in range(world_size)]
+            if outcome.rank != 1:
+                assert lines and all(word in lines[0] for word in ("rank 1", "(stopped)", "evaluation")), lines
 
 
 def two_die(rank, world_size):

@@ -110,7 +110,7 @@ def _peers_can_be_watched() -> str:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        return f"pidfd_open is refused ({error.strerror}): a heartbeat is used instead"
+        return f"pidfd_open is refused ({error.strerror}): the death of a peer is seen by a file lock instead"
     return "pidfd_open works"
 
 

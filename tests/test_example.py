@@ -1,0 +1,68 @@
+"""Laws of the main job: it runs unchanged under torchrun, as one process and under accelerate; the loss falls; a resumed
+run prints the losses of the uninterrupted one; the last line is the one that README quotes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
+SMALL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--seed", "3", "--minutes", "5"]
+LAST_LINE = re.compile(r"demo: validation loss ([\d.]+) -> ([\d.]+) nats/byte, (\d+) ranks?, ([\d,]+) tokens/s")
+
+LAUNCHERS = {
+    "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
+    "one process": [sys.executable],
+    "accelerate": [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
+}
+
+
+def run(launcher, *arguments):
+    """Everything printed."""
+    command = LAUNCHERS[launcher]
+    if not Path(command[0]).exists():
+        pytest.skip(f"{command[0]} is not installed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), environment.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [*command, EXAMPLE, *SMALL, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=150)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)  # a session of its own: the launcher and its ranks, nobody else
+            process.wait()
+    assert process.returncode == 0, output + errors
+    return output
+
+
+def losses(output):
+    return re.findall(r"step +(\d+) +validation ([\d.]+)", output)
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("one process", 1), ("accelerate", 2)])
+def test_the_loss_falls_under_every_launcher(tmp_path, launcher, ranks):
+    output = run(launcher, "--steps", "60", "--out", str(tmp_path))
+    found = LAST_LINE.fullmatch(output.strip().splitlines()[-1])
+    assert found, output
+    first, last, world, _ = found.groups()
+    assert int(world) == ranks
+    assert float(last) < 0.8 * float(first), output
+    assert "sample:" in output
+    assert (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
+    whole = run("torchrun", "--steps", "20", "--out", str(tmp_path / "whole"))
+    run("torchrun", "--steps", "10", "--out", str(tmp_path / "halves"))
+    resumed = run("torchrun", "--steps", "20", "--resume", "--out", str(tmp_path / "halves"))
+    assert losses(whole)[-1] == losses(resumed)[-1]
+    assert losses(whole)[-1][0] == "20", json.dumps([whole, resumed])

@@ -1,0 +1,41 @@
+"""Laws of the package: importing it is cheap and starts nothing; the doctor says what was found and by its exit code
+whether all is well."""
+
+import subprocess
+import sys
+
+IMPORT_S_MAX = 0.1
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_importing_costs_little_above_torch_and_starts_no_thread():
+    code = """
+import os, time
+import torch, torch.distributed, torch.nn.parallel
+threads = len(os.listdir("/proc/self/task"))
+start = time.process_time()
+import shardwright
+print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
+"""
+    found = [run(code) for _ in range(3)]
+    assert min(float(seconds) for seconds, _ in found) < IMPORT_S_MAX, found
+    assert {threads for _, threads in found} == {"0"}
+
+
+def test_the_doctor_prints_a_block_and_succeeds():
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwright", "doctor"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("engine computes", "torch", "shared memory", "watching peers", "instruction"):
+        assert word in done.stdout, done.stdout
+
+
+def test_the_command_line_refuses_what_it_does_not_know():
+    done = subprocess.run([sys.executable, "-m", "shardwright", "cure"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "doctor" in done.stderr
