@@ -104,6 +104,14 @@ static const char *attribute_text(PyObject *object, const char *name, PyObject *
     return *text ? PyUnicode_AsUTF8AndSize(*text, NULL) : NULL;
 }
 
+static PyObject *call_without_arguments(PyObject *object, const char *name)
+{
+    PyObject *method = PyObject_GetAttrString(object, name);
+    PyObject *result = method ? PyObject_CallObject(method, NULL) : NULL;
+    Py_XDECREF(method);
+    return result;
+}
+
 static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index, tensor_reading *out)
 {
     PyObject *text = NULL, *address = NULL;
@@ -117,7 +125,7 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
     name = attribute_text(tensor, "dtype", &text);
     out->dtype = name && strncmp(name, "torch.", 6) == 0 ? sw_dtype_from_name(name + 6) : SW_DTYPE_COUNT;
     Py_XDECREF(text);
-    address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    address = call_without_arguments(tensor, "data_ptr");
     out->data = address ? PyLong_AsVoidPtr(address) : NULL;
     Py_XDECREF(address);
     if (PyErr_Occurred()) {
@@ -125,7 +133,7 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
         return refuse(tensor, what, index, "a dense tensor", "layout");
     }
     out->ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), out->own);
-    int strides = read_integers(PyObject_CallMethod(tensor, "stride", NULL), out->own + SW_PY_TENSOR_DIMS_MAX);
+    int strides = read_integers(call_without_arguments(tensor, "stride"), out->own + SW_PY_TENSOR_DIMS_MAX);
     out->shape = out->own;
     out->strides = out->own + SW_PY_TENSOR_DIMS_MAX;
     if (out->ndim < 0 || strides != out->ndim) {

@@ -3,7 +3,8 @@
  * Idea: loops of plain C over float32 that the compiler vectorises, every rounding written out, every fused
  * multiply-add through fused(). Options that change the loop are compile-time constants of a forced inline.
  * Around them, a run is cut into blocks that stay in the L1 cache: half arrays are widened into it and
- * rounded out of it. A run that is all float32 with factor 1 and no copy is one loop.
+ * rounded out of it. A run that is all float32, and the usual bfloat16 forms of Adam, are one loop: memory is read
+ * without a break.
  *
  * The includer defines OPTIM_TABLE and, where they hold, KERNEL_FMA and KERNEL_F16C, and has included
  * norm_body.h. Left out: threads (callers split runs) and argument checks (csrc/optim).
@@ -49,62 +50,99 @@ OPTIM_INLINE float fused(float a, float b, float c)
 #endif
 }
 
-typedef struct block { /* float32 arrays of one block: in place, or widened into the caller's buffers */
+typedef struct block { /* float32 arrays: in place, or widened into the caller's buffers */
     float *p, *m, *v, *v_max;
-    const float *g;
+    const void *g;  /* float32, or bfloat16 in the loops that say so */
+    uint16_t *copy; /* bfloat16, in the loops that say so */
     size_t count;
 } block;
 
 /* ---- Adam ---- */
 
-OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const bool l2, const bool small_lerp,
-                            const bool amsgrad)
+typedef struct adam_form { /* constants of one loop */
+    bool l2, small_lerp, amsgrad, half_gradient, half_copy;
+} adam_form;
+
+OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const adam_form form)
 {
     float *p = at->p, *m = at->m, *v = at->v, *v_max = at->v_max;
     const float *g = at->g;
-    const float decay = with->decay, weight = with->l2, beta2 = with->beta2, square = with->square;
-    const float lerp = small_lerp ? with->lerp : with->lerp - 1.0f;
+    const uint16_t *half_g = at->g;
+    uint16_t *copy = at->copy;
+    const float factor = with->factor, decay = with->decay, weight = with->l2;
+    const float beta2 = with->beta2, square = with->square;
+    const float lerp = form.small_lerp ? with->lerp : with->lerp - 1.0f;
     const float correction = with->correction, eps = with->eps, negative_step = with->negative_step;
     OPTIM_LANES
     for (size_t i = 0; i < at->count; ++i) {
-        float gradient = g[i], parameter = p[i], old = m[i];
-        if (l2)
+        float gradient = (form.half_gradient ? bfloat16_widen(half_g[i]) : g[i]) * factor;
+        float parameter = p[i], old = m[i];
+        if (form.l2)
             gradient = fused(parameter, weight, gradient);
         else
             parameter = parameter * decay;
-        float first = fused(lerp, gradient - old, small_lerp ? old : gradient);
+        float first = fused(lerp, gradient - old, form.small_lerp ? old : gradient);
         float second = fused(square * gradient, gradient, v[i] * beta2);
         m[i] = first;
         v[i] = second;
-        if (amsgrad) {
+        if (form.amsgrad) {
             float most = v_max[i];
             second = (most > second) | (most != most) ? most : second;
             v_max[i] = second;
         }
         float denominator = sqrtf(second) / correction + eps;
-        p[i] = parameter + (negative_step * first) / denominator;
+        parameter = parameter + (negative_step * first) / denominator;
+        p[i] = parameter;
+        if (form.half_copy)
+            copy[i] = bfloat16_narrow(parameter);
     }
 }
 
+/* The loops of the usual options (no amsgrad, beta1 > 1/2) take bfloat16 gradients and copies in their stride. */
+static void adam_usual(const block *at, const sw_adam_scalars *with, bool half_gradient, bool half_copy)
+{
+    bool l2 = with->l2 != 0.0f;
+    if (half_gradient && half_copy && l2)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true, .half_gradient = true, .half_copy = true});
+    else if (half_gradient && half_copy)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .half_gradient = true, .half_copy = true});
+    else if (half_gradient && l2)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true, .half_gradient = true});
+    else if (half_gradient)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .half_gradient = true});
+    else if (half_copy && l2)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true, .half_copy = true});
+    else if (half_copy)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .half_copy = true});
+    else if (l2)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true});
+    else
+        adam_loop(at, with, (adam_form){.small_lerp = true});
+}
+
+static bool is_usual(const sw_adam_scalars *with)
+{
+    return with->lerp < 0.5f && !with->amsgrad;
+}
+
+/* All float32. */
 static void adam_block(const block *at, const sw_adam_scalars *with)
 {
-    bool small_lerp = with->lerp < 0.5f;
-    if (with->l2 != 0.0f && with->amsgrad && small_lerp)
-        adam_loop(at, with, true, true, true);
-    else if (with->l2 != 0.0f && with->amsgrad)
-        adam_loop(at, with, true, false, true);
-    else if (with->l2 != 0.0f && small_lerp)
-        adam_loop(at, with, true, true, false);
-    else if (with->l2 != 0.0f)
-        adam_loop(at, with, true, false, false);
+    bool l2 = with->l2 != 0.0f, small_lerp = with->lerp < 0.5f;
+    if (is_usual(with))
+        adam_usual(at, with, false, false);
+    else if (l2 && with->amsgrad && small_lerp)
+        adam_loop(at, with, (adam_form){.l2 = true, .amsgrad = true, .small_lerp = true});
+    else if (l2 && with->amsgrad)
+        adam_loop(at, with, (adam_form){.l2 = true, .amsgrad = true});
+    else if (l2)
+        adam_loop(at, with, (adam_form){.l2 = true});
     else if (with->amsgrad && small_lerp)
-        adam_loop(at, with, false, true, true);
+        adam_loop(at, with, (adam_form){.amsgrad = true, .small_lerp = true});
     else if (with->amsgrad)
-        adam_loop(at, with, false, false, true);
-    else if (small_lerp)
-        adam_loop(at, with, false, true, false);
+        adam_loop(at, with, (adam_form){.amsgrad = true});
     else
-        adam_loop(at, with, false, false, false);
+        adam_loop(at, with, (adam_form){0});
 }
 
 /* ---- SGD ---- */
@@ -114,12 +152,12 @@ OPTIM_INLINE void sgd_loop(const block *at, const sw_sgd_scalars *with, const bo
 {
     float *p = at->p, *m = at->m;
     const float *g = at->g;
-    const float weight = with->l2, momentum = with->momentum, undampening = with->undampening;
+    const float factor = with->factor, weight = with->l2, momentum = with->momentum, undampening = with->undampening;
     const float negative_lr = with->negative_lr;
     const bool nesterov = with->nesterov;
     OPTIM_LANES
     for (size_t i = 0; i < at->count; ++i) {
-        float gradient = g[i], parameter = p[i];
+        float gradient = g[i] * factor, parameter = p[i];
         if (l2)
             gradient = fused(parameter, weight, gradient);
         if (buffered) {
@@ -180,28 +218,25 @@ static void store_block(void *array, sw_dtype dtype, const float *from, size_t c
         narrow_float16(array, from, count);
 }
 
-/* The gradient block times the factor; the array itself if it is float32 and the factor is 1. */
-static const float *open_gradient(const void *array, sw_dtype dtype, float factor, float *buffer, size_t count)
+static const float *open_gradient(const void *array, sw_dtype dtype, float *buffer, size_t count)
 {
-    if (dtype == SW_DTYPE_FLOAT32 && factor == 1.0f)
-        return array;
     if (dtype == SW_DTYPE_FLOAT32)
-        for (size_t i = 0; i < count; ++i)
-            buffer[i] = ((const float *)array)[i] * factor;
-    else if (dtype == SW_DTYPE_BFLOAT16)
+        return array;
+    if (dtype == SW_DTYPE_BFLOAT16)
         widen_bfloat16(buffer, array, count);
     else
         widen_float16(buffer, array, count);
-    if (dtype != SW_DTYPE_FLOAT32 && factor != 1.0f)
-        for (size_t i = 0; i < count; ++i)
-            buffer[i] *= factor;
     return buffer;
 }
 
-static bool is_plain(const sw_optim_run *run, float factor)
+static bool is_master(const sw_optim_run *run)
 {
-    return run->p_dtype == SW_DTYPE_FLOAT32 && run->state_dtype == SW_DTYPE_FLOAT32 &&
-           run->g_dtype == SW_DTYPE_FLOAT32 && factor == 1.0f && !run->copy;
+    return run->p_dtype == SW_DTYPE_FLOAT32 && run->state_dtype == SW_DTYPE_FLOAT32;
+}
+
+static bool is_plain(const sw_optim_run *run)
+{
+    return is_master(run) && run->g_dtype == SW_DTYPE_FLOAT32 && !run->copy;
 }
 
 typedef struct buffers {
@@ -209,7 +244,7 @@ typedef struct buffers {
     float g[OPTIM_BLOCK_NUMEL];
 } buffers;
 
-static void open_run(block *at, buffers *wide, const sw_optim_run *run, size_t start, float factor)
+static void open_run(block *at, buffers *wide, const sw_optim_run *run, size_t start)
 {
     size_t left = run->numel - start, count = left < OPTIM_BLOCK_NUMEL ? left : OPTIM_BLOCK_NUMEL;
     sw_dtype state = run->state_dtype;
@@ -219,7 +254,7 @@ static void open_run(block *at, buffers *wide, const sw_optim_run *run, size_t s
     at->m = open_block(element(run->m, start, state), state, wide->m, count);
     at->v = open_block(element(run->v, start, state), state, wide->v, count);
     at->v_max = open_block(element(run->v_max, start, state), state, wide->v_max, count);
-    at->g = open_gradient(g, run->g_dtype, factor, wide->g, count);
+    at->g = open_gradient(g, run->g_dtype, wide->g, count);
 }
 
 static void close_run(const block *at, const sw_optim_run *run, size_t start)
@@ -234,14 +269,20 @@ static void close_run(const block *at, const sw_optim_run *run, size_t start)
 
 static void adam_run(const sw_optim_run *run, const sw_adam_scalars *with)
 {
-    block at = {run->p, run->m, run->v, run->v_max, run->g, run->numel};
-    if (is_plain(run, with->factor)) {
+    block at = {run->p, run->m, run->v, run->v_max, run->g, run->copy, run->numel};
+    bool half_gradient = run->g_dtype == SW_DTYPE_BFLOAT16, half_copy = run->copy_dtype == SW_DTYPE_BFLOAT16;
+    if (is_plain(run)) {
         adam_block(&at, with);
+        return;
+    }
+    if (is_master(run) && is_usual(with) && (half_gradient || run->g_dtype == SW_DTYPE_FLOAT32) &&
+        (half_copy || !run->copy)) {
+        adam_usual(&at, with, half_gradient, run->copy != NULL);
         return;
     }
     buffers wide;
     for (size_t start = 0; start < run->numel; start += OPTIM_BLOCK_NUMEL) {
-        open_run(&at, &wide, run, start, with->factor);
+        open_run(&at, &wide, run, start);
         adam_block(&at, with);
         close_run(&at, run, start);
     }
@@ -249,8 +290,8 @@ static void adam_run(const sw_optim_run *run, const sw_adam_scalars *with)
 
 static void sgd_run(const sw_optim_run *run, const sw_sgd_scalars *with)
 {
-    block at = {run->p, run->m, NULL, NULL, run->g, run->numel};
-    if (is_plain(run, with->factor)) {
+    block at = {.p = run->p, .m = run->m, .g = run->g, .count = run->numel};
+    if (is_plain(run)) {
         sgd_block(&at, with);
         return;
     }
@@ -259,7 +300,7 @@ static void sgd_run(const sw_optim_run *run, const sw_sgd_scalars *with)
     used.m = with->momentum != 0.0f ? run->m : NULL;
     used.v = used.v_max = NULL;
     for (size_t start = 0; start < run->numel; start += OPTIM_BLOCK_NUMEL) {
-        open_run(&at, &wide, &used, start, with->factor);
+        open_run(&at, &wide, &used, start);
         sgd_block(&at, with);
         close_run(&at, &used, start);
     }
