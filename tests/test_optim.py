@@ -23,11 +23,14 @@ SHAPES = [(64, 48), (32,), (16, 3, 5), (4096,)]
 HALVES = [torch.bfloat16, torch.float16]
 
 needs_vectors = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch's fused kernels have other bits without FMA"
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch's fused kernels have other bits without FMA",
 )
 
 
-def parameters(dtype: torch.dtype = torch.float32, shapes: list[tuple[int, ...]] = SHAPES, seed: int = 0) -> list[Tensor]:
+def parameters(
+    dtype: torch.dtype = torch.float32, shapes: list[tuple[int, ...]] = SHAPES, seed: int = 0
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
@@ -57,10 +60,19 @@ def assert_same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer
 
 ADAM_OPTIONS = [
     {"weight_decay": wd, "amsgrad": amsgrad, "maximize": maximize, "betas": betas, "lr": 1e-2}
-    for wd, amsgrad, maximize, betas in itertools.product((0.0, 0.03), (False, True), (False, True), ((0.9, 0.995), (0.3, 0.9)))
+    for wd, amsgrad, maximize, betas in itertools.product(
+        (0.0, 0.03), (False, True), (False, True), ((0.9, 0.995), (0.3, 0.9))
+    )
 ]
 SGD_OPTIONS = [
-    {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize, "weight_decay": wd, "lr": 1e-2}
+    {
+        "momentum": momentum,
+        "dampening": dampening,
+        "nesterov": nesterov,
+        "maximize": maximize,
+        "weight_decay": wd,
+        "lr": 1e-2,
+    }
     for momentum, dampening, nesterov, maximize, wd in itertools.product(
         (0.0, 0.9), (0.0, 0.1), (False, True), (False, True), (0.0, 0.03)
     )
@@ -146,7 +158,10 @@ def test_torchs_scalar_tail_is_a_unit_away_at_most_after_one_step(name: str) -> 
     for numel in range(1, 16):
         ours, theirs = parameters(shapes=[(numel,)], seed=numel), parameters(shapes=[(numel,)], seed=numel)
         options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
-        a, b = getattr(sw.optim, name)(ours, lr=1e-3, **options), getattr(torch.optim, name)(theirs, lr=1e-3, **options, fused=True)
+        a, b = (
+            getattr(sw.optim, name)(ours, lr=1e-3, **options),
+            getattr(torch.optim, name)(theirs, lr=1e-3, **options, fused=True),
+        )
         set_gradients(0, ours, theirs)
         a.step()
         b.step()
@@ -158,7 +173,11 @@ def test_torchs_scalar_tail_is_a_unit_away_at_most_after_one_step(name: str) -> 
 
 def naive_adamw(p: Tensor, grads: list[Tensor], lr: float, wd: float) -> Tensor:
     """The paper's formulas in float64."""
-    p, m, v = p.detach().double().clone(), torch.zeros_like(p, dtype=torch.float64), torch.zeros_like(p, dtype=torch.float64)
+    p, m, v = (
+        p.detach().double().clone(),
+        torch.zeros_like(p, dtype=torch.float64),
+        torch.zeros_like(p, dtype=torch.float64),
+    )
     for t, g in enumerate((grad.double() for grad in grads), 1):
         p = p * (1 - lr * wd)
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
@@ -254,7 +273,11 @@ def through_bytes(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours to torch", "torch to ours"])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_state_dicts_interchange_with_torch_in_mid_training(name: str, ours_first: bool) -> None:
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, **({"momentum": 0.9} if name == "SGD" else {"amsgrad": True})}
+    options: dict[str, Any] = {
+        "lr": 1e-2,
+        "weight_decay": 0.01,
+        **({"momentum": 0.9} if name == "SGD" else {"amsgrad": True}),
+    }
 
     def make(is_ours: bool, ps: list[Tensor]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = (
@@ -344,7 +367,9 @@ def test_a_users_load_hook_is_heard() -> None:
 
 def test_deepcopy_and_pickle_keep_the_choice_of_masters() -> None:
     for clone in (copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))):
-        optimizer: Any = clone(sw.optim.SGD([torch.ones(8, dtype=torch.bfloat16, requires_grad=True)], lr=0.1, master=False))
+        optimizer: Any = clone(
+            sw.optim.SGD([torch.ones(8, dtype=torch.bfloat16, requires_grad=True)], lr=0.1, master=False)
+        )
         (p,) = optimizer.param_groups[0]["params"]
         p.grad = torch.ones_like(p)
         optimizer.step()
@@ -354,19 +379,19 @@ def test_deepcopy_and_pickle_keep_the_choice_of_masters() -> None:
 # ---- protocols -------------------------------------------------------------------------------------------------------
 
 
-def test_a_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
-    for name in ("AdamW", "SGD"):
-        p = torch.ones(8, requires_grad=True)
-        optimizer = getattr(sw.optim, name)([p], lr=0.1)
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_closure_runs_with_gradients_and_its_loss_is_returned(name: str) -> None:
+    p = torch.ones(8, requires_grad=True)
+    optimizer = getattr(sw.optim, name)([p], lr=0.1)
 
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = (p * p).sum()
-            loss.backward()
-            return loss
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
 
-        assert optimizer.step(closure).item() == 8.0
-        assert p[0].item() < 1.0
+    assert optimizer.step(closure).item() == 8.0
+    assert p[0].item() < 1.0
 
 
 def test_schedulers_hooks_groups_and_unused_parameters() -> None:
@@ -440,7 +465,11 @@ def test_layouts_may_differ_between_parameter_and_gradient(master: bool) -> None
 
 
 def test_empty_and_scalar_parameters() -> None:
-    ps = [torch.zeros(0, requires_grad=True), torch.ones((), requires_grad=True), torch.ones(3, 0, 2, requires_grad=True)]
+    ps = [
+        torch.zeros(0, requires_grad=True),
+        torch.ones((), requires_grad=True),
+        torch.ones(3, 0, 2, requires_grad=True),
+    ]
     for name in ("AdamW", "SGD"):
         optimizer = getattr(sw.optim, name)(ps, lr=0.1)
         set_gradients(0, ps)
@@ -455,8 +484,14 @@ def test_empty_and_scalar_parameters() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: sw.optim.AdamW([torch.zeros(2, dtype=torch.float64, requires_grad=True)]), "parameter 0 of group 0 .*not float64"),
-        (lambda: sw.optim.SGD([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], 0.1), "not complex64; torch.optim.SGD"),
+        (
+            lambda: sw.optim.AdamW([torch.zeros(2, dtype=torch.float64, requires_grad=True)]),
+            "parameter 0 of group 0 .*not float64",
+        ),
+        (
+            lambda: sw.optim.SGD([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], 0.1),
+            "not complex64; torch.optim.SGD",
+        ),
         (lambda: sw.optim.Adam(parameters(), foreach=True), "foreach=True is not its form"),
         (lambda: sw.optim.AdamW(parameters(), fused=False), "fused=False is not its form"),
         (lambda: sw.optim.AdamW(parameters(), capturable=True), "capturable=True"),
@@ -510,10 +545,19 @@ def engine_adam(**changes: Any) -> list[int]:
     ("changes", "sentence"),
     [
         ({"grads": []}, "grads must have one tensor a parameter, 1, not 0"),
-        ({"grads": [torch.ones(5)]}, r"grads\[0\] must have the shape of its parameter, torch.Size\(\[4\]\), not torch.Size\(\[5\]\)"),
-        ({"grads": [torch.ones(4, dtype=torch.float64)]}, r"grads\[0\] must be float32, bfloat16 or float16, not torch.float64"),
+        (
+            {"grads": [torch.ones(5)]},
+            r"grads\[0\] must have the shape of its parameter, torch.Size\(\[4\]\), not torch.Size\(\[5\]\)",
+        ),
+        (
+            {"grads": [torch.ones(4, dtype=torch.float64)]},
+            r"grads\[0\] must be float32, bfloat16 or float16, not torch.float64",
+        ),
         ({"grads": [torch.ones(4, dtype=torch.int32)]}, "not torch.int32"),
-        ({"exp_avg_sqs": [torch.ones(4).bfloat16()]}, r"exp_avg_sqs\[0\] must have the dtype of exp_avgs, float32, not bfloat16"),
+        (
+            {"exp_avg_sqs": [torch.ones(4).bfloat16()]},
+            r"exp_avg_sqs\[0\] must have the dtype of exp_avgs, float32, not bfloat16",
+        ),
         ({"params": [torch.ones(8)[::2]]}, r"params\[0\] must cover its memory"),
         ({"steps": [torch.ones(2)]}, r"steps\[0\] must be one float32 or float64"),
         ({"steps": [torch.tensor(-1.0)]}, r"steps\[0\] must be at least 0, not -1.0"),
@@ -529,7 +573,13 @@ def test_the_engine_says_which_tensor_is_wrong(changes: dict[str, Any], sentence
 def test_the_engine_reports_layouts_and_leaves_everything_as_it_was() -> None:
     p, g = torch.ones(2, 3), torch.ones(3, 2).t()
     steps = [torch.zeros(())]
-    changes = {"params": [p], "grads": [g], "exp_avgs": [torch.zeros(2, 3)], "exp_avg_sqs": [torch.zeros(2, 3)], "steps": steps}
+    changes = {
+        "params": [p],
+        "grads": [g],
+        "exp_avgs": [torch.zeros(2, 3)],
+        "exp_avg_sqs": [torch.zeros(2, 3)],
+        "steps": steps,
+    }
     assert engine_adam(**changes) == [0]
     assert torch.equal(p, torch.ones(2, 3)) and steps[0].item() == 0
     assert engine_adam(**{**changes, "grads": [g.contiguous()]}) == []
@@ -556,7 +606,9 @@ def test_without_the_exchange_table_tensors_are_read_by_their_methods() -> None:
     for kind in (torch.Tensor, Opaque):
         p, g = torch.ones(4, 6).as_subclass(kind), torch.linspace(-1, 1, 24).reshape(4, 6).as_subclass(kind)
         state = {name: [torch.zeros(4, 6).as_subclass(kind)] for name in ("exp_avgs", "exp_avg_sqs")}
-        assert engine_adam(params=[p], grads=[g], copies=[torch.zeros(4, 6).bfloat16().as_subclass(kind)], **state) == []
+        assert (
+            engine_adam(params=[p], grads=[g], copies=[torch.zeros(4, 6).bfloat16().as_subclass(kind)], **state) == []
+        )
         results.append(p.as_subclass(torch.Tensor))
     assert_same_bits(*results)
     with pytest.raises(ValueError, match=r"grads\[0\] must be a dense tensor, not torch.sparse_coo"):

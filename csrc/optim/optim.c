@@ -28,11 +28,13 @@ static bool is_narrow(sw_dtype dtype)
     return dtype == SW_DTYPE_FLOAT32 || dtype == SW_DTYPE_BFLOAT16 || dtype == SW_DTYPE_FLOAT16;
 }
 
-static sw_status check_dtype(const char *operation, size_t index, const char *array, sw_dtype dtype, sw_error *err)
+static sw_status check_dtype(const char *operation, size_t index, const char *array, sw_dtype dtype,
+                             sw_error *err)
 {
     if (!is_narrow(dtype))
-        SW_FAIL(err, SW_E_INVALID, "%s: the %s of run %zu must be float32, bfloat16 or float16, not %s", operation, array,
-                index, sw_dtype_name(dtype));
+        SW_FAIL(err, SW_E_INVALID,
+                "%s: the %s of run %zu must be float32, bfloat16 or float16, not %s", operation,
+                array, index, sw_dtype_name(dtype));
     return SW_OK;
 }
 
@@ -52,12 +54,14 @@ static const char *missing_array(const sw_optim_run *run, optim_kind kind)
     return !run->v_max && kind == KIND_ADAM_AMSGRAD ? "maximum of the second moment" : NULL;
 }
 
-static sw_status check_runs(const char *operation, const sw_optim_run *runs, size_t count, optim_kind kind, sw_error *err)
+static sw_status check_runs(const char *operation, const sw_optim_run *runs, size_t count,
+                            optim_kind kind, sw_error *err)
 {
     for (size_t i = 0; i < count; ++i) {
         const char *missing = missing_array(&runs[i], kind);
         if (missing)
-            SW_FAIL(err, SW_E_INVALID, "%s: run %zu of %zu elements has no %s", operation, i, runs[i].numel, missing);
+            SW_FAIL(err, SW_E_INVALID, "%s: run %zu of %zu elements has no %s", operation, i,
+                    runs[i].numel, missing);
         SW_TRY(check_dtype(operation, i, "parameter", runs[i].p_dtype, err));
         SW_TRY(check_dtype(operation, i, "gradient", runs[i].g_dtype, err));
         if (kind != KIND_SGD)
@@ -65,8 +69,8 @@ static sw_status check_runs(const char *operation, const sw_optim_run *runs, siz
         if (runs[i].copy)
             SW_TRY(check_dtype(operation, i, "copy", runs[i].copy_dtype, err));
         if (runs[i].step < 1)
-            SW_FAIL(err, SW_E_INVALID, "%s: step of run %zu must be at least 1, not %lld", operation, i,
-                    (long long)runs[i].step);
+            SW_FAIL(err, SW_E_INVALID, "%s: step of run %zu must be at least 1, not %lld",
+                    operation, i, (long long)runs[i].step);
     }
     return SW_OK;
 }
@@ -102,10 +106,12 @@ static sw_adam_scalars adam_scalars(const sw_adam_options *options, int64_t step
     };
 }
 
-sw_status sw_adam_step(const sw_adam_options *options, const sw_optim_run *runs, size_t count, sw_error *err)
+sw_status sw_adam_step(const sw_adam_options *options, const sw_optim_run *runs, size_t count,
+                       sw_error *err)
 {
     SW_TRY(check_adam(options, err));
-    SW_TRY(check_runs("adam_step", runs, count, options->amsgrad ? KIND_ADAM_AMSGRAD : KIND_ADAM, err));
+    SW_TRY(check_runs("adam_step", runs, count, options->amsgrad ? KIND_ADAM_AMSGRAD : KIND_ADAM,
+                      err));
     sw_adam_fn *kernel = sw_kernels()->optim->adam;
     sw_adam_scalars scalars = {0};
     for (size_t i = 0; i < count; ++i) {
@@ -124,17 +130,21 @@ static sw_status check_sgd(const sw_sgd_options *options, sw_error *err)
     SW_TRY(check_range("sgd_step: momentum", options->momentum, INFINITY, err));
     SW_TRY(check_range("sgd_step: weight_decay", options->weight_decay, INFINITY, err));
     if (!isfinite(options->dampening))
-        SW_FAIL(err, SW_E_INVALID, "sgd_step: dampening must be finite, not %g", options->dampening);
+        SW_FAIL(err, SW_E_INVALID, "sgd_step: dampening must be finite, not %g",
+                options->dampening);
     if (options->nesterov && (options->momentum <= 0.0 || options->dampening != 0.0))
-        SW_FAIL(err, SW_E_INVALID, "sgd_step: nesterov needs momentum > 0 and dampening 0, not %g and %g",
+        SW_FAIL(err, SW_E_INVALID,
+                "sgd_step: nesterov needs momentum > 0 and dampening 0, not %g and %g",
                 options->momentum, options->dampening);
     return check_grad_scale("sgd_step", options->grad_scale, err);
 }
 
-sw_status sw_sgd_step(const sw_sgd_options *options, const sw_optim_run *runs, size_t count, sw_error *err)
+sw_status sw_sgd_step(const sw_sgd_options *options, const sw_optim_run *runs, size_t count,
+                      sw_error *err)
 {
     SW_TRY(check_sgd(options, err));
-    SW_TRY(check_runs("sgd_step", runs, count, options->momentum != 0.0 ? KIND_SGD_MOMENTUM : KIND_SGD, err));
+    SW_TRY(check_runs("sgd_step", runs, count,
+                      options->momentum != 0.0 ? KIND_SGD_MOMENTUM : KIND_SGD, err));
     sw_sgd_fn *kernel = sw_kernels()->optim->sgd;
     sw_sgd_scalars scalars = {
         .factor = (float)(options->maximize ? -options->grad_scale : options->grad_scale),

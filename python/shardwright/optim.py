@@ -61,7 +61,9 @@ class _Fused(torch.optim.Optimizer):
         name, number = type(self).__name__, len(self.param_groups) - 1
         for option, other in _OTHER_FORMS.items():
             if group.get(option) is other:
-                raise ValueError(f"sw.optim.{name}: {option}={other} is not its form, which is one fused pass; torch.optim.{name} has it")
+                raise ValueError(
+                    f"sw.optim.{name}: {option}={other} is not its form, which is one fused pass; torch.optim.{name} has it"
+                )
         for position, p in enumerate(group["params"]):
             if p.dtype is not torch.float32 and p.dtype not in _HALVES:
                 raise ValueError(
@@ -79,12 +81,16 @@ class _Fused(torch.optim.Optimizer):
 
     def _state_like(self, p: Tensor) -> Tensor:
         """Zeros with the shape and strides of `p`, in the dtype of its state."""
-        return torch.zeros_like(p, dtype=torch.float32 if self._has_master(p) else p.dtype, memory_format=torch.preserve_format)
+        return torch.zeros_like(
+            p, dtype=torch.float32 if self._has_master(p) else p.dtype, memory_format=torch.preserve_format
+        )
 
     def _master_of(self, p: Tensor, state: dict[str, Any]) -> Tensor:
         master: Tensor | None = state.get("master")
         if master is None or master.stride() != p.stride():
-            state["master"] = made = torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(p if master is None else master)
+            state["master"] = made = torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(
+                p if master is None else master
+            )
             if master is None:
                 return made
             master = made
@@ -243,7 +249,14 @@ class _AdamStep(_Fused):
         steps = of.pop("step")  # no layout to keep
         lists.run(
             lambda: _engine.adam_step(
-                lists.targets, lists.grads, of["exp_avg"], of["exp_avg_sq"], of.get("max_exp_avg_sq"), steps, copies, **options
+                lists.targets,
+                lists.grads,
+                of["exp_avg"],
+                of["exp_avg_sq"],
+                of.get("max_exp_avg_sq"),
+                steps,
+                copies,
+                **options,
             )
         )
 

@@ -1,5 +1,5 @@
-/* optim_oracle.h - what test_adam.c, test_sgd.c and test_norm.c share: guarded arrays, random values, and halves
- * converted through double arithmetic, which shares no line with the kernels. */
+/* optim_oracle.h - what test_adam.c, test_sgd.c and test_norm.c share: guarded arrays, random
+ * values, and halves converted through double arithmetic, which shares no line with the kernels. */
 #ifndef OPTIM_ORACLE_H
 #define OPTIM_ORACLE_H
 
@@ -77,7 +77,8 @@ static inline uint16_t oracle_narrow(sw_dtype dtype, float value)
         return (uint16_t)(sign | 0x7c00u);
     frexp(magnitude, &exponent);
     exponent = magnitude == 0.0 || exponent < -13 ? -13 : exponent;
-    return (uint16_t)(sign | ((unsigned)(exponent + 13) * 1024u + (unsigned)rint(ldexp(magnitude, 11 - exponent))));
+    return (uint16_t)(sign | ((unsigned)(exponent + 13) * 1024u +
+                              (unsigned)rint(ldexp(magnitude, 11 - exponent))));
 }
 
 static inline float load(sw_dtype dtype, const unsigned char *data, size_t i)
@@ -142,7 +143,8 @@ static inline bool same_values(const array *a, const array *b)
     for (size_t i = 0; i < a->numel; ++i) {
         size_t element = sw_dtype_size_bytes(a->dtype);
         if (memcmp(a->data + i * element, b->data + i * element, element) != 0 &&
-            !(a->dtype == SW_DTYPE_FLOAT32 && isnan(load(a->dtype, a->data, i)) && isnan(load(b->dtype, b->data, i))))
+            !(a->dtype == SW_DTYPE_FLOAT32 && isnan(load(a->dtype, a->data, i)) &&
+              isnan(load(b->dtype, b->data, i))))
             return false;
     }
     return true;

@@ -1,7 +1,8 @@
-/* test_adam.c - every kernel table against a naive Adam, bit for bit; cuts, dtypes, options, errors.
+/* test_adam.c - every kernel table against a naive Adam, bit for bit; cuts, dtypes, options,
+ * errors.
  *
- * The oracle updates one element at a time in float, each rounding a statement, with libm's fmaf. Arrays lie
- * between guard bytes at an offset of a few elements. Left out: speed.
+ * The oracle updates one element at a time in float, each rounding a statement, with libm's fmaf.
+ * Arrays lie between guard bytes at an offset of a few elements. Left out: speed.
  */
 #include "optim_oracle.h"
 
@@ -10,14 +11,17 @@
 enum { ARRAY_COUNT = 6 }; /* p m v v_max g copy */
 enum { P, M, V, V_MAX, G, COPY };
 
-static const sw_adam_options plain = {.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.995, .eps = 1e-8, .grad_scale = 1.0};
+static const sw_adam_options plain = {
+    .lr = 1e-2, .beta1 = 0.9, .beta2 = 0.995, .eps = 1e-8, .grad_scale = 1.0};
 
 static void oracle_adam(const sw_adam_options *with, int64_t step, array *a, bool copy)
 {
     float decay = (float)(1.0 - with->lr * with->weight_decay), l2 = (float)with->weight_decay;
-    float lerp = (float)(1.0 - with->beta1), beta2 = (float)with->beta2, square = (float)(1.0 - with->beta2);
+    float lerp = (float)(1.0 - with->beta1), beta2 = (float)with->beta2,
+          square = (float)(1.0 - with->beta2);
     float correction = (float)sqrt(1.0 - pow(with->beta2, (double)step));
-    float move = (float)(-(with->lr / (1.0 - pow(with->beta1, (double)step)))), eps = (float)with->eps;
+    float move = (float)(-(with->lr / (1.0 - pow(with->beta1, (double)step)))),
+          eps = (float)with->eps;
     float scale = (float)with->grad_scale;
     for (size_t i = 0; i < a[P].numel; ++i) {
         float p = load(a[P].dtype, a[P].data, i), m = load(a[M].dtype, a[M].data, i);
@@ -82,13 +86,23 @@ static sw_optim_run run_of(const adam_case *c, array *a, size_t start, size_t nu
     void *at[ARRAY_COUNT];
     for (int k = 0; k < ARRAY_COUNT; ++k)
         at[k] = a[k].data + start * sw_dtype_size_bytes(a[k].dtype);
-    return (sw_optim_run){.p = at[P], .m = at[M], .v = at[V], .v_max = at[V_MAX], .g = at[G],
-                          .copy = c->has_copy ? at[COPY] : NULL, .numel = numel, .step = c->step, .p_dtype = c->p,
-                          .state_dtype = c->state, .g_dtype = c->g, .copy_dtype = c->copy};
+    return (sw_optim_run){.p = at[P],
+                          .m = at[M],
+                          .v = at[V],
+                          .v_max = at[V_MAX],
+                          .g = at[G],
+                          .copy = c->has_copy ? at[COPY] : NULL,
+                          .numel = numel,
+                          .step = c->step,
+                          .p_dtype = c->p,
+                          .state_dtype = c->state,
+                          .g_dtype = c->g,
+                          .copy_dtype = c->copy};
 }
 
 /* On one table: whole, and cut in two at `cut`, both as the oracle. */
-static void check_on_table(const adam_case *c, const char *table, const array *original, const array *expected)
+static void check_on_table(const adam_case *c, const char *table, const array *original,
+                           const array *expected)
 {
     for (int parts = 1; parts <= 2; ++parts) {
         array work[ARRAY_COUNT];
@@ -99,11 +113,14 @@ static void check_on_table(const adam_case *c, const char *table, const array *o
         for (int k = 0; k < ARRAY_COUNT; ++k)
             ok = ok && guards_intact(&work[k]) && same_values(&work[k], &expected[k]);
         if (!ok)
-            fprintf(stderr, "table %s p %s state %s g %s copy %d numel %zu offset %zu parts %d step %lld wd %g dec %d "
-                            "ams %d max %d beta1 %g scale %g\n",
-                    table, sw_dtype_name(c->p), sw_dtype_name(c->state), sw_dtype_name(c->g), c->has_copy, c->numel,
-                    c->offset, parts, (long long)c->step, c->options.weight_decay, c->options.decoupled,
-                    c->options.amsgrad, c->options.maximize, c->options.beta1, c->options.grad_scale);
+            fprintf(stderr,
+                    "table %s p %s state %s g %s copy %d numel %zu offset %zu parts %d step %lld "
+                    "wd %g dec %d "
+                    "ams %d max %d beta1 %g scale %g\n",
+                    table, sw_dtype_name(c->p), sw_dtype_name(c->state), sw_dtype_name(c->g),
+                    c->has_copy, c->numel, c->offset, parts, (long long)c->step,
+                    c->options.weight_decay, c->options.decoupled, c->options.amsgrad,
+                    c->options.maximize, c->options.beta1, c->options.grad_scale);
         expect(ok, "Adam equals the oracle");
         for (int k = 0; k < ARRAY_COUNT; ++k)
             array_fini(&work[k]);
@@ -134,8 +151,9 @@ static void test_every_option_and_size(void)
     static const size_t sizes[] = {0, 1, 7, 16, 31, 33, 1000, 1025, 4097};
     for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; ++s)
         for (int bits = 0; bits < 64; ++bits) {
-            adam_case c = {plain, SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16,
-                           sizes[s], (size_t)(bits % 3), 1 + bits % 5, bits & 1, bits & 2};
+            adam_case c = {
+                plain,    SW_DTYPE_FLOAT32,   SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16,
+                sizes[s], (size_t)(bits % 3), 1 + bits % 5,     bits & 1,         bits & 2};
             c.options.amsgrad = bits & 4;
             c.options.maximize = bits & 8;
             c.options.decoupled = bits & 16;
@@ -150,8 +168,9 @@ static void test_every_dtype(void)
 {
     static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT16};
     for (int k = 0; k < 81; ++k) {
-        adam_case c = {plain, dtypes[k % 3], dtypes[k / 3 % 3], dtypes[k / 9 % 3], dtypes[k / 27], 2053, (size_t)(k % 4),
-                       3, k % 2, k % 5 == 0};
+        adam_case c = {plain,          dtypes[k % 3], dtypes[k / 3 % 3], dtypes[k / 9 % 3],
+                       dtypes[k / 27], 2053,          (size_t)(k % 4),   3,
+                       k % 2,          k % 5 == 0};
         c.options.weight_decay = 0.1;
         c.options.decoupled = k % 4 < 2;
         c.options.amsgrad = k % 3 == 1;
@@ -163,7 +182,16 @@ static void test_every_dtype(void)
 /* Many steps on wild values: the emulated fused operation meets every kind of operand. */
 static void test_many_wild_elements(void)
 {
-    adam_case c = {plain, SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, 65536, 1, 2, true, true};
+    adam_case c = {plain,
+                   SW_DTYPE_FLOAT32,
+                   SW_DTYPE_FLOAT32,
+                   SW_DTYPE_FLOAT32,
+                   SW_DTYPE_FLOAT16,
+                   65536,
+                   1,
+                   2,
+                   true,
+                   true};
     c.options.weight_decay = 0.7;
     for (int k = 0; k < 4; ++k) {
         c.options.decoupled = k % 2;
@@ -174,13 +202,18 @@ static void test_many_wild_elements(void)
 
 static void test_runs_of_different_steps(void)
 {
-    float p[3] = {1, 1, 1}, m[3] = {0}, v[3] = {0}, g[3] = {0.5f, 0.5f, 0.5f}, alone = 1, m_alone = 0, v_alone = 0;
+    float p[3] = {1, 1, 1}, m[3] = {0}, v[3] = {0}, g[3] = {0.5f, 0.5f, 0.5f}, alone = 1,
+          m_alone = 0, v_alone = 0;
     sw_optim_run runs[3];
     for (int k = 0; k < 3; ++k)
-        runs[k] = (sw_optim_run){.p = &p[k], .m = &m[k], .v = &v[k], .g = &g[k], .numel = 1, .step = k == 1 ? 9 : 1};
+        runs[k] = (sw_optim_run){
+            .p = &p[k], .m = &m[k], .v = &v[k], .g = &g[k], .numel = 1, .step = k == 1 ? 9 : 1};
     sw_optim_run one = {.p = &alone, .m = &m_alone, .v = &v_alone, .g = g, .numel = 1, .step = 9};
-    expect(sw_adam_step(&plain, runs, 3, NULL) == SW_OK && sw_adam_step(&plain, &one, 1, NULL) == SW_OK, "steps run");
-    expect(bits_of(p[1]) == bits_of(alone) && bits_of(p[0]) == bits_of(p[2]) && bits_of(p[0]) != bits_of(p[1]),
+    expect(sw_adam_step(&plain, runs, 3, NULL) == SW_OK &&
+               sw_adam_step(&plain, &one, 1, NULL) == SW_OK,
+           "steps run");
+    expect(bits_of(p[1]) == bits_of(alone) && bits_of(p[0]) == bits_of(p[2]) &&
+               bits_of(p[0]) != bits_of(p[1]),
            "each run has the bias correction of its own step");
 }
 
@@ -194,7 +227,8 @@ static void expect_refused(sw_adam_options options, sw_optim_run run, const char
     bool refused = sw_adam_step(&options, runs, 2, &err) == SW_E_INVALID;
     if (!refused || !strstr(err.message, a) || !strstr(err.message, b))
         fprintf(stderr, "message: %s\n", err.message);
-    expect(refused && strstr(err.message, a) && strstr(err.message, b), "a sentence names argument and value");
+    expect(refused && strstr(err.message, a) && strstr(err.message, b),
+           "a sentence names argument and value");
     expect(!run.p || *(float *)run.p == before, "nothing is written before an error");
 }
 

@@ -1,7 +1,8 @@
 /* test_norm.c - the exact sum of squares against arithmetic on a big integer, digit for digit.
  *
- * The oracle squares integer mantissas and adds them to an array of 32-bit digits by schoolbook carrying; rounding
- * looks at single bits. Every table, dtype, order, cut and merge has to give the same digits. Left out: speed.
+ * The oracle squares integer mantissas and adds them to an array of 32-bit digits by schoolbook
+ * carrying; rounding looks at single bits. Every table, dtype, order, cut and merge has to give the
+ * same digits. Left out: speed.
  */
 #include "optim_oracle.h"
 
@@ -94,8 +95,8 @@ static bool equals(const sw_norm_sum *sum, const big *expected)
         if (sum->digit[k] != (int64_t)expected->digit[k])
             return false;
     double value = sw_norm_value(sum), root = big_root(expected);
-    return sum->infinite == expected->infinite && sum->nan == expected->nan && sum->additions == 0 &&
-           (value == root || (isnan(value) && isnan(root)));
+    return sum->infinite == expected->infinite && sum->nan == expected->nan &&
+           sum->additions == 0 && (value == root || (isnan(value) && isnan(root)));
 }
 
 static double value_at(const array *a, size_t i)
@@ -122,12 +123,14 @@ static void check_array(const array *a, const char *what)
         big_add_square(&expected, value_at(a, i));
     for (size_t t = 0; t < count; ++t) {
         sw_norm_sum whole, cut, rank[3];
-        sw_norm_array all = piece(a, 0, n), pieces[3] = {piece(a, n / 2, n - n / 2), piece(a, n / 7, n / 2 - n / 7),
-                                                        piece(a, 0, n / 7)};
+        sw_norm_array all = piece(a, 0, n),
+                      pieces[3] = {piece(a, n / 2, n - n / 2), piece(a, n / 7, n / 2 - n / 7),
+                                   piece(a, 0, n / 7)};
         bool ok = sw_kernels_force(tables[t]->name, NULL) == SW_OK;
         sw_norm_init(&whole);
         sw_norm_init(&cut);
-        ok = ok && sw_norm_add(&whole, &all, 1, NULL) == SW_OK && sw_norm_add(&cut, pieces, 3, NULL) == SW_OK;
+        ok = ok && sw_norm_add(&whole, &all, 1, NULL) == SW_OK &&
+             sw_norm_add(&cut, pieces, 3, NULL) == SW_OK;
         for (int r = 0; r < 3; ++r) {
             sw_norm_init(&rank[r]);
             ok = ok && sw_norm_add(&rank[r], &pieces[r], 1, NULL) == SW_OK;
@@ -141,8 +144,9 @@ static void check_array(const array *a, const char *what)
              memcmp(&whole, &rank[2], sizeof cut) == 0 && guards_intact(a) &&
              sw_norm_is_finite(&whole) == (expected.infinite + expected.nan == 0);
         if (!ok)
-            fprintf(stderr, "%s: table %s dtype %s numel %zu: %.17g, oracle %.17g\n", what, tables[t]->name,
-                    sw_dtype_name(a->dtype), n, sw_norm_value(&whole), big_root(&expected));
+            fprintf(stderr, "%s: table %s dtype %s numel %zu: %.17g, oracle %.17g\n", what,
+                    tables[t]->name, sw_dtype_name(a->dtype), n, sw_norm_value(&whole),
+                    big_root(&expected));
         expect(ok, "the sum is exact however it is cut");
     }
     expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is back");
@@ -156,7 +160,8 @@ static void store_value(array *a, size_t i, double value)
         store(a->dtype, a->data, i, (float)value);
 }
 
-/* How values spread: 0 one binade, 1 around one, 2 any finite bits, 3 any bits, 4 mostly zeros, 5 all the largest. */
+/* How values spread: 0 one binade, 1 around one, 2 any finite bits, 3 any bits, 4 mostly zeros, 5
+ * all the largest. */
 static double spread_value(int spread, sw_dtype dtype)
 {
     uint64_t r = random_bits();
@@ -179,7 +184,8 @@ static double spread_value(int spread, sw_dtype dtype)
 
 static void test_every_dtype_size_and_spread(void)
 {
-    static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT16, SW_DTYPE_FLOAT64};
+    static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT16,
+                                      SW_DTYPE_FLOAT64};
     static const size_t sizes[] = {0, 1, 2, 7, 31, 32, 33, 511, 2047, 2048, 2049, ARRAY_NUMEL_MAX};
     for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; ++d)
         for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; ++s)
@@ -202,7 +208,8 @@ static void test_window_edges(void)
             array_init(&a, SW_DTYPE_FLOAT32, 3000, 1);
             for (size_t i = 0; i < a.numel; ++i) {
                 float low = ldexpf(1.0f, exponent), high = ldexpf(2.0f, exponent + gap);
-                high = float_of(bits_of(high) - 1u); /* the largest of its binade: a lane's fullest case */
+                high = float_of(bits_of(high) -
+                                1u); /* the largest of its binade: a lane's fullest case */
                 store(SW_DTYPE_FLOAT32, a.data, i, i % 64 == 63 ? low : high);
             }
             check_array(&a, "window edge");
@@ -216,14 +223,16 @@ static void test_blocks_of_changing_magnitude(void)
     array a;
     array_init(&a, SW_DTYPE_FLOAT32, ARRAY_NUMEL_MAX * 4, 3);
     for (size_t i = 0; i < a.numel; ++i)
-        store(SW_DTYPE_FLOAT32, a.data, i, ldexpf(random_float(false), (int)(i / 2048 * 37 % 120) - 60));
+        store(SW_DTYPE_FLOAT32, a.data, i,
+              ldexpf(random_float(false), (int)(i / 2048 * 37 % 120) - 60));
     check_array(&a, "changing magnitude");
     array_fini(&a);
 }
 
 static void test_known_values(void)
 {
-    float three_four[2] = {3.0f, -4.0f}, huge[4] = {3e38f, 3e38f, 3e38f, 3e38f}, no_number[2] = {INFINITY, 1.0f};
+    float three_four[2] = {3.0f, -4.0f}, huge[4] = {3e38f, 3e38f, 3e38f, 3e38f},
+          no_number[2] = {INFINITY, 1.0f};
     double tiny[1] = {4.9406564584124654e-324}, most[1] = {1.7976931348623157e308};
     sw_norm_sum sum;
     struct {
@@ -237,11 +246,13 @@ static void test_known_values(void)
                  {{no_number, 2, SW_DTYPE_FLOAT32}, (double)INFINITY}};
     for (size_t k = 0; k < sizeof known / sizeof known[0]; ++k) {
         sw_norm_init(&sum);
-        expect(sw_norm_add(&sum, &known[k].array, 1, NULL) == SW_OK && sw_norm_value(&sum) == known[k].norm,
+        expect(sw_norm_add(&sum, &known[k].array, 1, NULL) == SW_OK &&
+                   sw_norm_value(&sum) == known[k].norm,
                "a norm known by hand");
     }
     no_number[1] = NAN;
-    expect(sw_norm_add(&sum, &known[5].array, 1, NULL) == SW_OK && isnan(sw_norm_value(&sum)) && !sw_norm_is_finite(&sum),
+    expect(sw_norm_add(&sum, &known[5].array, 1, NULL) == SW_OK && isnan(sw_norm_value(&sum)) &&
+               !sw_norm_is_finite(&sum),
            "NaN wins over infinity");
 }
 
@@ -257,7 +268,8 @@ static void test_words(void)
     sw_norm_init(&a);
     sw_norm_init(&b);
     sw_norm_init(&both);
-    expect(sw_norm_add(&a, &parts[0], 1, NULL) == SW_OK && sw_norm_add(&b, &parts[1], 1, NULL) == SW_OK &&
+    expect(sw_norm_add(&a, &parts[0], 1, NULL) == SW_OK &&
+               sw_norm_add(&b, &parts[1], 1, NULL) == SW_OK &&
                sw_norm_add(&both, parts, 2, NULL) == SW_OK,
            "sums are made");
     sw_norm_close(&a);
@@ -284,7 +296,8 @@ static void test_errors(void)
                strstr(err.message, "int32") && sw_norm_value(&sum) == 0.0,
            "a dtype that has no norm is refused before anything is added");
     arrays[1] = (sw_norm_array){NULL, 3, SW_DTYPE_FLOAT32};
-    expect(sw_norm_add(&sum, arrays, 2, &err) == SW_E_INVALID && strstr(err.message, "3 elements"), "missing data");
+    expect(sw_norm_add(&sum, arrays, 2, &err) == SW_E_INVALID && strstr(err.message, "3 elements"),
+           "missing data");
 }
 
 int main(void)

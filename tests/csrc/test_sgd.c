@@ -1,4 +1,5 @@
-/* test_sgd.c - every kernel table against a naive SGD, bit for bit; cuts, dtypes, options, errors. */
+/* test_sgd.c - every kernel table against a naive SGD, bit for bit; cuts, dtypes, options, errors.
+ */
 #include "optim_oracle.h"
 
 #include "optim/optim.h"
@@ -9,7 +10,8 @@ static const sw_sgd_options plain = {.lr = 1e-2, .grad_scale = 1.0};
 
 static void oracle_sgd(const sw_sgd_options *with, int64_t step, array *a, bool copy)
 {
-    float l2 = (float)with->weight_decay, momentum = (float)with->momentum, rest = (float)(1.0 - with->dampening);
+    float l2 = (float)with->weight_decay, momentum = (float)with->momentum,
+          rest = (float)(1.0 - with->dampening);
     float move = (float)-with->lr, scale = (float)with->grad_scale;
     for (size_t i = 0; i < a[P].numel; ++i) {
         float p = load(a[P].dtype, a[P].data, i), b = load(a[M].dtype, a[M].data, i);
@@ -55,12 +57,20 @@ static sw_optim_run run_of(const sgd_case *c, array *a, size_t start, size_t num
     void *at[ARRAY_COUNT];
     for (int k = 0; k < ARRAY_COUNT; ++k)
         at[k] = a[k].data + start * sw_dtype_size_bytes(a[k].dtype);
-    return (sw_optim_run){.p = at[P], .m = c->options.momentum != 0.0 ? at[M] : NULL, .g = at[G],
-                          .copy = c->has_copy ? at[COPY] : NULL, .numel = numel, .step = c->step, .p_dtype = c->dtype[P],
-                          .state_dtype = c->dtype[M], .g_dtype = c->dtype[G], .copy_dtype = c->dtype[COPY]};
+    return (sw_optim_run){.p = at[P],
+                          .m = c->options.momentum != 0.0 ? at[M] : NULL,
+                          .g = at[G],
+                          .copy = c->has_copy ? at[COPY] : NULL,
+                          .numel = numel,
+                          .step = c->step,
+                          .p_dtype = c->dtype[P],
+                          .state_dtype = c->dtype[M],
+                          .g_dtype = c->dtype[G],
+                          .copy_dtype = c->dtype[COPY]};
 }
 
-static void check_on_table(const sgd_case *c, const char *table, const array *original, const array *expected)
+static void check_on_table(const sgd_case *c, const char *table, const array *original,
+                           const array *expected)
 {
     for (int parts = 1; parts <= 2; ++parts) {
         array work[ARRAY_COUNT];
@@ -71,10 +81,12 @@ static void check_on_table(const sgd_case *c, const char *table, const array *or
         for (int k = 0; k < ARRAY_COUNT; ++k)
             ok = ok && guards_intact(&work[k]) && same_values(&work[k], &expected[k]);
         if (!ok)
-            fprintf(stderr, "table %s p %s state %s g %s copy %d numel %zu offset %zu parts %d step %lld mom %g nest %d\n",
-                    table, sw_dtype_name(c->dtype[P]), sw_dtype_name(c->dtype[M]), sw_dtype_name(c->dtype[G]),
-                    c->has_copy, c->numel, c->offset, parts, (long long)c->step, c->options.momentum,
-                    c->options.nesterov);
+            fprintf(stderr,
+                    "table %s p %s state %s g %s copy %d numel %zu offset %zu parts %d step %lld "
+                    "mom %g nest %d\n",
+                    table, sw_dtype_name(c->dtype[P]), sw_dtype_name(c->dtype[M]),
+                    sw_dtype_name(c->dtype[G]), c->has_copy, c->numel, c->offset, parts,
+                    (long long)c->step, c->options.momentum, c->options.nesterov);
         expect(ok, "SGD equals the oracle");
         for (int k = 0; k < ARRAY_COUNT; ++k)
             array_fini(&work[k]);
@@ -107,8 +119,14 @@ static void test_every_option_size_and_dtype(void)
     for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; ++s)
         for (int k = 0; k < 3 * 64; ++k) {
             int bits = k / 3;
-            sgd_case c = {plain, {dtypes[k % 3 * (bits & 1)], dtypes[k % 3 * (bits >> 1 & 1)], dtypes[k % 3], dtypes[k % 2]},
-                          sizes[s], (size_t)(k % 4), 1 + (bits & 1), bits & 2, k % 5 == 0};
+            sgd_case c = {plain,
+                          {dtypes[k % 3 * (bits & 1)], dtypes[k % 3 * (bits >> 1 & 1)],
+                           dtypes[k % 3], dtypes[k % 2]},
+                          sizes[s],
+                          (size_t)(k % 4),
+                          1 + (bits & 1),
+                          bits & 2,
+                          k % 5 == 0};
             c.options.momentum = bits & 4 ? 0.9 : 0.0;
             c.options.nesterov = (bits & 12) == 12;
             c.options.dampening = (bits & 12) == 4 ? 0.1 : 0.0;
@@ -126,14 +144,16 @@ static void test_the_first_buffer_is_not_used(void)
     sw_sgd_options options = plain;
     options.momentum = 0.9;
     sw_optim_run run = {.p = &p, .m = &m, .g = &g, .numel = 1, .step = 1};
-    expect(sw_sgd_step(&options, &run, 1, NULL) == SW_OK && m == 2.0f && p < 1.0f, "the buffer becomes the gradient");
+    expect(sw_sgd_step(&options, &run, 1, NULL) == SW_OK && m == 2.0f && p < 1.0f,
+           "the buffer becomes the gradient");
 }
 
 static void expect_refused(sw_sgd_options options, sw_optim_run run, const char *a, const char *b)
 {
     sw_error err = {0};
     bool refused = sw_sgd_step(&options, &run, 1, &err) == SW_E_INVALID;
-    expect(refused && strstr(err.message, a) && strstr(err.message, b), "a sentence names argument and value");
+    expect(refused && strstr(err.message, a) && strstr(err.message, b),
+           "a sentence names argument and value");
 }
 
 static void test_errors(void)

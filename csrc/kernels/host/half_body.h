@@ -2,8 +2,8 @@
  * instruction set.
  *
  * Idea: integer arithmetic that the compiler vectorises, or F16C instructions where the includer
- * defines KERNEL_F16C (with immintrin.h already included); the bits are the same. A NaN is stored as
- * the canonical quiet one, so that the payload does not depend on the instruction set.
+ * defines KERNEL_F16C (with immintrin.h already included); the bits are the same. A NaN is stored
+ * as the canonical quiet one, so that the payload does not depend on the instruction set.
  */
 #ifndef SW_KERNELS_HOST_HALF_BODY_H
 #define SW_KERNELS_HOST_HALF_BODY_H

@@ -1,15 +1,22 @@
 /* norm_body.h - the exact sum of squares; compiled once per instruction set, included by optim_*.c.
  *
- * Idea: the square q of a float32 is exact in double. A lane `high` starts at 2^k, and high + q rounds q to the
- * quantum 2^(k-52); what the rounding left, q - (new - old), is exact too and goes to the lane `low`. While all
- * squares of a block lie in a window of WINDOW binades both lanes stay exact: `high` below 2^(k+1), `low`
- * within 53 bits of its own quantum. Read as integers at these quanta, the lanes are added to the digits. The
- * lanes' number and order therefore never show in the result.
+ * Idea: the square q of a float32 is exact in double. A lane `high` starts at 2^k, and high + q
+ * rounds q to the quantum 2^(k-52); what the rounding left, q - (new - old), is exact too and goes
+ * to the lane `low`. While all squares of a block lie in a window of WINDOW binades both lanes stay
+ * exact: `high` below 2^(k+1), `low` within 53 bits of its own quantum. Read as integers at these
+ * quanta, blocks are collected in integer lanes and those added to the digits. The number and order
+ * of lanes and blocks therefore never show in the result.
  *
- *   A lane takes 2^6 squares below 2^(2e+2), e the window's top exponent: k = 2e + 8. |low| <= 2^6 * 2^(k-53);
- *   the least square is a multiple of 2^(2(e-22)-46), so low counts at most 2^(2e-39 - 2e+90) = 2^51 of them.
+ *   A lane takes 2^6 squares below 2^(2e+2), e the window's top exponent: k = 2e + 8. |low| <= 2^6
+ * * 2^(k-53); the least square is a multiple of 2^(2(e-22)-46), so low counts at most 2^(2e-39 -
+ * 2e+90) = 2^51 of them.
  *
- * The includer defines NORM_VECTOR_BYTES and, where it holds, KERNEL_FMA with immintrin.h included.
+ * Whether a block lies in the window is known only once it was read, and it is read once: each
+ * block is tried in the window of the one before. What does not fit is done again, in the window of
+ * its largest element, or in several.
+ *
+ * The includer defines NORM_VECTOR_BYTES and, where they hold, KERNEL_FMA and KERNEL_F16C with
+ * immintrin.h included. Left out: float64 at speed; it goes element by element.
  */
 #include <stdbool.h>
 #include <stddef.h>
@@ -21,7 +28,7 @@
 
 enum {
     NORM_LANES = NORM_VECTOR_BYTES / 8,
-    NORM_VECTORS = 4, /* two chains of latency hidden by four of them */
+    NORM_VECTORS = 4, /* chains of dependent additions side by side */
     NORM_STRIDE = NORM_LANES * NORM_VECTORS,
     NORM_BLOCK_NUMEL = NORM_STRIDE << 6,
     WINDOW = 23,
@@ -31,8 +38,8 @@ static const uint32_t NORM_INFINITE = 0x7f800000u;
 
 typedef float norm_floats __attribute__((vector_size(NORM_VECTOR_BYTES / 2)));
 typedef double norm_doubles __attribute__((vector_size(NORM_VECTOR_BYTES)));
-typedef int32_t norm_words __attribute__((vector_size(NORM_VECTOR_BYTES / 2)));
-typedef int64_t norm_integers __attribute__((vector_size(NORM_VECTOR_BYTES)));
+typedef uint32_t norm_words __attribute__((vector_size(NORM_VECTOR_BYTES / 2)));
+typedef uint64_t norm_integers __attribute__((vector_size(NORM_VECTOR_BYTES)));
 __extension__ typedef __int128 norm_wide;
 
 /* ---- digits ---- */
@@ -75,17 +82,47 @@ NORM_INLINE norm_doubles widen_floats(norm_floats x)
 #endif
 }
 
-/* Of numbers from 0 to 2^31 - 1. */
-NORM_INLINE norm_words larger(norm_words a, norm_words b)
+NORM_INLINE norm_words smaller(norm_words a, norm_words b)
 {
 #if NORM_VECTOR_BYTES == 64
-    return (norm_words)_mm256_max_epi32((__m256i)a, (__m256i)b);
+    return (norm_words)_mm256_min_epu32((__m256i)a, (__m256i)b);
 #elif NORM_VECTOR_BYTES == 32
-    return (norm_words)_mm_max_epi32((__m128i)a, (__m128i)b);
+    return (norm_words)_mm_min_epu32((__m128i)a, (__m128i)b);
 #else
-    norm_words a_wins = a > b;
+    norm_words a_wins = (norm_words)(a < b);
     return (a & a_wins) | (b & ~a_wins);
 #endif
+}
+
+#if defined(KERNEL_F16C)
+#define NORM_LOADS_HALVES 1
+#else
+#define NORM_LOADS_HALVES 0 /* they are widened into a block first */
+#endif
+
+/* Elements i to i + NORM_LANES of an array of that dtype. */
+NORM_INLINE norm_floats load_floats(const void *x, size_t i, sw_dtype dtype)
+{
+#if NORM_VECTOR_BYTES == 64
+    if (dtype != SW_DTYPE_FLOAT32) {
+        __m128i half = _mm_loadu_si128((const __m128i *)((const uint16_t *)x + i));
+        return dtype == SW_DTYPE_FLOAT16
+                   ? (norm_floats)_mm256_cvtph_ps(half)
+                   : (norm_floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+    }
+#elif NORM_VECTOR_BYTES == 32
+    if (dtype != SW_DTYPE_FLOAT32) {
+        __m128i half = _mm_loadl_epi64((const __m128i *)((const uint16_t *)x + i));
+        return dtype == SW_DTYPE_FLOAT16
+                   ? (norm_floats)_mm_cvtph_ps(half)
+                   : (norm_floats)_mm_slli_epi32(_mm_cvtepu16_epi32(half), 16);
+    }
+#else
+    (void)dtype;
+#endif
+    norm_floats loaded;
+    memcpy(&loaded, (const float *)x + i, sizeof loaded);
+    return loaded;
 }
 
 static double power_of_two(int exponent)
@@ -95,18 +132,6 @@ static double power_of_two(int exponent)
     memcpy(&value, &bits, sizeof value);
     return value;
 }
-
-static int64_t horizontal_sum(norm_integers lanes)
-{
-    int64_t total = 0;
-    for (int i = 0; i < NORM_LANES; ++i)
-        total += lanes[i];
-    return total;
-}
-
-typedef struct bit_range { /* of the bits without sign: largest, and least of those that are not zero */
-    uint32_t most, least;
-} bit_range;
 
 static int field_of(uint32_t bits)
 {
@@ -119,59 +144,132 @@ static uint32_t window_floor(int top)
     return top <= WINDOW ? 0u : (uint32_t)(top - WINDOW + 1) << 23;
 }
 
-static bool in_window(bit_range range, int top)
+/* Squares only add up: a lane that is below 2^(k+1) at the end always was. An infinity or NaN never
+ * is. `units` are the lanes' bits beyond those of 2^k. */
+NORM_INLINE bool is_below_limit(norm_integers units)
 {
-    return range.most < (uint32_t)(top + 1) << 23 && (range.most == 0 || range.least >= window_floor(top));
+#if NORM_VECTOR_BYTES == 64
+    return _mm512_test_epi64_mask((__m512i)units, _mm512_set1_epi64(~((1LL << 52) - 1))) == 0;
+#elif NORM_VECTOR_BYTES == 32
+    return _mm256_testz_si256((__m256i)units, _mm256_set1_epi64x(~((1LL << 52) - 1)));
+#else
+    uint64_t any = 0;
+    for (int i = 0; i < NORM_LANES; ++i)
+        any |= units[i];
+    return any >> 52 == 0;
+#endif
 }
 
-/* `inverse` has the largest of 2^31 - bits, where zero bits count as 2^31: 0. */
-static bit_range range_of_lanes(norm_words most, norm_words inverse)
+/* The least of the lanes' 2 * bits - 1, where zero counts as the largest: whether nothing lies
+ * below the window. */
+NORM_INLINE bool is_above_floor(norm_words least, int top)
 {
-    bit_range range = {0, 0};
-    uint32_t closest = 0;
+    uint32_t floor = window_floor(top), limit = floor ? 2u * floor - 1u : 0u;
+    norm_words limits = limit - (norm_words){0}, below = limits - smaller(least, limits);
+#if NORM_VECTOR_BYTES == 64
+    return _mm256_testz_si256((__m256i)below, (__m256i)below);
+#elif NORM_VECTOR_BYTES == 32
+    return _mm_testz_si128((__m128i)below, (__m128i)below);
+#else
+    uint32_t any = 0;
+    for (int i = 0; i < NORM_LANES; ++i)
+        any |= below[i];
+    return any == 0;
+#endif
+}
+
+typedef struct norm_lanes { /* whole blocks of one window, as integers of its two quanta */
+    norm_integers high, low;
+    int top;
+    unsigned blocks;
+} norm_lanes;
+
+enum { NORM_LANE_BLOCKS = 256 }; /* a block adds less than 2^54 to a lane */
+
+static int start_exponent(int top)
+{
+    return 2 * (top - 127) + 8;
+}
+
+static int low_exponent(int top)
+{
+    return 2 * (top - 127 - (WINDOW - 1) - 23);
+}
+
+static void lanes_flush(norm_lanes *lanes, sw_norm_sum *sum)
+{
+    if (lanes->blocks == 0)
+        return;
+    norm_wide high = 0, low = 0;
     for (int i = 0; i < NORM_LANES; ++i) {
-        range.most = (uint32_t)most[i] > range.most ? (uint32_t)most[i] : range.most;
-        closest = (uint32_t)inverse[i] > closest ? (uint32_t)inverse[i] : closest;
+        high += (int64_t)lanes->high[i]; /* they wrapped around zero, if negative */
+        low += (int64_t)lanes->low[i];
     }
-    range.least = (0u - closest) & 0x7fffffffu;
-    return range;
+    digits_add(sum, high, start_exponent(lanes->top) - 52);
+    digits_add(sum, low, low_exponent(lanes->top));
+    lanes->high = lanes->low = (norm_integers){0};
+    lanes->blocks = 0;
 }
 
-/* Adds the squares of `count` elements, a multiple of NORM_STRIDE and at most a block, if they are zero or lie in
- * the window of `top`, and returns their range; else only returns it. */
-static bit_range add_window(sw_norm_sum *sum, const float *x, size_t count, int top)
+/* Begins another window. */
+static void lanes_move(norm_lanes *lanes, sw_norm_sum *sum, int top)
 {
-    int start_exponent = 2 * (top - 127) + 8, low_exponent = 2 * (top - 127 - (WINDOW - 1) - 23);
-    norm_doubles start = power_of_two(start_exponent) - (norm_doubles){0};
-    norm_doubles magic = 1.5 * power_of_two(low_exponent + 52) - (norm_doubles){0};
-    norm_doubles high[NORM_VECTORS] = {start, start, start, start}, low[NORM_VECTORS] = {{0}, {0}, {0}, {0}};
-    norm_words most = {0}, inverse = {0};
+    lanes_flush(lanes, sum);
+    lanes->top = top;
+}
+
+/* Adds the squares of `count` elements, a multiple of NORM_STRIDE and at most a block, if all lie
+ * in the lanes' window or are zero, and returns true; else does nothing. */
+NORM_INLINE bool add_window_of(norm_lanes *lanes, sw_norm_sum *sum, const void *x,
+                               const sw_dtype dtype, size_t count)
+{
+    norm_doubles start = power_of_two(start_exponent(lanes->top)) - (norm_doubles){0};
+    norm_doubles magic = 1.5 * power_of_two(low_exponent(lanes->top) + 52) - (norm_doubles){0};
+    norm_doubles high[NORM_VECTORS] = {start, start, start, start},
+                 low[NORM_VECTORS] = {{0}, {0}, {0}, {0}};
+    norm_words least = ~(norm_words){0};
     for (size_t i = 0; i < count; i += NORM_STRIDE) {
 #pragma GCC unroll 4
         for (int j = 0; j < NORM_VECTORS; ++j) {
-            norm_floats narrow;
-            memcpy(&narrow, x + i + (size_t)j * NORM_LANES, sizeof narrow);
-            norm_words bits = (norm_words)narrow & 0x7fffffff;
-            most = larger(most, bits);
-            inverse = larger(inverse, -bits & 0x7fffffff);
+            norm_floats narrow = load_floats(x, i + (size_t)j * NORM_LANES, dtype);
+            norm_words bits = (norm_words)narrow;
+            least = smaller(least, bits + bits - 1u);
             norm_doubles wide = widen_floats(narrow);
             norm_doubles next = square_plus(wide, high[j]);
             low[j] += square_plus(wide, high[j] - next);
             high[j] = next;
         }
     }
-    bit_range range = range_of_lanes(most, inverse);
-    if (!in_window(range, top) || range.most == 0)
-        return range;
-    norm_integers high_units = {0}, low_units = {0};
+    norm_integers high_units = {0}, low_units = {0}, any = {0};
 #pragma GCC unroll 4
     for (int j = 0; j < NORM_VECTORS; ++j) {
-        high_units += (norm_integers)high[j] - (norm_integers)start;
+        norm_integers units = (norm_integers)high[j] - (norm_integers)start;
+        any |= units;
+        high_units += units;
         low_units += (norm_integers)(low[j] + magic) - (norm_integers)magic;
     }
-    digits_add(sum, horizontal_sum(high_units), start_exponent - 52);
-    digits_add(sum, horizontal_sum(low_units), low_exponent);
-    return range;
+    if (!is_below_limit(any) || !is_above_floor(least, lanes->top))
+        return false;
+    lanes->high += high_units;
+    lanes->low += low_units;
+    if (++lanes->blocks == NORM_LANE_BLOCKS)
+        lanes_flush(lanes, sum);
+    return true;
+}
+
+static bool add_window(norm_lanes *lanes, sw_norm_sum *sum, const float *x, size_t count)
+{
+    return add_window_of(lanes, sum, x, SW_DTYPE_FLOAT32, count);
+}
+
+/* The same on a block of halves as they stand, where the instructions exist. */
+static bool add_half_window(norm_lanes *lanes, sw_norm_sum *sum, const uint16_t *x, sw_dtype dtype,
+                            size_t count)
+{
+    if (!NORM_LOADS_HALVES)
+        return false;
+    return dtype == SW_DTYPE_BFLOAT16 ? add_window_of(lanes, sum, x, SW_DTYPE_BFLOAT16, count)
+                                      : add_window_of(lanes, sum, x, SW_DTYPE_FLOAT16, count);
 }
 
 /* ---- blocks ---- */
@@ -203,40 +301,35 @@ static uint32_t most_of(const float *x, size_t count)
 }
 
 /* A block whose exponents need several windows, or with elements that are no numbers. */
-static void add_wide_block(sw_norm_sum *sum, const float *x, size_t count)
+static void add_wide_block(norm_lanes *lanes, sw_norm_sum *sum, const float *x, size_t count)
 {
     float rest[NORM_BLOCK_NUMEL], part[NORM_BLOCK_NUMEL];
     count_infinite(sum, x, count);
     select_range(rest, x, count, 0u, NORM_INFINITE);
     for (uint32_t most = most_of(rest, count); most != 0; most = most_of(rest, count)) {
-        int top = field_of(most);
-        select_range(part, rest, count, window_floor(top), NORM_INFINITE);
-        (void)add_window(sum, part, count, top);
-        select_range(rest, rest, count, 0u, window_floor(top));
+        lanes_move(lanes, sum, field_of(most));
+        select_range(part, rest, count, window_floor(lanes->top), NORM_INFINITE);
+        if (!add_window(lanes, sum, part, count))
+            return; /* cannot be: nothing is left outside the window */
+        select_range(rest, rest, count, 0u, window_floor(lanes->top));
     }
 }
 
-/* Neighbouring blocks have similar ranges: each is first tried in the window that the last one had. Returns the
- * window for the next. */
-static int add_block(sw_norm_sum *sum, const float *x, size_t count, int top)
+/* Neighbouring blocks have similar ranges: each is first tried in the window that served the last
+ * one, then in that of its own largest element, a binade higher so that a little more does not end
+ * the next try. */
+static void add_block(norm_lanes *lanes, sw_norm_sum *sum, const float *x, size_t count)
 {
-    bit_range range = add_window(sum, x, count, top);
-    if (in_window(range, top))
-        return top;
-    if (range.most >= NORM_INFINITE) {
-        add_wide_block(sum, x, count);
-        return top;
-    }
-    top = field_of(range.most);
-    if (!in_window(range, top)) {
-        add_wide_block(sum, x, count);
-        return top;
-    }
-    /* One binade of room above, so that a little larger maximum does not end the next try. */
-    if (top < 254 && in_window(range, top + 1))
-        ++top;
-    (void)add_window(sum, x, count, top);
-    return top;
+    float positive[NORM_BLOCK_NUMEL];
+    if (add_window(lanes, sum, x, count))
+        return;
+    select_range(positive, x, count, 0u, NORM_INFINITE);
+    int top = field_of(most_of(positive, count));
+    lanes_move(lanes, sum, top < 254 ? top + 1 : top);
+    if (add_window(lanes, sum, x, count))
+        return;
+    add_wide_block(lanes, sum, x, count);
+    lanes_move(lanes, sum, top);
 }
 
 /* ---- float64: element by element, on integers ---- */
@@ -266,28 +359,40 @@ static void add_float64(sw_norm_sum *sum, const double *x, size_t count)
 
 /* ---- the kernel ---- */
 
-static void norm_add(sw_norm_sum *sum, const void *data, size_t numel, sw_dtype dtype)
+/* A block that needs copying: halves, or less than whole strides. */
+static void add_copied_block(norm_lanes *lanes, sw_norm_sum *sum, const void *x, sw_dtype dtype,
+                             size_t count)
 {
     float wide[NORM_BLOCK_NUMEL];
-    int top = 127;
+    size_t padded = (count + NORM_STRIDE - 1) / NORM_STRIDE * NORM_STRIDE;
+    if (dtype == SW_DTYPE_BFLOAT16)
+        widen_bfloat16(wide, x, count);
+    else if (dtype == SW_DTYPE_FLOAT16)
+        widen_float16(wide, x, count);
+    else
+        memcpy(wide, x, count * sizeof *wide);
+    memset(wide + count, 0, (padded - count) * sizeof *wide);
+    add_block(lanes, sum, wide, padded);
+}
+
+static void norm_add(sw_norm_sum *sum, const void *data, size_t numel, sw_dtype dtype)
+{
+    norm_lanes lanes = {.top = 127}; /* around one, to begin with */
     if (dtype == SW_DTYPE_FLOAT64) {
         add_float64(sum, data, numel);
         return;
     }
     for (size_t start = 0; start < numel; start += NORM_BLOCK_NUMEL) {
         size_t count = numel - start < NORM_BLOCK_NUMEL ? numel - start : NORM_BLOCK_NUMEL;
-        size_t padded = (count + NORM_STRIDE - 1) / NORM_STRIDE * NORM_STRIDE;
-        const float *block = dtype == SW_DTYPE_FLOAT32 ? (const float *)data + start : wide;
-        if (dtype == SW_DTYPE_BFLOAT16)
-            widen_bfloat16(wide, (const uint16_t *)data + start, count);
-        else if (dtype == SW_DTYPE_FLOAT16)
-            widen_float16(wide, (const uint16_t *)data + start, count);
-        else if (padded != count)
-            memcpy(wide, block, count * sizeof *wide);
-        if (padded != count) {
-            memset(wide + count, 0, (padded - count) * sizeof *wide);
-            block = wide;
-        }
-        top = add_block(sum, block, padded, top);
+        const float *floats = (const float *)data + start;
+        const uint16_t *halves = (const uint16_t *)data + start;
+        bool whole = count % NORM_STRIDE == 0;
+        if (dtype == SW_DTYPE_FLOAT32 && whole)
+            add_block(&lanes, sum, floats, count);
+        else if (dtype == SW_DTYPE_FLOAT32)
+            add_copied_block(&lanes, sum, floats, dtype, count);
+        else if (!whole || !add_half_window(&lanes, sum, halves, dtype, count))
+            add_copied_block(&lanes, sum, halves, dtype, count);
     }
+    lanes_flush(&lanes, sum);
 }

@@ -15,7 +15,9 @@
 #include "kernels/host/optim_tables.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c,fma,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx2,f16c,fma,avx512f,avx512bw,avx512vl,avx512dq"))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,fma,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")

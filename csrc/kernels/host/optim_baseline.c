@@ -1,6 +1,8 @@
-/* optim_baseline.c - the optimizer and norm bodies for what every processor of this architecture runs.
+/* optim_baseline.c - the optimizer and norm bodies for what every processor of this architecture
+ * runs.
  *
- * SSE2 on x86-64, where a fused multiply-add is made of double arithmetic; NEON on aarch64, which has one.
+ * SSE2 on x86-64, where a fused multiply-add is made of double arithmetic; NEON on aarch64, which
+ * has one.
  */
 #if defined(__aarch64__)
 #define KERNEL_FMA 1

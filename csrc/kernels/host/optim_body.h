@@ -1,13 +1,14 @@
-/* optim_body.h - what one step of Adam and of SGD does to an element; compiled once per instruction set.
+/* optim_body.h - what one step of Adam and of SGD does to an element; compiled once per instruction
+ * set.
  *
- * Idea: loops of plain C over float32 that the compiler vectorises, every rounding written out, every fused
- * multiply-add through fused(). Options that change the loop are compile-time constants of a forced inline.
- * Around them, a run is cut into blocks that stay in the L1 cache: half arrays are widened into it and
- * rounded out of it. A run that is all float32, and the usual bfloat16 forms of Adam, are one loop: memory is read
- * without a break.
+ * Idea: loops of plain C over float32 that the compiler vectorises, every rounding written out,
+ * every fused multiply-add through fused(). Options that change the loop are compile-time constants
+ * of a forced inline. Around them, a run is cut into blocks that stay in the L1 cache: half arrays
+ * are widened into it and rounded out of it. A run that is all float32, and the usual bfloat16
+ * forms of Adam, are one loop: memory is read without a break.
  *
- * The includer defines OPTIM_TABLE and, where they hold, KERNEL_FMA and KERNEL_F16C, and has included
- * norm_body.h. Left out: threads (callers split runs) and argument checks (csrc/optim).
+ * The includer defines OPTIM_TABLE and, where they hold, KERNEL_FMA and KERNEL_F16C, and has
+ * included norm_body.h. Left out: threads (callers split runs) and argument checks (csrc/optim).
  */
 #include <math.h>
 #include <stdbool.h>
@@ -27,10 +28,11 @@ enum { OPTIM_BLOCK_NUMEL = 1024 };
 #endif
 #define OPTIM_INLINE static inline __attribute__((always_inline))
 
-/* a*b + c rounded once. Without the instruction: the product is exact in double; the sum's rounding error is
- * recovered exactly (Knuth's two-sum), and an inexact sum with an even last bit is moved one unit towards the
- * exact value, so it is rounded to odd and the final rounding cannot be a double one (Boldo and Melquiond,
- * Emulation of FMA and Correctly Rounded Sums, 2008). Infinities and NaN have a NaN error: nothing is moved. */
+/* a*b + c rounded once. Without the instruction: the product is exact in double; the sum's rounding
+ * error is recovered exactly (Knuth's two-sum), and an inexact sum with an even last bit is moved
+ * one unit towards the exact value, so it is rounded to odd and the final rounding cannot be a
+ * double one (Boldo and Melquiond, Emulation of FMA and Correctly Rounded Sums, 2008). Infinities
+ * and NaN have a NaN error: nothing is moved. */
 OPTIM_INLINE float fused(float a, float b, float c)
 {
 #if defined(KERNEL_FMA)
@@ -98,14 +100,19 @@ OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const 
     }
 }
 
-/* The loops of the usual options (no amsgrad, beta1 > 1/2) take bfloat16 gradients and copies in their stride. */
-static void adam_usual(const block *at, const sw_adam_scalars *with, bool half_gradient, bool half_copy)
+/* The loops of the usual options (no amsgrad, beta1 > 1/2) take bfloat16 gradients and copies in
+ * their stride. */
+static void adam_usual(const block *at, const sw_adam_scalars *with, bool half_gradient,
+                       bool half_copy)
 {
     bool l2 = with->l2 != 0.0f;
     if (half_gradient && half_copy && l2)
-        adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true, .half_gradient = true, .half_copy = true});
+        adam_loop(
+            at, with,
+            (adam_form){.small_lerp = true, .l2 = true, .half_gradient = true, .half_copy = true});
     else if (half_gradient && half_copy)
-        adam_loop(at, with, (adam_form){.small_lerp = true, .half_gradient = true, .half_copy = true});
+        adam_loop(at, with,
+                  (adam_form){.small_lerp = true, .half_gradient = true, .half_copy = true});
     else if (half_gradient && l2)
         adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true, .half_gradient = true});
     else if (half_gradient)
@@ -147,12 +154,13 @@ static void adam_block(const block *at, const sw_adam_scalars *with)
 
 /* ---- SGD ---- */
 
-OPTIM_INLINE void sgd_loop(const block *at, const sw_sgd_scalars *with, const bool l2, const bool buffered,
-                           const bool first)
+OPTIM_INLINE void sgd_loop(const block *at, const sw_sgd_scalars *with, const bool l2,
+                           const bool buffered, const bool first)
 {
     float *p = at->p, *m = at->m;
     const float *g = at->g;
-    const float factor = with->factor, weight = with->l2, momentum = with->momentum, undampening = with->undampening;
+    const float factor = with->factor, weight = with->l2, momentum = with->momentum,
+                undampening = with->undampening;
     const float negative_lr = with->negative_lr;
     const bool nesterov = with->nesterov;
     OPTIM_LANES
@@ -240,7 +248,8 @@ static bool is_plain(const sw_optim_run *run)
 }
 
 typedef struct buffers {
-    float p[OPTIM_BLOCK_NUMEL], m[OPTIM_BLOCK_NUMEL], v[OPTIM_BLOCK_NUMEL], v_max[OPTIM_BLOCK_NUMEL];
+    float p[OPTIM_BLOCK_NUMEL], m[OPTIM_BLOCK_NUMEL], v[OPTIM_BLOCK_NUMEL],
+        v_max[OPTIM_BLOCK_NUMEL];
     float g[OPTIM_BLOCK_NUMEL];
 } buffers;
 
@@ -248,7 +257,8 @@ static void open_run(block *at, buffers *wide, const sw_optim_run *run, size_t s
 {
     size_t left = run->numel - start, count = left < OPTIM_BLOCK_NUMEL ? left : OPTIM_BLOCK_NUMEL;
     sw_dtype state = run->state_dtype;
-    const unsigned char *g = (const unsigned char *)run->g + start * (run->g_dtype == SW_DTYPE_FLOAT32 ? 4u : 2u);
+    const unsigned char *g =
+        (const unsigned char *)run->g + start * (run->g_dtype == SW_DTYPE_FLOAT32 ? 4u : 2u);
     at->count = count;
     at->p = open_block(element(run->p, start, run->p_dtype), run->p_dtype, wide->p, count);
     at->m = open_block(element(run->m, start, state), state, wide->m, count);
@@ -270,7 +280,8 @@ static void close_run(const block *at, const sw_optim_run *run, size_t start)
 static void adam_run(const sw_optim_run *run, const sw_adam_scalars *with)
 {
     block at = {run->p, run->m, run->v, run->v_max, run->g, run->copy, run->numel};
-    bool half_gradient = run->g_dtype == SW_DTYPE_BFLOAT16, half_copy = run->copy_dtype == SW_DTYPE_BFLOAT16;
+    bool half_gradient = run->g_dtype == SW_DTYPE_BFLOAT16,
+         half_copy = run->copy_dtype == SW_DTYPE_BFLOAT16;
     if (is_plain(run)) {
         adam_block(&at, with);
         return;
