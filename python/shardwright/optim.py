@@ -23,6 +23,18 @@ _HALVES = (torch.bfloat16, torch.float16)
 _OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differentiable": True}
 
 
+def _takes_many() -> bool:
+    """Whether torch counts versions of a list in one call; older ones take a single tensor."""
+    try:
+        torch.autograd.graph.increment_version([])
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_TAKES_MANY = _takes_many()
+
+
 class _Fused(torch.optim.Optimizer):
     """What the three have in common: float32 masters, layouts, loading.
 
@@ -168,9 +180,9 @@ def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
 
 def _increment_versions(tensors: list[Tensor]) -> None:
     """Count the engine's writes as in-place operations, so that a backward through an old value is refused."""
-    try:
+    if _TAKES_MANY:
         torch.autograd.graph.increment_version(tensors)
-    except (TypeError, AttributeError):  # older torch takes one tensor
+    else:
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
 
