@@ -233,6 +233,9 @@ static void test_known_values(void)
 {
     float three_four[2] = {3.0f, -4.0f}, huge[4] = {3e38f, 3e38f, 3e38f, 3e38f},
           no_number[2] = {INFINITY, 1.0f};
+    /* The square of the first plus half a unit of its last place, and the least bit more: a tie,
+     * and not. */
+    float tie[3] = {0x1.8p28f, 4.0f, 0x1p-60f};
     double tiny[1] = {4.9406564584124654e-324}, most[1] = {1.7976931348623157e308};
     sw_norm_sum sum;
     struct {
@@ -243,6 +246,8 @@ static void test_known_values(void)
                  {{tiny, 1, SW_DTYPE_FLOAT64}, tiny[0]},
                  {{most, 1, SW_DTYPE_FLOAT64}, most[0]},
                  {{NULL, 0, SW_DTYPE_FLOAT32}, 0.0},
+                 {{tie, 2, SW_DTYPE_FLOAT32}, 0x1.8p28},
+                 {{tie, 3, SW_DTYPE_FLOAT32}, 0x1.8p28 + 0x1p-24},
                  {{no_number, 2, SW_DTYPE_FLOAT32}, (double)INFINITY}};
     for (size_t k = 0; k < sizeof known / sizeof known[0]; ++k) {
         sw_norm_init(&sum);
@@ -251,7 +256,7 @@ static void test_known_values(void)
                "a norm known by hand");
     }
     no_number[1] = NAN;
-    expect(sw_norm_add(&sum, &known[5].array, 1, NULL) == SW_OK && isnan(sw_norm_value(&sum)) &&
+    expect(sw_norm_add(&sum, &known[7].array, 1, NULL) == SW_OK && isnan(sw_norm_value(&sum)) &&
                !sw_norm_is_finite(&sum),
            "NaN wins over infinity");
 }

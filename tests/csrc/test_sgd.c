@@ -148,6 +148,38 @@ static void test_the_first_buffer_is_not_used(void)
            "the buffer becomes the gradient");
 }
 
+/* p + a * b whose double is a midpoint of floats that the exact value only comes close to: rounding
+ * twice is wrong here, and hardly ever elsewhere. */
+static void test_no_double_rounding(void)
+{
+    static const struct {
+        float p, a, b, sum;
+    } known[] = {
+        {1.0f, 0x1.001p-12f, 0x1.ffe002p-13f, 0x1.000002p0f},             /* 2^-24 + 2^-60: up */
+        {0x1.000002p0f, 0x1.000002p-12f, 0x1.fffffcp-13f, 0x1.000002p0f}, /* 2^-24 - 2^-70: down */
+        {-1.0f, -0x1.001p-12f, 0x1.ffe002p-13f, -0x1.000002p0f},
+        {-0x1.000002p0f, -0x1.000002p-12f, 0x1.fffffcp-13f, -0x1.000002p0f},
+    };
+    const sw_kernel_table *tables[TABLES_MAX];
+    size_t count = sw_kernels_available(tables, TABLES_MAX);
+    for (size_t t = 0; t < count; ++t)
+        for (size_t k = 0; k < sizeof known / sizeof known[0]; ++k) {
+            float p[19], g[19];
+            sw_sgd_options options = {
+                .lr = (double)known[k].b, .grad_scale = 1.0, .maximize = true};
+            sw_optim_run run = {.p = p, .g = g, .numel = 19, .step = 1};
+            for (int i = 0; i < 19; ++i) {
+                p[i] = known[k].p;
+                g[i] = known[k].a;
+            }
+            expect(sw_kernels_force(tables[t]->name, NULL) == SW_OK &&
+                       sw_sgd_step(&options, &run, 1, NULL) == SW_OK,
+                   "the step runs");
+            expect(p[0] == known[k].sum && p[18] == known[k].sum, "the sum is rounded once");
+        }
+    expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is back");
+}
+
 static void expect_refused(sw_sgd_options options, sw_optim_run run, const char *a, const char *b)
 {
     sw_error err = {0};
@@ -180,6 +212,7 @@ int main(void)
 {
     test_every_option_size_and_dtype();
     test_the_first_buffer_is_not_used();
+    test_no_double_rounding();
     test_errors();
     return finish();
 }
