@@ -229,6 +229,20 @@ static void test_blocks_of_changing_magnitude(void)
     array_fini(&a);
 }
 
+/* More than the lanes collect before they are emptied, and than one chunk of float64; full lanes. */
+static void test_large_arrays(void)
+{
+    static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT64};
+    for (int k = 0; k < 4; ++k) {
+        array a;
+        array_init(&a, dtypes[k % 2], (1 << 20) + 2053, 1);
+        for (size_t i = 0; i < a.numel; ++i)
+            store_value(&a, i, k < 2 ? spread_value(1, a.dtype) : 2.0 - 0x1p-23);
+        check_array(&a, "large");
+        array_fini(&a);
+    }
+}
+
 static void test_known_values(void)
 {
     float three_four[2] = {3.0f, -4.0f}, huge[4] = {3e38f, 3e38f, 3e38f, 3e38f},
@@ -311,6 +325,7 @@ int main(void)
     test_every_dtype_size_and_spread();
     test_window_edges();
     test_blocks_of_changing_magnitude();
+    test_large_arrays();
     test_words();
     test_errors();
     return finish();
