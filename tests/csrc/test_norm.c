@@ -229,7 +229,8 @@ static void test_blocks_of_changing_magnitude(void)
     array_fini(&a);
 }
 
-/* More than the lanes collect before they are emptied, and than one chunk of float64; full lanes. */
+/* More than the lanes collect before they are emptied, and than one chunk of float64; full lanes.
+ */
 static void test_large_arrays(void)
 {
     static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT64};

@@ -89,7 +89,7 @@ OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const 
         v[i] = second;
         if (form.amsgrad) {
             float most = v_max[i];
-            second = (most > second) | (most != most) ? most : second;
+            second = ((most > second) | (most != most)) ? most : second;
             v_max[i] = second;
         }
         float denominator = sqrtf(second) / correction + eps;
