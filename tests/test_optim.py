@@ -523,6 +523,23 @@ def test_a_sparse_gradient_is_refused_before_anything_is_written(name: str) -> N
     assert first[0].item() == 1.0
 
 
+class Storageless(torch.Tensor):
+    """A gradient that has a shape and no memory."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} on a gradient without memory")
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_gradient_without_memory_is_refused(name: str) -> None:
+    p = torch.ones(4, requires_grad=True)
+    p.grad = torch.Tensor._make_wrapper_subclass(Storageless, (4,), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"has no gradient|must be a dense tensor"):
+        getattr(sw.optim, name)([p], lr=0.1).step()
+    assert p[0].item() == 1.0
+
+
 def test_hyperparameters_changed_to_nonsense_are_refused_by_name() -> None:
     (p,) = parameters(shapes=[(4,)])
     optimizer = sw.optim.AdamW([p])
@@ -638,6 +655,15 @@ def test_the_norm_does_not_depend_on_cut_order_or_ranks() -> None:
         assert _engine.norm_value(sums) == whole
         words = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.int64) for one in sums]).sum(0)
         assert _engine.norm_value([words.numpy().tobytes()]) == whole
+
+
+def test_the_norm_of_any_strides() -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    whole = sw.optim.global_norm([x])
+    assert sw.optim.global_norm([x.t()]) == whole == sw.optim.global_norm([x[:, ::2], x[:, 1::2]])
+    assert sw.optim.global_norm([torch.tensor(2.0).expand(3, 3)]) == 6.0
+    with pytest.raises(ValueError, match=r"tensors\[0\] must cover its memory"):
+        _engine.norm_sum([x[:, ::2]])
 
 
 def test_the_norm_of_what_is_no_number() -> None:
