@@ -79,10 +79,10 @@ typedef struct sw_norm_sum {
 
 enum { SW_NORM_WORD_COUNT = sizeof(sw_norm_sum) / sizeof(int64_t) };
 
-/* Adds the squares of `numel` elements at `data` to *sum; carries by itself when digits fill up. While a
- * block's exponents span at most 23 binades float32 costs about what a plain sum in double does, and so,
- * per element, do bfloat16 and float16; each further 23 binades are one more pass over the block in the
- * cache. float64 takes some nanoseconds an element. */
+/* Adds the squares of `numel` elements at `data` to *sum; carries by itself when digits fill up.
+ * While a block's exponents span at most 23 binades float32 costs about what a plain sum in double
+ * does, and so, per element, do bfloat16 and float16; each further 23 binades are one more pass
+ * over the block in the cache. float64 takes some nanoseconds an element. */
 typedef void sw_norm_fn(sw_norm_sum *sum, const void *data, size_t numel, sw_dtype dtype);
 
 /* Moves what exceeds 32 bits of a digit to the next: afterwards digits are in [0, 2^32) and equal
