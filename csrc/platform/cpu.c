@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 enum {
+    LEAF1_ECX_FMA = 1 << 12,
     LEAF1_ECX_OSXSAVE = 1 << 27,
     LEAF1_ECX_AVX = 1 << 28,
     LEAF1_ECX_F16C = 1 << 29,
@@ -42,21 +43,21 @@ static bool has(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t state)
     return (enabled_state() & state) == state;
 }
 
-bool sw_cpu_has_avx2_f16c(void)
+bool sw_cpu_has_avx2_f16c_fma(void)
 {
-    return has(LEAF1_ECX_AVX | LEAF1_ECX_F16C, LEAF7_EBX_AVX2, STATE_YMM);
+    return has(LEAF1_ECX_AVX | LEAF1_ECX_F16C | LEAF1_ECX_FMA, LEAF7_EBX_AVX2, STATE_YMM);
 }
 
 bool sw_cpu_has_avx512(void)
 {
     uint32_t leaf7_ebx = LEAF7_EBX_AVX512VL | LEAF7_EBX_AVX2 | LEAF7_EBX_AVX512F |
                          LEAF7_EBX_AVX512DQ | LEAF7_EBX_AVX512BW;
-    return has(LEAF1_ECX_AVX | LEAF1_ECX_F16C, leaf7_ebx, STATE_ZMM);
+    return has(LEAF1_ECX_AVX | LEAF1_ECX_F16C | LEAF1_ECX_FMA, leaf7_ebx, STATE_ZMM);
 }
 
 #else
 
-bool sw_cpu_has_avx2_f16c(void)
+bool sw_cpu_has_avx2_f16c_fma(void)
 {
     return false;
 }

@@ -11,10 +11,10 @@
 
 #include <stdbool.h>
 
-/* AVX2 and F16C. */
-bool sw_cpu_has_avx2_f16c(void);
+/* AVX2, F16C and FMA. */
+bool sw_cpu_has_avx2_f16c_fma(void);
 
-/* AVX-512 F, BW, VL and DQ; implies sw_cpu_has_avx2_f16c(). */
+/* AVX-512 F, BW, VL and DQ; implies sw_cpu_has_avx2_f16c_fma(). */
 bool sw_cpu_has_avx512(void);
 
 #endif

@@ -102,6 +102,27 @@ const void *sw_py_tensor_exchange_table(PyObject *tensor);
  * not seen: the bytes are those before it. */
 bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
 
+/* The same with every way in: through `table` if it is not NULL, else through data_ptr(), shape and stride(). False
+ * with an exception when the tensor has no such memory (sparse, ...) or a dtype or device that is not ours: the
+ * sentence begins with `what`. Shape and strides are borrowed from the tensor or from `out` itself. */
+enum { SW_PY_TENSOR_DIMS_MAX = 64 }; /* torch's own limit */
+typedef struct tensor_reading {
+    void *data;
+    size_t numel;
+    sw_dtype dtype;
+    int ndim;
+    const int64_t *shape, *strides;
+    int64_t own[2 * SW_PY_TENSOR_DIMS_MAX];
+} tensor_reading;
+bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index, tensor_reading *out);
+/* Same shape; same strides (of dimensions longer than one); one memory range without gaps or overlaps. */
+bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b);
+bool sw_py_tensor_same_strides(const tensor_reading *a, const tensor_reading *b);
+bool sw_py_tensor_is_dense(const tensor_reading *a);
+
+/* optim_module.c */
+int sw_py_optim_functions_add(PyObject *module);
+
 /* Drops *object into NULL first, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                      \
     do {                                          \

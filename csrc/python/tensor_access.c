@@ -55,3 +55,143 @@ bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *vie
                           .strides = seen.strides};
     return true;
 }
+
+/* ---- with the fallback ---- */
+
+enum { DL_CPU = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
+
+/* DLPack's and torch's names meet in ours: the floating dtypes only. */
+static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
+{
+    if (code == DL_BFLOAT && bits == 16)
+        return SW_DTYPE_BFLOAT16;
+    if (code != DL_FLOAT)
+        return SW_DTYPE_COUNT;
+    return bits == 32 ? SW_DTYPE_FLOAT32 : bits == 16 ? SW_DTYPE_FLOAT16 : bits == 64 ? SW_DTYPE_FLOAT64 : SW_DTYPE_COUNT;
+}
+
+/* "grads[3] must be <wanted>, not <what attribute `name` of it says>". Always false. */
+static bool refuse(PyObject *tensor, const char *what, Py_ssize_t index, const char *wanted, const char *name)
+{
+    PyObject *value = PyObject_GetAttrString(tensor, name);
+    PyObject *text = value ? PyObject_Str(value) : NULL;
+    PyErr_Clear();
+    PyErr_Format(PyExc_ValueError, "%s[%zd] must be %s, not %V", what, index, wanted, text, "that");
+    Py_XDECREF(text);
+    Py_XDECREF(value);
+    return false;
+}
+
+/* A tuple of integers into `into`; its length, or -1 with an exception. */
+static int read_integers(PyObject *tuple, int64_t *into)
+{
+    Py_ssize_t count = tuple ? PySequence_Size(tuple) : -1;
+    for (Py_ssize_t i = 0; i < count && i < SW_PY_TENSOR_DIMS_MAX; ++i) {
+        PyObject *item = PySequence_GetItem(tuple, i);
+        into[i] = item ? (int64_t)PyLong_AsLongLong(item) : -1;
+        Py_XDECREF(item);
+    }
+    Py_XDECREF(tuple);
+    return PyErr_Occurred() || count > SW_PY_TENSOR_DIMS_MAX ? -1 : (int)count;
+}
+
+/* "torch.float32", or NULL with an exception; `text` owns it. */
+static const char *attribute_text(PyObject *object, const char *name, PyObject **text)
+{
+    PyObject *value = PyObject_GetAttrString(object, name);
+    *text = value ? PyObject_Str(value) : NULL;
+    Py_XDECREF(value);
+    return *text ? PyUnicode_AsUTF8AndSize(*text, NULL) : NULL;
+}
+
+static PyObject *call_without_arguments(PyObject *object, const char *name)
+{
+    PyObject *method = PyObject_GetAttrString(object, name);
+    PyObject *result = method ? PyObject_CallObject(method, NULL) : NULL;
+    Py_XDECREF(method);
+    return result;
+}
+
+static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index, tensor_reading *out)
+{
+    PyObject *text = NULL, *address = NULL;
+    const char *name = attribute_text(tensor, "device", &text);
+    bool on_cpu = name && strncmp(name, "cpu", 3) == 0;
+    Py_XDECREF(text);
+    if (!name)
+        return false;
+    if (!on_cpu)
+        return refuse(tensor, what, index, "on the CPU", "device");
+    name = attribute_text(tensor, "dtype", &text);
+    out->dtype = name && strncmp(name, "torch.", 6) == 0 ? sw_dtype_from_name(name + 6) : SW_DTYPE_COUNT;
+    Py_XDECREF(text);
+    address = call_without_arguments(tensor, "data_ptr");
+    out->data = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return refuse(tensor, what, index, "a dense tensor", "layout");
+    }
+    out->ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), out->own);
+    int strides = read_integers(call_without_arguments(tensor, "stride"), out->own + SW_PY_TENSOR_DIMS_MAX);
+    out->shape = out->own;
+    out->strides = out->own + SW_PY_TENSOR_DIMS_MAX;
+    if (out->ndim < 0 || strides != out->ndim) {
+        PyErr_Clear();
+        return refuse(tensor, what, index, "a dense tensor", "layout");
+    }
+    return true;
+}
+
+bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index, tensor_reading *out)
+{
+    tensor_view view;
+    if (sw_py_tensor_view_get(table, tensor, &view) && view.device_type == DL_CPU) {
+        out->data = view.data;
+        out->dtype = floating_dtype(view.code, view.bits);
+        out->ndim = view.ndim;
+        out->shape = view.shape;
+        out->strides = view.strides;
+    } else if (!read_by_methods(tensor, what, index, out)) {
+        return false;
+    }
+    if (out->dtype != SW_DTYPE_FLOAT32 && out->dtype != SW_DTYPE_BFLOAT16 && out->dtype != SW_DTYPE_FLOAT16 &&
+        out->dtype != SW_DTYPE_FLOAT64)
+        return refuse(tensor, what, index, "float32, bfloat16 or float16", "dtype");
+    out->numel = 1;
+    for (int d = 0; d < out->ndim; ++d)
+        out->numel *= (size_t)out->shape[d];
+    return true;
+}
+
+bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b)
+{
+    return a->ndim == b->ndim && memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape) == 0;
+}
+
+bool sw_py_tensor_same_strides(const tensor_reading *a, const tensor_reading *b)
+{
+    for (int d = 0; d < a->ndim && a->numel > 0; ++d)
+        if (a->shape[d] > 1 && a->strides[d] != b->strides[d])
+            return false;
+    return true;
+}
+
+bool sw_py_tensor_is_dense(const tensor_reading *a)
+{
+    int64_t expected = 1;
+    int left = 0;
+    for (int d = 0; d < a->ndim; ++d)
+        left += a->shape[d] > 1;
+    if (a->numel == 0)
+        return true;
+    for (; left > 0; --left) { /* the dimension whose stride is what the inner ones cover */
+        int found = a->ndim - 1;
+        while (found >= 0 && (a->shape[found] <= 1 || a->strides[found] != expected))
+            --found;
+        if (found < 0)
+            return false;
+        expected *= a->shape[found];
+    }
+    return true;
+}

@@ -16,6 +16,7 @@ from .options import Options
 from .wrap import unwrap, wrap
 
 if TYPE_CHECKING:
+    from . import optim
     from ._version import __version__
     from .describe import describe, stats
 
@@ -28,6 +29,7 @@ __all__ = [
     "Options",
     "__version__",
     "describe",
+    "optim",
     "stats",
     "unwrap",
     "wrap",
@@ -37,10 +39,12 @@ _LAZY = {"describe": "describe", "stats": "describe", "__version__": "_version"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "optim":
+        return import_module(f"{__name__}.optim")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # All names of the submodule at once: importing it has set its own name here, which hides a function of that name.
     loaded = import_module(f"{__name__}.{_LAZY[name]}")
     globals().update({each: getattr(loaded, each) for each, home in _LAZY.items() if home == _LAZY[name]})
@@ -48,4 +52,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "optim"})

@@ -1,6 +1,6 @@
 """The C engine as Python sees it. Everything that can block releases the GIL, and runs Python's signal handlers while it waits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -40,6 +40,55 @@ def host_limits() -> dict[str, Any]:
 
 def self_test() -> None:
     """A fold and a threaded all_reduce on comm/local; raises Error on a wrong result. Needs no torch."""
+
+def adam_step(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    max_exp_avg_sqs: Sequence[torch.Tensor] | None,
+    steps: Sequence[torch.Tensor],
+    copies: Sequence[torch.Tensor] | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool = False,
+    grad_scale: float = 1.0,
+) -> list[int]:
+    """One step of Adam (decoupled: AdamW) on CPU tensors of float32, bfloat16 or float16; amsgrad if `max_exp_avg_sqs`.
+
+    `steps` are scalars that count up. `copies` receive the new parameters, rounded to their own dtype. Every array of
+    a parameter has its shape. Returns the indices of those whose arrays have other strides than they: if there are
+    any, nothing was done. ValueError, before anything is written, for anything else.
+    """
+
+def sgd_step(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    momentum_buffers: Sequence[torch.Tensor] | None,
+    copies: Sequence[torch.Tensor] | None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    maximize: bool = False,
+    grad_scale: float = 1.0,
+) -> list[int]:
+    """One step of SGD; as adam_step. `first`: buffers are not used, they become the gradient."""
+
+def norm_sum(tensors: Iterable[torch.Tensor]) -> bytes:
+    """The exact sum of squares of dense CPU tensors (float32, bfloat16, float16, float64), closed: 139 int64 words,
+    whose word-by-word sum over ranks is the sum of all."""
+
+def norm_value(sums: Iterable[bytes]) -> float:
+    """The square root of all `sums` together, rounded once; NaN or infinity if such an element was met."""
 
 @final
 class Arena:

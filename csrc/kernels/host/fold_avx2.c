@@ -21,9 +21,10 @@
 #pragma GCC target("avx2,f16c")
 #endif
 
-#define FOLD_F16C 1
+#define KERNEL_F16C 1
 #define FOLD_TABLE sw_kernels_avx2
 #define FOLD_TABLE_NAME "avx2"
+#define OPTIM_TABLE sw_optim_kernels_avx2
 #include "kernels/host/fold_body.h"
 
 #if defined(__clang__)

@@ -21,9 +21,10 @@
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
 #endif
 
-#define FOLD_F16C 1
+#define KERNEL_F16C 1
 #define FOLD_TABLE sw_kernels_avx512
 #define FOLD_TABLE_NAME "avx512"
+#define OPTIM_TABLE sw_optim_kernels_avx512
 #include "kernels/host/fold_body.h"
 
 #if defined(__clang__)

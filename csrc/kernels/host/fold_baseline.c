@@ -5,4 +5,5 @@
  */
 #define FOLD_TABLE sw_kernels_baseline
 #define FOLD_TABLE_NAME "baseline"
+#define OPTIM_TABLE sw_optim_kernels_baseline
 #include "kernels/host/fold_body.h"

@@ -23,7 +23,7 @@ size_t sw_kernels_available(const sw_kernel_table **tables, size_t capacity)
     size_t count = 0;
     found[count++] = &sw_kernels_baseline;
 #if defined(__x86_64__)
-    if (sw_cpu_has_avx2_f16c())
+    if (sw_cpu_has_avx2_f16c_fma())
         found[count++] = &sw_kernels_avx2;
     if (sw_cpu_has_avx512())
         found[count++] = &sw_kernels_avx512;

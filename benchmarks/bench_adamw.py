@@ -1,0 +1,151 @@
+"""The fused optimizers against torch's, and the exact norm against a plain sum. One process, one thread, CPU.
+
+Every arm has tensors of its own and does the same work: first a few steps whose results must be equal, then turns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import shardwright as sw
+import torch
+import torch.distributed as dist
+from shardwright import _engine
+
+LARGE = 16 << 20
+PARTS = [LARGE // 16] * 16  # so that the place of one array in memory decides nothing
+SMALL = [256, 1024, 64 * 24, 2048] * 100
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.01}
+Arms = dict[str, Callable[[], None]]
+
+
+def tensors(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Parameters with gradients, the same at each call."""
+    made = []
+    for index, size in enumerate(sizes):
+        generator = torch.Generator().manual_seed(index)
+        p = torch.randn(size, generator=generator).to(dtype).requires_grad_()
+        p.grad = torch.randn(size, generator=generator).to(dtype)
+        made.append(p)
+    return made
+
+
+def verify(arms: Arms, results: dict[str, list[torch.Tensor]]) -> Arms:
+    """Three turns of each arm must leave the same bits."""
+    for _ in range(3):
+        for work in arms.values():
+            work()
+    ours, theirs = results.values()
+    for a, b in zip(ours, theirs):
+        if not torch.equal(a.detach(), b.detach()):
+            raise AssertionError(f"{int((a != b).sum())} of {a.numel()} elements differ from torch's")
+    return arms
+
+
+def plain_arms(name: str, sizes: list[int], **options: Any) -> Arms:
+    """float32 parameters, float32 gradients."""
+    ours, theirs = tensors(sizes), tensors(sizes)
+    a = getattr(sw.optim, name)(ours, **options)
+    b = getattr(torch.optim, name)(theirs, fused=True, **options)
+    return verify({"ours": a.step, "torch": b.step}, {"ours": ours, "torch": theirs})
+
+
+def copy_arms() -> Arms:
+    """float32 parameters and gradients, and a bfloat16 copy of the new parameter: ours writes it in the same pass."""
+    ps, qs = tensors(PARTS), tensors(PARTS)
+    ours, theirs = ([torch.empty_like(p, dtype=torch.bfloat16) for p in ps] for _ in range(2))
+    m, v, step = [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps], [torch.zeros(()) for _ in ps]
+    scalars = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "decoupled": True}
+    optimizer = torch.optim.AdamW(qs, fused=True, **OPTIONS)
+    grads = [p.grad for p in ps if p.grad is not None]
+
+    def fused_and_copy() -> None:
+        optimizer.step()
+        torch._foreach_copy_(theirs, [q.detach() for q in qs])
+
+    def one_pass() -> None:
+        _engine.adam_step(ps, grads, m, v, None, step, ours, **scalars)
+
+    return verify({"ours": one_pass, "torch": fused_and_copy}, {"ours": ours, "torch": theirs})
+
+
+def master_arms() -> Arms:
+    """A bfloat16 model: torch widens the gradient into the master's, steps, and rounds the master back."""
+    ps, qs = tensors(PARTS, torch.bfloat16), tensors(PARTS, torch.bfloat16)
+    masters = [q.detach().float().requires_grad_() for q in qs]
+    for master in masters:
+        master.grad = torch.empty_like(master)
+    ours, theirs = sw.optim.AdamW(ps, **OPTIONS), torch.optim.AdamW(masters, fused=True, **OPTIONS)
+
+    def three_passes() -> None:
+        torch._foreach_copy_([master.grad for master in masters], [q.grad for q in qs])
+        theirs.step()
+        torch._foreach_copy_([q.detach() for q in qs], [master.detach() for master in masters])
+
+    return verify({"ours": ours.step, "torch": three_passes}, {"ours": ps, "torch": qs})
+
+
+def norm_arms(dtype: torch.dtype, library: str) -> Arms:
+    x = torch.randn(LARGE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    plain = getattr(ctypes.CDLL(library), f"plain_{str(dtype).removeprefix('torch.')}")
+    plain.restype, plain.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_size_t)
+    few = x[:4096]
+    if sw.optim.global_norm([few]) != math.sqrt(math.fsum(float(value) ** 2 for value in few)):
+        raise AssertionError("the norm is not that of the exact sum")
+    if not math.isclose(sw.optim.global_norm([x]), math.sqrt(plain(x.data_ptr(), LARGE)), rel_tol=1e-12):
+        raise AssertionError("the norms differ")
+    return {"ours": lambda: sw.optim.global_norm([x]), "plain": lambda: plain(x.data_ptr(), LARGE)}
+
+
+CASES: dict[str, tuple[str, float, int]] = {  # peer, least speedup, calls a sample
+    "AdamW float32, 16 x 1 Mi": ("torch fused=True", 1.0, 2),
+    "AdamW + bfloat16 copy, 16 x 1 Mi": ("torch fused=True, then foreach copy", 1.5, 2),
+    "AdamW bfloat16 model, masters, 16 x 1 Mi": ("torch: widen gradient, fused=True, round back", 1.5, 2),
+    "AdamW float32, 400 tensors of 256-2048": ("torch fused=True", 1.5, 20),
+    "SGD momentum 0.9 float32, 16 x 1 Mi": ("torch fused=True", 1.0, 2),
+    "norm float32, 16 Mi": ("plain sum in double, C", 1 / 1.1, 8),
+    "norm bfloat16, 16 Mi": ("plain sum in double, C", 1 / 1.1, 8),
+}
+
+
+def measure(rank: int, world_size: int, rounds: int, budget_s: float, library: str) -> list[Any]:
+    makers: list[Callable[[], Arms]] = [
+        lambda: plain_arms("AdamW", PARTS, **OPTIONS),
+        copy_arms,
+        master_arms,
+        lambda: plain_arms("AdamW", SMALL, **OPTIONS),
+        lambda: plain_arms("SGD", PARTS, lr=1e-3, momentum=0.9),
+        lambda: norm_arms(torch.float32, library),
+        lambda: norm_arms(torch.bfloat16, library),
+    ]
+    results = []
+    for make, (_, _, repeat) in zip(makers, CASES.values()):
+        results.append(
+            common.interleave(make(), dist.barrier, rounds=rounds, budget_s=budget_s / len(CASES), repeat=repeat)
+        )
+    return results
+
+
+def main() -> None:
+    report, quick = common.begin("adamw", __doc__)
+    effort = (7, 7.0) if quick else (25, 40.0)  # rounds, seconds
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        library = str(Path(folder) / "plain_norm.so")
+        flags = ["-O3", "-march=native", "-std=c11", "-shared", "-fPIC"]
+        subprocess.run(["gcc", *flags, "-o", library, str(Path(__file__).with_name("plain_norm.c"))], check=True)
+        (results,) = common.run_ranks(1, measure, *effort, library)
+    for (case, (peer_name, goal, repeat)), result in zip(CASES.items(), results):
+        times = common.timings([result], repeat)
+        peer = times["torch" if "torch" in times else "plain"]
+        report.add_times(case, times["ours"], peer, peer_name, goal=round(goal, 3), larger=True)
+
+
+if __name__ == "__main__":
+    main()

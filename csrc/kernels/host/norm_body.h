@@ -1,0 +1,441 @@
+/* norm_body.h - the exact sum of squares; compiled once per instruction set, included by optim_*.c.
+ *
+ * Idea: the square q of a float32 is exact in double. A lane `high` starts at 2^k, and high + q
+ * rounds q to the quantum 2^(k-52); what the rounding left, q - (new - old), is exact too and goes
+ * to the lane `low`. While all squares of a block lie in a window of WINDOW binades both lanes stay
+ * exact: `high` below 2^(k+1), `low` within 53 bits of its own quantum. Read as integers at these
+ * quanta, blocks are collected in integer lanes and those added to the digits. The number and order
+ * of lanes and blocks therefore never show in the result.
+ *
+ *   A lane takes 2^6 squares below 2^(2e+2), e the window's top exponent: k = 2e + 8. |low| <= 2^6
+ * * 2^(k-53); the least square is a multiple of 2^(2(e-22)-46), so low counts at most 2^(2e-39 -
+ * 2e+90) = 2^51 of them.
+ *
+ * Whether a block lies in the window is known only once it was read, and it is read once: each
+ * block is tried in the window of the one before. What does not fit is done again, in the window of
+ * its largest element, or in several.
+ *
+ * The includer defines NORM_VECTOR_BYTES and, where they hold, KERNEL_FMA and KERNEL_F16C with
+ * immintrin.h included. Left out: float64 at this speed; it goes element by element.
+ */
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/host/half_body.h"
+#include "kernels/optim_kernels.h"
+
+enum {
+    NORM_LANES = NORM_VECTOR_BYTES / 8,
+    NORM_VECTORS = 4, /* chains of dependent additions side by side */
+    NORM_STRIDE = NORM_LANES * NORM_VECTORS,
+    NORM_BLOCK_NUMEL = NORM_STRIDE << 6,
+    WINDOW = 23,
+    NORM_CARRY_AFTER = 1 << 29, /* additions; a digit holds four times as many */
+};
+static const uint32_t NORM_INFINITE = 0x7f800000u;
+
+typedef float norm_floats __attribute__((vector_size(NORM_VECTOR_BYTES / 2)));
+typedef double norm_doubles __attribute__((vector_size(NORM_VECTOR_BYTES)));
+typedef uint32_t norm_words __attribute__((vector_size(NORM_VECTOR_BYTES / 2)));
+typedef uint64_t norm_integers __attribute__((vector_size(NORM_VECTOR_BYTES)));
+__extension__ typedef __int128 norm_wide;
+
+/* ---- digits ---- */
+
+/* sum += value * 2^exponent. */
+static void digits_add(sw_norm_sum *sum, norm_wide value, int exponent)
+{
+    unsigned position = (unsigned)(exponent - SW_NORM_LOWEST_EXPONENT), at = position / 32u;
+    value *= (norm_wide)1 << (position % 32u);
+    sum->digit[at] += (int64_t)(uint32_t)value;
+    sum->digit[at + 1] += (int64_t)(uint32_t)(value >> 32);
+    sum->digit[at + 2] += (int64_t)(value >> 64);
+    if (++sum->additions >= NORM_CARRY_AFTER)
+        sw_norm_sum_carry(sum);
+}
+
+/* ---- one window of one block ---- */
+
+#define NORM_INLINE static inline __attribute__((always_inline))
+
+NORM_INLINE norm_doubles square_plus(norm_doubles x, norm_doubles addend)
+{
+#if defined(KERNEL_FMA) && NORM_VECTOR_BYTES == 64
+    return (norm_doubles)_mm512_fmadd_pd((__m512d)x, (__m512d)x, (__m512d)addend);
+#elif defined(KERNEL_FMA) && NORM_VECTOR_BYTES == 32
+    return (norm_doubles)_mm256_fmadd_pd((__m256d)x, (__m256d)x, (__m256d)addend);
+#else
+    return x * x + addend; /* the product is exact, so these are the same bits */
+#endif
+}
+
+NORM_INLINE norm_doubles widen_floats(norm_floats x)
+{
+#if NORM_VECTOR_BYTES == 64
+    return (norm_doubles)_mm512_cvtps_pd((__m256)x);
+#elif NORM_VECTOR_BYTES == 32
+    return (norm_doubles)_mm256_cvtps_pd((__m128)x);
+#else
+    return __builtin_convertvector(x, norm_doubles);
+#endif
+}
+
+NORM_INLINE norm_words smaller(norm_words a, norm_words b)
+{
+#if NORM_VECTOR_BYTES == 64
+    return (norm_words)_mm256_min_epu32((__m256i)a, (__m256i)b);
+#elif NORM_VECTOR_BYTES == 32
+    return (norm_words)_mm_min_epu32((__m128i)a, (__m128i)b);
+#else
+    norm_words a_wins = (norm_words)(a < b);
+    return (a & a_wins) | (b & ~a_wins);
+#endif
+}
+
+#if defined(KERNEL_F16C)
+#define NORM_LOADS_HALVES 1
+#else
+#define NORM_LOADS_HALVES 0 /* they are widened into a block first */
+#endif
+
+/* Elements i to i + NORM_LANES of an array of that dtype. */
+NORM_INLINE norm_floats load_floats(const void *x, size_t i, sw_dtype dtype)
+{
+#if NORM_VECTOR_BYTES == 64
+    if (dtype != SW_DTYPE_FLOAT32) {
+        __m128i half = _mm_loadu_si128((const __m128i *)((const uint16_t *)x + i));
+        return dtype == SW_DTYPE_FLOAT16
+                   ? (norm_floats)_mm256_cvtph_ps(half)
+                   : (norm_floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+    }
+#elif NORM_VECTOR_BYTES == 32
+    if (dtype != SW_DTYPE_FLOAT32) {
+        __m128i half = _mm_loadl_epi64((const __m128i *)((const uint16_t *)x + i));
+        return dtype == SW_DTYPE_FLOAT16
+                   ? (norm_floats)_mm_cvtph_ps(half)
+                   : (norm_floats)_mm_slli_epi32(_mm_cvtepu16_epi32(half), 16);
+    }
+#else
+    (void)dtype;
+#endif
+    norm_floats loaded;
+    memcpy(&loaded, (const float *)x + i, sizeof loaded);
+    return loaded;
+}
+
+static double power_of_two(int exponent)
+{
+    uint64_t bits = (uint64_t)(exponent + 1023) << 52;
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static int field_of(uint32_t bits)
+{
+    return bits < (1u << 23) ? 1 : (int)(bits >> 23);
+}
+
+/* The window of exponent fields (top - WINDOW, top]; subnormals count as field 1. */
+static uint32_t window_floor(int top)
+{
+    return top <= WINDOW ? 0u : (uint32_t)(top - WINDOW + 1) << 23;
+}
+
+/* Squares only add up: a lane that is below 2^(k+1) at the end always was. An infinity or NaN never
+ * is. `units` are the lanes' bits beyond those of 2^k. */
+NORM_INLINE bool is_below_limit(norm_integers units)
+{
+#if NORM_VECTOR_BYTES == 64
+    return _mm512_test_epi64_mask((__m512i)units, _mm512_set1_epi64(~((1LL << 52) - 1))) == 0;
+#elif NORM_VECTOR_BYTES == 32
+    return _mm256_testz_si256((__m256i)units, _mm256_set1_epi64x(~((1LL << 52) - 1)));
+#else
+    uint64_t any = 0;
+    for (int i = 0; i < NORM_LANES; ++i)
+        any |= units[i];
+    return any >> 52 == 0;
+#endif
+}
+
+/* The least of the lanes' 2 * bits - 1, where zero counts as the largest: whether nothing lies
+ * below the window. */
+NORM_INLINE bool is_above_floor(norm_words least, int top)
+{
+    uint32_t floor = window_floor(top), limit = floor ? 2u * floor - 1u : 0u;
+    norm_words limits = limit - (norm_words){0}, below = limits - smaller(least, limits);
+#if NORM_VECTOR_BYTES == 64
+    return _mm256_testz_si256((__m256i)below, (__m256i)below);
+#elif NORM_VECTOR_BYTES == 32
+    return _mm_testz_si128((__m128i)below, (__m128i)below);
+#else
+    uint32_t any = 0;
+    for (int i = 0; i < NORM_LANES; ++i)
+        any |= below[i];
+    return any == 0;
+#endif
+}
+
+typedef struct norm_lanes { /* whole blocks of one window, as integers of its two quanta */
+    norm_integers high, low;
+    int top;
+    unsigned blocks;
+} norm_lanes;
+
+enum { NORM_LANE_BLOCKS = 256 }; /* a block adds less than 2^54 to a lane */
+
+static int start_exponent(int top)
+{
+    return 2 * (top - 127) + 8;
+}
+
+static int low_exponent(int top)
+{
+    return 2 * (top - 127 - (WINDOW - 1) - 23);
+}
+
+static void lanes_flush(norm_lanes *lanes, sw_norm_sum *sum)
+{
+    if (lanes->blocks == 0)
+        return;
+    norm_wide high = 0, low = 0;
+    for (int i = 0; i < NORM_LANES; ++i) {
+        high += (int64_t)lanes->high[i]; /* they wrapped around zero, if negative */
+        low += (int64_t)lanes->low[i];
+    }
+    digits_add(sum, high, start_exponent(lanes->top) - 52);
+    digits_add(sum, low, low_exponent(lanes->top));
+    lanes->high = lanes->low = (norm_integers){0};
+    lanes->blocks = 0;
+}
+
+/* Begins another window. */
+static void lanes_move(norm_lanes *lanes, sw_norm_sum *sum, int top)
+{
+    lanes_flush(lanes, sum);
+    lanes->top = top;
+}
+
+/* Adds the squares of `count` elements, a multiple of NORM_STRIDE and at most a block, if all lie
+ * in the lanes' window or are zero, and returns true; else does nothing. */
+NORM_INLINE bool add_window_of(norm_lanes *lanes, sw_norm_sum *sum, const void *x,
+                               const sw_dtype dtype, size_t count)
+{
+    norm_doubles start = power_of_two(start_exponent(lanes->top)) - (norm_doubles){0};
+    norm_doubles magic = 1.5 * power_of_two(low_exponent(lanes->top) + 52) - (norm_doubles){0};
+    norm_doubles high[NORM_VECTORS] = {start, start, start, start},
+                 low[NORM_VECTORS] = {{0}, {0}, {0}, {0}};
+    norm_words least = ~(norm_words){0};
+    for (size_t i = 0; i < count; i += NORM_STRIDE) {
+#pragma GCC unroll 4
+        for (int j = 0; j < NORM_VECTORS; ++j) {
+            norm_floats narrow = load_floats(x, i + (size_t)j * NORM_LANES, dtype);
+            norm_words bits = (norm_words)narrow;
+            least = smaller(least, bits + bits - 1u);
+            norm_doubles wide = widen_floats(narrow);
+            norm_doubles next = square_plus(wide, high[j]);
+            low[j] += square_plus(wide, high[j] - next);
+            high[j] = next;
+        }
+    }
+    norm_integers high_units = {0}, low_units = {0}, any = {0};
+#pragma GCC unroll 4
+    for (int j = 0; j < NORM_VECTORS; ++j) {
+        norm_integers units = (norm_integers)high[j] - (norm_integers)start;
+        any |= units;
+        high_units += units;
+        low_units += (norm_integers)(low[j] + magic) - (norm_integers)magic;
+    }
+    if (!is_below_limit(any) || !is_above_floor(least, lanes->top))
+        return false;
+    lanes->high += high_units;
+    lanes->low += low_units;
+    if (++lanes->blocks == NORM_LANE_BLOCKS)
+        lanes_flush(lanes, sum);
+    return true;
+}
+
+static bool add_window(norm_lanes *lanes, sw_norm_sum *sum, const float *x, size_t count)
+{
+    return add_window_of(lanes, sum, x, SW_DTYPE_FLOAT32, count);
+}
+
+/* The same on a block of halves as they stand, where the instructions exist. */
+static bool add_half_window(norm_lanes *lanes, sw_norm_sum *sum, const uint16_t *x, sw_dtype dtype,
+                            size_t count)
+{
+    if (!NORM_LOADS_HALVES)
+        return false;
+    return dtype == SW_DTYPE_BFLOAT16 ? add_window_of(lanes, sum, x, SW_DTYPE_BFLOAT16, count)
+                                      : add_window_of(lanes, sum, x, SW_DTYPE_FLOAT16, count);
+}
+
+/* ---- blocks ---- */
+
+/* The elements with low <= bits < high; zeros for the rest. */
+static void select_range(float *out, const float *x, size_t count, uint32_t low, uint32_t high)
+{
+    for (size_t i = 0; i < count; ++i) {
+        uint32_t magnitude = bits_from_float(x[i]) & 0x7fffffffu;
+        out[i] = float_from_bits(((magnitude >= low) & (magnitude < high)) ? magnitude : 0u);
+    }
+}
+
+static void count_infinite(sw_norm_sum *sum, const float *x, size_t count)
+{
+    for (size_t i = 0; i < count; ++i) {
+        uint32_t magnitude = bits_from_float(x[i]) & 0x7fffffffu;
+        sum->infinite += magnitude == NORM_INFINITE;
+        sum->nan += magnitude > NORM_INFINITE;
+    }
+}
+
+static uint32_t most_of(const float *x, size_t count)
+{
+    uint32_t most = 0;
+    for (size_t i = 0; i < count; ++i)
+        most = bits_from_float(x[i]) > most ? bits_from_float(x[i]) : most;
+    return most;
+}
+
+/* A block whose exponents need several windows, or with elements that are no numbers. */
+static void add_wide_block(norm_lanes *lanes, sw_norm_sum *sum, const float *x, size_t count)
+{
+    float rest[NORM_BLOCK_NUMEL], part[NORM_BLOCK_NUMEL];
+    count_infinite(sum, x, count);
+    select_range(rest, x, count, 0u, NORM_INFINITE);
+    for (uint32_t most = most_of(rest, count); most != 0; most = most_of(rest, count)) {
+        lanes_move(lanes, sum, field_of(most));
+        select_range(part, rest, count, window_floor(lanes->top), NORM_INFINITE);
+        if (!add_window(lanes, sum, part, count))
+            return; /* cannot be: nothing is left outside the window */
+        select_range(rest, rest, count, 0u, window_floor(lanes->top));
+    }
+}
+
+/* Neighbouring blocks have similar ranges: each is first tried in the window that served the last
+ * one, then in that of its own largest element, a binade higher so that a little more does not end
+ * the next try. */
+static void add_block(norm_lanes *lanes, sw_norm_sum *sum, const float *x, size_t count)
+{
+    float positive[NORM_BLOCK_NUMEL];
+    if (add_window(lanes, sum, x, count))
+        return;
+    select_range(positive, x, count, 0u, NORM_INFINITE);
+    int top = field_of(most_of(positive, count));
+    lanes_move(lanes, sum, top < 254 ? top + 1 : top);
+    if (add_window(lanes, sum, x, count))
+        return;
+    add_wide_block(lanes, sum, x, count);
+    lanes_move(lanes, sum, top);
+}
+
+/* ---- float64: element by element, on integers ---- */
+
+__extension__ typedef unsigned __int128 norm_square;
+
+enum {
+    FLOAT64_FIELDS = 2048,
+    /* Elements that share the buckets: 2^20 squares below 2^106 fit 128 bits, and fewer than there
+     * are buckets are not worth emptying them. */
+    FLOAT64_CHUNK = 1 << 20,
+};
+
+/* The mantissa; *field is the exponent field, from 1 for zero and subnormals. */
+static uint64_t float64_mantissa(double x, uint64_t *field)
+{
+    uint64_t bits, mantissa;
+    memcpy(&bits, &x, sizeof bits);
+    mantissa = bits & ((UINT64_C(1) << 52) - 1u);
+    *field = (bits >> 52) & 0x7ffu;
+    if (*field != 0)
+        return mantissa | UINT64_C(1) << 52;
+    *field = 1;
+    return mantissa;
+}
+
+static void add_float64_square(sw_norm_sum *sum, norm_square square, uint64_t field)
+{
+    int exponent = 2 * ((int)field - 1075);
+    if (square == 0)
+        return;
+    digits_add(sum, (norm_wide)(uint64_t)square, exponent);
+    digits_add(sum, (norm_wide)(uint64_t)(square >> 64), exponent + 64);
+}
+
+/* Squares are collected by exponent, since adding to the digits costs several times as much. The
+ * last bucket is that of infinities and NaN, which are counted instead. */
+static void add_float64_chunk(sw_norm_sum *sum, const double *x, size_t count)
+{
+    norm_square bucket[FLOAT64_FIELDS] = {0};
+    for (size_t i = 0; i < count; ++i) {
+        uint64_t field, mantissa = float64_mantissa(x[i], &field);
+        if (field == FLOAT64_FIELDS - 1) {
+            sum->infinite += x[i] == x[i];
+            sum->nan += x[i] != x[i];
+        } else {
+            bucket[field] += (norm_square)mantissa * mantissa;
+        }
+    }
+    for (uint64_t field = 1; field + 1 < FLOAT64_FIELDS; ++field)
+        add_float64_square(sum, bucket[field], field);
+}
+
+static void add_float64(sw_norm_sum *sum, const double *x, size_t count)
+{
+    while (count >= FLOAT64_FIELDS) {
+        size_t chunk = count < FLOAT64_CHUNK ? count : FLOAT64_CHUNK;
+        add_float64_chunk(sum, x, chunk);
+        x += chunk;
+        count -= chunk;
+    }
+    for (size_t i = 0; i < count; ++i) {
+        uint64_t field, mantissa = float64_mantissa(x[i], &field);
+        sum->infinite += field == FLOAT64_FIELDS - 1 && x[i] == x[i];
+        sum->nan += x[i] != x[i];
+        if (field != FLOAT64_FIELDS - 1)
+            add_float64_square(sum, (norm_square)mantissa * mantissa, field);
+    }
+}
+
+/* ---- the kernel ---- */
+
+/* A block that needs copying: halves, or less than whole strides. */
+static void add_copied_block(norm_lanes *lanes, sw_norm_sum *sum, const void *x, sw_dtype dtype,
+                             size_t count)
+{
+    float wide[NORM_BLOCK_NUMEL];
+    size_t padded = (count + NORM_STRIDE - 1) / NORM_STRIDE * NORM_STRIDE;
+    if (dtype == SW_DTYPE_BFLOAT16)
+        widen_bfloat16(wide, x, count);
+    else if (dtype == SW_DTYPE_FLOAT16)
+        widen_float16(wide, x, count);
+    else
+        memcpy(wide, x, count * sizeof *wide);
+    memset(wide + count, 0, (padded - count) * sizeof *wide);
+    add_block(lanes, sum, wide, padded);
+}
+
+static void norm_add(sw_norm_sum *sum, const void *data, size_t numel, sw_dtype dtype)
+{
+    norm_lanes lanes = {.top = 127}; /* around one, to begin with */
+    if (dtype == SW_DTYPE_FLOAT64) {
+        add_float64(sum, data, numel);
+        return;
+    }
+    for (size_t start = 0; start < numel; start += NORM_BLOCK_NUMEL) {
+        size_t count = numel - start < NORM_BLOCK_NUMEL ? numel - start : NORM_BLOCK_NUMEL;
+        const float *floats = (const float *)data + start;
+        const uint16_t *halves = (const uint16_t *)data + start;
+        bool whole = count % NORM_STRIDE == 0;
+        if (dtype == SW_DTYPE_FLOAT32 && whole)
+            add_block(&lanes, sum, floats, count);
+        else if (dtype == SW_DTYPE_FLOAT32)
+            add_copied_block(&lanes, sum, floats, dtype, count);
+        else if (!whole || !add_half_window(&lanes, sum, halves, dtype, count))
+            add_copied_block(&lanes, sum, halves, dtype, count);
+    }
+    lanes_flush(&lanes, sum);
+}

@@ -1,0 +1,39 @@
+/* optim_avx2.c - the optimizer and norm bodies compiled for AVX2, F16C and FMA.
+ *
+ * The pragma, not a compiler flag, names the instructions: whatever the standard headers define
+ * inline stays runnable everywhere, because they come before it. Compiles to nothing on other
+ * architectures.
+ */
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/host/optim_tables.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,fma")
+#endif
+
+#define KERNEL_F16C 1
+#define KERNEL_FMA 1
+#define NORM_VECTOR_BYTES 32
+#define OPTIM_TABLE sw_optim_kernels_avx2
+#include "kernels/host/norm_body.h"
+#include "kernels/host/optim_body.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#else
+typedef int sw_no_optim_avx2; /* ISO C wants one declaration a file */
+#endif

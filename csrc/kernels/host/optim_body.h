@@ -1,0 +1,320 @@
+/* optim_body.h - what one step of Adam and of SGD does to an element; compiled once per instruction
+ * set.
+ *
+ * Idea: loops of plain C over float32 that the compiler vectorises, every rounding written out,
+ * every fused multiply-add through fused(). Options that change the loop are compile-time constants
+ * of a forced inline. Around them, a run is cut into blocks that stay in the L1 cache: half arrays
+ * are widened into it and rounded out of it. A run that is all float32, and the usual bfloat16
+ * forms of Adam, are one loop: memory is read without a break.
+ *
+ * The includer defines OPTIM_TABLE and, where they hold, KERNEL_FMA and KERNEL_F16C, and has
+ * included norm_body.h. Left out: threads (callers split runs) and argument checks (csrc/optim).
+ */
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/host/half_body.h"
+#include "kernels/host/optim_tables.h"
+
+enum { OPTIM_BLOCK_NUMEL = 1024 };
+
+#if defined(__clang__)
+#define OPTIM_LANES _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define OPTIM_LANES _Pragma("GCC ivdep")
+#endif
+#define OPTIM_INLINE static inline __attribute__((always_inline))
+
+/* a*b + c rounded once. Without the instruction: the product is exact in double; the sum's rounding
+ * error is recovered exactly (Knuth's two-sum), and an inexact sum with an even last bit is moved
+ * one unit towards the exact value, so it is rounded to odd and the final rounding cannot be a
+ * double one (Boldo and Melquiond, Emulation of FMA and Correctly Rounded Sums, 2008). Infinities
+ * and NaN have a NaN error: nothing is moved. */
+OPTIM_INLINE float fused(float a, float b, float c)
+{
+#if defined(KERNEL_FMA)
+    return __builtin_fmaf(a, b, c);
+#else
+    double product = (double)a * (double)b, addend = (double)c;
+    double sum = product + addend;
+    double part = sum - product;
+    double error = (product - (sum - part)) + (addend - part);
+    uint64_t sum_bits, error_bits, inexact = (uint64_t)((error < 0.0) | (error > 0.0));
+    memcpy(&sum_bits, &sum, sizeof sum_bits);
+    memcpy(&error_bits, &error, sizeof error_bits);
+    uint64_t move = inexact & ~sum_bits & 1u;
+    sum_bits += move - 2u * (move & ((sum_bits ^ error_bits) >> 63));
+    memcpy(&sum, &sum_bits, sizeof sum);
+    return (float)sum;
+#endif
+}
+
+typedef struct block { /* float32 arrays: in place, or widened into the caller's buffers */
+    float *p, *m, *v, *v_max;
+    const void *g;  /* float32, or bfloat16 in the loops that say so */
+    uint16_t *copy; /* bfloat16, in the loops that say so */
+    size_t count;
+} block;
+
+/* ---- Adam ---- */
+
+typedef struct adam_form { /* constants of one loop */
+    bool l2, small_lerp, amsgrad, half_gradient, half_copy;
+} adam_form;
+
+OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const adam_form form)
+{
+    float *p = at->p, *m = at->m, *v = at->v, *v_max = at->v_max;
+    const float *g = at->g;
+    const uint16_t *half_g = at->g;
+    uint16_t *copy = at->copy;
+    const float factor = with->factor, decay = with->decay, weight = with->l2;
+    const float beta2 = with->beta2, square = with->square;
+    const float lerp = form.small_lerp ? with->lerp : with->lerp - 1.0f;
+    const float correction = with->correction, eps = with->eps, negative_step = with->negative_step;
+    OPTIM_LANES
+    for (size_t i = 0; i < at->count; ++i) {
+        float gradient = (form.half_gradient ? bfloat16_widen(half_g[i]) : g[i]) * factor;
+        float parameter = p[i], old = m[i];
+        if (form.l2)
+            gradient = fused(parameter, weight, gradient);
+        else
+            parameter = parameter * decay;
+        float first = fused(lerp, gradient - old, form.small_lerp ? old : gradient);
+        float second = fused(square * gradient, gradient, v[i] * beta2);
+        m[i] = first;
+        v[i] = second;
+        if (form.amsgrad) {
+            float most = v_max[i];
+            second = ((most > second) | (most != most)) ? most : second;
+            v_max[i] = second;
+        }
+        float denominator = sqrtf(second) / correction + eps;
+        parameter = parameter + (negative_step * first) / denominator;
+        p[i] = parameter;
+        if (form.half_copy)
+            copy[i] = bfloat16_narrow(parameter);
+    }
+}
+
+/* The loops of the usual options (no amsgrad, beta1 > 1/2) take bfloat16 gradients and copies in
+ * their stride. */
+static void adam_usual(const block *at, const sw_adam_scalars *with, bool half_gradient,
+                       bool half_copy)
+{
+    bool l2 = with->l2 != 0.0f;
+    if (half_gradient && half_copy && l2)
+        adam_loop(
+            at, with,
+            (adam_form){.small_lerp = true, .l2 = true, .half_gradient = true, .half_copy = true});
+    else if (half_gradient && half_copy)
+        adam_loop(at, with,
+                  (adam_form){.small_lerp = true, .half_gradient = true, .half_copy = true});
+    else if (half_gradient && l2)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true, .half_gradient = true});
+    else if (half_gradient)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .half_gradient = true});
+    else if (half_copy && l2)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true, .half_copy = true});
+    else if (half_copy)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .half_copy = true});
+    else if (l2)
+        adam_loop(at, with, (adam_form){.small_lerp = true, .l2 = true});
+    else
+        adam_loop(at, with, (adam_form){.small_lerp = true});
+}
+
+static bool is_usual(const sw_adam_scalars *with)
+{
+    return with->lerp < 0.5f && !with->amsgrad;
+}
+
+/* All float32. */
+static void adam_block(const block *at, const sw_adam_scalars *with)
+{
+    bool l2 = with->l2 != 0.0f, small_lerp = with->lerp < 0.5f;
+    if (is_usual(with))
+        adam_usual(at, with, false, false);
+    else if (l2 && with->amsgrad && small_lerp)
+        adam_loop(at, with, (adam_form){.l2 = true, .amsgrad = true, .small_lerp = true});
+    else if (l2 && with->amsgrad)
+        adam_loop(at, with, (adam_form){.l2 = true, .amsgrad = true});
+    else if (l2)
+        adam_loop(at, with, (adam_form){.l2 = true});
+    else if (with->amsgrad && small_lerp)
+        adam_loop(at, with, (adam_form){.amsgrad = true, .small_lerp = true});
+    else if (with->amsgrad)
+        adam_loop(at, with, (adam_form){.amsgrad = true});
+    else
+        adam_loop(at, with, (adam_form){0});
+}
+
+/* ---- SGD ---- */
+
+OPTIM_INLINE void sgd_loop(const block *at, const sw_sgd_scalars *with, const bool l2,
+                           const bool buffered, const bool first)
+{
+    float *p = at->p, *m = at->m;
+    const float *g = at->g;
+    const float factor = with->factor, weight = with->l2, momentum = with->momentum,
+                undampening = with->undampening;
+    const float negative_lr = with->negative_lr;
+    const bool nesterov = with->nesterov;
+    OPTIM_LANES
+    for (size_t i = 0; i < at->count; ++i) {
+        float gradient = g[i] * factor, parameter = p[i];
+        if (l2)
+            gradient = fused(parameter, weight, gradient);
+        if (buffered) {
+            float buffer = first ? gradient : fused(gradient, undampening, m[i] * momentum);
+            m[i] = buffer;
+            gradient = nesterov ? fused(buffer, momentum, gradient) : buffer;
+        }
+        p[i] = fused(gradient, negative_lr, parameter);
+    }
+}
+
+static void sgd_block(const block *at, const sw_sgd_scalars *with)
+{
+    bool buffered = with->momentum != 0.0f, l2 = with->l2 != 0.0f;
+    if (!buffered && l2)
+        sgd_loop(at, with, true, false, false);
+    else if (!buffered)
+        sgd_loop(at, with, false, false, false);
+    else if (with->first && l2)
+        sgd_loop(at, with, true, true, true);
+    else if (with->first)
+        sgd_loop(at, with, false, true, true);
+    else if (l2)
+        sgd_loop(at, with, true, true, false);
+    else
+        sgd_loop(at, with, false, true, false);
+}
+
+/* ---- runs: what is not float32 goes through the L1 cache ---- */
+
+/* Element `at` of an array of that dtype. */
+static void *element(void *array, size_t at, sw_dtype dtype)
+{
+    return array ? (unsigned char *)array + at * (dtype == SW_DTYPE_FLOAT32 ? 4u : 2u) : NULL;
+}
+
+/* The block as float32: itself, or widened into `buffer`. */
+static float *open_block(void *array, sw_dtype dtype, float *buffer, size_t count)
+{
+    if (!array || dtype == SW_DTYPE_FLOAT32)
+        return array;
+    if (dtype == SW_DTYPE_BFLOAT16)
+        widen_bfloat16(buffer, array, count);
+    else
+        widen_float16(buffer, array, count);
+    return buffer;
+}
+
+static void store_block(void *array, sw_dtype dtype, const float *from, size_t count)
+{
+    if (!array || (const void *)from == array)
+        return;
+    if (dtype == SW_DTYPE_FLOAT32)
+        memcpy(array, from, count * sizeof *from);
+    else if (dtype == SW_DTYPE_BFLOAT16)
+        narrow_bfloat16(array, from, count);
+    else
+        narrow_float16(array, from, count);
+}
+
+static const float *open_gradient(const void *array, sw_dtype dtype, float *buffer, size_t count)
+{
+    if (dtype == SW_DTYPE_FLOAT32)
+        return array;
+    if (dtype == SW_DTYPE_BFLOAT16)
+        widen_bfloat16(buffer, array, count);
+    else
+        widen_float16(buffer, array, count);
+    return buffer;
+}
+
+static bool is_master(const sw_optim_run *run)
+{
+    return run->p_dtype == SW_DTYPE_FLOAT32 && run->state_dtype == SW_DTYPE_FLOAT32;
+}
+
+static bool is_plain(const sw_optim_run *run)
+{
+    return is_master(run) && run->g_dtype == SW_DTYPE_FLOAT32 && !run->copy;
+}
+
+typedef struct buffers {
+    float p[OPTIM_BLOCK_NUMEL], m[OPTIM_BLOCK_NUMEL], v[OPTIM_BLOCK_NUMEL],
+        v_max[OPTIM_BLOCK_NUMEL];
+    float g[OPTIM_BLOCK_NUMEL];
+} buffers;
+
+static void open_run(block *at, buffers *wide, const sw_optim_run *run, size_t start)
+{
+    size_t left = run->numel - start, count = left < OPTIM_BLOCK_NUMEL ? left : OPTIM_BLOCK_NUMEL;
+    sw_dtype state = run->state_dtype;
+    const unsigned char *g =
+        (const unsigned char *)run->g + start * (run->g_dtype == SW_DTYPE_FLOAT32 ? 4u : 2u);
+    at->count = count;
+    at->p = open_block(element(run->p, start, run->p_dtype), run->p_dtype, wide->p, count);
+    at->m = open_block(element(run->m, start, state), state, wide->m, count);
+    at->v = open_block(element(run->v, start, state), state, wide->v, count);
+    at->v_max = open_block(element(run->v_max, start, state), state, wide->v_max, count);
+    at->g = open_gradient(g, run->g_dtype, wide->g, count);
+}
+
+static void close_run(const block *at, const sw_optim_run *run, size_t start)
+{
+    sw_dtype state = run->state_dtype;
+    store_block(element(run->p, start, run->p_dtype), run->p_dtype, at->p, at->count);
+    store_block(element(run->m, start, state), state, at->m, at->count);
+    store_block(element(run->v, start, state), state, at->v, at->count);
+    store_block(element(run->v_max, start, state), state, at->v_max, at->count);
+    store_block(element(run->copy, start, run->copy_dtype), run->copy_dtype, at->p, at->count);
+}
+
+static void adam_run(const sw_optim_run *run, const sw_adam_scalars *with)
+{
+    block at = {run->p, run->m, run->v, run->v_max, run->g, run->copy, run->numel};
+    bool half_gradient = run->g_dtype == SW_DTYPE_BFLOAT16,
+         half_copy = run->copy_dtype == SW_DTYPE_BFLOAT16;
+    if (is_plain(run)) {
+        adam_block(&at, with);
+        return;
+    }
+    if (is_master(run) && is_usual(with) && (half_gradient || run->g_dtype == SW_DTYPE_FLOAT32) &&
+        (half_copy || !run->copy)) {
+        adam_usual(&at, with, half_gradient, run->copy != NULL);
+        return;
+    }
+    buffers wide;
+    for (size_t start = 0; start < run->numel; start += OPTIM_BLOCK_NUMEL) {
+        open_run(&at, &wide, run, start);
+        adam_block(&at, with);
+        close_run(&at, run, start);
+    }
+}
+
+static void sgd_run(const sw_optim_run *run, const sw_sgd_scalars *with)
+{
+    block at = {.p = run->p, .m = run->m, .g = run->g, .count = run->numel};
+    if (is_plain(run)) {
+        sgd_block(&at, with);
+        return;
+    }
+    buffers wide;
+    sw_optim_run used = *run;
+    used.m = with->momentum != 0.0f ? run->m : NULL;
+    used.v = used.v_max = NULL;
+    for (size_t start = 0; start < run->numel; start += OPTIM_BLOCK_NUMEL) {
+        open_run(&at, &wide, &used, start);
+        sgd_block(&at, with);
+        close_run(&at, &used, start);
+    }
+}
+
+const sw_optim_kernels OPTIM_TABLE = {.adam = adam_run, .sgd = sgd_run, .norm = norm_add};

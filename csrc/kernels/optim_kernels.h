@@ -1,0 +1,98 @@
+/* optim_kernels.h - the contracts of the optimizer kernels and of the sum of squares.
+ *
+ * Idea: kernels take scalars that are already rounded to float32 and one run of arrays; which
+ * hyperparameters they come from is csrc/optim's business. docs/design/optim.md has the formulas.
+ * Every table gives the same bits, and so does every cut of a run, because an element meets no
+ * other element.
+ *
+ * Thread rule: any. Kernels keep no state.
+ */
+#ifndef SW_KERNELS_OPTIM_KERNELS_H
+#define SW_KERNELS_OPTIM_KERNELS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "tensor/dtype.h"
+
+/* One piece of work: the same `numel` elements of each array. Arrays are disjoint, aligned to their
+ * element. Dtypes are float32, bfloat16 or float16; arithmetic is float32 whatever they are. Memory
+ * is the caller's. */
+typedef struct sw_optim_run {
+    void *p; /* parameter, or its master: read and written */
+    void *m; /* first moment, or SGD's momentum buffer (unread in SGD without momentum): read and
+                written */
+    void *v; /* second moment: read and written; Adam only */
+    void *v_max;   /* its maximum: read and written; Adam with amsgrad only */
+    const void *g; /* gradient: read */
+    void *copy;    /* the new parameter in copy_dtype: written; NULL for none */
+    size_t numel;
+    int64_t step; /* the number of this step, from 1 */
+    sw_dtype p_dtype, state_dtype, g_dtype, copy_dtype;
+} sw_optim_run;
+
+typedef struct sw_adam_scalars {
+    float factor;        /* of the gradient: scale, negative to maximize; 1 leaves it alone */
+    float decay;         /* p *= decay; 1 for none */
+    float l2;            /* g += l2 * p, fused; 0 for none */
+    float lerp;          /* 1 - beta1 */
+    float beta2, square; /* v = beta2 * v + square * g * g; square is 1 - beta2 */
+    float correction;    /* sqrt(1 - beta2^t) */
+    float eps;
+    float negative_step; /* -lr / (1 - beta1^t) */
+    bool amsgrad;
+} sw_adam_scalars;
+
+typedef struct sw_sgd_scalars {
+    float factor; /* as above */
+    float l2;
+    float momentum;    /* 0: no buffer */
+    float undampening; /* 1 - dampening */
+    float negative_lr;
+    bool nesterov;
+    bool first; /* the buffer is not read: it becomes the gradient */
+} sw_sgd_scalars;
+
+/* Cost: one read of each array that is read, one write of each that is written; blocks of 4 KiB in
+ * L1. */
+typedef void sw_adam_fn(const sw_optim_run *run, const sw_adam_scalars *scalars);
+typedef void sw_sgd_fn(const sw_optim_run *run, const sw_sgd_scalars *scalars);
+
+/* ---- the sum of squares ---- */
+
+enum {
+    SW_NORM_DIGIT_COUNT = 136,
+    SW_NORM_LOWEST_EXPONENT =
+        -2176, /* digit 0 counts 2^-2176: the least square of a float64 is 2^-2148 */
+};
+
+/* The exact number sum over j of digit[j] * 2^(32 j - 2176), and what is no number, counted apart.
+ * All zero is zero. Fields are int64 without padding, so two sums are added by adding their int64
+ * words: an all-reduce of SW_NORM_WORD_COUNT int64 is a merge, once each of them was carried
+ * (csrc/optim/norm.h). */
+typedef struct sw_norm_sum {
+    int64_t digit[SW_NORM_DIGIT_COUNT];
+    int64_t infinite, nan; /* elements seen */
+    int64_t additions;     /* since the last carry; a digit holds 2^31 of them */
+} sw_norm_sum;
+
+enum { SW_NORM_WORD_COUNT = sizeof(sw_norm_sum) / sizeof(int64_t) };
+
+/* Adds the squares of `numel` elements at `data` to *sum; carries by itself when digits fill up.
+ * While a block's exponents span at most 23 binades float32 costs about what a plain sum in double
+ * does, and so, per element, do bfloat16 and float16; each further 23 binades are one more pass
+ * over the block in the cache. float64 takes some nanoseconds an element. */
+typedef void sw_norm_fn(sw_norm_sum *sum, const void *data, size_t numel, sw_dtype dtype);
+
+/* Moves what exceeds 32 bits of a digit to the next: afterwards digits are in [0, 2^32) and equal
+ * sums have equal bytes. */
+void sw_norm_sum_carry(sw_norm_sum *sum);
+
+typedef struct sw_optim_kernels {
+    sw_adam_fn *adam;
+    sw_sgd_fn *sgd;
+    sw_norm_fn *norm;
+} sw_optim_kernels;
+
+#endif

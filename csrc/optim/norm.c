@@ -1,0 +1,83 @@
+/* norm.c - sums of squares by the kernel of the instruction set in force, merged and rounded. */
+#include "optim/norm.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels/kernels.h"
+
+void sw_norm_init(sw_norm_sum *sum)
+{
+    memset(sum, 0, sizeof *sum);
+}
+
+sw_status sw_norm_add(sw_norm_sum *sum, const sw_norm_array *arrays, size_t count, sw_error *err)
+{
+    sw_norm_fn *kernel = sw_kernels()->optim->norm;
+    for (size_t i = 0; i < count; ++i) {
+        sw_dtype dtype = arrays[i].dtype;
+        if (dtype != SW_DTYPE_FLOAT32 && dtype != SW_DTYPE_BFLOAT16 && dtype != SW_DTYPE_FLOAT16 &&
+            dtype != SW_DTYPE_FLOAT64)
+            SW_FAIL(err, SW_E_INVALID,
+                    "norm: array %zu must be float32, bfloat16, float16 or float64, not %s", i,
+                    sw_dtype_name(dtype));
+        if (!arrays[i].data && arrays[i].numel)
+            SW_FAIL(err, SW_E_INVALID, "norm: array %zu of %zu elements has no data", i,
+                    arrays[i].numel);
+    }
+    for (size_t i = 0; i < count; ++i)
+        kernel(sum, arrays[i].data, arrays[i].numel, arrays[i].dtype);
+    return SW_OK;
+}
+
+void sw_norm_close(sw_norm_sum *sum)
+{
+    sw_norm_sum_carry(sum);
+}
+
+void sw_norm_merge(sw_norm_sum *into, const sw_norm_sum *from)
+{
+    for (int i = 0; i < SW_NORM_DIGIT_COUNT; ++i)
+        into->digit[i] += from->digit[i];
+    into->infinite += from->infinite;
+    into->nan += from->nan;
+    sw_norm_sum_carry(into);
+}
+
+bool sw_norm_is_finite(const sw_norm_sum *sum)
+{
+    return sum->infinite == 0 && sum->nan == 0;
+}
+
+double sw_norm_value(const sw_norm_sum *sum)
+{
+    sw_norm_sum closed = *sum;
+    sw_norm_sum_carry(&closed);
+    if (sum->nan)
+        return (double)NAN;
+    if (sum->infinite)
+        return (double)INFINITY;
+    int top = SW_NORM_DIGIT_COUNT - 1;
+    while (top > 2 && closed.digit[top] == 0)
+        --top;
+    /* The three highest digits hold at least 65 bits of the number, or all of it: the first 64 go
+     * into one integer, and whatever is below sets its last bit, so that the conversion to double
+     * rounds rightly. */
+    uint64_t head = (uint64_t)closed.digit[top], next = (uint64_t)closed.digit[top - 1];
+    uint64_t last = (uint64_t)closed.digit[top - 2];
+    int shift = head ? __builtin_clzll(head) : 64;
+    uint64_t low = next << 32 | last;
+    uint64_t bits = shift == 64 ? low : head << shift | low >> (64 - shift);
+    bool sticky = shift == 64 ? false : (low << shift) != 0;
+    for (int i = 0; i < top - 2 && !sticky; ++i)
+        sticky = closed.digit[i] != 0;
+    int exponent = SW_NORM_LOWEST_EXPONENT + 32 * top - shift;
+    /* An even exponent comes out of the square root whole: the sum itself may be out of double's
+     * range. */
+    double square = (double)(bits | sticky);
+    if (exponent % 2 != 0) {
+        square *= 2.0;
+        --exponent;
+    }
+    return ldexp(sqrt(square), exponent / 2);
+}

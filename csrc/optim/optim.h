@@ -1,0 +1,43 @@
+/* optim.h - one step of Adam, AdamW or SGD over a list of runs.
+ *
+ * Idea: hyperparameters are doubles, as the user gave them; here they become the float32 scalars of
+ * the kernels, once per distinct step count. A run is a whole tensor or a slice of a flat arena:
+ * the bits do not depend on which (docs/design/optim.md).
+ *
+ * Thread rule: any, as long as two threads do not share a run. Nothing is kept.
+ */
+#ifndef SW_OPTIM_OPTIM_H
+#define SW_OPTIM_OPTIM_H
+
+#include "base/status.h"
+#include "kernels/optim_kernels.h"
+
+typedef struct sw_adam_options {
+    double lr, beta1, beta2, eps, weight_decay;
+    double grad_scale; /* every gradient is multiplied by (float)grad_scale: clip factor / loss
+                          scale; 1 for none */
+    bool decoupled;    /* AdamW: the decay acts on the parameter, not through the gradient */
+    bool amsgrad, maximize;
+} sw_adam_options;
+
+typedef struct sw_sgd_options {
+    double lr, momentum, dampening, weight_decay;
+    double grad_scale; /* as above */
+    bool nesterov, maximize;
+} sw_sgd_options;
+
+/* Updates every run in order. SGD with momentum takes a run of step 1 as the first: its buffer
+ * becomes the gradient, whatever it held.
+ *
+ * runs   `count` of them (0: nothing happens); fields as in kernels/optim_kernels.h. p, g, m (SGD:
+ * with momentum), v (Adam) and v_max (amsgrad) may be NULL only where numel is 0; step counts
+ * from 1. Errors, before anything is written: SW_E_INVALID for an option out of torch's range (lr,
+ * eps, weight_decay >= 0, betas in [0, 1), momentum >= 0, nesterov with momentum > 0 and dampening
+ * 0, a finite grad_scale), a dtype that is not float32, bfloat16 or float16, a missing array, a
+ * step below 1. `err` names the run by its index. */
+SW_MUST_USE sw_status sw_adam_step(const sw_adam_options *options, const sw_optim_run *runs,
+                                   size_t count, sw_error *err);
+SW_MUST_USE sw_status sw_sgd_step(const sw_sgd_options *options, const sw_optim_run *runs,
+                                  size_t count, sw_error *err);
+
+#endif

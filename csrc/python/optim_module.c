@@ -1,0 +1,406 @@
+/* optim_module.c - the optimizers and the norm on lists of torch tensors.
+ *
+ * Idea: everything is read and checked first, with the GIL; runs are then made of addresses, and
+ * the pass goes over them without it. Tuples hold the tensors meanwhile. Layouts that merely differ
+ * are reported, not refused: the caller rearranges them and asks again.
+ */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "optim/norm.h"
+#include "optim/optim.h"
+#include "python/engine.h"
+
+enum {
+    LIST_PARAMS,
+    LIST_GRADS,
+    LIST_FIRST,
+    LIST_SECOND,
+    LIST_MAXIMUM,
+    LIST_STEPS,
+    LIST_COPIES,
+    LIST_COUNT
+};
+
+typedef struct step_call {
+    const char *operation;
+    const char *names[LIST_COUNT];
+    PyObject *lists[LIST_COUNT]; /* owned tuples; NULL: not given */
+    Py_ssize_t count;
+    sw_optim_run *runs;   /* owned */
+    void **steps;         /* owned; address of each step scalar */
+    bool *wide_steps;     /* owned; float64 rather than float32 */
+    PyObject *mismatched; /* owned list of indices */
+    const void *table;
+} step_call;
+
+static void step_call_fini(step_call *call)
+{
+    for (int k = 0; k < LIST_COUNT; ++k)
+        ENGINE_CLEAR(call->lists[k]);
+    ENGINE_CLEAR(call->mismatched);
+    free(call->runs);
+    free(call->steps);
+    free(call->wide_steps);
+}
+
+/* The arguments as tuples of one length. */
+static bool step_call_init(step_call *call, PyObject *const *given)
+{
+    for (int k = 0; k < LIST_COUNT; ++k) {
+        if (given[k] == NULL || given[k] == Py_None)
+            continue;
+        call->lists[k] = PySequence_Tuple(given[k]);
+        if (!call->lists[k])
+            return false;
+        Py_ssize_t count = PyTuple_Size(call->lists[k]);
+        call->count = k == LIST_PARAMS ? count : call->count;
+        if (count != call->count) {
+            PyErr_Format(PyExc_ValueError, "%s: %s must have one tensor a parameter, %zd, not %zd",
+                         call->operation, call->names[k], call->count, count);
+            return false;
+        }
+    }
+    size_t room = call->count ? (size_t)call->count : 1;
+    call->runs = calloc(room, sizeof *call->runs);
+    call->steps = calloc(room, sizeof *call->steps);
+    call->wide_steps = calloc(room, sizeof *call->wide_steps);
+    call->mismatched = PyList_New(0);
+    if (!call->runs || !call->steps || !call->wide_steps) {
+        PyErr_NoMemory();
+        return false;
+    }
+    if (call->count)
+        call->table = sw_py_tensor_exchange_table(PyTuple_GetItem(call->lists[LIST_PARAMS], 0));
+    return call->mismatched != NULL;
+}
+
+/* "adam_step: grads", for sentences about one tensor. */
+static const char *full_name(const step_call *call, int list, char *buffer, size_t bytes)
+{
+    PyOS_snprintf(buffer, bytes, "%s: %s", call->operation, call->names[list]);
+    return buffer;
+}
+
+static bool read_tensor(const step_call *call, int list, Py_ssize_t index, tensor_reading *out)
+{
+    char name[64];
+    PyObject *tensor = PyTuple_GetItem(call->lists[list], index);
+    if (!sw_py_tensor_read(call->table, tensor, full_name(call, list, name, sizeof name), index,
+                           out))
+        return false;
+    if (out->dtype == SW_DTYPE_FLOAT64 && list != LIST_STEPS) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s[%zd] must be float32, bfloat16 or float16, not torch.float64", name,
+                     index);
+        return false;
+    }
+    return true;
+}
+
+/* Reads one more array of parameter `index`; false with an exception. Other strides only mark the
+ * parameter. */
+static bool read_like(const step_call *call, int list, Py_ssize_t index,
+                      const tensor_reading *parameter, tensor_reading *out, bool *matches)
+{
+    if (!read_tensor(call, list, index, out))
+        return false;
+    if (!sw_py_tensor_same_shape(parameter, out)) {
+        PyObject *own = PyObject_GetAttrString(PyTuple_GetItem(call->lists[list], index), "shape");
+        PyObject *wanted =
+            PyObject_GetAttrString(PyTuple_GetItem(call->lists[LIST_PARAMS], index), "shape");
+        if (own && wanted)
+            PyErr_Format(PyExc_ValueError,
+                         "%s: %s[%zd] must have the shape of its parameter, %S, not %S",
+                         call->operation, call->names[list], index, wanted, own);
+        Py_XDECREF(own);
+        Py_XDECREF(wanted);
+        return false;
+    }
+    *matches = *matches && sw_py_tensor_same_strides(parameter, out);
+    return true;
+}
+
+static bool read_step(step_call *call, Py_ssize_t index, sw_optim_run *run)
+{
+    tensor_reading seen;
+    double value;
+    if (!read_tensor(call, LIST_STEPS, index, &seen))
+        return false;
+    if (seen.numel != 1 || (seen.dtype != SW_DTYPE_FLOAT32 && seen.dtype != SW_DTYPE_FLOAT64)) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: steps[%zd] must be one float32 or float64, not %zd of %s",
+                     call->operation, index, (Py_ssize_t)seen.numel, sw_dtype_name(seen.dtype));
+        return false;
+    }
+    call->steps[index] = seen.data;
+    call->wide_steps[index] = seen.dtype == SW_DTYPE_FLOAT64;
+    value = call->wide_steps[index] ? *(double *)seen.data : (double)*(float *)seen.data;
+    if (!(value >= 0.0 && value < 9e15)) {
+        PyObject *text = PyFloat_FromDouble(value);
+        if (text)
+            PyErr_Format(PyExc_ValueError, "%s: steps[%zd] must be at least 0, not %S",
+                         call->operation, index, text);
+        Py_XDECREF(text);
+        return false;
+    }
+    run->step = (int64_t)value + 1;
+    return true;
+}
+
+static bool read_state(const step_call *call, int list, Py_ssize_t index,
+                       const tensor_reading *parameter, sw_optim_run *run, void **into,
+                       bool *matches)
+{
+    tensor_reading seen;
+    if (!call->lists[list])
+        return true;
+    if (!read_like(call, list, index, parameter, &seen, matches))
+        return false;
+    if (list != LIST_FIRST && seen.dtype != run->state_dtype) {
+        PyErr_Format(PyExc_ValueError, "%s: %s[%zd] must have the dtype of %s, %s, not %s",
+                     call->operation, call->names[list], index, call->names[LIST_FIRST],
+                     sw_dtype_name(run->state_dtype), sw_dtype_name(seen.dtype));
+        return false;
+    }
+    run->state_dtype = seen.dtype;
+    *into = seen.data;
+    return true;
+}
+
+static bool read_run(step_call *call, Py_ssize_t index)
+{
+    sw_optim_run *run = &call->runs[index];
+    tensor_reading parameter, seen;
+    bool matches = true;
+    if (!read_tensor(call, LIST_PARAMS, index, &parameter))
+        return false;
+    if (!sw_py_tensor_is_dense(&parameter)) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "%s: params[%zd] must cover its memory without gaps or overlaps; its strides do not",
+            call->operation, index);
+        return false;
+    }
+    *run = (sw_optim_run){
+        .p = parameter.data, .numel = parameter.numel, .p_dtype = parameter.dtype, .step = 1};
+    if (!read_like(call, LIST_GRADS, index, &parameter, &seen, &matches))
+        return false;
+    run->g = seen.data;
+    run->g_dtype = seen.dtype;
+    if (!read_state(call, LIST_FIRST, index, &parameter, run, &run->m, &matches) ||
+        !read_state(call, LIST_SECOND, index, &parameter, run, &run->v, &matches) ||
+        !read_state(call, LIST_MAXIMUM, index, &parameter, run, &run->v_max, &matches))
+        return false;
+    if (call->lists[LIST_COPIES]) {
+        if (!read_like(call, LIST_COPIES, index, &parameter, &seen, &matches))
+            return false;
+        run->copy = seen.data;
+        run->copy_dtype = seen.dtype;
+    }
+    if (call->lists[LIST_STEPS] && !read_step(call, index, run))
+        return false;
+    if (matches)
+        return true;
+    PyObject *number = PyLong_FromSsize_t(index);
+    int failed = !number || PyList_Append(call->mismatched, number) < 0;
+    Py_XDECREF(number);
+    return !failed;
+}
+
+static bool read_runs(step_call *call)
+{
+    for (Py_ssize_t i = 0; i < call->count; ++i)
+        if (!read_run(call, i))
+            return false;
+    return true;
+}
+
+static void count_steps(const step_call *call)
+{
+    for (Py_ssize_t i = 0; i < call->count && call->lists[LIST_STEPS]; ++i) {
+        if (call->wide_steps[i])
+            *(double *)call->steps[i] += 1.0;
+        else
+            *(float *)call->steps[i] += 1.0f;
+    }
+}
+
+static PyObject *take_mismatched(step_call *call)
+{
+    PyObject *mismatched = call->mismatched;
+    call->mismatched = NULL;
+    return mismatched;
+}
+
+static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"params",          "grads",    "exp_avgs",   "exp_avg_sqs",
+                            "max_exp_avg_sqs", "steps",    "copies",     "lr",
+                            "beta1",           "beta2",    "eps",        "weight_decay",
+                            "decoupled",       "maximize", "grad_scale", NULL};
+    step_call call = {.operation = "adam_step",
+                      .names = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs",
+                                "steps", "copies"}};
+    PyObject *given[LIST_COUNT] = {0}, *result = NULL;
+    /* What was not given is NaN, which the step refuses by name. */
+    sw_adam_options options = {NAN, NAN, NAN, NAN, NAN, .grad_scale = 1.0};
+    int decoupled = 0, maximize = 0;
+    sw_error err;
+    sw_status status = SW_OK;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, keywords, "OOOOOOO|$dddddppd:adam_step", names, &given[LIST_PARAMS],
+            &given[LIST_GRADS], &given[LIST_FIRST], &given[LIST_SECOND], &given[LIST_MAXIMUM],
+            &given[LIST_STEPS], &given[LIST_COPIES], &options.lr, &options.beta1, &options.beta2,
+            &options.eps, &options.weight_decay, &decoupled, &maximize, &options.grad_scale))
+        return NULL;
+    options.decoupled = decoupled != 0;
+    options.maximize = maximize != 0;
+    options.amsgrad = given[LIST_MAXIMUM] != Py_None;
+    if (step_call_init(&call, given) && read_runs(&call)) {
+        if (PyList_Size(call.mismatched) == 0) {
+            Py_BEGIN_ALLOW_THREADS status =
+                sw_adam_step(&options, call.runs, (size_t)call.count, &err);
+            Py_END_ALLOW_THREADS
+        }
+        if (status != SW_OK) {
+            sw_py_raise(PyModule_GetState(module), &err, NULL);
+        } else {
+            if (PyList_Size(call.mismatched) == 0)
+                count_steps(&call);
+            result = take_mismatched(&call);
+        }
+    }
+    step_call_fini(&call);
+    return result;
+}
+
+static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"params",   "grads",    "momentum_buffers", "copies",
+                            "lr",       "momentum", "dampening",        "weight_decay",
+                            "nesterov", "first",    "maximize",         "grad_scale",
+                            NULL};
+    step_call call = {.operation = "sgd_step",
+                      .names = {"params", "grads", "momentum_buffers", "", "", "", "copies"}};
+    PyObject *given[LIST_COUNT] = {0}, *result = NULL;
+    sw_sgd_options options = {NAN, NAN, NAN, NAN, .grad_scale = 1.0};
+    int nesterov = 0, first = 0, maximize = 0;
+    sw_error err;
+    sw_status status = SW_OK;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO|$ddddpppd:sgd_step", names,
+                                     &given[LIST_PARAMS], &given[LIST_GRADS], &given[LIST_FIRST],
+                                     &given[LIST_COPIES], &options.lr, &options.momentum,
+                                     &options.dampening, &options.weight_decay, &nesterov, &first,
+                                     &maximize, &options.grad_scale))
+        return NULL;
+    options.nesterov = nesterov != 0;
+    options.maximize = maximize != 0;
+    if (step_call_init(&call, given) && read_runs(&call)) {
+        for (Py_ssize_t i = 0; i < call.count; ++i)
+            call.runs[i].step = first ? 1 : 2;
+        if (PyList_Size(call.mismatched) == 0) {
+            Py_BEGIN_ALLOW_THREADS status =
+                sw_sgd_step(&options, call.runs, (size_t)call.count, &err);
+            Py_END_ALLOW_THREADS
+        }
+        if (status != SW_OK)
+            sw_py_raise(PyModule_GetState(module), &err, NULL);
+        else
+            result = take_mismatched(&call);
+    }
+    step_call_fini(&call);
+    return result;
+}
+
+/* ---- the norm ---- */
+
+static PyObject *norm_sum(PyObject *module, PyObject *tensors)
+{
+    sw_norm_sum sum;
+    sw_error err;
+    sw_status status = SW_OK;
+    PyObject *result = NULL, *held = PySequence_Tuple(tensors);
+    Py_ssize_t count = held ? PyTuple_Size(held) : 0;
+    sw_norm_array *arrays = calloc(count ? (size_t)count : 1, sizeof *arrays);
+    if (!held || !arrays) {
+        if (held)
+            PyErr_NoMemory();
+        goto done;
+    }
+    const void *table = count ? sw_py_tensor_exchange_table(PyTuple_GetItem(held, 0)) : NULL;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        tensor_reading seen;
+        if (!sw_py_tensor_read(table, PyTuple_GetItem(held, i), "norm_sum: tensors", i, &seen))
+            goto done;
+        if (!sw_py_tensor_is_dense(&seen)) {
+            PyErr_Format(PyExc_ValueError,
+                         "norm_sum: tensors[%zd] must cover its memory without gaps or overlaps; "
+                         "its strides do not",
+                         i);
+            goto done;
+        }
+        arrays[i] = (sw_norm_array){seen.data, seen.numel, seen.dtype};
+    }
+    sw_norm_init(&sum);
+    Py_BEGIN_ALLOW_THREADS status = sw_norm_add(&sum, arrays, (size_t)count, &err);
+    sw_norm_close(&sum);
+    Py_END_ALLOW_THREADS result = status == SW_OK
+                                      ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum)
+                                      : sw_py_raise(PyModule_GetState(module), &err, NULL);
+done:
+    free(arrays);
+    Py_XDECREF(held);
+    return result;
+}
+
+static bool read_sum(PyObject *bytes, sw_norm_sum *sum)
+{
+    if (!PyBytes_Check(bytes) || PyBytes_Size(bytes) != sizeof *sum) {
+        PyErr_Format(PyExc_ValueError,
+                     "norm_value: a sum must be the %zd bytes that norm_sum() returned, not %R",
+                     (Py_ssize_t)sizeof *sum, (PyObject *)Py_TYPE(bytes));
+        return false;
+    }
+    memcpy(sum, PyBytes_AsString(bytes), sizeof *sum);
+    return true;
+}
+
+static PyObject *norm_value(PyObject *module, PyObject *sums)
+{
+    sw_norm_sum total, one;
+    PyObject *result = NULL, *held = PySequence_Tuple(sums);
+    (void)module;
+    sw_norm_init(&total);
+    for (Py_ssize_t i = 0; held && i < PyTuple_Size(held); ++i) {
+        if (!read_sum(PyTuple_GetItem(held, i), &one))
+            goto done;
+        sw_norm_merge(&total, &one);
+    }
+    result = held ? PyFloat_FromDouble(sw_norm_value(&total)) : NULL;
+done:
+    Py_XDECREF(held);
+    return result;
+}
+
+static PyMethodDef optim_functions[] = {
+    {"adam_step", (PyCFunction)(void (*)(void))adam_step, METH_VARARGS | METH_KEYWORDS,
+     "adam_step(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, lr, "
+     "beta1, beta2, eps, "
+     "weight_decay, decoupled, maximize=False, grad_scale=1.0)\n--\n\nOne step of Adam or AdamW."},
+    {"sgd_step", (PyCFunction)(void (*)(void))sgd_step, METH_VARARGS | METH_KEYWORDS,
+     "sgd_step(params, grads, momentum_buffers, copies, *, lr, momentum, dampening, weight_decay, "
+     "nesterov, first, "
+     "maximize=False, grad_scale=1.0)\n--\n\nOne step of SGD."},
+    {"norm_sum", norm_sum, METH_O,
+     "norm_sum(tensors)\n--\n\nThe exact sum of squares, as bytes that can be merged."},
+    {"norm_value", norm_value, METH_O,
+     "norm_value(sums)\n--\n\nThe square root of all sums together."},
+    {NULL, NULL, 0, NULL},
+};
+
+int sw_py_optim_functions_add(PyObject *module)
+{
+    return PyModule_AddFunctions(module, optim_functions);
+}

@@ -1,0 +1,520 @@
+"""Fused optimizers on the engine's kernels, and the exact global norm.
+
+`AdamW`, `Adam` and `SGD` are torch's classes with another `step()`: arguments, `param_groups` and `state_dict()` are
+torch's, and load into each other both ways. Tensors on the CPU only; docs/design/optim.md has the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from . import _engine
+
+__all__ = ["SGD", "Adam", "AdamW", "global_norm"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+#: what torch has and one fused pass cannot be
+_OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differentiable": True}
+
+
+def _takes_many() -> bool:
+    """Whether torch counts versions of a list in one call; older ones take a single tensor."""
+    try:
+        torch.autograd.graph.increment_version([])
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_TAKES_MANY = _takes_many()
+
+
+class _Fused(torch.optim.Optimizer):
+    """What the three have in common: float32 masters, layouts, loading.
+
+    state[p]["master"] is the float32 parameter behind a low-precision one. It follows a parameter that was written
+    by others: `_versions` keeps, by id, the version each had after our own last write; where it differs and the
+    master no longer rounds to the parameter, the master is taken anew.
+    """
+
+    _master: bool
+    _versions: dict[int, int]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_master": self._master}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._versions = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's does.
+
+        Raises
+        ------
+        ValueError
+            If a parameter is not float32, bfloat16 or float16 on the CPU, or the group asks for a form of the step
+            that is not fused (`foreach=True`, `fused=False`, `capturable=True`, `differentiable=True`).
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, number = type(self).__name__, len(self.param_groups) - 1
+        for option, other in _OTHER_FORMS.items():
+            if group.get(option) is other:
+                raise ValueError(
+                    f"sw.optim.{name}: {option}={other} is not its form, which is one fused pass; torch.optim.{name} has it"
+                )
+        for position, p in enumerate(group["params"]):
+            if p.dtype is not torch.float32 and p.dtype not in _HALVES:
+                raise ValueError(
+                    f"sw.optim.{name}: parameter {position} of group {number} must be float32, bfloat16 or float16, "
+                    f"not {str(p.dtype).removeprefix('torch.')}; torch.optim.{name} takes it"
+                )
+            if p.device.type not in ("cpu", "meta"):
+                raise ValueError(
+                    f"sw.optim.{name}: parameter {position} of group {number} must be on the CPU, not on {p.device}; "
+                    f"torch.optim.{name}(fused=True) takes it"
+                )
+
+    def _has_master(self, p: Tensor) -> bool:
+        return self._master and p.dtype in _HALVES
+
+    def _state_like(self, p: Tensor) -> Tensor:
+        """Zeros with the shape and strides of `p`, in the dtype of its state."""
+        return torch.zeros_like(
+            p, dtype=torch.float32 if self._has_master(p) else p.dtype, memory_format=torch.preserve_format
+        )
+
+    def _master_of(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        master: Tensor | None = state.get("master")
+        if master is None or master.stride() != p.stride():
+            state["master"] = made = torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(
+                p if master is None else master
+            )
+            if master is None:
+                return made
+            master = made
+        if self._versions.get(id(p)) != p._version and not torch.equal(master.to(p.dtype), p):
+            master.copy_(p)
+        return master
+
+    def _written(self, params: list[Tensor], masters: list[Tensor]) -> None:
+        """Tell autograd, and remember that this write of the low-precision ones was ours."""
+        _increment_versions(params)
+        if masters:
+            _increment_versions(masters)
+            for p in params:
+                self._versions[id(p)] = p._version
+
+    def _scale_of_scaler(self) -> float | None:
+        """The factor that torch's GradScaler leaves to a fused step; None: an overflow was found, so no step."""
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) != 0.0:
+            return None
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torch's format, from this class or from torch's own.
+
+        torch casts what it loads to the parameter's dtype; moments and masters in float32 keep theirs here. A master
+        that `state_dict` lacks is made from the parameter at the next step.
+        """
+        loaded: list[dict[str, Any]] = []
+        # The last of the pre-hooks: it sees what the user's own made of the dict.
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        saved = chain.from_iterable(group["params"] for group in loaded[0]["param_groups"])
+        for number, p in zip(saved, chain.from_iterable(group["params"] for group in self.param_groups)):
+            for key, value in loaded[0]["state"].get(number, {}).items():
+                if torch.is_tensor(value) and key != "step" and value.shape == p.shape:
+                    dtype = torch.float32 if self._has_master(p) else p.dtype
+                    self.state[p][key] = torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(value)
+        for p in self.state:
+            self._versions.pop(id(p), None)
+
+
+class _Lists:
+    """The tensors of one call of the engine, in parallel lists, with the state each came from."""
+
+    def __init__(self, *keys: str) -> None:
+        self.params: list[Tensor] = []
+        self.targets: list[Tensor] = []  # masters, or the parameters themselves
+        self.grads: list[Tensor] = []
+        self.states: list[dict[str, Any]] = []
+        self.lists: dict[str, list[Tensor]] = {key: [] for key in keys}
+
+    def run(self, call: Callable[[], list[int]]) -> None:
+        """`call()`; if some layouts differ from their parameter's, it did nothing: rearrange those and call again."""
+        mismatched = call()
+        if not mismatched:
+            return
+        for i in mismatched:
+            target = self.targets[i]
+            self.grads[i] = _with_strides_of(target, self.grads[i])
+            for key, tensors in self.lists.items():
+                tensors[i] = self.states[i][key] = _with_strides_of(target, tensors[i])
+        if mismatched := call():
+            raise ValueError(f"step: parameters {mismatched} have a layout that the gradient cannot be given")
+
+
+def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def _increment_versions(tensors: list[Tensor]) -> None:
+    """Count the engine's writes as in-place operations, so that a backward through an old value is refused."""
+    if _TAKES_MANY:
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+class _AdamStep(_Fused):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one optimization step.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Reevaluates the model and returns the loss; runs with gradients enabled.
+
+        Returns
+        -------
+        object
+            What `closure` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale = self._scale_of_scaler()
+        for group in self.param_groups:
+            if grad_scale is not None:
+                self._step_group(group, grad_scale)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
+        amsgrad: bool = group["amsgrad"]
+        keys = ("exp_avg", "exp_avg_sq", "step", *(("max_exp_avg_sq",) if amsgrad else ()))
+        beta1, beta2 = group["betas"]
+        options = {
+            "lr": float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "decoupled": isinstance(self, torch.optim.AdamW) or group.get("decoupled_weight_decay", False),
+            "maximize": group["maximize"],
+            "grad_scale": grad_scale,
+        }
+        direct, through_master = _Lists(*keys), _Lists(*keys)
+        for p in group["params"]:
+            grad = p.grad
+            if grad is None:
+                continue
+            state = self.state[p]
+            if "exp_avg" not in state:
+                self._init_state(p, state)
+            if amsgrad and "max_exp_avg_sq" not in state:
+                state["max_exp_avg_sq"] = self._state_like(p)
+            has_master = self._has_master(p)
+            lists = through_master if has_master else direct
+            lists.params.append(p)
+            lists.targets.append(self._master_of(p, state) if has_master else p)
+            lists.grads.append(grad)
+            lists.states.append(state)
+            for key, tensors in lists.lists.items():
+                tensors.append(state[key])
+        for lists in (direct, through_master):
+            if lists.params:
+                masters = lists.targets if lists is through_master else []
+                self._call(lists, lists.params if masters else None, options)
+                self._written(lists.params, masters)
+
+    def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"] = self._state_like(p)
+        state["exp_avg_sq"] = self._state_like(p)
+
+    @staticmethod
+    def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
+        of = lists.lists
+        steps = of.pop("step")  # no layout to keep
+        lists.run(
+            lambda: _engine.adam_step(
+                lists.targets,
+                lists.grads,
+                of["exp_avg"],
+                of["exp_avg_sq"],
+                of.get("max_exp_avg_sq"),
+                steps,
+                copies,
+                **options,
+            )
+        )
+
+
+class AdamW(_AdamStep, torch.optim.AdamW):
+    r"""AdamW in one pass over memory.
+
+    Parameters
+    ----------
+    params : iterable of Tensor or of dict
+        Dense tensors on the CPU, float32, bfloat16 or float16, or groups of them.
+    lr, betas, eps, weight_decay, amsgrad, maximize
+        As in `torch.optim.AdamW`.
+    foreach, capturable, differentiable, fused
+        Accepted for compatibility. Forms other than the fused one raise ValueError.
+    master : bool, default True
+        Keep a float32 master (and float32 moments) for each bfloat16 or float16 parameter, in `state[p]["master"]`;
+        the parameter is its rounded copy, written in the same pass. False: the parameter itself is updated and its
+        moments have its dtype, as in torch.
+
+    Raises
+    ------
+    ValueError
+        For an option out of torch's range, or a parameter or form of the step that this class does not have.
+
+    Notes
+    -----
+    Each element gets the arithmetic of the vector body of `torch.optim.AdamW(fused=True)`: float32 results have its
+    bits, but where torch itself runs a scalar tail (at most one unit in the last place a step)::
+
+        p *= 1 - lr*wd;  m += (1 - beta1)*(g - m);  v = beta2*v + (1 - beta2)*g*g
+        p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
+
+    Cost of a step: 16 bytes read and 12 written an element in float32. With torch's GradScaler and `fused=True` the
+    gradient is unscaled inside the pass and `.grad` keeps its scaled value.
+
+    References
+    ----------
+    Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, 2019, algorithm 2. Reddi, Kale and Kumar, *On the
+    Convergence of Adam and Beyond*, 2018, algorithm 2 (amsgrad).
+
+    Examples
+    --------
+    >>> import torch, shardwright as sw
+    >>> p = torch.nn.Parameter(torch.ones(4))
+    >>> optimizer = sw.optim.AdamW([p], lr=0.1)
+    >>> p.grad = torch.ones(4)
+    >>> optimizer.step()
+    >>> round(p[0].item(), 4)
+    0.899
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: bool = True,
+    ) -> None:
+        self._master, self._versions = master, {}
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad,
+            maximize=maximize, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused,
+        )  # fmt: skip
+
+
+class Adam(_AdamStep, torch.optim.Adam):
+    """Adam in one pass over memory: as `AdamW`, but the weight decay is added to the gradient (L2).
+
+    Parameters
+    ----------
+    params, lr, betas, eps, weight_decay, amsgrad, maximize
+        As in `torch.optim.Adam`; `weight_decay` is 0 by default.
+    decoupled_weight_decay : bool, default False
+        True is AdamW. ValueError where torch itself does not have it.
+    foreach, capturable, differentiable, fused, master
+        As in `AdamW`.
+
+    Raises
+    ------
+    ValueError
+        As in `AdamW`.
+
+    References
+    ----------
+    Kingma and Ba, *Adam: A Method for Stochastic Optimization*, 2015, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master: bool = True,
+    ) -> None:
+        self._master, self._versions = master, {}
+        newer: dict[str, Any] = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
+        try:
+            super().__init__(
+                params, lr, betas, eps, weight_decay, amsgrad,
+                foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused, **newer,
+            )  # fmt: skip
+        except TypeError:
+            if not newer:
+                raise
+            raise ValueError("sw.optim.Adam: decoupled_weight_decay needs a newer torch; use sw.optim.AdamW") from None
+
+
+class SGD(_Fused, torch.optim.SGD):
+    """Stochastic gradient descent with momentum in one pass over memory.
+
+    Parameters
+    ----------
+    params : iterable of Tensor or of dict
+        As in `AdamW`.
+    lr, momentum, dampening, weight_decay, nesterov, maximize
+        As in `torch.optim.SGD`.
+    foreach, differentiable, fused, master
+        As in `AdamW`.
+
+    Raises
+    ------
+    ValueError
+        As in `AdamW`. Sparse gradients are refused by `step()`.
+
+    Notes
+    -----
+    Bits as `torch.optim.SGD(fused=True)`, with the same exception as in `AdamW`. A parameter's first step, when it
+    has no buffer yet, makes the gradient its buffer. Cost of a step: 12 bytes read and 8 written an element, or 8 and
+    4 without momentum.
+
+    References
+    ----------
+    Sutskever, Martens, Dahl and Hinton, *On the importance of initialization and momentum in deep learning*, 2013.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: bool = True,
+    ) -> None:
+        self._master, self._versions = master, {}
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, nesterov,
+            maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one optimization step; parameters and result as in `AdamW.step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale = self._scale_of_scaler()
+        for group in self.param_groups:
+            if grad_scale is not None:
+                self._step_group(group, grad_scale)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
+        options = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+        options |= {"nesterov": group["nesterov"], "maximize": group["maximize"], "grad_scale": grad_scale}
+        buffered = group["momentum"] != 0
+        calls: dict[tuple[bool, bool], _Lists] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            has_master = self._has_master(p)
+            state = self.state[p] if buffered or has_master else {}
+            buffer = state.get("momentum_buffer")
+            kind = (has_master, buffered and buffer is None)
+            lists = calls.get(kind)
+            if lists is None:
+                lists = calls[kind] = _Lists(*(("momentum_buffer",) if buffered else ()))
+            lists.params.append(p)
+            lists.targets.append(self._master_of(p, state) if has_master else p)
+            lists.grads.append(p.grad)
+            lists.states.append(state)
+            if buffered:
+                lists.lists["momentum_buffer"].append(self._state_like(p) if buffer is None else buffer)
+        for (has_master, first), lists in calls.items():
+            copies = lists.params if has_master else None
+            self._call(lists, copies, {**options, "first": first})
+            self._written(lists.params, lists.targets if has_master else [])
+
+    @staticmethod
+    def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
+        buffers = lists.lists.get("momentum_buffer")
+        lists.run(lambda: _engine.sgd_step(lists.targets, lists.grads, buffers, copies, **options))
+        for state, buffer in zip(lists.states, buffers or ()):
+            state["momentum_buffer"] = buffer
+
+
+def global_norm(tensors: Iterable[Tensor]) -> float:
+    """Euclidean norm of all elements together: the exact sum of squares, rounded once.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor
+        float32, bfloat16, float16 or float64, on the CPU, any shapes.
+
+    Returns
+    -------
+    float
+        The same number for any order or cut of the same elements; NaN if one is NaN, else infinity if one is infinite.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is sparse, on another device or of another dtype.
+
+    Examples
+    --------
+    >>> import torch, shardwright as sw
+    >>> sw.optim.global_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    5.0
+    """
+    dense = [t if t.layout is not torch.strided or t.is_contiguous() else t.contiguous() for t in tensors]
+    return _engine.norm_value([_engine.norm_sum(dense)])
