@@ -47,6 +47,9 @@ typedef struct sw_fold_plan {
     /* The next run of elements to fold at or after `cursor` and before `end`; false when there is none.
      * Elements between runs keep their bits on every rank. */
     bool (*next_run)(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel);
+    /* Before a run is folded: may change the contributions of any rank in elements [begin, begin + numel), which
+     * nobody but this rank reads. NULL: nothing to do. */
+    void (*prepare_run)(void *context, size_t begin, size_t numel);
 } sw_fold_plan;
 
 typedef struct sw_op {
@@ -60,6 +63,7 @@ typedef struct sw_op {
     const sw_arena *arena; /* borrowed until complete; NULL: private memory at data */
     size_t offset_bytes;   /* into the arena */
     void *data;            /* borrowed until complete; private memory, this rank's */
+    void *result;             /* reduce_scatter on an arena: this rank's slice goes here; NULL: into the arena. Borrowed */
     const sw_fold_plan *plan; /* borrowed until complete; NULL: fold everything, divide by world_size */
     char label[SW_COMM_LABEL_BYTES]; /* must agree between ranks; named in errors */
 } sw_op;

@@ -12,7 +12,7 @@
 typedef struct fold_range {
     size_t begin, end;
     bool slots;        /* sources are the slots of `ticket`; else the arena's parts */
-    bool everywhere;   /* store into every rank's part; else into this rank's alone */
+    bool everywhere;   /* store into every rank's part; else into this rank's alone, or into op.result */
 } fold_range;
 
 static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket, const fold_range *range,
@@ -26,11 +26,13 @@ static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t tick
                                      : op->arena->base[r] + op->offset_bytes + begin * element_bytes;
         if (fabric->contributes[r])
             fabric->source[sources++] = part;
-        if (!range->slots && (range->everywhere || r == fabric->comm.rank))
+        if (!range->slots && !op->result && (range->everywhere || r == fabric->comm.rank))
             fabric->destination[destinations++] = part;
     }
     if (range->slots)
         fabric->destination[destinations++] = (uint8_t *)op->data + (begin - pending->begin) * element_bytes;
+    else if (op->result)
+        fabric->destination[destinations++] = (uint8_t *)op->result + (begin - range->begin) * element_bytes;
     if (sources > 0)
         sw_kernels()->fold[op->dtype]((void *const *)fabric->destination, destinations,
                                       (const void *const *)fabric->source, sources, numel, scale, op->redop);
@@ -51,8 +53,11 @@ static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket, 
     plan->resolve(plan->context, fabric->contributes, &scale);
     for (size_t cursor = range->begin;
          cursor < range->end && plan->next_run(plan->context, cursor, range->end, &begin, &numel);
-         cursor = begin + numel)
+         cursor = begin + numel) {
+        if (plan->prepare_run)
+            plan->prepare_run(plan->context, begin, numel);
         fold_run(fabric, pending, ticket, range, begin, numel, scale);
+    }
 }
 
 static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
@@ -69,7 +74,7 @@ static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t 
         size_t offset = op->offset_bytes + range.begin * element_bytes;
         for (int r = 0; r < fabric->comm.world_size; ++r)
             if (r != fabric->comm.rank)
-                memcpy(op->arena->base[r] + offset, op->arena->base[fabric->comm.rank] + offset,
+                sw_copy_streaming(op->arena->base[r] + offset, op->arena->base[fabric->comm.rank] + offset,
                        (range.end - range.begin) * element_bytes);
     }
 }

@@ -169,8 +169,12 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     Py_ssize_t offset;
     const char *name;
     PyObject *shape, *strides = Py_None;
-    if (!PyArg_ParseTuple(args, "nsO|O:tensor", &offset, &name, &shape, &strides))
+    int rank = -1;
+    if (!PyArg_ParseTuple(args, "nsO|Oi:tensor", &offset, &name, &shape, &strides, &rank))
         return NULL;
+    if (rank != -1 && (!self->arena || rank < 0 || rank >= self->arena->world_size))
+        return PyErr_Format(PyExc_ValueError, "Arena.tensor: rank must be in [0, %d), got %d",
+                            self->arena ? self->arena->world_size : 0, rank);
     sw_dtype dtype = sw_dtype_from_name(name);
     if (dtype == SW_DTYPE_COUNT)
         return PyErr_Format(PyExc_ValueError, "Arena.tensor: dtype '%s' is not one the engine moves", name);
@@ -190,7 +194,8 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     if (offset < 0 || (size_t)offset > arena_size(self) || bytes > arena_size(self) - (size_t)offset)
         return PyErr_Format(PyExc_ValueError, "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", offset, bytes,
                             arena_size(self));
-    return sw_py_dlpack_capsule_new(op, arena_base(self) + offset, dtype, shape, strides);
+    uint8_t *base = rank == -1 ? arena_base(self) : self->arena->base[rank];
+    return sw_py_dlpack_capsule_new(op, base + offset, dtype, shape, strides);
 }
 
 static PyObject *arena_get_nbytes(PyObject *op, void *unused)
@@ -207,7 +212,7 @@ static PyObject *arena_get_address(PyObject *op, void *unused)
 
 static PyMethodDef arena_methods[] = {
     {"tensor", arena_tensor, METH_VARARGS,
-     "tensor(offset_bytes, dtype, shape, strides=None)\n--\n\nA DLPack capsule over a part of the arena."},
+     "tensor(offset_bytes, dtype, shape, strides=None, rank=-1)\n--\n\nA DLPack capsule over this rank's part, or a peer's."},
     {NULL, NULL, 0, NULL},
 };
 

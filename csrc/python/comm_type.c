@@ -314,6 +314,53 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     return finish(self, status, &err);
 }
 
+/* Issues one all_gather a range, and waits for the last: ranges is a list of (offset_bytes, nbytes). */
+static PyObject *comm_all_gather(PyObject *op, PyObject *args)
+{
+    comm_object *self = (comm_object *)op;
+    PyObject *arena, *sequence;
+    const char *label = "all_gather";
+    sw_op operation = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8};
+    sw_error err;
+    sw_status status = SW_OK;
+    uint32_t ticket = 0;
+    if (!PyArg_ParseTuple(args, "O!O|s:all_gather", sw_py_state_of(op)->arena_type, &arena, &sequence, &label))
+        return NULL;
+    set_label(&operation, label);
+    if (((arena_object *)arena)->owner != self || !((arena_object *)arena)->arena)
+        return PyErr_Format(PyExc_TypeError, "all_gather '%s': arena is not one of this communicator", label);
+    operation.arena = ((arena_object *)arena)->arena;
+    PyObject *ranges = PySequence_List(sequence);
+    if (!ranges || !sw_py_comm_enter(self)) {
+        Py_XDECREF(ranges);
+        return NULL;
+    }
+    Py_ssize_t count = PyList_Size(ranges);
+    for (Py_ssize_t i = 0; i < count && status == SW_OK; ++i) {
+        Py_ssize_t offset, nbytes;
+        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn;a range is (offset_bytes, nbytes)", &offset, &nbytes) ||
+            offset < 0 || nbytes < 0) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_ValueError, "all_gather '%s': range %zd must not be negative", label, i);
+            Py_DECREF(ranges);
+            sw_py_comm_leave(self);
+            return NULL;
+        }
+        operation.offset_bytes = (size_t)offset;
+        operation.numel = (size_t)nbytes;
+        Py_BEGIN_ALLOW_THREADS
+        status = self->comm->ops->post(self->comm, &operation, &ticket, &err);
+        Py_END_ALLOW_THREADS
+    }
+    Py_DECREF(ranges);
+    if (status == SW_OK && count > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        status = self->comm->ops->wait(self->comm, ticket, &err);
+        Py_END_ALLOW_THREADS
+    }
+    return finish(self, status, &err);
+}
+
 static PyObject *comm_barrier(PyObject *op, PyObject *args)
 {
     comm_object *self = (comm_object *)op;
@@ -598,6 +645,8 @@ static PyMethodDef comm_methods[] = {
     {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(ranges, root, label='broadcast')\n--\n\nOf bytes."},
     {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
      "all_gather_bytes(data, label='all_gather')\n--\n\nEvery rank's data."},
+    {"all_gather", comm_all_gather, METH_VARARGS,
+     "all_gather(arena, ranges, label='all_gather')\n--\n\nEvery rank's slice of each range, to all ranks."},
     {"barrier", comm_barrier, METH_VARARGS, "barrier(label='barrier')\n--\n\nWaits for every rank."},
     {"abort", comm_abort, METH_VARARGS, "abort(reason)\n--\n\nEnds the communicator on every rank."},
     {"stats", comm_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},

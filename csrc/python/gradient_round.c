@@ -10,7 +10,7 @@
 /* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are.
  * Lazily negated and conjugated tensors look the same from here: the first are views of complex
  * ones, so they have strides of their own unless they have one element; the second are complex. */
-static bool same_layout(const tensor_view *grad, const tensor_view *shape)
+bool sw_py_gradient_has_layout(const tensor_view *grad, const tensor_view *shape)
 {
     int64_t numel = 1;
     for (int d = 0; d < grad->ndim; ++d)
@@ -36,7 +36,7 @@ static int copy_gradient(reducer_object *self, size_t index, PyObject *view, PyO
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     self->copies++;
     if (self->exchange && self->shapes && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
-        same_layout(&seen, &self->shapes[index])) {
+        sw_py_gradient_has_layout(&seen, &self->shapes[index])) {
         size_t bytes = layout->place[index].numel *
                        sw_dtype_size_bytes(layout->bucket[layout->place[index].bucket].dtype);
         if (bytes)
@@ -70,7 +70,7 @@ static PyObject *writable_view(reducer_object *self, size_t index)
 
 /* Whether somebody else has hooked a parameter's gradient after us: its hook runs after ours, and
  * may change it. */
-static bool is_hooked_later(reducer_object *self, size_t index)
+bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index)
 {
     PyObject *table = PyList_GetItem(self->hook_tables, (Py_ssize_t)index);
     return table && table != Py_None && PyDict_Size(table) > self->hook_counts[index];
@@ -126,7 +126,12 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
                              &err);
     if (!sw_py_comm_enter(self->comm)) /* a forked child ends here */
         return -1;
-    if (is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index)) {
+    if (self->sliced) {
+        int result = sw_py_sliced_take(self, index, task, param);
+        sw_py_comm_leave(self->comm);
+        return result;
+    }
+    if (sw_py_gradient_is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index)) {
         sw_py_comm_leave(self->comm);
         return 0;
     }
@@ -231,6 +236,11 @@ static int finish_round(reducer_object *self)
         return reducer_raise(self, sw_reducer_finish(self->reducer, &err), &err);
     if (!sw_py_comm_enter(self->comm))
         return -1;
+    if (self->sliced) {
+        int result = sw_py_sliced_finish(self);
+        sw_py_comm_leave(self->comm);
+        return result;
+    }
     int failed = fill(self) < 0;
     if (!failed && self->bucket_callback) {
         failed = finish_with_callback(self) < 0;

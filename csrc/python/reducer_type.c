@@ -98,16 +98,16 @@ static int create(reducer_object *self, specs *s, const sw_reducer_options *opti
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",  "parameters", "bucket_cap_bytes", "transport", "reduce",
-                            "label", NULL};
+    static char *names[] = {"comm",  "parameters", "bucket_cap_bytes", "transport", "reduce", "sliced", "label", NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *comm, *parameters;
     Py_ssize_t cap = 25 * 1024 * 1024;
     const char *transport = "auto", *reduce = "mean";
+    int sliced = 0;
     sw_reducer_options options = {.label = "model"};
     specs s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsss:Reducer", names, &comm, &parameters,
-                                     &cap, &transport, &reduce, &options.label))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nssps:Reducer", names, &comm, &parameters,
+                                     &cap, &transport, &reduce, &sliced, &options.label))
         return -1;
     engine_state *state = sw_py_state_of(op);
     if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {
@@ -121,6 +121,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     self->announced_task = NO_TASK;
     options.bucket_cap_bytes = (size_t)cap;
+    options.sliced = self->sliced = sliced != 0;
     if (parse_transport(transport, &options.transport) < 0 ||
         parse_reduce(reduce, &options.sums) < 0)
         return -1;
@@ -245,6 +246,23 @@ static PyObject *reducer_gradient(PyObject *op, PyObject *args)
                                     strides);
 }
 
+/* This rank's slice of a parameter's mean, one-dimensional. */
+static PyObject *reducer_result(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index, numel;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    uint8_t *address = sw_reducer_result(self->reducer, index, &numel);
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)numel);
+    PyObject *made = shape ? sw_py_dlpack_capsule_new(self->memory, address,
+                                                      layout->bucket[layout->place[index].bucket].dtype, shape, Py_None)
+                           : NULL;
+    Py_XDECREF(shape);
+    return made;
+}
+
 static PyObject *reducer_bucket(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
@@ -286,6 +304,27 @@ static PyObject *reducer_bucket_dtype(PyObject *op, PyObject *position)
     return PyUnicode_FromString(sw_dtype_name(bucket->dtype));
 }
 
+/* (bucket, begin, numel) of a parameter. */
+static PyObject *reducer_place(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    const sw_layout_place *place = &sw_reducer_layout(self->reducer)->place[index];
+    return Py_BuildValue("nnn", (Py_ssize_t)place->bucket, (Py_ssize_t)place->begin, (Py_ssize_t)place->numel);
+}
+
+/* (offset_bytes, numel, dtype, trainable) of a bucket. */
+static PyObject *reducer_bucket_shape(PyObject *op, PyObject *position)
+{
+    const sw_layout_bucket *bucket;
+    if (read_bucket((reducer_object *)op, position, &bucket) < 0)
+        return NULL;
+    return Py_BuildValue("nnsO", (Py_ssize_t)bucket->offset_bytes, (Py_ssize_t)bucket->numel, sw_dtype_name(bucket->dtype),
+                         bucket->trainable ? Py_True : Py_False);
+}
+
 /* Takes `*slot` over from a counted reference. */
 static void keep(PyObject **slot, PyObject *value)
 {
@@ -297,8 +336,8 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
 {
     free(self->shapes);
     free(self->hook_counts);
-    self->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(self->views, 0)) : NULL;
-    self->shapes = self->exchange ? calloc((size_t)count, sizeof *self->shapes) : NULL;
+    self->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(self->sliced ? self->params : self->views, 0)) : NULL;
+    self->shapes = self->exchange && !self->sliced ? calloc((size_t)count, sizeof *self->shapes) : NULL;
     self->hook_counts = calloc((size_t)count + 1, sizeof *self->hook_counts);
     self->hook_tables = PyList_New(count);
     if (!self->hook_counts || !self->hook_tables) {
@@ -463,7 +502,7 @@ static PyObject *reducer_get(PyObject *op, void *which)
     case GET_BUCKETS:
         return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->bucket_count);
     case GET_BYTES:
-        return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->trainable_bytes);
+        return PyLong_FromSize_t(sw_reducer_planned_bytes(self->reducer));
     case GET_OPEN:
         return PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED);
     default:
@@ -474,11 +513,15 @@ static PyObject *reducer_get(PyObject *op, void *which)
 static PyMethodDef reducer_methods[] = {
     {"gradient", reducer_gradient, METH_VARARGS,
      "gradient(index, shape, strides=None)\n--\n\nA DLPack capsule."},
+    {"result", reducer_result, METH_O, "result(index)\n--\n\nA DLPack capsule over this rank's slice of a mean."},
     {"bucket", reducer_bucket, METH_O,
      "bucket(bucket)\n--\n\nA DLPack capsule over a whole bucket."},
     {"bucket_parameters", reducer_bucket_parameters, METH_O,
      "bucket_parameters(bucket)\n--\n\nIndices, in memory order."},
     {"bucket_dtype", reducer_bucket_dtype, METH_O, "bucket_dtype(bucket)\n--\n\nIts element type."},
+    {"place", reducer_place, METH_O, "place(index)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
+    {"bucket_shape", reducer_bucket_shape, METH_O,
+     "bucket_shape(bucket)\n--\n\n(offset_bytes, numel, dtype, trainable)."},
     {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
      "attach(parameters, views, *, copy, open, renew, task_id)\n--\n\nBinds tensors."},
     {"watch_hooks", reducer_watch_hooks, METH_VARARGS,

@@ -37,9 +37,22 @@ static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_
     return status;
 }
 
-static sw_status make_buckets(sw_gradient_memory *memory, sw_transport wanted, const char *label, sw_error *err)
+/* A rank that has no memory for its slices alone: the others are told, since they are done here. */
+static sw_status make_results(sw_gradient_memory *memory, size_t size_bytes, const char *label, sw_error *err)
+{
+    sw_error cause;
+    if (sw_limits_check_memory(size_bytes, label, &cause) != SW_OK ||
+        sw_pages_map(size_bytes, &memory->results, &cause) != SW_OK)
+        return sw_comm_give_up(memory->comm, SW_E_MEMORY, err, "%s", cause.message);
+    memory->result_bytes = size_bytes;
+    return SW_OK;
+}
+
+static sw_status make_buckets(sw_gradient_memory *memory, const sw_gradient_sizes *sizes, sw_transport wanted,
+                              const char *label, sw_error *err)
 {
     sw_comm *comm = memory->comm;
+    memory->size_bytes = sw_size_max(sizes->pool, SW_ALIGNMENT_BYTES);
     if (wanted != SW_TRANSPORT_STAGED) {
         sw_error cause;
         sw_status status = comm->ops->arena_create(comm, memory->size_bytes, label, &memory->arena, &cause);
@@ -59,10 +72,11 @@ static sw_status make_buckets(sw_gradient_memory *memory, sw_transport wanted, c
         snprintf(memory->why, sizeof memory->why, "asked for");
     }
     memory->transport = SW_TRANSPORT_STAGED;
+    memory->size_bytes = sw_size_max(sizes->staged, SW_ALIGNMENT_BYTES);
     return make_private(memory, label, err);
 }
 
-sw_status sw_gradient_memory_create(sw_comm *comm, size_t size_bytes, size_t tail_bytes, sw_transport wanted,
+sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *sizes, sw_transport wanted,
                                     const char *label, sw_gradient_memory **memory, sw_error *err)
 {
     sw_status status;
@@ -70,9 +84,10 @@ sw_status sw_gradient_memory_create(sw_comm *comm, size_t size_bytes, size_t tai
     if (!made)
         return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory for the gradients of '%s'", label);
     made->comm = comm;
-    made->size_bytes = sw_size_max(size_bytes, SW_ALIGNMENT_BYTES);
-    SW_TRY_GOTO(status, comm->ops->arena_create(comm, sw_size_max(tail_bytes, SW_ALIGNMENT_BYTES), label, &made->tails, err), destroy);
-    SW_TRY_GOTO(status, make_buckets(made, wanted, label, err), destroy);
+    SW_TRY_GOTO(status, comm->ops->arena_create(comm, sw_size_max(sizes->tails, SW_ALIGNMENT_BYTES), label, &made->tails, err), destroy);
+    SW_TRY_GOTO(status, make_buckets(made, sizes, wanted, label, err), destroy);
+    if (sizes->results > 0 && made->transport == SW_TRANSPORT_POOL)
+        SW_TRY_GOTO(status, make_results(made, sizes->results, label, err), destroy);
     *memory = made;
     return SW_OK;
 destroy:
@@ -89,5 +104,6 @@ void sw_gradient_memory_destroy(sw_gradient_memory *memory)
         sw_memory_unmap(memory->base, memory->size_bytes);
     else
         memory->comm->ops->arena_destroy(memory->comm, memory->arena);
+    sw_memory_unmap(memory->results, memory->result_bytes);
     free(memory);
 }

@@ -23,12 +23,20 @@ typedef struct sw_gradient_memory {
     sw_arena *tails;     /* owned */
     uint8_t *base;       /* this rank's buckets: in the arena, or owned private pages */
     size_t size_bytes;
+    uint8_t *results;    /* owned private pages: this rank's slices of the means; NULL: they stay in the buckets */
+    size_t result_bytes;
     sw_transport transport; /* what was chosen */
     char why[SW_ERROR_MESSAGE_BYTES];
 } sw_gradient_memory;
 
-/* Collective. `size_bytes` of buckets, `tail_bytes` of use bits; both zeroed, pages come when touched. */
-SW_MUST_USE sw_status sw_gradient_memory_create(sw_comm *comm, size_t size_bytes, size_t tail_bytes, sw_transport wanted,
+typedef struct sw_gradient_sizes { /* in bytes */
+    size_t pool, staged; /* of the buckets, by transport */
+    size_t results;      /* of this rank's slices, apart from the buckets; in a pool only. 0: none */
+    size_t tails;        /* of use bits */
+} sw_gradient_sizes;
+
+/* Collective. Everything is zeroed, pages come when touched. */
+SW_MUST_USE sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *sizes, sw_transport wanted,
                                                 const char *label, sw_gradient_memory **memory, sw_error *err);
 void sw_gradient_memory_destroy(sw_gradient_memory *memory);
 

@@ -1,157 +1,20 @@
 /* reducer.c - see reducer.h and docs/design/reduce.md.
  *
- * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it abandoned the
- * round, and one use bit a parameter. Tails are doubled by the round's parity: a rank may post the next
- * round while a peer still reads this one's, but not the one after, because that needs the peer's done. */
+ * Sliced (options.sliced, in a pool): only this rank's slices of the means are kept, apart from the buckets, and the
+ * buckets share a ring of slots: bucket k waits until all ranks are done with bucket k - RING_SLOTS of the same round. A
+ * gradient that comes too early for its slot stays where autograd put it (ready, but not placed). A rank that did not
+ * clear its gradients contributes the standing mean plus what is new: the owner of a slice adds its mean to that rank's
+ * contribution before it folds (standing bits). */
 #include "reduce/reducer.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/bytes.h"
-#include "base/text.h"
 #include "platform/memory.h"
+#include "reduce/reducer_state.h"
 
-enum { MARKS_PER_POLL = 8 };
-
-typedef struct tail {
-    uint32_t contributes, abandoned;
-    uint32_t bits[]; /* of the bucket's parameters, in memory order */
-} tail;
-
-typedef enum bucket_state { BUCKET_FILLING = 0, BUCKET_POSTED } bucket_state;
-
-typedef struct bucket {
-    struct sw_reducer *reducer; /* borrowed: the plan's context */
-    size_t index;
-    size_t tail_offset_bytes, tail_bytes; /* in the tails arena, of the even parity */
-    size_t pending;                       /* parameters not placed yet in this round */
-    uint32_t *any;                        /* owned: use bits of all ranks together */
-    sw_fold_plan plan;
-    sw_op op;
-    uint32_t ticket;
-    bucket_state state;
-    bool takes_part; /* trainable, or unfrozen since */
-    bool pinned;     /* never posted before the end of the backward */
-    bool all_used;
-} bucket;
-
-typedef struct param_state { /* since when: the last synchronisation, but `placed`: this round */
-    uint8_t used, placed, used_by_any;
-} param_state;
-
-struct sw_reducer {
-    sw_comm *comm; /* borrowed */
-    sw_layout layout;
-    sw_gradient_memory *memory; /* owned until taken */
-    bucket *buckets;            /* owned */
-    param_state *params;        /* owned */
-    bool *contributors;         /* owned scratch, world_size */
-    char **names;               /* owned */
-    size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
-    size_t next_bucket;         /* the lowest that is not posted */
-    sw_round_state state;
-    int64_t task;
-    uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
-    uint32_t parity;
-    uint32_t marks; /* gradients taken, to poll now and then */
-    bool contributes, abandoned, divide_by_active, defer_all;
-    sw_reducer_stats stats;
-};
-
-static tail *tail_of(const bucket *b, int rank)
-{
-    const sw_reducer *reducer = b->reducer;
-    return (tail *)(void *)(reducer->memory->tails->base[rank] + reducer->parity * reducer->tail_stride_bytes +
-                            b->tail_offset_bytes);
-}
-
-static size_t words_of(size_t bits)
-{
-    return (bits + 31) / 32;
-}
-
-static bool bit_is_set(const uint32_t *bits, size_t i)
-{
-    return bits[i / 32] >> (i % 32) & 1;
-}
-
-/* Reads every rank's tail of this round: who contributes, and which parameters anybody used. */
-static void read_tails(bucket *b, bool *contributes, int *abandoned_by)
-{
-    const sw_reducer *reducer = b->reducer;
-    size_t count = reducer->layout.bucket[b->index].count;
-    *abandoned_by = -1;
-    memset(b->any, 0, words_of(count) * sizeof *b->any);
-    for (int r = 0; r < reducer->comm->world_size; ++r) {
-        const tail *t = tail_of(b, r);
-        contributes[r] = t->contributes != 0;
-        if (t->abandoned && *abandoned_by < 0)
-            *abandoned_by = r;
-        for (size_t w = 0; w < words_of(count); ++w)
-            b->any[w] |= t->bits[w];
-    }
-    b->all_used = true;
-    for (size_t i = 0; i < count && b->all_used; ++i)
-        b->all_used = bit_is_set(b->any, i);
-}
-
-static void plan_resolve(void *context, bool *contributes, double *scale)
-{
-    bucket *b = context;
-    int world_size = b->reducer->comm->world_size, abandoned_by, active = 0;
-    read_tails(b, contributes, &abandoned_by);
-    for (int r = 0; r < world_size; ++r) {
-        if (abandoned_by >= 0)
-            contributes[r] = false;
-        active += contributes[r];
-    }
-    *scale = 1.0 / (b->reducer->divide_by_active && active > 0 ? active : world_size);
-}
-
-static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel)
-{
-    const bucket *b = context;
-    const sw_layout *layout = &b->reducer->layout;
-    const sw_layout_bucket *shape = &layout->bucket[b->index];
-    *begin = cursor;
-    *numel = end - cursor;
-    if (b->all_used)
-        return true;
-    size_t run_end = 0;
-    bool found = false;
-    for (size_t i = 0; i < shape->count; ++i) {
-        const sw_layout_place *place = &layout->place[layout->order[shape->first + i]];
-        size_t place_end = place->begin + place->numel;
-        if (place_end <= cursor || place->numel == 0)
-            continue;
-        if (place->begin >= end)
-            break;
-        if (!bit_is_set(b->any, i)) {
-            if (found)
-                break;
-            continue;
-        }
-        if (!found)
-            *begin = sw_size_max(cursor, place->begin);
-        found = true;
-        run_end = sw_size_min(end, place_end);
-    }
-    *numel = found ? run_end - *begin : 0;
-    return found;
-}
-
-/* "bucket 0 of Mlp, 0.bias to 4.weight" */
-static void name_bucket(bucket *b, const char *label)
-{
-    const sw_reducer *reducer = b->reducer;
-    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
-    const char *first = reducer->names[reducer->layout.order[shape->first]];
-    const char *last = reducer->names[reducer->layout.order[shape->first + shape->count - 1]];
-    snprintf(b->op.label, sizeof b->op.label, "bucket %zu of %.*s, %.*s to %.*s", b->index, sw_text_fit(label, 16), label,
-             sw_text_fit(first, 24), first, sw_text_fit(last, 24), last);
-}
+enum { MARKS_PER_POLL = 8, RING_SLOTS = 3 };
 
 static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *options, sw_error *err)
 {
@@ -165,20 +28,19 @@ static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *opt
         b->reducer = reducer;
         b->index = i;
         b->tail_offset_bytes = offset;
-        b->tail_bytes = sizeof(tail) + words_of(shape->count) * sizeof(uint32_t);
+        b->tail_bytes = sizeof(tail) + 2 * sw_words_of(shape->count) * sizeof(uint32_t);
         offset += (b->tail_bytes + SW_ALIGNMENT_BYTES - 1) / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES;
-        b->any = calloc(words_of(shape->count) + 1, sizeof *b->any);
+        b->any = calloc(sw_words_of(shape->count) + 1, sizeof *b->any);
         if (!b->any)
             SW_FAIL(err, SW_E_MEMORY, "reducer of '%s': no memory for use bits", label);
         b->takes_part = shape->trainable;
-        b->plan = (sw_fold_plan){.context = b, .resolve = plan_resolve, .next_run = plan_next_run};
         b->op = (sw_op){.kind = SW_OP_ALL_REDUCE,
                         .dtype = shape->dtype,
                         .redop = redop,
                         .numel = shape->numel,
-                        .offset_bytes = shape->offset_bytes,
-                        .plan = &b->plan};
-        name_bucket(b, label);
+                        .offset_bytes = shape->offset_bytes};
+        sw_bucket_plan(b, false);
+        sw_bucket_name(b, label);
         if (shape->trainable)
             SW_TRY(sw_redop_check(redop, shape->dtype, err));
     }
@@ -186,24 +48,76 @@ static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *opt
     return SW_OK;
 }
 
+static size_t bucket_bytes(const bucket *b)
+{
+    return b->op.numel * sw_dtype_size_bytes(b->op.dtype);
+}
+
+/* How much memory the buckets need, by transport. */
+static sw_gradient_sizes sizes_of(sw_reducer *reducer, bool sliced)
+{
+    sw_gradient_sizes sizes = {.pool = reducer->layout.size_bytes,
+                               .staged = reducer->layout.size_bytes,
+                               .tails = 2 * reducer->tail_stride_bytes};
+    size_t slot_bytes = 0;
+    for (size_t i = 0; sliced && i < reducer->layout.bucket_count; ++i) {
+        bucket *b = &reducer->buckets[i];
+        b->result_offset_bytes = sizes.results;
+        sizes.results += bucket_bytes(b) / (size_t)reducer->comm->world_size;
+        slot_bytes = sw_size_max(slot_bytes, bucket_bytes(b));
+    }
+    if (sliced) {
+        reducer->slot_bytes = slot_bytes;
+        sizes.pool = slot_bytes * sw_size_min(RING_SLOTS, reducer->layout.bucket_count);
+    }
+    return sizes;
+}
+
+/* Gives the buckets that take part their slots, in turns. At the start of each round: one more may have been unfrozen. */
+static void assign_slots(sw_reducer *reducer)
+{
+    bucket *occupant[RING_SLOTS] = {NULL};
+    size_t slot = 0;
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
+        bucket *b = &reducer->buckets[i];
+        if (!b->takes_part)
+            continue;
+        b->op.offset_bytes = slot * reducer->slot_bytes;
+        b->before = occupant[slot];
+        occupant[slot] = b;
+        slot = (slot + 1) % RING_SLOTS;
+    }
+}
+
 static void bind_memory(sw_reducer *reducer)
 {
     size_t begin = 0, end = 0; /* bytes to populate: neighbouring buckets that take part, as one range */
+    bool pool = reducer->memory->transport == SW_TRANSPORT_POOL;
+    if (!pool)
+        reducer->slot_bytes = 0; /* private buckets are whole */
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
         b->op.subject = reducer->memory->tails->serial;
-        if (reducer->memory->transport == SW_TRANSPORT_POOL)
+        if (pool)
             b->op.arena = reducer->memory->arena;
         else
             b->op.data = reducer->memory->base + b->op.offset_bytes;
+        if (reducer->slot_bytes > 0) {
+            b->op.kind = SW_OP_REDUCE_SCATTER;
+            b->op.result = reducer->memory->results + b->result_offset_bytes;
+            sw_bucket_plan(b, true);
+            continue;
+        }
         if (!b->takes_part)
             continue;
         if (b->op.offset_bytes != end) {
             sw_memory_populate(reducer->memory->base + begin, end - begin);
             begin = b->op.offset_bytes;
         }
-        end = b->op.offset_bytes + b->op.numel * sw_dtype_size_bytes(b->op.dtype);
+        end = b->op.offset_bytes + bucket_bytes(b);
     }
+    if (reducer->slot_bytes > 0)
+        end = reducer->memory->size_bytes;
     sw_memory_populate(reducer->memory->base + begin, end - begin);
 }
 
@@ -254,9 +168,9 @@ sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const 
             *err = cause;
         goto destroy;
     }
+    sw_gradient_sizes sizes = sizes_of(made, options->sliced);
     SW_TRY_GOTO(status,
-                sw_gradient_memory_create(comm, made->layout.size_bytes, 2 * made->tail_stride_bytes, options->transport,
-                                          options->label, &made->memory, err),
+                sw_gradient_memory_create(comm, &sizes, options->transport, options->label, &made->memory, err),
                 destroy);
     bind_memory(made);
     *reducer = made;
@@ -279,7 +193,7 @@ static void give_up_posted(sw_reducer *reducer)
     for (size_t i = 0; reducer->state == SW_ROUND_OPEN && i < reducer->layout.bucket_count; ++i) {
         const bucket *b = &reducer->buckets[i];
         if (b->state != BUCKET_POSTED || !b->op.arena)
-            continue;
+            continue; /* a bucket that is done on all ranks needs nothing more */
         (void)sw_comm_give_up(reducer->comm, SW_E_COMM, NULL, "%s was dropped in the middle of a backward", b->op.label);
         return;
     }
@@ -301,6 +215,17 @@ void sw_reducer_destroy(sw_reducer *reducer)
     free(reducer->contributors);
     sw_layout_fini(&reducer->layout);
     free(reducer);
+}
+
+size_t sw_reducer_planned_bytes(const sw_reducer *reducer)
+{
+    if (reducer->slot_bytes == 0)
+        return reducer->layout.trainable_bytes;
+    size_t results = 0;
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
+        if (reducer->buckets[i].takes_part)
+            results += bucket_bytes(&reducer->buckets[i]) / (size_t)reducer->comm->world_size;
+    return reducer->memory->size_bytes + results;
 }
 
 const sw_layout *sw_reducer_layout(const sw_reducer *reducer)
@@ -341,8 +266,23 @@ static bucket *bucket_of(const sw_reducer *reducer, size_t param)
 uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param)
 {
     const sw_layout_bucket *shape = &reducer->layout.bucket[reducer->layout.place[param].bucket];
-    return reducer->memory->base + shape->offset_bytes +
-           reducer->layout.place[param].begin * sw_dtype_size_bytes(shape->dtype);
+    size_t offset = reducer->slot_bytes > 0 ? bucket_of(reducer, param)->op.offset_bytes : shape->offset_bytes;
+    return reducer->memory->base + offset + reducer->layout.place[param].begin * sw_dtype_size_bytes(shape->dtype);
+}
+
+uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *numel)
+{
+    const bucket *b = bucket_of(reducer, param);
+    const sw_layout_place *place = &reducer->layout.place[param];
+    size_t element_bytes = sw_dtype_size_bytes(b->op.dtype), begin, end;
+    sw_bucket_own_slice(b, &begin, &end);
+    size_t from = sw_size_max(begin, place->begin), to = sw_size_min(end, place->begin + place->numel);
+    *numel = from < to ? to - from : 0;
+    if (*numel == 0)
+        from = begin;
+    if (reducer->slot_bytes > 0)
+        return reducer->memory->results + b->result_offset_bytes + (from - begin) * element_bytes;
+    return reducer->memory->base + reducer->layout.bucket[b->index].offset_bytes + from * element_bytes;
 }
 
 void sw_reducer_unfreeze(sw_reducer *reducer, size_t param)
@@ -384,7 +324,12 @@ void sw_reducer_defer_all(sw_reducer *reducer, bool defer)
 
 bool sw_reducer_is_sent(const sw_reducer *reducer, size_t param)
 {
-    return reducer->state == SW_ROUND_OPEN && bucket_of(reducer, param)->state == BUCKET_POSTED;
+    return reducer->state == SW_ROUND_OPEN && bucket_of(reducer, param)->state != BUCKET_FILLING;
+}
+
+bool sw_reducer_is_used(const sw_reducer *reducer, size_t param)
+{
+    return reducer->params[param].used;
 }
 
 bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param)
@@ -399,9 +344,11 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->state = synchronised ? SW_ROUND_OPEN : SW_ROUND_LOCAL;
     reducer->task = task;
     for (size_t i = 0; i < reducer->layout.param_count; ++i)
-        reducer->params[i].placed = 0;
+        reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].standing = 0;
     if (!synchronised)
         return SW_OK;
+    if (reducer->slot_bytes > 0)
+        assign_slots(reducer);
     reducer->parity ^= 1;
     reducer->rounds++;
     reducer->next_bucket = 0;
@@ -409,29 +356,28 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
         bucket *b = &reducer->buckets[i];
         b->state = BUCKET_FILLING;
         b->pending = reducer->layout.bucket[i].count;
+        b->unplaced = 0;
     }
     while (reducer->next_bucket < reducer->layout.bucket_count && !reducer->buckets[reducer->next_bucket].takes_part)
         reducer->next_bucket++;
     return SW_OK;
 }
 
-static void write_tail(bucket *b)
+/* Waits until all ranks are done with the bucket that has the slot of `b` before it. */
+static sw_status reserve(bucket *b, sw_error *err)
 {
-    sw_reducer *reducer = b->reducer;
-    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
-    tail *t = tail_of(b, reducer->comm->rank);
-    memset(t, 0, b->tail_bytes);
-    t->contributes = reducer->contributes;
-    t->abandoned = reducer->abandoned;
-    for (size_t i = 0; reducer->contributes && i < shape->count; ++i)
-        if (reducer->params[reducer->layout.order[shape->first + i]].used)
-            t->bits[i / 32] |= UINT32_C(1) << (i % 32);
+    if (!b->before || b->before->state == BUCKET_DONE)
+        return SW_OK;
+    SW_TRY(b->reducer->comm->ops->wait(b->reducer->comm, b->before->ticket, err));
+    b->before->state = BUCKET_DONE;
+    return SW_OK;
 }
 
 static sw_status post_bucket(bucket *b, sw_error *err)
 {
     sw_reducer *reducer = b->reducer;
-    write_tail(b);
+    SW_TRY(reserve(b, err));
+    sw_bucket_write_tail(b);
     b->state = BUCKET_POSTED;
     b->op.step = reducer->step + 1;
     b->op.round = reducer->contributes ? reducer->rounds : 0; /* who joined counts no steps */
@@ -449,7 +395,7 @@ static sw_status post_ready(sw_reducer *reducer, sw_error *err)
         bucket *b = &reducer->buckets[reducer->next_bucket];
         if (!b->takes_part)
             continue;
-        if (b->pending > 0 || b->pinned || !b->op.arena || reducer->stats.rounds == 0 || reducer->defer_all)
+        if (b->pending > 0 || b->unplaced > 0 || b->pinned || !b->op.arena || reducer->stats.rounds == 0 || reducer->defer_all)
             return SW_OK;
         reducer->stats.buckets_early++;
         SW_TRY(post_bucket(b, err));
@@ -457,7 +403,7 @@ static sw_status post_ready(sw_reducer *reducer, sw_error *err)
     return SW_OK;
 }
 
-sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err)
+sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err)
 {
     bucket *b = bucket_of(reducer, param);
     param_state *state = &reducer->params[param];
@@ -465,41 +411,109 @@ sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool 
     *advance = false;
     if (reducer->state != SW_ROUND_OPEN)
         return SW_OK;
-    if (b->state == BUCKET_POSTED) {
+    if (b->state != BUCKET_FILLING) {
         b->pinned = true;
         SW_FAIL(err, SW_E_STATE,
                 "parameter '%s' got a second gradient in one backward after %s was sent; from the next backward on "
                 "this bucket waits for the end of the backward: clear the gradients and run the step again",
                 reducer->names[param], b->op.label);
     }
-    if (state->placed || task != reducer->task)
+    if (state->ready || task != reducer->task)
         b->pinned = true;
-    if (!state->placed && b->pending > 0)
-        b->pending--;
-    state->placed = 1;
+    if (!state->ready) {
+        b->pending -= b->pending > 0;
+        b->unplaced++;
+    }
+    state->ready = 1;
     /* While buckets are under way, every few gradients is often enough to look after them. */
     bool under_way = reducer->next_bucket > 0 && ++reducer->marks % MARKS_PER_POLL == 0;
     *advance = (b->pending == 0 && b->index == reducer->next_bucket) || under_way;
     return SW_OK;
 }
 
+void sw_reducer_place(sw_reducer *reducer, size_t param, bool standing)
+{
+    param_state *state = &reducer->params[param];
+    if (state->ready && !state->placed)
+        bucket_of(reducer, param)->unplaced--;
+    state->placed = 1;
+    state->standing |= standing;
+}
+
+sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err)
+{
+    SW_TRY(sw_reducer_mark_ready(reducer, param, task, advance, err));
+    if (reducer->state == SW_ROUND_OPEN)
+        sw_reducer_place(reducer, param, false);
+    return SW_OK;
+}
+
+bool sw_reducer_can_place(const sw_reducer *reducer, size_t param)
+{
+    const bucket *b = bucket_of(reducer, param);
+    return !b->before || b->before->state == BUCKET_DONE;
+}
+
+bool sw_reducer_is_waiting(const sw_reducer *reducer, size_t *bucket_index)
+{
+    if (reducer->next_bucket >= reducer->layout.bucket_count)
+        return false;
+    const bucket *b = &reducer->buckets[reducer->next_bucket];
+    *bucket_index = b->index;
+    return b->pending == 0 && b->unplaced > 0 && (!b->before || b->before->state == BUCKET_DONE);
+}
+
+bool sw_reducer_next_unsent(const sw_reducer *reducer, size_t *bucket_index)
+{
+    for (*bucket_index = reducer->next_bucket; *bucket_index < reducer->layout.bucket_count; ++*bucket_index)
+        if (reducer->buckets[*bucket_index].takes_part)
+            return true;
+    return false;
+}
+
+sw_status sw_reducer_reserve(sw_reducer *reducer, size_t bucket_index, sw_error *err)
+{
+    return reserve(&reducer->buckets[bucket_index], err);
+}
+
+sw_status sw_reducer_send(sw_reducer *reducer, size_t bucket_index, sw_error *err)
+{
+    reducer->next_bucket = bucket_index + 1;
+    return post_bucket(&reducer->buckets[bucket_index], err);
+}
+
 bool sw_reducer_pin(sw_reducer *reducer, size_t param)
 {
     bucket *b = bucket_of(reducer, param);
-    if (reducer->state == SW_ROUND_OPEN && b->state == BUCKET_POSTED)
+    if (reducer->state == SW_ROUND_OPEN && b->state != BUCKET_FILLING)
         return false;
     b->pinned = true;
     reducer->params[param].used = 1;
     return true;
 }
 
+/* Helps on what is under way, and sees which buckets are done: their slots are free. */
+static sw_status look_after(sw_reducer *reducer, sw_error *err)
+{
+    for (size_t i = 0; i < reducer->next_bucket; ++i) {
+        bucket *b = &reducer->buckets[i];
+        bool complete = false;
+        if (b->state != BUCKET_POSTED)
+            continue;
+        SW_TRY(reducer->comm->ops->poll(reducer->comm, b->ticket, &complete, err));
+        if (!complete)
+            return SW_OK;
+        b->state = BUCKET_DONE;
+    }
+    return SW_OK;
+}
+
 sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err)
 {
-    bool complete;
     SW_TRY(post_ready(reducer, err));
     if (reducer->next_bucket == 0 || reducer->memory->transport != SW_TRANSPORT_POOL)
         return SW_OK;
-    return reducer->comm->ops->poll(reducer->comm, 0, &complete, err);
+    return look_after(reducer, err);
 }
 
 static sw_status post_rest(sw_reducer *reducer, sw_error *err)
@@ -530,7 +544,7 @@ static void collect(sw_reducer *reducer)
         const sw_layout_bucket *shape = &reducer->layout.bucket[i];
         for (size_t k = 0; k < shape->count; ++k) {
             param_state *state = &reducer->params[reducer->layout.order[shape->first + k]];
-            state->used_by_any = b->takes_part && bit_is_set(b->any, k);
+            state->used_by_any = b->takes_part && sw_bit_is_set(b->any, k);
             if (b->takes_part)
                 state->used = 0;
         }
@@ -544,7 +558,7 @@ static int abandoned_by(sw_reducer *reducer)
 {
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         for (int r = 0; r < reducer->comm->world_size; ++r)
-            if (reducer->buckets[i].takes_part && tail_of(&reducer->buckets[i], r)->abandoned)
+            if (reducer->buckets[i].takes_part && sw_bucket_tail(&reducer->buckets[i], r)->abandoned)
                 return r;
     return -1;
 }
@@ -619,11 +633,11 @@ sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
     int by;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
-            write_tail(&reducer->buckets[i]);
+            sw_bucket_write_tail(&reducer->buckets[i]);
     SW_TRY(reducer->comm->ops->run(reducer->comm, &barrier, err));
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
-            read_tails(&reducer->buckets[i], reducer->contributors, &by);
+            sw_bucket_read_tails(&reducer->buckets[i], reducer->contributors, &by);
     collect(reducer);
     return check_abandoned(reducer, err);
 }

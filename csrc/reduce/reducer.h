@@ -29,7 +29,8 @@ typedef struct sw_reducer sw_reducer;
 typedef struct sw_reducer_options {
     size_t bucket_cap_bytes;
     sw_transport transport;
-    bool sums; /* the sum of the contributions instead of their mean */
+    bool sums;   /* the sum of the contributions instead of their mean */
+    bool sliced; /* keep this rank's slices of the means alone (in a pool; private buckets stay whole) */
     const char *label; /* of the model, in messages; copied */
 } sw_reducer_options;
 
@@ -42,6 +43,8 @@ void sw_reducer_destroy(sw_reducer *reducer);
 /* The memory, to be destroyed by the caller once, after the reducer and every view. */
 sw_gradient_memory *sw_reducer_take_memory(sw_reducer *reducer);
 
+/* Bytes of gradient memory that this rank will touch: contributions, and slices of means. */
+size_t sw_reducer_planned_bytes(const sw_reducer *reducer);
 const sw_layout *sw_reducer_layout(const sw_reducer *reducer);
 const sw_gradient_memory *sw_reducer_memory(const sw_reducer *reducer);
 const sw_reducer_stats *sw_reducer_get_stats(const sw_reducer *reducer);
@@ -49,8 +52,11 @@ sw_round_state sw_reducer_state(const sw_reducer *reducer);
 int64_t sw_reducer_task(const sw_reducer *reducer);
 const char *sw_reducer_name(const sw_reducer *reducer, size_t param);
 
-/* First byte of a parameter's gradient; its bytes are place[param].numel elements. */
+/* First byte of a parameter's contribution; its bytes are place[param].numel elements. Sliced: in this round, while
+ * sw_reducer_can_place(). */
 uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param);
+/* First byte of this rank's slice of a parameter's mean; *numel elements, 0 if it owns none. */
+uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *numel);
 /* Makes a frozen parameter's bucket take part from the next round on. */
 void sw_reducer_unfreeze(sw_reducer *reducer, size_t param);
 
@@ -65,6 +71,19 @@ SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool sy
 /* Parameter `param` got its gradient, which lies in its memory (except in a LOCAL round), by a hook in graph
  * task `task`. Never waits; *advance tells that sw_reducer_advance() has something to do. */
 SW_MUST_USE sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err);
+/* The same in two steps, for a gradient that cannot be placed yet: `param` has its gradient somewhere; */
+SW_MUST_USE sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err);
+/* and now it lies in its memory. `standing`: the contribution is that plus the standing mean (sliced, in a pool). */
+void sw_reducer_place(sw_reducer *reducer, size_t param, bool standing);
+/* Whether the memory of `param` may be written in this round: false while its slot belongs to an earlier bucket. */
+bool sw_reducer_can_place(const sw_reducer *reducer, size_t param);
+/* Whether the next bucket to send has all its gradients, not all of them placed, and a free slot. */
+bool sw_reducer_is_waiting(const sw_reducer *reducer, size_t *bucket);
+/* At the end of a backward, bucket by bucket: the next to send; its slot, once it is free (waits); sent. */
+bool sw_reducer_next_unsent(const sw_reducer *reducer, size_t *bucket);
+SW_MUST_USE sw_status sw_reducer_reserve(sw_reducer *reducer, size_t bucket, sw_error *err);
+SW_MUST_USE sw_status sw_reducer_send(sw_reducer *reducer, size_t bucket, sw_error *err);
+
 /* Parameter `param` is used, and its gradient stays where it is until the end of the backward, because others may
  * still change it; so does its bucket, from now on. false if that was sent already. */
 bool sw_reducer_pin(sw_reducer *reducer, size_t param);
@@ -93,6 +112,8 @@ SW_MUST_USE sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err
 /* Nothing is posted before the end of a backward: a user's hook will own the buckets. */
 void sw_reducer_defer_all(sw_reducer *reducer, bool defer);
 
+/* Whether this rank used `param` since the last synchronisation. */
+bool sw_reducer_is_used(const sw_reducer *reducer, size_t param);
 /* After a round: whether some rank used `param` in it. */
 bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param);
 /* The mean is over the contributing ranks (true) or over the world size (false, the start). */

@@ -11,9 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._engine import CheckpointError, CommError, CommTimeoutError, Error
+from .clip import clip_grad_norm_
 from .data_parallel import DistributedDataParallel
 from .options import Options
-from .wrap import unwrap, wrap
+from .wrap import (
+    full_gradients,
+    full_optimizer_state_dict,
+    full_parameters,
+    load_full_optimizer_state_dict,
+    shard_optimizer,
+    unwrap,
+    wrap,
+)
 
 if TYPE_CHECKING:
     from . import optim
@@ -28,7 +37,13 @@ __all__ = [
     "Error",
     "Options",
     "__version__",
+    "clip_grad_norm_",
     "describe",
+    "full_gradients",
+    "full_optimizer_state_dict",
+    "full_parameters",
+    "load_full_optimizer_state_dict",
+    "shard_optimizer",
     "optim",
     "stats",
     "unwrap",

@@ -96,8 +96,11 @@ class Arena:
 
     nbytes: int
     address: int
-    def tensor(self, offset_bytes: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None = None) -> Any:
-        """A DLPack capsule (for torch.utils.dlpack.from_dlpack): the memory lives as long as the tensor."""
+    def tensor(
+        self, offset_bytes: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None = None, rank: int = -1
+    ) -> Any:
+        """A DLPack capsule (for torch.utils.dlpack.from_dlpack) over this rank's part, or rank's: the memory lives as
+        long as the tensor."""
 
 @final
 class HostComm:
@@ -132,6 +135,9 @@ class HostComm:
         """Bytes of `ranges` (address, nbytes) of `root` to the same ranges of all."""
     def all_gather_bytes(self, data: bytes, label: str = "all_gather") -> list[bytes]:
         """Every rank's `data` (any length each), in rank order."""
+    def all_gather(self, arena: Arena, ranges: Sequence[tuple[int, int]], label: str = "all_gather") -> None:
+        """Of each range (offset_bytes, nbytes) of `arena`, cut into world_size equal slices of whole cache lines, every
+        rank's slice of its own part to all parts."""
     def barrier(self, label: str = "barrier") -> None: ...
     def abort(self, reason: str) -> None:
         """Ends the communicator: every peer's present or next call raises CommError with `reason`."""
@@ -161,9 +167,12 @@ class Reducer:
         bucket_cap_bytes: int,
         transport: str = "auto",
         reduce: str = "mean",
+        sliced: bool = False,
         label: str = "model",
     ) -> None:
-        """`parameters`: (name, numel, dtype, requires_grad). `transport`: "auto", "pool", "staged". `reduce`: "mean", "sum". Collective."""
+        """`parameters`: (name, numel, dtype, requires_grad). `transport`: "auto", "pool", "staged". `reduce`: "mean", "sum".
+        `sliced`: this rank keeps its slices of the averaged gradients alone; views are then ShardedGradients, whose `_pending`
+        the engine takes, and `copy(index, grad, add)` writes or adds a gradient that it cannot read by itself. Collective."""
     transport: str
     transport_reason: str
     bucket_count: int
@@ -175,6 +184,12 @@ class Reducer:
         """A DLPack capsule over a whole bucket, 1-D, padding included (zeros)."""
     def bucket_parameters(self, bucket: int) -> list[int]:
         """Parameter indices of a bucket, in memory order."""
+    def result(self, index: int) -> Any:
+        """A DLPack capsule over this rank's slice of a parameter's averaged gradient, one-dimensional."""
+    def place(self, index: int) -> tuple[int, int, int]:
+        """(bucket, begin, numel) of a parameter; begin in elements of its bucket."""
+    def bucket_shape(self, bucket: int) -> tuple[int, int, str, bool]:
+        """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
     def bucket_dtype(self, bucket: int) -> str: ...
     def attach(
         self,

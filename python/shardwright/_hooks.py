@@ -125,14 +125,14 @@ class StepListener(Protocol):
     serial: int
 
     def holds(self, parameter: torch.Tensor) -> bool: ...
-    def before_step(self) -> None: ...
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_steps(listener: StepListener) -> None:
-    """Calls `listener.before_step()` before each step of its optimizers, for as long as it lives."""
+    """Calls `listener.before_step(optimizer)` before each step of its optimizers, for as long as it lives."""
     _listeners.add(listener)
     _install_step_hook()
 
@@ -153,4 +153,4 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     for listener in sorted(_listeners, key=_serial):
         holds = listener.holds
         if any(holds(p) for group in optimizer.param_groups for p in group["params"]):
-            listener.before_step()
+            listener.before_step(optimizer)

@@ -46,6 +46,8 @@ class DistributedDataParallel(TorchDDP):
         Refused with a sentence naming what to use.
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         Accepted; what they ask for holds anyway.
+    zero : {0, 1, 2, 3}
+        What is sliced over ranks (see wrap).
     **options
         Further fields of Options: timeout_s, transport, ignored_params, ...
 
@@ -86,6 +88,8 @@ class DistributedDataParallel(TorchDDP):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        zero: int = 0,
         **options: Any,
     ) -> None:
         given = dict(locals())
@@ -108,6 +112,7 @@ class DistributedDataParallel(TorchDDP):
         if isinstance(module, TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
         self.module = module
+        self._zero = zero
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
         self._build(
             init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers
@@ -175,11 +180,12 @@ class DistributedDataParallel(TorchDDP):
             "transport": options.chosen_transport,
             "reduce": options.reduce,
             "timeout_s": options.timeout_s,
+            "zero": self._zero,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
         }
         self._replica = Replica(
-            self.module, group, options, frozenset(self.parameters_to_ignore), _reads_sync_flag(self), settings
+            self.module, group, options, frozenset(self.parameters_to_ignore), _reads_sync_flag(self), settings, self._zero
         )
         self._retire = weakref.finalize(self, self._replica.retire)
         self._retire.atexit = False
@@ -280,6 +286,10 @@ class DistributedDataParallel(TorchDDP):
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
         """A context in which ranks may run out of inputs at different times. See torch's."""
+        if self._zero:
+            raise NotImplementedError(
+                f"join() at zero={self._zero} is not there yet: a rank without inputs must still step on its slices"
+            )
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
         return Join(
@@ -310,6 +320,10 @@ class DistributedDataParallel(TorchDDP):
         -----
         Buckets are handed over at the end of the backward, in order. The hook's own collectives decide cost and bits.
         """
+        if self._zero >= 2:
+            raise NotImplementedError(
+                f"a communication hook at zero={self._zero} is not there yet: no rank holds whole gradients for it to average"
+            )
         self._check_comm_hook(hook)
         if self._comm_hooks:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")

@@ -104,10 +104,11 @@ def _model(replica: Any) -> dict[str, Any]:
     return {
         "module": replica.label,
         "group": replica.group.name,
-        "zero": 0,
+        "zero": replica.zero,
         "parameters": len(replica.table.parameters),
         "buckets": reducer.bucket_count,
         "gradient_bytes": reducer.planned_bytes,
+        **replica.parameter_plan(),
         "transport": reducer.transport,
         "transport_reason": reducer.transport_reason,
     }

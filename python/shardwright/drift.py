@@ -29,14 +29,23 @@ class DriftCheck:
     table : ParameterTable
     ignored : frozenset of str
         Names left out of the table.
+    pinned : bool
+        Whether the data of parameters must stay where it is, because slices of it are stepped on.
+    shared : bool
+        Whether the data is the host's one copy: what one rank writes to it, all ranks have.
     """
 
-    def __init__(self, module: torch.nn.Module, table: ParameterTable, ignored: frozenset[str]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, table: ParameterTable, ignored: frozenset[str], *, pinned: bool = False,
+        shared: bool = False,
+    ) -> None:
         self._table = table
         self._ignored = ignored
+        self._pinned = pinned
         self._frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
         self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
         self._addresses = self._read_addresses()
+        self._versions = self._read_versions() if shared else None
         self._take_snapshot(module)
 
     def _take_snapshot(self, module: torch.nn.Module) -> None:
@@ -67,7 +76,11 @@ class DriftCheck:
         addresses = self._read_addresses()
         if addresses != self._addresses:
             self._compare_kinds()
+            if self._pinned:
+                self._compare_addresses(addresses)
             self._addresses = addresses
+        if self._versions is not None and self._versions != self._read_versions():
+            self._compare_versions()
 
     def _same_members(self) -> bool:
         try:
@@ -96,6 +109,35 @@ class DriftCheck:
             if name not in found:
                 raise Error(f"parameter {name!r} is no longer in the module that was wrapped; {_REMEDY}")
         self._take_snapshot(module)  # the module was rearranged, but its parameters are the same
+
+    def accept_writes(self) -> None:
+        """Parameters were written where that is allowed."""
+        if self._versions is not None:
+            self._versions = self._read_versions()
+
+    def _read_versions(self) -> list[int]:
+        return [parameter._version for parameter in self._table.parameters]
+
+    def _compare_versions(self) -> None:
+        before, self._versions = self._versions, self._read_versions()
+        for name, old, new in zip(self._table.names, before or (), self._versions):
+            if old != new:
+                raise Error(
+                    f"parameter {name!r} was written to, and the host's ranks share it: each rank that wrote has changed it for "
+                    "all; write inside `with sw.full_parameters(module, writable=True)`"
+                )
+
+    def forget_address(self, index: int) -> None:
+        """The engine itself has moved a parameter."""
+        self._addresses[index] = self._table.parameters[index].data_ptr()
+
+    def _compare_addresses(self, addresses: list[int]) -> None:
+        for name, before, now in zip(self._table.names, self._addresses, addresses):
+            if before != now:
+                raise Error(
+                    f"the data of parameter {name!r} was replaced (p.data = ...) after the module was wrapped, and slices of the "
+                    f"old are stepped on: write into it instead, p.data.copy_(...), or {_REMEDY}"
+                )
 
     def _compare_kinds(self) -> None:
         for name, parameter, (dtype, shape, device) in zip(self._table.names, self._table.parameters, self._kinds):

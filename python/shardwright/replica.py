@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from . import _hooks
 from ._engine import Error, Reducer
 from .drift import DriftCheck
 from .gradients import copy_gradient, gradient_view
 from .options import Options
+from .parameter_memory import ParameterMemory, memory_order
 from .process_group import HostGroup
+from .sharded_gradient import GradientBoard, ShardedGradient
 from .table import ParameterTable, verify
 
 _serials = itertools.count()
@@ -43,9 +47,11 @@ class Replica:
         ignored: frozenset[str],
         synchronises: Callable[[], bool],
         settings: dict[str, Any],
+        zero: int = 0,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
+        self.zero = zero
         self.group = group
         self._module = weakref.ref(module)
         refusal = None
@@ -62,26 +68,30 @@ class Replica:
             bucket_cap_bytes=options.bucket_cap_bytes,
             transport=options.chosen_transport,
             reduce=options.reduce,
+            sliced=zero >= 2,
             label=self.label,
         )
+        self._parameters = None
+        if zero:
+            self._parameters = ParameterMemory(group, self.reducer, self.table, self.label, shared=zero == 3)
         try:
             self._attach(synchronises)
         except BaseException as error:  # of this rank alone: the others must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
-        self._drift = DriftCheck(module, self.table, ignored)
+        self._drift = DriftCheck(module, self.table, ignored, pinned=bool(zero), shared=zero == 3)
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
         _live.add(self)
         _hooks.watch_steps(self)
 
     def _attach(self, synchronises: Callable[[], bool]) -> None:
-        self.views = [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
+        self.views = self._make_views()
         self.reducer.attach(
             self.table.parameters,
             self.views,
-            copy=copy_gradient,
+            copy=copy_gradient if self.zero < 2 else _writer(weakref.ref(self)),
             open=_opener(weakref.ref(self), synchronises),
             renew=_renewer(weakref.ref(self)),
             task_id=_hooks.graph_task_id,
@@ -90,6 +100,18 @@ class Replica:
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
                 self._hook(index)
+
+    def _make_views(self) -> list[torch.Tensor]:
+        if self.zero < 2:
+            return [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
+        board = GradientBoard(self.group.comm, self.reducer, self.label)
+        staged = self.reducer.transport == "staged"
+        return [
+            ShardedGradient(
+                p, from_dlpack(self.reducer.result(i)), board, gradient_view(p, self.reducer, i) if staged else None
+            )
+            for i, p in enumerate(self.table.parameters)
+        ]
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """An older replica of this very module gives way; one of another module that shares a parameter is an error."""
@@ -118,6 +140,9 @@ class Replica:
 
     def _unfreeze(self, index: int) -> None:
         self.reducer.mark_unfrozen(index)
+        if self._parameters is not None:
+            self._parameters.adopt(index)
+            self._drift.forget_address(index)
         self._hook(index)
 
     def before_forward(self, synchronises: bool) -> None:
@@ -133,8 +158,68 @@ class Replica:
         """Whether `parameter` is in the table."""
         return id(parameter) in self._identities
 
-    def before_step(self) -> None:
+    def parameters(self) -> ParameterMemory:
+        """Where the parameters lie; at zero >= 1 only."""
+        assert self._parameters is not None
+        return self._parameters
+
+    def parameter_plan(self) -> dict[str, Any]:
+        """For describe()."""
+        if self._parameters is None:
+            return {}
+        held = "shared_parameter_bytes" if self._parameters.shared else "parameter_bytes"
+        plan: dict[str, Any] = {held: self._parameters.bytes_held}
+        return {**plan, "parameters_reason": self._parameters.reason} if self._parameters.reason else plan
+
+    def gradient_slice(self, index: int) -> torch.Tensor | None:
+        """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
+        parameter = self.table.parameters[index]
+        low, high = self.parameters().run(index, self.group.rank)
+        gradient = parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            return gradient.averaged_piece()
+        if gradient is not None and self.zero >= 2:
+            raise Error(
+                f"parameter {self.table.names[index]!r} has a gradient of this rank alone, which is not averaged yet: run a "
+                "backward outside of no_sync() before stepping"
+            )
+        return None if gradient is None else memory_order(gradient.detach(), parameter)[low:high]
+
+    @contextlib.contextmanager
+    def writable_parameters(self) -> Iterator[None]:
+        """See full_parameters."""
+        if self._parameters is None:
+            yield
+            self.broadcast_state(0, ())
+            return
+        with self._parameters.writable():
+            yield
+        self._drift.accept_writes()
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
+        found: dict[str, torch.Tensor | None] = {}
+        for index, (name, parameter) in enumerate(zip(self.table.names, self.table.parameters)):
+            gradient = parameter.grad
+            if not isinstance(gradient, ShardedGradient):
+                found[name] = gradient
+                continue
+            data = gradient.averaged_piece().view(torch.uint8).numpy().tobytes()
+            flat = parameter.new_empty(parameter.numel(), dtype=gradient.dtype)
+            for rank, each in enumerate(self.group.comm.all_gather_bytes(data, f"gradient of {name}")):
+                low, high = self.parameters().run(index, rank)
+                if low < high:
+                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
+            found[name] = flat.as_strided(parameter.shape, parameter.stride())
+        return found
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the step of an optimizer that holds one of our parameters."""
+        if self.zero and not hasattr(optimizer, "slice_of"):
+            raise Error(
+                f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which "
+                "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
+            )
         module = self._module()
         if module is not None:
             self._drift.check(module)
@@ -149,7 +234,8 @@ class Replica:
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Parameters and `buffers` of rank `root` to all. Collective."""
-        self.group.broadcast([*self.table.parameters, *buffers], root, f"state of {self.label}")
+        parameters = () if self.zero == 3 else self.table.parameters  # the host's one copy has rank 0's values already
+        self.group.broadcast([*parameters, *buffers], root, f"state of {self.label}")
 
     def retire(self) -> None:
         """Takes the hooks off the parameters. Gradients stay where they are."""
@@ -176,6 +262,24 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
         return synchronises()
 
     return open_round
+
+
+def _writer(replica: weakref.ref[Replica]) -> Callable[[int, torch.Tensor, bool], None]:
+    """What the reducer calls at zero >= 2 with a gradient that it cannot read by itself: of other strides, sparse, ..."""
+
+    def write(index: int, gradient: torch.Tensor, add: bool) -> None:
+        alive = replica()
+        if alive is None:
+            return
+        memory = gradient_view(alive.table.parameters[index], alive.reducer, index)
+        if add:
+            whole = torch.empty_like(memory)
+            copy_gradient(whole, gradient)
+            memory.add_(whole)
+        else:
+            copy_gradient(memory, gradient)
+
+    return write
 
 
 def _renewer(replica: weakref.ref[Replica]) -> Callable[[int], None]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
+from .clip import clip_grad_norm_
 from .data_parallel import DistributedDataParallel
 from .options import Options
+from .sharded_optimizer import ShardedOptimizer
 
 _LATER = {
     "precision": "precision policies are not there yet: use torch.autocast around the forward",
     "compress": "compression is not there yet: use register_comm_hook with one of torch's hooks",
-    "clip_grad_norm": "clip_grad_norm is not there yet: call torch.nn.utils.clip_grad_norm_ before optimizer.step()",
     "offload": "offload is not there yet: leave it None",
 }
 
@@ -48,10 +51,13 @@ def wrap(
     module : Module
         On the CPU. It is not changed; its parameters keep their identity.
     optimizer : Optimizer, optional
-        Returned as it is at zero=0.
-    zero : {0}
-        What is sliced over ranks: nothing at 0. Stages 1 to 3 are not there yet.
-    precision, compress, clip_grad_norm, offload
+        Returned as it is at zero=0; else one that steps on this rank's slices takes its place.
+    zero : {0, 1, 2, 3}
+        What is sliced over ranks: nothing at 0; the optimizer's state at 1; averaged gradients too at 2; at 3 the host has one
+        copy of the parameters, of which each rank updates its slices.
+    clip_grad_norm : float, optional
+        Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
+    precision, compress, offload
         Not there yet: None.
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1; no effect at 0.
@@ -84,18 +90,98 @@ def wrap(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
     """
-    _check_later(zero, dict(precision=precision, compress=compress, clip_grad_norm=clip_grad_norm, offload=offload))
+    _check_later(zero, dict(precision=precision, compress=compress, offload=offload))
     if partition not in ("auto", "flat", "tensor"):
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
     Options.from_keywords(options, also_known=("zero", "partition", *_LATER))
+    if clip_grad_norm is not None and (optimizer is None or not clip_grad_norm > 0):
+        raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {clip_grad_norm!r}")
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
     if unwrap(module) is not module and isinstance(_original(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
-    wrapped = DistributedDataParallel(module, **options)
-    return wrapped if optimizer is None else (wrapped, optimizer)
+    wrapped = DistributedDataParallel(module, zero=zero, **options)
+    if optimizer is None:
+        return wrapped
+    if zero:
+        optimizer = shard_optimizer(wrapped, optimizer, partition=partition)
+    if clip_grad_norm is not None:
+        optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
+    return wrapped, optimizer
+
+
+class _Clip:
+    """What an optimizer calls before it steps."""
+
+    def __init__(self, wrapped: DistributedDataParallel, max_norm: float) -> None:
+        self._wrapped, self._max_norm = wrapped, max_norm
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        clip_grad_norm_(self._wrapped, self._max_norm)
+
+
+def shard_optimizer(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, partition: str = "auto"
+) -> torch.optim.Optimizer:
+    """The optimizer of a module that was wrapped with zero >= 1, sliced over ranks.
+
+    Raises
+    ------
+    Error
+        The module is not wrapped with zero >= 1.
+    ValueError
+        The optimizer holds a parameter that is not the module's, or is not known to be elementwise (see `partition`).
+    """
+    wrapped = _original(module)
+    if not isinstance(wrapped, DistributedDataParallel) or not wrapped._zero:
+        raise Error("shard_optimizer needs a module that was wrapped with zero >= 1")
+    return ShardedOptimizer(optimizer, wrapped._engine(), partition)
+
+
+def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The whole optimizer's state in torch's ordinary format, on every rank, at any stage. Collective at zero >= 1."""
+    return optimizer.full_state_dict() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
+
+
+def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Whole averaged gradients by the bare module's names, None where there is none. Collective at zero >= 2.
+
+    Cost at zero >= 2: the gradients' bytes to every rank.
+    """
+    wrapped = _original(module)
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise Error("full_gradients needs a wrapped module")
+    return wrapped._engine().full_gradients()
+
+
+@contextlib.contextmanager
+def full_parameters(module: torch.nn.Module, *, writable: bool = False) -> Iterator[None]:
+    """Inside, every rank has whole parameters. Collective.
+
+    Parameters
+    ----------
+    module : Module
+        Wrapped, at any stage.
+    writable : bool
+        Whether they may be written. Each rank writes to its own; afterwards all ranks have rank 0's.
+    """
+    wrapped = _original(module)
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise Error("full_parameters needs a wrapped module")
+    if writable:
+        with wrapped._engine().writable_parameters():
+            yield
+    else:
+        yield
+
+
+def load_full_optimizer_state_dict(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
+    """Takes what full_optimizer_state_dict() gave, at any stage and world size; `state` is the same on every rank."""
+    optimizer.load_state_dict(state)
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -111,10 +197,6 @@ def _original(module: torch.nn.Module) -> torch.nn.Module:
 def _check_later(zero: int, later: dict[str, Any]) -> None:
     if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
-    if zero:
-        raise NotImplementedError(
-            f"zero={zero} is not there yet: only zero=0, whole copies with averaged gradients, is"
-        )
     for name, value in later.items():
         if value is not None:
             raise NotImplementedError(_LATER[name])

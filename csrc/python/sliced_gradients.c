@@ -1,0 +1,166 @@
+/* sliced_gradients.c - rounds in which only this rank's slices of the means are kept (zero >= 2).
+ *
+ * `.grad` is then None, a tensor of autograd's own, or the parameter's ShardedGradient, which has no memory but may hold a
+ * pending tensor: what backwards have added since the last round. A contribution is taken out of `.grad` into the bucket's
+ * slot as soon as the slot is free, and at the latest when the bucket is sent; the ShardedGradient is put back when the round
+ * ends. A gradient taken out of a ShardedGradient is marked as standing: the owners of slices add the old mean to it. */
+#include <string.h>
+
+#include "kernels/kernels.h"
+#include "python/reducer_object.h"
+
+static sw_dtype dtype_of(const reducer_object *self, size_t index)
+{
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    return layout->bucket[layout->place[index].bucket].dtype;
+}
+
+/* memory = gradient, or memory += gradient. */
+static int write_gradient(reducer_object *self, size_t index, PyObject *param, PyObject *grad, bool add)
+{
+    tensor_view seen, shape;
+    sw_dtype dtype = dtype_of(self, index);
+    size_t numel = sw_reducer_layout(self->reducer)->place[index].numel;
+    void *memory = sw_reducer_address(self->reducer, index);
+    if (self->exchange && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
+        sw_py_tensor_view_get(self->exchange, param, &shape) && sw_py_gradient_has_layout(&seen, &shape)) {
+        const void *sources[] = {memory, seen.data};
+        if (add)
+            sw_kernels()->fold[dtype](&memory, 1, sources, 2, numel, 1, SW_REDOP_SUM);
+        else
+            sw_copy_streaming(memory, seen.data, numel * sw_dtype_size_bytes(dtype));
+        return 0;
+    }
+    self->copies++;
+    PyObject *position = PyLong_FromSize_t(index);
+    PyObject *result = position ? PyObject_CallFunctionObjArgs(self->copy, position, grad, add ? Py_True : Py_False, NULL)
+                                : NULL;
+    Py_XDECREF(position);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+static int place_source(reducer_object *self, size_t index, PyObject *param, PyObject *source, bool add)
+{
+    if (source != Py_None)
+        return write_gradient(self, index, param, source, add);
+    size_t bytes = sw_reducer_layout(self->reducer)->place[index].numel * sw_dtype_size_bytes(dtype_of(self, index));
+    if (!add && bytes)
+        memset(sw_reducer_address(self->reducer, index), 0, bytes);
+    return 0;
+}
+
+/* Takes this rank's contribution out of `.grad`. The parameter's memory can be written. */
+static int place(reducer_object *self, size_t index)
+{
+    bool pool = sw_reducer_memory(self->reducer)->transport == SW_TRANSPORT_POOL;
+    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
+    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    if (!grad)
+        return -1;
+    bool standing = grad == view;
+    PyObject *source = standing ? PyObject_GetAttrString(view, "_pending") : grad;
+    if (!standing)
+        Py_INCREF(source);
+    /* A second gradient of one backward adds to the first; private buckets hold the standing mean themselves. */
+    bool add = sw_reducer_is_placed(self->reducer, index) || (standing && !pool);
+    int failed = !source || place_source(self, index, param, source, add) < 0;
+    if (!failed && standing && source != Py_None)
+        failed = PyObject_SetAttrString(view, "_pending", Py_None) < 0;
+    else if (!failed && !standing && grad != Py_None && sw_reducer_is_used(self->reducer, index))
+        failed = PyObject_SetAttr(param, self->grad_name, Py_None) < 0;
+    if (!failed)
+        sw_reducer_place(self->reducer, index, standing && pool);
+    Py_XDECREF(source);
+    Py_DECREF(grad);
+    return failed ? -1 : 0;
+}
+
+static int place_bucket(reducer_object *self, size_t bucket)
+{
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    for (size_t i = 0; i < layout->bucket[bucket].count; ++i) {
+        size_t index = layout->order[layout->bucket[bucket].first + i];
+        if (!sw_reducer_is_placed(self->reducer, index) && place(self, index) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Sends what can be sent without waiting. */
+static int advance(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    size_t bucket;
+    for (;;) {
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_advance(self->reducer, &err);
+        Py_END_ALLOW_THREADS
+        if (reducer_raise(self, status, &err) < 0)
+            return -1;
+        if (!sw_reducer_is_waiting(self->reducer, &bucket))
+            return 0;
+        if (place_bucket(self, bucket) < 0)
+            return -1;
+    }
+}
+
+int sw_py_sliced_take(reducer_object *self, size_t index, int64_t task, PyObject *param)
+{
+    bool ahead = false;
+    sw_error err;
+    if (sw_py_gradient_is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index))
+        return 0;
+    PyObject *grad = PyObject_GetAttr(param, self->grad_name);
+    if (!grad)
+        return -1;
+    bool none = grad == Py_None;
+    Py_DECREF(grad);
+    if (none)
+        return 0;
+    if (reducer_raise(self, sw_reducer_mark_ready(self->reducer, index, task, &ahead, &err), &err) < 0)
+        return -1;
+    if (sw_reducer_can_place(self->reducer, index) && place(self, index) < 0)
+        return -1;
+    return ahead ? advance(self) : 0;
+}
+
+/* After a round: every parameter that some rank used has its ShardedGradient. */
+static int put_back(reducer_object *self)
+{
+    size_t count = sw_reducer_layout(self->reducer)->param_count;
+    for (size_t i = 0; i < count; ++i) {
+        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
+        if (sw_reducer_used_by_any(self->reducer, i) &&
+            PyObject_SetAttr(param, self->grad_name, PyList_GetItem(self->views, (Py_ssize_t)i)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int sw_py_sliced_finish(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    size_t bucket;
+    while (sw_reducer_next_unsent(self->reducer, &bucket)) {
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_reserve(self->reducer, bucket, &err);
+        Py_END_ALLOW_THREADS
+        if (reducer_raise(self, status, &err) < 0 || place_bucket(self, bucket) < 0)
+            return -1;
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_send(self->reducer, bucket, &err);
+        Py_END_ALLOW_THREADS
+        if (reducer_raise(self, status, &err) < 0)
+            return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_finish(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    if (reducer_raise(self, status, &err) < 0)
+        return -1;
+    return put_back(self);
+}

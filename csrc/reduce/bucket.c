@@ -1,0 +1,146 @@
+/* bucket.c - what a rank says beside a bucket's data, and what is folded of it. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "base/text.h"
+#include "kernels/kernels.h"
+#include "reduce/reducer_state.h"
+
+tail *sw_bucket_tail(const bucket *b, int rank)
+{
+    const sw_reducer *reducer = b->reducer;
+    return (tail *)(void *)(reducer->memory->tails->base[rank] + reducer->parity * reducer->tail_stride_bytes +
+                            b->tail_offset_bytes);
+}
+
+void sw_bucket_read_tails(bucket *b, bool *contributes, int *abandoned_by)
+{
+    const sw_reducer *reducer = b->reducer;
+    size_t count = reducer->layout.bucket[b->index].count;
+    *abandoned_by = -1;
+    b->any_standing = false;
+    memset(b->any, 0, sw_words_of(count) * sizeof *b->any);
+    for (int r = 0; r < reducer->comm->world_size; ++r) {
+        const tail *t = sw_bucket_tail(b, r);
+        contributes[r] = t->contributes != 0;
+        if (t->abandoned && *abandoned_by < 0)
+            *abandoned_by = r;
+        for (size_t w = 0; w < sw_words_of(count); ++w) {
+            b->any[w] |= t->bits[w];
+            b->any_standing |= t->bits[sw_words_of(count) + w] != 0;
+        }
+    }
+    b->all_used = true;
+    for (size_t i = 0; i < count && b->all_used; ++i)
+        b->all_used = sw_bit_is_set(b->any, i);
+}
+
+static void plan_resolve(void *context, bool *contributes, double *scale)
+{
+    bucket *b = context;
+    int world_size = b->reducer->comm->world_size, abandoned_by, active = 0;
+    sw_bucket_read_tails(b, contributes, &abandoned_by);
+    for (int r = 0; r < world_size; ++r) {
+        if (abandoned_by >= 0)
+            contributes[r] = false;
+        active += contributes[r];
+    }
+    *scale = 1.0 / (b->reducer->divide_by_active && active > 0 ? active : world_size);
+}
+
+static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel)
+{
+    const bucket *b = context;
+    const sw_layout *layout = &b->reducer->layout;
+    const sw_layout_bucket *shape = &layout->bucket[b->index];
+    *begin = cursor;
+    *numel = end - cursor;
+    if (b->all_used)
+        return true;
+    size_t run_end = 0;
+    bool found = false;
+    for (size_t i = 0; i < shape->count; ++i) {
+        const sw_layout_place *place = &layout->place[layout->order[shape->first + i]];
+        size_t place_end = place->begin + place->numel;
+        if (place_end <= cursor || place->numel == 0)
+            continue;
+        if (place->begin >= end)
+            break;
+        if (!sw_bit_is_set(b->any, i)) {
+            if (found)
+                break;
+            continue;
+        }
+        if (!found)
+            *begin = sw_size_max(cursor, place->begin);
+        found = true;
+        run_end = sw_size_min(end, place_end);
+    }
+    *numel = found ? run_end - *begin : 0;
+    return found;
+}
+
+void sw_bucket_own_slice(const bucket *b, size_t *begin, size_t *end)
+{
+    const sw_comm *comm = b->reducer->comm;
+    size_t width = b->op.numel / (size_t)comm->world_size;
+    *begin = (size_t)comm->rank * width;
+    *end = *begin + width;
+}
+
+/* Adds the standing mean to the contributions that include it, in [begin, begin + numel) of this rank's slice: only this
+ * rank reads those, and nobody writes them until it is done. */
+static void plan_prepare_run(void *context, size_t begin, size_t numel)
+{
+    const bucket *b = context;
+    const sw_reducer *reducer = b->reducer;
+    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
+    size_t element_bytes = sw_dtype_size_bytes(b->op.dtype), slice_begin, slice_end;
+    sw_bucket_own_slice(b, &slice_begin, &slice_end);
+    for (size_t i = 0; b->any_standing && i < shape->count; ++i) {
+        const sw_layout_place *place = &reducer->layout.place[reducer->layout.order[shape->first + i]];
+        size_t from = sw_size_max(begin, place->begin), to = sw_size_min(begin + numel, place->begin + place->numel);
+        for (int r = 0; from < to && r < reducer->comm->world_size; ++r) {
+            if (!sw_bit_is_set(sw_bucket_tail(b, r)->bits + sw_words_of(shape->count), i))
+                continue;
+            void *part = reducer->memory->arena->base[r] + b->op.offset_bytes + from * element_bytes;
+            const void *sources[] = {(const uint8_t *)b->op.result + (from - slice_begin) * element_bytes, part};
+            sw_kernels()->fold[b->op.dtype](&part, 1, sources, 2, to - from, 1, SW_REDOP_SUM);
+        }
+    }
+}
+
+void sw_bucket_name(bucket *b, const char *label)
+{
+    const sw_reducer *reducer = b->reducer;
+    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
+    const char *first = reducer->names[reducer->layout.order[shape->first]];
+    const char *last = reducer->names[reducer->layout.order[shape->first + shape->count - 1]];
+    snprintf(b->op.label, sizeof b->op.label, "bucket %zu of %.*s, %.*s to %.*s", b->index, sw_text_fit(label, 16), label,
+             sw_text_fit(first, 24), first, sw_text_fit(last, 24), last);
+}
+
+void sw_bucket_write_tail(bucket *b)
+{
+    sw_reducer *reducer = b->reducer;
+    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
+    tail *t = sw_bucket_tail(b, reducer->comm->rank);
+    memset(t, 0, b->tail_bytes);
+    t->contributes = reducer->contributes;
+    t->abandoned = reducer->abandoned;
+    for (size_t i = 0; reducer->contributes && i < shape->count; ++i) {
+        const param_state *state = &reducer->params[reducer->layout.order[shape->first + i]];
+        t->bits[i / 32] |= (uint32_t)state->used << (i % 32);
+        t->bits[sw_words_of(shape->count) + i / 32] |= (uint32_t)state->standing << (i % 32);
+    }
+}
+
+void sw_bucket_plan(bucket *b, bool standing)
+{
+    b->plan = (sw_fold_plan){.context = b,
+                             .resolve = plan_resolve,
+                             .next_run = plan_next_run,
+                             .prepare_run = standing ? plan_prepare_run : NULL};
+    b->op.plan = &b->plan;
+}

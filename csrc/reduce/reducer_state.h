@@ -1,0 +1,88 @@
+/* reducer_state.h - what a reducer is made of: shared by reducer.c (rounds) and bucket.c (what a rank says beside a bucket's
+ * data, and what is folded of it). Not for others.
+ *
+ * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it abandoned the
+ * round, and two bits a parameter. Tails are doubled by the round's parity: a rank may post the next
+ * round while a peer still reads this one's, but not the one after, because that needs the peer's done.
+ *
+ * Thread rule: as reducer.h.
+ */
+#ifndef SW_REDUCE_REDUCER_STATE_H
+#define SW_REDUCE_REDUCER_STATE_H
+
+#include "reduce/reducer.h"
+
+typedef struct tail {
+    uint32_t contributes, abandoned;
+    uint32_t bits[]; /* use bits of the bucket's parameters, in memory order; then standing bits */
+} tail;
+
+typedef enum bucket_state { BUCKET_FILLING = 0, BUCKET_POSTED, BUCKET_DONE } bucket_state;
+
+typedef struct bucket {
+    struct sw_reducer *reducer; /* borrowed: the plan's context */
+    size_t index;
+    size_t tail_offset_bytes, tail_bytes; /* in the tails arena, of the even parity */
+    size_t pending, unplaced;             /* parameters not ready yet in this round; and ready, but not placed */
+    size_t result_offset_bytes;           /* sliced: of this rank's slice in the results */
+    struct bucket *before;                /* sliced: who has the slot before, in this round; NULL: nobody. Borrowed */
+    uint32_t *any;                        /* owned: use bits of all ranks together */
+    sw_fold_plan plan;
+    sw_op op;
+    uint32_t ticket;
+    bucket_state state;
+    bool takes_part; /* trainable, or unfrozen since */
+    bool pinned;     /* never posted before the end of the backward */
+    bool all_used, any_standing;
+} bucket;
+
+typedef struct param_state { /* since when: the last synchronisation, but these three: this round */
+    uint8_t used, used_by_any;
+    uint8_t ready, placed, standing;
+} param_state;
+
+struct sw_reducer {
+    sw_comm *comm; /* borrowed */
+    sw_layout layout;
+    sw_gradient_memory *memory; /* owned until taken */
+    bucket *buckets;            /* owned */
+    param_state *params;        /* owned */
+    bool *contributors;         /* owned scratch, world_size */
+    char **names;               /* owned */
+    size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
+    size_t next_bucket;         /* the lowest that is not posted */
+    size_t slot_bytes;          /* sliced: of one slot of the ring; else 0 */
+    sw_round_state state;
+    int64_t task;
+    uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
+    uint32_t parity;
+    uint32_t marks; /* gradients taken, to poll now and then */
+    bool contributes, abandoned, divide_by_active, defer_all;
+    sw_reducer_stats stats;
+};
+
+static inline size_t sw_words_of(size_t bits)
+{
+    return (bits + 31) / 32;
+}
+
+static inline bool sw_bit_is_set(const uint32_t *bits, size_t i)
+{
+    return bits[i / 32] >> (i % 32) & 1;
+}
+
+/* What `rank` says of this round. */
+tail *sw_bucket_tail(const bucket *b, int rank);
+/* Says what this rank has to say, before the bucket is posted. */
+void sw_bucket_write_tail(bucket *b);
+/* Reads every rank's tail of this round: who contributes (world_size flags), which parameters anybody used, and which
+ * rank abandoned it, -1 for none. */
+void sw_bucket_read_tails(bucket *b, bool *contributes, int *abandoned_by);
+/* This rank's slice of a bucket, in elements of it. */
+void sw_bucket_own_slice(const bucket *b, size_t *begin, size_t *end);
+/* Fills op.label: "bucket 0 of Mlp, 0.bias to 4.weight". */
+void sw_bucket_name(bucket *b, const char *label);
+/* Fills the plan: what of a bucket is folded. */
+void sw_bucket_plan(bucket *b, bool standing);
+
+#endif

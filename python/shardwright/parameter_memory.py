@@ -1,0 +1,186 @@
+"""Parameters in memory that all ranks of the host map, and the slice of each that a rank owns.
+
+Owning means updating: at zero >= 1 a rank's optimizer steps on its slices alone, and publish() makes the others' updates
+visible. Two forms: *private*, each rank has all parameters and slices are gathered after the step; *shared*, the host has
+one copy, and publish() is a barrier. Where no memory can be mapped, private slices are broadcast by their owners instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ._engine import Arena, Reducer
+from .gradients import dense_strides
+from .process_group import HostGroup
+from .table import ParameterTable
+
+
+class ParameterMemory:
+    """Moves the parameters of a table into mapped memory. Making it is collective.
+
+    Parameters
+    ----------
+    group : HostGroup
+    reducer : Reducer
+        Its layout places parameters as it places their gradients.
+    table : ParameterTable
+    label : str
+        Of the model, in messages.
+    shared : bool
+        One copy on the host, rank 0's values; else one a rank.
+
+    Attributes
+    ----------
+    reason : str
+        Why slices are broadcast instead of gathered; empty if they are not.
+
+    Notes
+    -----
+    A parameter keeps its identity, shape and strides (or is contiguous from then on, where its strides overlapped or left
+    gaps); its data moves. Memory: the layout's size, once a rank or once a host.
+    """
+
+    def __init__(self, group: HostGroup, reducer: Reducer, table: ParameterTable, label: str, *, shared: bool) -> None:
+        self.shared = shared
+        self.reason = ""
+        self._group, self._reducer, self._table, self._label = group, reducer, table, label
+        self._arena: Arena | None = None
+        self._moved: set[int] = set()
+        shapes = [reducer.bucket_shape(bucket) for bucket in range(reducer.bucket_count)]
+        sizes = [offset + numel * _itemsize(dtype) for offset, numel, dtype, _ in shapes]
+        try:
+            self._arena = group.comm.arena(max(sizes), f"parameters of {label}")
+        except MemoryError as error:  # the same on every rank
+            if shared:
+                raise
+            self.reason = str(error)
+        for index, parameter in enumerate(table.parameters):
+            if parameter.requires_grad or shared:
+                self.adopt(index)
+        if shared:
+            group.comm.barrier(f"parameters of {label} shared")
+
+    def adopt(self, index: int) -> None:
+        """Moves a parameter, and its whole bucket's range into what publish() gathers."""
+        parameter = self._table.parameters[index]
+        shape, strides = list(parameter.shape), dense_strides(parameter)
+        bucket, begin, _ = self._reducer.place(index)
+        offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
+        self._moved.add(bucket)
+        if self._arena is None:
+            if strides is None:
+                parameter.data = parameter.data.contiguous()
+            return
+        capsule = self._arena.tensor(
+            offset + begin * _itemsize(dtype), dtype, shape, None if strides is None else list(strides), self._home
+        )
+        moved = from_dlpack(capsule)
+        if not self.shared or self._group.rank == 0:
+            moved.copy_(parameter.data)
+        parameter.data = moved
+
+    @property
+    def _home(self) -> int:
+        return 0 if self.shared else self._group.rank
+
+    def run(self, index: int, rank: int) -> tuple[int, int]:
+        """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
+        bucket, begin, numel = self._reducer.place(index)
+        width = self._reducer.bucket_shape(bucket)[1] // self._group.world_size
+        low = max(rank * width - begin, 0)
+        high = min((rank + 1) * width - begin, numel)
+        return (low, high) if low < high else (0, 0)
+
+    def flat(self, index: int) -> torch.Tensor:
+        """All elements of a parameter in memory order: a one-dimensional alias of its data."""
+        data = self._table.parameters[index].data
+        return data.as_strided((data.numel(),), (1,), data.storage_offset())
+
+    def slice(self, index: int) -> torch.Tensor | None:
+        """This rank's elements of a parameter; None if it owns none. Parameters without elements are rank 0's."""
+        low, high = self.run(index, self._group.rank)
+        flat = self.flat(index)
+        return flat[low:high] if low < high or (flat.numel() == 0 and self._group.rank == 0) else None
+
+    def publish(self) -> None:
+        """Every rank has updated its slices: makes them everybody's. Collective.
+
+        Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier.
+        """
+        comm, label = self._group.comm, f"updated parameters of {self._label}"
+        if self.shared:
+            comm.barrier(label)
+        elif self._arena is not None:
+            comm.all_gather(self._arena, [self._bucket_range(bucket) for bucket in sorted(self._moved)], label)
+        else:
+            for root in range(self._group.world_size):
+                ranges = self._ranges_of(root)
+                if ranges:
+                    comm.broadcast(ranges, root, label)
+
+    @property
+    def bytes_held(self) -> int:
+        """Of parameters, on this rank; where they are shared, on the host."""
+        return sum(self._bucket_range(bucket)[1] for bucket in self._moved)
+
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Inside, each rank has whole parameters of its own to write to; afterwards all have rank 0's. Collective.
+
+        Cost: shared, a copy of the parameters a rank for the time; private, a broadcast.
+        """
+        comm, label = self._group.comm, f"written parameters of {self._label}"
+        kept = [(parameter, parameter.data) for parameter in self._table.parameters]
+        comm.barrier(label)
+        if self.shared:
+            for parameter, data in kept:
+                parameter.data = data.clone()
+        try:
+            yield
+            if self.shared and self._group.rank == 0:
+                for parameter, data in kept:
+                    data.copy_(parameter.data)
+        finally:
+            if self.shared:
+                for parameter, data in kept:
+                    parameter.data = data
+                comm.barrier(label)
+            else:
+                self._group.broadcast(self._table.parameters, 0, label)
+
+    def _bucket_range(self, bucket: int) -> tuple[int, int]:
+        offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        return offset, numel * _itemsize(dtype)
+
+    def _ranges_of(self, rank: int) -> Sequence[tuple[int, int]]:
+        ranges = []
+        for index, parameter in enumerate(self._table.parameters):
+            low, high = self.run(index, rank)
+            if low < high and self._reducer.place(index)[0] in self._moved:
+                size = parameter.element_size()
+                ranges.append((parameter.data_ptr() + low * size, (high - low) * size))
+        return ranges
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` in the order in which those of `like`, of the same shape, lie in memory: one-dimensional.
+
+    An alias where the strides agree, else a copy.
+    """
+    strides = dense_strides(like)
+    if strides is None or tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():
+        same = torch.empty_strided(like.shape, strides or like.contiguous().stride(), dtype=tensor.dtype)
+        same.copy_(tensor)
+        tensor = same
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+

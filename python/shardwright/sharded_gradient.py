@@ -1,0 +1,236 @@
+"""ShardedGradient: what `.grad` is at zero >= 2, where a rank keeps only its slice of each averaged gradient.
+
+It has its parameter's shape and dtype and no memory of its own, and answers rightly what training loops ask of gradients:
+norms (torch's clip_grad_norm_), scaling by a number, GradScaler's unscaling, zeroing, and the next backward's accumulation.
+Everything else raises and names sw.full_gradients: a slice must never be taken for the whole.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ._engine import Error, HostComm, Reducer
+
+aten = torch.ops.aten
+
+
+class GradientBoard:
+    """What the gradients of one module answer together: norms over all ranks, and votes.
+
+    Parameters
+    ----------
+    comm : HostComm
+    reducer : Reducer
+    label : str
+        Of the model, in messages.
+    """
+
+    def __init__(self, comm: HostComm, reducer: Reducer, label: str) -> None:
+        self._comm, self._reducer, self._label = comm, reducer, label
+        self._members: list[ShardedGradient] = []
+        self._changes = 0
+        self._norms: dict[float, list[float]] = {}
+        self._norms_of: tuple[int, int] = (-1, -1)
+
+    def join(self, member: ShardedGradient) -> int:
+        self._members.append(member)
+        return len(self._members) - 1
+
+    def changed(self) -> None:
+        """A gradient was scaled or zeroed: norms that were asked before hold no longer."""
+        self._changes += 1
+
+    def norm(self, index: int, order: float) -> float:
+        """Of one parameter's gradient. The first one asked after a round is one collective for all; the rest are kept."""
+        state = (self._reducer.stats()["rounds"], self._changes)
+        if state != self._norms_of:
+            self._norms, self._norms_of = {}, state
+        if order not in self._norms:
+            self._norms[order] = self._gather_norms(order)
+        return self._norms[order][index]
+
+    def _gather_norms(self, order: float) -> list[float]:
+        mine = [_partial(member.piece, order) for member in self._members]
+        packed = struct.pack(f"{len(mine)}d", *mine)
+        label = f"norms of the gradients of {self._label}"
+        rows = [struct.unpack(f"{len(mine)}d", each) for each in self._comm.all_gather_bytes(packed, label)]
+        return [_whole(column, order) for column in zip(*rows)]
+
+    def any_rank(self, condition: bool, label: str) -> bool:
+        """Whether `condition` holds on some rank. Collective."""
+        return b"\1" in self._comm.all_gather_bytes(b"\1" if condition else b"\0", label)
+
+
+def _partial(piece: torch.Tensor, order: float) -> float:
+    """A rank's share of a norm: what adds up, or the extreme."""
+    if piece.numel() == 0:
+        return float("inf") if order == float("-inf") else 0.0
+    wide = piece.abs().double()
+    if order == float("inf"):
+        return float(wide.max())
+    if order == float("-inf"):
+        return float(wide.min())
+    if order == 0:
+        return float((wide != 0).sum())
+    return float(wide.pow(order).sum())
+
+
+def _whole(shares: Sequence[float], order: float) -> float:
+    if order in (float("inf"), float("-inf")):
+        extreme = max if order > 0 else min
+        return float("nan") if any(share != share for share in shares) else extreme(shares)
+    total = 0.0
+    for share in shares:
+        total += share
+    return total if order == 0 else float(torch.tensor(total, dtype=torch.float64).pow(1 / order))
+
+
+class ShardedGradient(torch.Tensor):
+    """The gradient of a parameter of which this rank keeps its slice.
+
+    Attributes
+    ----------
+    piece : Tensor
+        This rank's elements of the averaged gradient, one-dimensional, in the parameter's memory order; may be empty.
+    """
+
+    piece: torch.Tensor
+    _held: torch.Tensor
+    _pending: torch.Tensor | None
+    _board: GradientBoard
+    _index: int
+
+    @staticmethod
+    def __new__(
+        cls, parameter: torch.Tensor, piece: torch.Tensor, board: GradientBoard, held: torch.Tensor | None = None
+    ) -> ShardedGradient:
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        made.piece = piece
+        # All of the average that this rank holds, `piece` included: more than it where gradients are staged.
+        made._held = piece if held is None else held
+        made._pending = None  # what backwards have added since the last round; the engine takes it
+        made._board = board
+        made._index = board.join(made)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        pending = ", with gradients that are not averaged yet" if self._pending is not None else ""
+        return f"ShardedGradient(shape={tuple(self.shape)}, {self.piece.numel()} elements on this rank{pending})"
+
+    def averaged_piece(self) -> torch.Tensor:
+        """`piece`, if nothing was added since it was averaged."""
+        if self._pending is not None:
+            raise Error(
+                "a gradient holds what a backward inside no_sync() added, which is not averaged yet: run a backward outside of "
+                "it before stepping, clipping or reading gradients"
+            )
+        return self.piece
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise Error(
+                f"{func} was asked of a gradient of which this rank keeps a slice (zero >= 2): "
+                "sw.full_gradients(module) gives whole gradients"
+            )
+        return handler(*args, **(kwargs or {}))
+
+
+def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
+    if not isinstance(grad, ShardedGradient) or isinstance(other, ShardedGradient) or alpha != 1:
+        raise Error("a gradient of which this rank keeps a slice takes a backward's gradient and nothing else: see sw.full_gradients")
+    grad._pending = other if grad._pending is None else grad._pending + other
+    return grad
+
+
+def _scaled(name: str) -> Callable[..., Any]:
+    def scale(grad: Any, factor: Any) -> Any:
+        if isinstance(factor, torch.Tensor) and (isinstance(factor, ShardedGradient) or factor.numel() != 1):
+            raise Error("a gradient of which this rank keeps a slice is scaled by one number only: see sw.full_gradients")
+        getattr(grad._held, name)(factor)
+        if grad._pending is not None:
+            grad._pending = getattr(grad._pending.clone(), name)(factor)
+        grad._board.changed()
+        return grad
+
+    return scale
+
+
+def _zero(grad: Any) -> Any:
+    grad._held.zero_()
+    grad._pending = None
+    grad._board.changed()
+    return grad
+
+
+def _fill(grad: Any, value: Any) -> Any:
+    if value != 0:
+        raise Error("a gradient of which this rank keeps a slice is filled with 0 only: see sw.full_gradients")
+    return _zero(grad)
+
+
+def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
+    if dim is not None or keepdim:
+        raise Error("the norm of a gradient of which this rank keeps a slice is over all of it: see sw.full_gradients")
+    grad.averaged_piece()
+    real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
+    return torch.tensor(grad._board.norm(grad._index, float(order)), dtype=dtype or real)
+
+
+def _norms(grads: Any, order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+    return [_norm(g, order, dtype=dtype) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order) for g in grads]
+
+
+def _each(name: str) -> Callable[..., Any]:
+    """A foreach form: of the gradients one by one, ours or not."""
+
+    def apply(grads: Any, factors: Any = None) -> None:
+        several = isinstance(factors, (list, tuple))
+        for position, grad in enumerate(grads):
+            arguments = () if factors is None else (factors[position] if several else factors,)
+            getattr(grad, name)(*arguments)
+
+    return apply
+
+
+def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    for grad in grads:
+        if isinstance(grad, ShardedGradient):
+            grad.averaged_piece()
+    plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
+    aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
+    board = next(g._board for g in grads if isinstance(g, ShardedGradient))
+    board.changed()
+    if board.any_rank(bool(found_inf.item()), "whether a gradient overflowed"):
+        found_inf.fill_(1.0)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.add_.Tensor: _add,
+    aten.mul_.Tensor: _scaled("mul_"),
+    aten.mul_.Scalar: _scaled("mul_"),
+    aten.div_.Tensor: _scaled("div_"),
+    aten.div_.Scalar: _scaled("div_"),
+    aten.zero_.default: _zero,
+    aten.fill_.Scalar: _fill,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten._foreach_norm.Scalar: _norms,
+    aten._foreach_mul_.Scalar: _each("mul_"),
+    aten._foreach_mul_.Tensor: _each("mul_"),
+    aten._foreach_mul_.ScalarList: _each("mul_"),
+    aten._foreach_div_.Scalar: _each("div_"),
+    aten._foreach_div_.Tensor: _each("div_"),
+    aten._foreach_zero_.default: _each("zero_"),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.detach.default: lambda grad: grad,
+}

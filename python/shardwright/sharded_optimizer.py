@@ -1,0 +1,360 @@
+"""An optimizer whose state and work are sliced over ranks: ZeRO-1 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models", section 5).
+
+The user's own optimizer does the arithmetic, on one-dimensional tensors: the slices that this rank owns. What is
+elementwise gives every element the same bits on a slice as on the whole, because slices are cut on 128-byte boundaries.
+Around it, this class keeps what others see: `param_groups` are the user's own dictionaries over whole parameters, so
+schedulers, zero_grad and clipping work as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ._engine import Error
+from .parameter_memory import memory_order
+from .replica import Replica
+
+#: torch's optimizers that treat each element by itself, so that a slice steps as the whole does
+ELEMENTWISE = frozenset(
+    f"torch.optim.{module}.{name}"
+    for module, name in [
+        ("sgd", "SGD"), ("adam", "Adam"), ("adamw", "AdamW"), ("adagrad", "Adagrad"), ("adadelta", "Adadelta"),
+        ("adamax", "Adamax"), ("nadam", "NAdam"), ("radam", "RAdam"), ("rmsprop", "RMSprop"), ("asgd", "ASGD"),
+        ("rprop", "Rprop"),
+    ]
+) | {f"shardwright.optim.{name}" for name in ("AdamW", "Adam", "SGD")}  # fmt: skip
+_MARK = "shardwright_slices"
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """What `sw.wrap(module, optimizer, zero=1)` returns as the optimizer.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        The user's. Its groups are taken over as they are; state that it has is sliced.
+    replica : Replica
+        Of the wrapped module, which must hold every parameter of the optimizer.
+    partition : {"auto", "flat"}
+        "auto" takes torch's elementwise optimizers; "flat" takes any: the caller vouches that it is elementwise.
+
+    Notes
+    -----
+    Memory: 1 / world_size of the optimizer's state. step() is collective: one exchange of 16 bytes a rank, then
+    ParameterMemory.publish().
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica, partition: str = "auto") -> None:
+        self._inner = optimizer
+        self._replica = replica
+        self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}
+        self._slices: dict[int, torch.Tensor | None] = {}
+        self._frozen: set[int] = set()
+        _check_partition(optimizer, partition)
+        for position, group in enumerate(optimizer.param_groups):
+            self._check_members(group["params"], position)
+        whole = dict(optimizer.state)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        optimizer.state.clear()
+        self.state = optimizer.state
+        for parameter, state in whole.items():
+            self._take_state(self._index[id(parameter)], state)
+
+    def _check_members(self, parameters: Any, position: int) -> None:
+        for parameter in parameters:
+            if id(parameter) not in self._index:
+                raise ValueError(
+                    f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped "
+                    f"{self._replica.label}: give each module an optimizer of its own"
+                )
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        parameters = param_group.get("params", ())
+        self._check_members(
+            [parameters] if isinstance(parameters, torch.Tensor) else parameters, len(getattr(self, "param_groups", ()))
+        )
+        super().add_param_group(param_group)
+        if all(group is not param_group for group in self._inner.param_groups):
+            self._inner.param_groups.append(param_group)
+
+    # stepping -----------------------------------------------------------------------------------------------------
+
+    def slice_of(self, index: int) -> torch.Tensor | None:
+        """This rank's slice of a parameter: the tensor that the user's optimizer steps on and keys its state by."""
+        if index in self._slices and not (index in self._frozen and self._replica.table.parameters[index].requires_grad):
+            return self._slices[index]
+        old = self._slices.get(index)
+        piece = self._slices[index] = self._replica.parameters().slice(index)
+        if self._replica.table.parameters[index].requires_grad:
+            self._frozen.discard(index)
+        else:
+            self._frozen.add(index)  # its data moves when it is unfrozen
+        if old is not None and piece is not None and old in self._inner.state:
+            self._inner.state[piece] = self._inner.state.pop(old)
+        return piece
+
+    @contextlib.contextmanager
+    def _on_slices(self) -> Iterator[None]:
+        """The user's optimizer, over slices instead of whole parameters."""
+        whole = [group["params"] for group in self._inner.param_groups]
+        try:
+            for group in self._inner.param_groups:
+                indices = [self._index[id(p)] for p in group["params"]]
+                group["params"] = [each for each in map(self.slice_of, indices) if each is not None]
+            yield
+        finally:
+            for group, parameters in zip(self._inner.param_groups, whole):
+                group["params"] = parameters
+
+    def _take_gradients(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                index = self._index[id(parameter)]
+                piece = self.slice_of(index)
+                if piece is not None:
+                    piece.grad = self._replica.gradient_slice(index)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step on this rank's slices; then every rank has every update. Collective.
+
+        Raises
+        ------
+        Error
+            Ranks whose hyperparameters differ, each group and name on both sides.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self._replica.reducer.close_pending()
+        self._agree()
+        try:
+            self._take_gradients()
+            with self._on_slices():
+                self._inner.step()
+        except BaseException as error:  # the peers, which wait for this rank's slices, must hear of it
+            if self._replica.group.comm.is_alive:
+                self._replica.group.comm.abort(f"the optimizer's step failed: {error}")
+            raise
+        finally:
+            for piece in self._slices.values():
+                if piece is not None:
+                    piece.grad = None
+        self._replica.parameters().publish()
+        return loss
+
+    def _agree(self) -> None:
+        """All backwards are done everywhere, and all ranks step with the same hyperparameters."""
+        groups = [
+            [[self._index[id(p)] for p in group["params"]], {k: _plain(v) for k, v in group.items() if k != "params"}]
+            for group in self.param_groups
+        ]
+        encoded = json.dumps(groups, sort_keys=True, separators=(",", ":")).encode()
+        gather = self._replica.group.comm.all_gather_bytes
+        digests = gather(hashlib.blake2b(encoded, digest_size=16).digest(), "hyperparameters of a step")
+        if all(digest == digests[0] for digest in digests):
+            return
+        tables = [json.loads(data) for data in gather(encoded, "hyperparameters")]
+        raise Error(_difference(tables))
+
+    # state --------------------------------------------------------------------------------------------------------
+
+    def _take_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Keeps this rank's slices of a whole parameter's state."""
+        piece = self.slice_of(index)
+        if piece is None:
+            return
+        parameter = self._replica.table.parameters[index]
+        low, high = self._replica.parameters().run(index, self._replica.group.rank)
+        kept: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                value = memory_order(value, parameter)[low:high].clone()
+            elif isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.numel() == 1 and key != "step":
+                value = value.reshape(1).clone()
+            elif isinstance(value, torch.Tensor):
+                value = value.clone()
+            kept[key] = value
+        self._inner.state[piece] = kept
+
+    def _layout(self) -> list[Any]:
+        group = self._replica.group
+        memory = self._replica.parameters()
+        runs = [[i, *memory.run(i, group.rank)] for i in sorted(self._index.values())]
+        return [group.rank, group.world_size, runs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's slices, to be loaded at the same rank, world size and bucket size. Never communicates.
+
+        sw.full_optimizer_state_dict(module, optimizer) gives torch's ordinary format.
+        """
+        indices = [[self._index[id(p)] for p in group["params"]] for group in self.param_groups]
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "indices": each}
+            for group, each in zip(self.param_groups, indices)
+        ]
+        state = {}
+        for index in sorted({i for each in indices for i in each}):
+            piece = self.slice_of(index)
+            if piece is not None and piece in self._inner.state:
+                state[index] = dict(self._inner.state[piece])
+        return {_MARK: {"layout": self._layout(), "groups": groups, "state": state}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what state_dict() gave at this rank, or a whole optimizer's ordinary state, the same on every rank.
+
+        Raises
+        ------
+        ValueError
+            Slices of another rank, world size or layout; groups of other sizes.
+        """
+        if _MARK not in state_dict:
+            self._load_whole(state_dict)
+            return
+        saved = state_dict[_MARK]
+        if saved["layout"] != self._layout():
+            raise ValueError(
+                f"optimizer state: slices of rank {saved['layout'][0]} of {saved['layout'][1]} do not fit rank "
+                f"{self._replica.group.rank} of {self._replica.group.world_size} (or another bucket size): use "
+                "sw.full_optimizer_state_dict to save what loads anywhere"
+            )
+        self._load_groups(saved["groups"], "indices")
+        self._inner.state.clear()
+        for index, state in saved["state"].items():
+            piece = self.slice_of(int(index))
+            assert piece is not None
+            self._inner.state[piece] = {k: _copy(v) for k, v in state.items()}
+
+    def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
+        if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                f"optimizer state: groups of {[len(group[members]) for group in groups]} parameters do not fit "
+                f"{[len(group['params']) for group in self.param_groups]}"
+            )
+        for group, saved in zip(self.param_groups, groups):
+            group.update({k: v for k, v in saved.items() if k not in ("params", "indices")})
+
+    def _load_whole(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        self._load_groups(groups, "params")
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        names = [name for group in groups for name in group["params"]]
+        self._inner.state.clear()
+        for name, parameter in zip(names, parameters):
+            if name in state_dict["state"]:
+                self._take_state(self._index[id(parameter)], _cast(state_dict["state"][name], parameter))
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
+
+        Cost: the state's bytes to every rank, and as much memory.
+        """
+        positions: dict[int, int] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                positions.setdefault(self._index[id(parameter)], len(positions))
+        groups = [
+            {**{k: v for k, v in g.items() if k != "params"}, "params": [positions[self._index[id(p)]] for p in g["params"]]}
+            for g in self.param_groups
+        ]
+        state = {position: self._gather_state(index) for index, position in positions.items()}
+        return {"state": {position: each for position, each in state.items() if each}, "param_groups": groups}
+
+    def _gather_state(self, index: int) -> dict[str, Any]:
+        comm, memory = self._replica.group.comm, self._replica.parameters()
+        parameter = self._replica.table.parameters[index]
+        piece = self.slice_of(index)
+        mine = self._inner.state.get(piece, {}) if piece is not None else {}
+        label = f"optimizer state of {self._replica.table.names[index]}"
+        owners = [json.loads(each) for each in comm.all_gather_bytes(_describe(mine, piece).encode(), label)]
+        described = next((each for each in owners if each), {})
+        whole: dict[str, Any] = {}
+        for key, (kind, dtype, value) in described.items():
+            if kind != "sliced":
+                whole[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "tensor" else value
+                continue
+            data = mine[key].contiguous().view(torch.uint8).numpy().tobytes() if key in mine else b""
+            pieces = comm.all_gather_bytes(data, label)
+            result = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
+            flat = memory_order(result, parameter)
+            for rank, each in enumerate(pieces):
+                low, high = memory.run(index, rank)
+                if low < high and each:
+                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
+            whole[key] = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
+        return whole
+
+
+def _from_memory_order(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return flat.as_strided(like.shape, like.contiguous().stride()).clone()
+
+
+def _describe(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
+    """JSON: how each entry travels: as slices, as a small tensor's value, or as it is."""
+    described = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            sliced = piece is not None and value.shape == piece.shape and key != "step"
+            described[key] = ("sliced", dtype, None) if sliced else ("tensor", dtype, value.tolist())
+        else:
+            described[key] = ("value", "", value)
+    return json.dumps(described)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _cast(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """As torch's own loading does: floating state takes the parameter's dtype, but for the count of steps."""
+    return {
+        key: value.to(parameter.dtype)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step" and parameter.is_floating_point()
+        else value
+        for key, value in state.items()
+    }
+
+
+def _check_partition(optimizer: torch.optim.Optimizer, partition: str) -> None:
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(optimizer, ShardedOptimizer):
+        raise Error("this optimizer is sliced already: pass the one that it was made from")
+    if partition == "tensor":
+        raise NotImplementedError("partition='tensor' is not there yet: 'flat' slices elementwise optimizers")
+    if partition == "auto" and name not in ELEMENTWISE:
+        raise ValueError(
+            f"optimizer {name} is not known to treat each element by itself, so that it cannot be sliced by itself: pass "
+            "partition='flat' if it does (what it computes for an element depends on that element alone)"
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(type(value))
+
+
+def _difference(tables: list[Any]) -> str:
+    other = next(rank for rank, table in enumerate(tables) if table != tables[0])
+    for position, (ours, theirs) in enumerate(zip(tables[0], tables[other])):
+        if ours[0] != theirs[0]:
+            return f"ranks disagree about the optimizer: group {position} holds other parameters on rank 0 and rank {other}"
+        for key in sorted({*ours[1], *theirs[1]}):
+            a, b = ours[1].get(key), theirs[1].get(key)
+            if a != b:
+                return f"ranks disagree about the optimizer: group {position} has {key}={a} on rank 0, {key}={b} on rank {other}"
+    return f"ranks disagree about the optimizer: {len(tables[0])} groups on rank 0, {len(tables[other])} on rank {other}"
