@@ -37,7 +37,8 @@ class Options:
     init_sync : bool
         Broadcast parameters and buffers from rank 0 at construction. Their table is compared in any case.
     gradient_as_bucket_view, find_unused_parameters, static_graph : bool
-        Accepted for torch's sake. Gradients are always views, unused parameters always handled.
+        Accepted for torch's sake. Gradients are always views of buckets, and one that somebody keeps is moved out of its
+        bucket before that is written to again; unused parameters are always handled.
     ignored_params : collection of Parameter or str
         Parameters left alone: neither broadcast nor averaged.
     reduce : {"mean", "sum"}

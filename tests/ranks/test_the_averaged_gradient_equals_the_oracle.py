@@ -75,6 +75,21 @@ def test_whatever_the_instruction_set(rank, world_size):
         engine.force_instruction_set(None)
 
 
+@pytest.mark.parametrize("threads", [2, 4])
+@on_every_rank()
+def test_whatever_the_number_of_threads(rank, world_size, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        wrapped, naive = pair(
+            lambda: torch.nn.Sequential(torch.nn.Linear(7, 1031), torch.nn.Tanh(), torch.nn.Linear(1031, 611)),
+            bucket_cap_mb=1,
+        )
+        train(rank, wrapped, naive, steps=3)
+    finally:
+        torch.set_num_threads(before)
+
+
 @on_every_rank()
 def test_with_gradients_that_are_zeroed_and_not_dropped(rank, world_size):
     wrapped, naive = pair(Mlp, bucket_cap_mb=0.001)
