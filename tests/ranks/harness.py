@@ -175,6 +175,21 @@ def _rank_main(fd: int, rank: int, world_size: int, folder: str) -> None:
 # ---------------------------------------------------------------- the forge
 
 
+def _isolate_shared_memory() -> bool:
+    """A /dev/shm that no other program uses, for this process and its children; False where that is not permitted."""
+    new_namespace, recursive_private = 0x20000, 0x4000 | 0x40000
+    libc = ctypes.CDLL(None)
+    return (
+        libc.unshare(new_namespace) == 0
+        and libc.mount(b"none", b"/", None, recursive_private, None) == 0
+        and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None) == 0
+    )
+
+
+#: where this process sees the ranks' /dev/shm
+shared_memory_folder = "/dev/shm"
+
+
 class Forge:
     """Forks ranks from a warm process image. Lives in pytest's process; its other half is the forked child."""
 
@@ -188,6 +203,7 @@ class Forge:
             try:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
+                theirs.sendall(b"1" if _isolate_shared_memory() else b"0")
                 importlib.import_module("torch._dynamo")  # torch imports it at the first forward, for seconds
                 gc.collect()
                 gc.freeze()
@@ -196,6 +212,9 @@ class Forge:
                 os._exit(0)
         theirs.close()
         self._socket = ours
+        if ours.recv(1) == b"1":
+            global shared_memory_folder
+            shared_memory_folder = f"/proc/{self.pid}/root/dev/shm"
 
     @staticmethod
     def _serve(control: socket.socket) -> None:

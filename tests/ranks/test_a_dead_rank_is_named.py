@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 
+import harness
 import pytest
 import torch
 from harness import LONG, RanksFailed, gather, on_every_rank, spawn_ranks
@@ -31,17 +32,11 @@ def backward(model, rank, step):
 
 
 def shared_memory_files():
-    """What /dev/shm holds, but for what torch and multiprocessing of other programs put there and take away."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_", "psm_"))}
-
-
-def files_of_shm():
-    """Names in /dev/shm; multiprocessing's semaphores, which come and go with other programs, are not ours."""
-    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
-
-
-def sockets_of_ours():
-    return {line.split()[-1] for line in open("/proc/net/unix") if "shardwright" in line}
+    """What the ranks' /dev/shm holds; where they share it with other programs, but for names of torch and multiprocessing."""
+    names = set(os.listdir(harness.shared_memory_folder))
+    if harness.shared_memory_folder == "/dev/shm":
+        names = {name for name in names if not name.startswith(("sem.", "torch_", "psm_"))}
+    return names
 
 
 @pytest.fixture(autouse=True)
