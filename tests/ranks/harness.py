@@ -445,20 +445,34 @@ def on_every_rank(
 # ---------------------------------------------------------------- ranks that are programs of their own
 
 
-def spawn_ranks(
+def at_least_two(test: Callable[..., Any]) -> Callable[..., Any]:
+    """For a test whose law says nothing in a world of one."""
+    test.at_least = 2  # type: ignore[attr-defined]
+    return test
+
+
+def run_programs(
     world_size: int, body: Callable[..., Any], folder: str, *, prefix: Sequence[str] = (), **arguments: Any
-) -> list[subprocess.Popen[str]]:
-    """The same body in W programs that start, run it and exit as any Python program does; `prefix`: what runs them."""
+) -> tuple[list[str], list[int]]:
+    """The same body in W programs that start, run it and exit as any Python program does: what each printed, and its exit
+    status. `prefix`: what runs them."""
     here = pathlib.Path(__file__).resolve()
     request = pickle.dumps((body.__module__, body.__name__, arguments)).hex()
     command = [*prefix, sys.executable, str(here), str(world_size), folder, request]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return [
+    programs = [
         subprocess.Popen(
             [*command, str(rank)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         for rank in range(world_size)
     ]
+    try:
+        outputs = [program.communicate(timeout=50)[0] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+    return outputs, [program.returncode for program in programs]
 
 
 def _spawned_main() -> None:

@@ -14,17 +14,11 @@ import time
 import harness
 import pytest
 import torch
-from harness import LONG, RanksFailed, gather, on_every_rank, spawn_ranks
+from harness import LONG, RanksFailed, at_least_two, gather, on_every_rank, run_programs
 from models import Mlp
 from peer import PEER, batch, compare_step, data_parallel, engine, host_comm, pair, sw, zero_grad
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names nobody")
-
-
-def at_least_two(test):
-    """The law says nothing in a world of one."""
-    test.at_least = 2
-    return test
 
 
 def backward(model, rank, step):
@@ -160,14 +154,8 @@ def exits_as_a_program(rank, world_size):
 
 def test_programs_whose_peer_exits_say_so_and_end(tmp_path):
     """Whole programs, interpreter start to interpreter end: the exit must neither hang nor crash."""
-    programs = spawn_ranks(3, exits_as_a_program, str(tmp_path))
-    try:
-        outputs = [program.communicate(timeout=50)[0] for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
-    assert [program.returncode for program in programs] == [0, 3, 0], outputs
+    outputs, statuses = run_programs(3, exits_as_a_program, str(tmp_path))
+    assert statuses == [0, 3, 0], outputs
     for rank in (0, 2):
         assert "named 1 True" in outputs[rank], outputs[rank]
 
@@ -472,13 +460,7 @@ def test_ranks_in_pid_namespaces_of_their_own_train_and_miss_each_other(tmp_path
         subprocess.run([*UNSHARE, "true"], check=True, capture_output=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no user namespaces here: {error}")
-    programs = spawn_ranks(3, trains_in_a_namespace, str(tmp_path), prefix=UNSHARE)
-    try:
-        outputs = [program.communicate(timeout=50)[0] for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
+    outputs, _ = run_programs(3, trains_in_a_namespace, str(tmp_path), prefix=UNSHARE)
     for rank, output in enumerate(outputs):
         assert "pid 1 transport pool" in output, outputs
         assert rank == 1 or "named ('CommError', 1," in output, outputs

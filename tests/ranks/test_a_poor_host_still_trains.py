@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from harness import gather, spawn_ranks
+from harness import at_least_two, gather, run_programs
 from models import Mlp
 from peer import PEER, batch, compare_step, data_parallel, engine, pair, sw
 
@@ -19,12 +19,6 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
 PIDFD_OPEN = 434
 CGROUPS = "/sys/fs/cgroup"
-
-
-def at_least_two(test):
-    """The law says nothing in a world of one."""
-    test.at_least = 2
-    return test
 
 
 def backward(model, rank, step):
@@ -148,11 +142,5 @@ def test_a_small_dev_shm_does_not_matter(tmp_path):
         subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True, capture_output=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no mount namespaces here: {error}")
-    programs = spawn_ranks(3, trains_beside_a_small_dev_shm, str(tmp_path), prefix=unshare)
-    try:
-        outputs = [program.communicate(timeout=50)[0] for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
+    outputs, _ = run_programs(3, trains_beside_a_small_dev_shm, str(tmp_path), prefix=unshare)
     assert all("transport pool in pool" in output for output in outputs), outputs
