@@ -11,6 +11,9 @@
 
 #include <stdbool.h>
 
+/* SSE4.2: the CRC32C instruction. */
+bool sw_cpu_has_sse42(void);
+
 /* AVX2 and F16C. */
 bool sw_cpu_has_avx2_f16c(void);
 
