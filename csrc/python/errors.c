@@ -82,3 +82,16 @@ PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_objec
     }
     return NULL;
 }
+
+PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err)
+{
+    if (err->status == SW_E_MEMORY)
+        return sw_py_raise(state, err, NULL);
+    PyObject *exception = PyObject_CallFunction(state->checkpoint_error, "s", err->message);
+    PyObject *code = err->status == SW_E_OS ? PyLong_FromLong(err->detail) : Py_BuildValue("");
+    if (exception && code && PyObject_SetAttrString(exception, "errno", code) == 0)
+        PyErr_SetObject(state->checkpoint_error, exception);
+    Py_XDECREF(exception);
+    Py_XDECREF(code);
+    return NULL;
+}
