@@ -17,10 +17,12 @@ from .wrap import unwrap, wrap
 
 if TYPE_CHECKING:
     from ._version import __version__
+    from .checkpoint import Checkpointer, load, save
     from .describe import describe, stats
 
 __all__ = [
     "CheckpointError",
+    "Checkpointer",
     "CommError",
     "CommTimeoutError",
     "DistributedDataParallel",
@@ -28,12 +30,21 @@ __all__ = [
     "Options",
     "__version__",
     "describe",
+    "load",
+    "save",
     "stats",
     "unwrap",
     "wrap",
 ]
 
-_LAZY = {"describe": "describe", "stats": "describe", "__version__": "_version"}
+_LAZY = {
+    "describe": "describe",
+    "stats": "describe",
+    "__version__": "_version",
+    "Checkpointer": "checkpoint",
+    "load": "checkpoint",
+    "save": "checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:
