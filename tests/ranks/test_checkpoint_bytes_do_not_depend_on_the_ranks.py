@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoin
 
 
 def shared_folder(rank):
-    """One temporary folder for all ranks; rank 0 owns it."""
-    return gather(tempfile.mkdtemp(prefix="ckpt-") if rank == 0 else None)[0]
+    """One temporary folder for all ranks, removed with their team."""
+    return gather(tempfile.mkdtemp(prefix="ckpt-", dir=os.environ["SW_TEST_FOLDER"]) if rank == 0 else None)[0]
 
 
 def manifest_entries(folder):
