@@ -30,7 +30,7 @@ int sw_py_errors_init(PyObject *module, engine_state *state)
         add_exception(module, "shardwright.CommTimeoutError", "A peer did not come before the deadline.", bases);
     Py_DECREF(bases);
     state->checkpoint_error = add_exception(module, "shardwright.CheckpointError",
-                                            "A checkpoint could not be written or read.", state->error);
+                                            "A checkpoint could not be written or read. `errno`: of the system, or None.", state->error);
     return state->comm_timeout_error && state->checkpoint_error ? 0 : -1;
 }
 
