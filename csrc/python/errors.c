@@ -31,7 +31,9 @@ int sw_py_errors_init(PyObject *module, engine_state *state)
     Py_DECREF(bases);
     state->checkpoint_error = add_exception(module, "shardwright.CheckpointError",
                                             "A checkpoint could not be written or read. `errno`: of the system, or None.", state->error);
-    return state->comm_timeout_error && state->checkpoint_error ? 0 : -1;
+    if (!state->comm_timeout_error || !state->checkpoint_error)
+        return -1;
+    return PyObject_SetAttrString(state->checkpoint_error, "errno", Py_None);
 }
 
 static PyObject *raise_comm(PyObject *type, const sw_error *err, const comm_object *comm)

@@ -39,8 +39,6 @@ class Stored:
 class Mismatch(CheckpointError):
     """The checkpoint is sound, and of another model or optimizer."""
 
-    errno = None
-
 
 class Reader:
     """One checkpoint, read by one of several ranks.
