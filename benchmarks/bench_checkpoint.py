@@ -67,14 +67,18 @@ class Subject:
         state = self.optimizer.state
         return {
             "model": {str(i): p.detach() for i, p in enumerate(self.model)},
-            "state": {f"{k}.{i}": state[p][k] for i, p in enumerate(self.model) for k in ("exp_avg", "exp_avg_sq", "step")},
+            "state": {
+                f"{k}.{i}": state[p][k] for i, p in enumerate(self.model) for k in ("exp_avg", "exp_avg_sq", "step")
+            },
         }
 
     def digest(self) -> list[float]:
         return [float(t.double().sum()) for group in self.state().values() for t in group.values()]
 
 
-def one_save(subject: Subject, quiet_s: float, begin: Callable[[], Any], is_durable: Callable[[Any], bool]) -> dict[str, float]:
+def one_save(
+    subject: Subject, quiet_s: float, begin: Callable[[], Any], is_durable: Callable[[Any], bool]
+) -> dict[str, float]:
     """Trains on while a save runs. returns, durable, lost: seconds."""
     dist.barrier()
     start = time.perf_counter()
@@ -129,7 +133,9 @@ class Bench:
         self.quiet_s = self.subject.calibrate()
         options: dict[str, Any] = {"keep_last": 1}
         self.ours = {
-            name: sw.Checkpointer(f"{directory}/{name}", self.subject.model, self.subject.optimizer, snapshot=name, **options)
+            name: sw.Checkpointer(
+                f"{directory}/{name}", self.subject.model, self.subject.optimizer, snapshot=name, **options
+            )
             for name in ("copy", "lazy")
         }
         self.count = 0
@@ -139,7 +145,10 @@ class Bench:
         if arm == "dcp":
             path = f"{self.directory}/dcp/{self.count}"
             found = one_save(
-                self.subject, self.quiet_s, lambda: dcp.async_save(self.subject.state(), checkpoint_id=path), lambda f: bool(f.done())
+                self.subject,
+                self.quiet_s,
+                lambda: dcp.async_save(self.subject.state(), checkpoint_id=path),
+                lambda f: bool(f.done()),
             )
             dist.barrier()
             if self.rank == 0:
@@ -148,7 +157,9 @@ class Bench:
                         shutil.rmtree(old)
             return found
         checkpoints = self.ours[arm]
-        found = one_save(self.subject, self.quiet_s, lambda: checkpoints.save(self.count), lambda _: not checkpoints.progress["busy"])
+        found = one_save(
+            self.subject, self.quiet_s, lambda: checkpoints.save(self.count), lambda _: not checkpoints.progress["busy"]
+        )
         checkpoints.wait()
         found["staging"] = float(checkpoints.progress["staging_bytes"])
         return found
@@ -211,12 +222,22 @@ def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: fl
     bench.ours["copy"].wait()
     cpu = time.process_time() - cpu
     bench.close()
-    return {"first": first, "samples": samples, "loads": loads, "raw": raw, "quiet": bench.quiet_s, "bytes": bench.subject.size_bytes, "cpu": cpu}
+    return {
+        "first": first,
+        "samples": samples,
+        "loads": loads,
+        "raw": raw,
+        "quiet": bench.quiet_s,
+        "bytes": bench.subject.size_bytes,
+        "cpu": cpu,
+    }
 
 
 def slowest(results: list[dict[str, Any]], arm: str, what: str) -> float:
     """The median over rounds of the slowest rank."""
-    return statistics.median(max(r["samples"][arm][i][what] for r in results) for i in range(len(results[0]["samples"][arm])))
+    return statistics.median(
+        max(r["samples"][arm][i][what] for r in results) for i in range(len(results[0]["samples"][arm]))
+    )
 
 
 def report_case(report: common.Report, case: str, results: list[dict[str, Any]]) -> None:
@@ -229,23 +250,53 @@ def report_case(report: common.Report, case: str, results: list[dict[str, Any]])
         report.add(f"{case} {name}", unit, ours, peer, peer_name, goal=goal, samples=samples, **extra)
 
     firsts = {arm: max(r["first"][arm]["returns"] for r in results) * 1e3 for arm in ARMS}
-    add("copy returns", "s", slowest(results, "copy", "returns"), gib, "one second a GiB", 0.25, first_ms=firsts["copy"], dcp_ms=slowest(results, "dcp", "returns") * 1e3)
+    add(
+        "copy returns",
+        "s",
+        slowest(results, "copy", "returns"),
+        gib,
+        "one second a GiB",
+        0.25,
+        first_ms=firsts["copy"],
+        dcp_ms=slowest(results, "dcp", "returns") * 1e3,
+    )
     add("lazy returns", "ms", slowest(results, "lazy", "returns") * 1e3, 10.0, "10 ms", 1.0, first_ms=firsts["lazy"])
     for arm in ("copy", "lazy"):
         add(f"{arm} training time lost", "s", slowest(results, arm, "lost"), slowest(results, "dcp", "lost"), "dcp.async_save", 0.15,
             quiet_step_ms=results[0]["quiet"] * 1e3)  # fmt: skip
         add(f"{arm} durable", "s", slowest(results, arm, "durable"), writes, "raw O_DIRECT write", 1 / 0.9,
             dcp_s=slowest(results, "dcp", "durable"), MBps=size / slowest(results, arm, "durable") / 1e6)  # fmt: skip
-    add("lazy memory above the state, all ranks", "GiB", sum(r["samples"]["lazy"][-1]["staging"] for r in results) / 2**30, gib, "a whole copy", 0.7)
-    loads = {arm: statistics.median(max(r["loads"][arm][i] for r in results) for i in range(samples)) for arm in ("copy", "dcp")}
+    add(
+        "lazy memory above the state, all ranks",
+        "GiB",
+        sum(r["samples"]["lazy"][-1]["staging"] for r in results) / 2**30,
+        gib,
+        "a whole copy",
+        0.7,
+    )
+    loads = {
+        arm: statistics.median(max(r["loads"][arm][i] for r in results) for i in range(samples))
+        for arm in ("copy", "dcp")
+    }
     add("verified cold load", "s", loads["copy"], reads, "raw O_DIRECT read", 1 / 0.85, dcp_s=loads["dcp"])
-    report.add(f"{case} verified cold load", "s", loads["copy"], loads["dcp"], "dcp.load", goal=2.5, larger=True, samples=samples)
+    report.add(
+        f"{case} verified cold load",
+        "s",
+        loads["copy"],
+        loads["dcp"],
+        "dcp.load",
+        goal=2.5,
+        larger=True,
+        samples=samples,
+    )
     add("CPU of a save, all ranks", "s", sum(r["cpu"] for r in results), gib, "one second a GiB", 0.3)
 
 
 def main() -> None:
     report, quick = common.begin("checkpoint", __doc__)
-    cases = [(1, 48 * MIB, 0.03), (2, 48 * MIB, 0.03)] if quick else [(w, 1 << 30, s) for w in (1, 2) for s in (0.35, 0.12)]
+    cases = (
+        [(1, 48 * MIB, 0.03), (2, 48 * MIB, 0.03)] if quick else [(w, 1 << 30, s) for w in (1, 2) for s in (0.35, 0.12)]
+    )
     for world_size, size_bytes, step_s in cases:
         with tempfile.TemporaryDirectory(prefix="bench-", dir=os.environ.get("SW_BENCH_DIR")) as directory:
             results = common.run_ranks(world_size, work, directory, size_bytes, step_s, common.LEAST_ROUNDS)

@@ -37,7 +37,11 @@ def read_by_hand(path: str | os.PathLike[str]) -> tuple[dict[str, bytes], dict]:
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     assert (8 + length) % 4096 == 0
-    tensors = {n: data[8 + length + e["data_offsets"][0] : 8 + length + e["data_offsets"][1]] for n, e in header.items() if n != "__metadata__"}
+    tensors = {
+        n: data[8 + length + e["data_offsets"][0] : 8 + length + e["data_offsets"][1]]
+        for n, e in header.items()
+        if n != "__metadata__"
+    }
     return tensors, header
 
 
@@ -99,7 +103,9 @@ def test_wrappers_leave_no_trace_in_names(tmp_path: Path, wrap: str) -> None:
     [
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
         lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True),
-        lambda p: torch.optim.Adam([{"params": [p[0]], "lr": 0.1}, {"params": p[1:], "weight_decay": 0.3}], lr=torch.tensor(0.01)),
+        lambda p: torch.optim.Adam(
+            [{"params": [p[0]], "lr": 0.1}, {"params": p[1:], "weight_decay": 0.3}], lr=torch.tensor(0.01)
+        ),
         lambda p: torch.optim.Adafactor(p),
         lambda p: torch.optim.LBFGS(p, max_iter=3),
         lambda p: torch.optim.NAdam(p),
@@ -141,7 +147,10 @@ def test_any_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path, make) 
 
 
 def test_retention_keeps_what_some_rule_names_and_always_the_newest() -> None:
-    kept = [Kept(step, f"step-{step:06d}", metric) for step, metric in ((10, 3.0), (20, 1.0), (25, None), (30, 2.0), (40, 1.0))]
+    kept = [
+        Kept(step, f"step-{step:06d}", metric)
+        for step, metric in ((10, 3.0), (20, 1.0), (25, None), (30, 2.0), (40, 1.0))
+    ]
 
     def stays(**rules) -> list[int]:
         rules = {"keep_last": None, "keep_every": None, "keep_best": None} | rules
@@ -175,12 +184,19 @@ def test_the_command_line_sees_damage_and_difference(tmp_path: Path, capsys: pyt
             checkpoints.save(step, metric=float(step))
     first, last = tmp_path / "c" / "step-000001", tmp_path / "c" / "step-000003"
     code, listing = run(capsys, "ls", tmp_path / "c")
-    assert code == 0 and [c["step"] for c in listing["checkpoints"]] == [1, 2, 3] and listing["checkpoints"][2]["metric"] == 2
+    assert (
+        code == 0
+        and [c["step"] for c in listing["checkpoints"]] == [1, 2, 3]
+        and listing["checkpoints"][2]["metric"] == 2
+    )
     code, found = run(capsys, "inspect", last, "--tensors")
     assert code == 0 and found["tensors"]["model:0.weight"]["shape"] == [40, 30]
     assert run(capsys, "verify", tmp_path / "c")[0] == 0
     code, difference = run(capsys, "diff", first, last)
-    assert code == 1 and {d["tensor"] for d in difference["differing"]} >= {"model:0.weight", "optimizer:exp_avg.0.weight"}
+    assert code == 1 and {d["tensor"] for d in difference["differing"]} >= {
+        "model:0.weight",
+        "optimizer:exp_avg.0.weight",
+    }
     assert run(capsys, "diff", first, first)[1]["equal"] is True
     code, exported = run(capsys, "export", last, tmp_path / "out", "--dtype", "bf16")
     assert code == 0 and exported["tensors"] == 7
@@ -223,8 +239,8 @@ def golden_training() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_a_folder_of_version_1_is_read_and_its_model_and_optimizer_files_are_written_alike(tmp_path: Path) -> None:
-    model, optimizer = golden_training()
-    other, other_optimizer = Tied(), None
+    model, _ = golden_training()
+    other = Tied()
     other_optimizer = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad])
     shutil.copytree(GOLDEN, tmp_path / "golden")
     assert sw.load(tmp_path / "golden", other, other_optimizer) == {"golden": (1, "é")}

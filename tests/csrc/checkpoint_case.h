@@ -60,7 +60,7 @@ static inline const uint8_t *case_bytes(int step, size_t tensor)
 
 static inline sw_status case_plan(sw_plan **plan, sw_error *err)
 {
-    static int64_t shapes[CASE_TENSORS][2];
+    int64_t shapes[CASE_TENSORS][2];
     sw_plan_tensor tensors[CASE_TENSORS];
     for (size_t i = 0; i < CASE_TENSORS; ++i) {
         shapes[i][0] = case_model[i].rows;

@@ -241,7 +241,10 @@ def test_refusals_at_the_door(rank, world_size):
     sw.save(f"{folder}/a", model)
     assert "exists already" in agreed(lambda: sw.save(f"{folder}/a", model))
     with sw.Checkpointer(f"{folder}/b", model, optimizer):
-        assert "one directory" in (s := agreed(lambda: sw.Checkpointer(f"{folder}/b", model))) or "another Checkpointer" in s
+        assert (
+            "one directory" in (s := agreed(lambda: sw.Checkpointer(f"{folder}/b", model)))
+            or "another Checkpointer" in s
+        )
     with sw.Checkpointer(f"{folder}/b", model, optimizer) as checkpoints:
         checkpoints.save(0)
     with pytest.raises(sw.CheckpointError, match="was closed"):
@@ -256,7 +259,9 @@ def test_refusals_at_the_door(rank, world_size):
         body, _ = text.rsplit(',"self_crc32c"', 1)
         open(manifest, "w").write(f'{body},"self_crc32c":"{checksum(body.encode()):08x}"}}\n')
     gather(None)
-    assert "version 2, this program reads up to 1: use a newer shardwright" in agreed(lambda: sw.load(f"{folder}/a", model))
+    assert "version 2, this program reads up to 1: use a newer shardwright" in agreed(
+        lambda: sw.load(f"{folder}/a", model)
+    )
     for wrong in ({"snapshot": "x"}, {"keep_last": 0}, {"on_busy": "no"}, {"threads": 17}, {"timeout_s": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             sw.Checkpointer(folder, model, optimizer, **wrong)
@@ -314,5 +319,7 @@ def test_the_manifest_states_the_checksums_of_docs_format(rank, world_size):
         assert entry["bytes"] == len(data)
         assert entry["crc32c"] == "".join(f"{checksum(block):08x}" for block in blocks)
     assert [e["path"] for e in manifest["files"]] == sorted(set(files_of(f"{folder}/a")) - {"MANIFEST.json"})
-    header = json.loads(open(f"{folder}/a/model.safetensors", "rb").read()[8:].split(b"\0")[0].decode("latin1").split("}}")[0] + "}}")
+    header = json.loads(
+        open(f"{folder}/a/model.safetensors", "rb").read()[8:].split(b"\0")[0].decode("latin1").split("}}")[0] + "}}"
+    )
     assert header["__metadata__"]["tied.weight"] == "first.weight" and "tied.weight" not in header

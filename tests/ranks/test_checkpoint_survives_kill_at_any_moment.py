@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from harness import LONG, gather, on_every_rank
+from harness import LONG, gather, on_every_rank, spawn_ranks
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 
@@ -112,6 +112,23 @@ def test_the_death_of_a_rank_ends_the_save_of_the_others_soon(fresh_ranks):
         seconds, sentence = outcome.value
         assert seconds < 20 and "another rank failed or left while the checkpoint was written" in sentence
     assert outcomes[2].ended == "exit 9"
+
+
+def save_and_end(rank, world_size, folder):
+    model, optimizer = training()
+    fill(model, optimizer, 1)
+    checkpoints = sw.Checkpointer(folder, model, optimizer, bandwidth_bytes_per_s=8_000_000)
+    checkpoints.save(0)
+    assert checkpoints.progress["busy"]
+
+
+@pytest.mark.timeout(120)
+def test_a_program_that_ends_brings_its_save_to_the_end(world_size, tmp_path):
+    (tmp_path / "store").mkdir()
+    ranks = spawn_ranks(world_size, save_and_end, str(tmp_path / "store"), folder=str(tmp_path / "c"))
+    said = [rank.communicate(timeout=90)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world_size, said
+    assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-000001"] and not any("failed" in text for text in said), said
 
 
 @on_every_rank(spoils=True, deadline_s=120)

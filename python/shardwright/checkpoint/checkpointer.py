@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import math
 import os
@@ -117,10 +119,17 @@ class Checkpointer:
         if not isinstance(bandwidth_bytes_per_s, int) or bandwidth_bytes_per_s < 0:
             raise ValueError(f"bandwidth_bytes_per_s must be an integer of at least 0, got {bandwidth_bytes_per_s!r}")
         if snapshot == "lazy" and not hasattr(optimizer, "register_step_pre_hook"):
-            raise ValueError("snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got none")
+            raise ValueError(
+                "snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got none"
+            )
         self.directory = os.path.abspath(os.fspath(directory))
         self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
-        self._rules = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best, "largest": best == "max"}
+        self._rules = {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "keep_best": keep_best,
+            "largest": best == "max",
+        }
         self._lazy = snapshot == "lazy"
         self._on_busy = on_busy
         self._verify = verify
@@ -137,8 +146,11 @@ class Checkpointer:
             self._release()
             raise
         self._hook = optimizer.register_step_pre_hook(_protector(self._writer)) if self._lazy else None
-        self._at_exit = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
+        self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
+        self._retire.atexit = False  # _finish_all does it
+        self._owner_pid = os.getpid()
         _live.add(self)
+        _register_exit()
 
     def _take_directory(self) -> None:
         """The directory is rank 0's to make and to lock; every rank hears of a refusal."""
@@ -216,7 +228,13 @@ class Checkpointer:
             goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
             retired = [k.path for k in goes if k.path != folder]
         self._writer.begin(
-            folder, step, self._training, lazy=self._lazy, metric=None if metric is None else float(metric), stale=stale, retired=retired
+            folder,
+            step,
+            self._training,
+            lazy=self._lazy,
+            metric=None if metric is None else float(metric),
+            stale=stale,
+            retired=retired,
         )
 
     def wait(self) -> None:
@@ -263,7 +281,9 @@ class Checkpointer:
             logger.warning("checkpoint passed over: %s", why)
             refusals.append(why)
         if refusals:
-            raise CheckpointError(f"none of the {len(refusals)} checkpoints in '{self.directory}' can be read; the newest: {refusals[0]}")
+            raise CheckpointError(
+                f"none of the {len(refusals)} checkpoints in '{self.directory}' can be read; the newest: {refusals[0]}"
+            )
         return 0
 
     # the end ----------------------------------------------------------------------------------------------------------
@@ -288,7 +308,7 @@ class Checkpointer:
             self._closed = True
             if self._hook is not None:
                 self._hook.remove()
-            self._at_exit.detach()
+            self._retire.detach()
             self._writer.close()
             self._release()
 
@@ -326,8 +346,23 @@ def _protector(writer: Writer) -> Any:
     return protect
 
 
+@functools.cache
+def _register_exit() -> None:
+    """After the communicators': functions of exit run in reverse, and a save needs its peers until the verdict."""
+    atexit.register(_finish_all)
+
+
+def _finish_all() -> None:
+    for each in live_checkpointers():
+        if each._owner_pid == os.getpid():
+            try:
+                each.close()
+            except CheckpointError as error:
+                logger.warning("the last save failed: %s", error)
+
+
 def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
-    """At exit, or when nobody holds the Checkpointer any more: what was begun is brought to its end."""
+    """When nobody holds the Checkpointer any more: what was begun is brought to its end."""
     if os.getpid() != pid:
         return
     try:

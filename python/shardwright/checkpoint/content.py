@@ -36,7 +36,9 @@ class Group:
     eager: frozenset[str] = frozenset()
 
     def plan_entry(self) -> tuple[str, bool, int, str, list[tuple[str, str, list[int], bool]]]:
-        complex_ones = {f"complex.{n}": str(t.dtype).removeprefix("torch.") for n, t in self.tensors.items() if t.is_complex()}
+        complex_ones = {
+            f"complex.{n}": str(t.dtype).removeprefix("torch.") for n, t in self.tensors.items() if t.is_complex()
+        }
         metadata = tree.dumps(self.metadata | complex_ones).decode().strip()
         for name, tensor in self.tensors.items():
             check_savable(name, tensor)
@@ -198,10 +200,14 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
         return [stateful_tree(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, dict):
         return {
-            str(key): stateful_tree(item, f"{name}.{key}", tensors) if hasattr(item, "state_dict") else tree.encode(item, f"{name}.{key}", tensors)
+            str(key): stateful_tree(item, f"{name}.{key}", tensors)
+            if hasattr(item, "state_dict")
+            else tree.encode(item, f"{name}.{key}", tensors)
             for key, item in value.items()
         }
-    raise CheckpointError(f"{name} is a {type(value).__name__}: it needs state_dict() and load_state_dict(), or to be a dict of plain values")
+    raise CheckpointError(
+        f"{name} is a {type(value).__name__}: it needs state_dict() and load_state_dict(), or to be a dict of plain values"
+    )
 
 
 def load_stateful(value: Any, state: Any, name: str) -> None:

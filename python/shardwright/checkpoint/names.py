@@ -132,8 +132,10 @@ def _walk_buffers(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, to
 def check_savable(name: str, tensor: torch.Tensor) -> None:
     """Raises CheckpointError where `tensor` has no plain bytes."""
     if hasattr(tensor, "to_local") and hasattr(tensor, "placements"):
-        raise CheckpointError(f"tensor '{name}' is a DTensor, sliced over ranks: checkpoints of sliced tensors are not there yet")
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise CheckpointError(
+            f"tensor '{name}' is a DTensor, sliced over ranks: checkpoints of sliced tensors are not there yet"
+        )
+    if torch.nn.parameter.is_lazy(tensor):
         raise CheckpointError(f"tensor '{name}' is not initialised: run the model once before it is saved or loaded")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(f"tensor '{name}' is sparse or quantized: safetensors stores dense tensors only")

@@ -80,7 +80,14 @@ class Reader:
             metadata, entries = self.folder.tensors(path)
             for name, dtype, shape, begin, nbytes in entries:
                 of_complex = metadata.get(f"complex.{name}")
-                made = Stored(path, dtype, tuple(shape), begin, nbytes, getattr(torch, of_complex) if of_complex in ("complex64", "complex128") else None)
+                made = Stored(
+                    path,
+                    dtype,
+                    tuple(shape),
+                    begin,
+                    nbytes,
+                    getattr(torch, of_complex) if of_complex in ("complex64", "complex128") else None,
+                )
                 if name in tensors:
                     raise CheckpointError(f"'{self.folder.path}' holds the tensor '{name}' twice")
                 tensors[name] = made
@@ -122,7 +129,9 @@ class Reader:
         left_over = sorted({n for group in theirs for n in group} - {n for group in ours for n in group})
         wrong = []
         if not missing and not left_over and [sorted(g) for g in ours] != [sorted(g) for g in theirs]:
-            wrong.append(f"parameter groups of {[len(g) for g in theirs]} parameters in the checkpoint, of {[len(g) for g in ours]} here")
+            wrong.append(
+                f"parameter groups of {[len(g) for g in theirs]} parameters in the checkpoint, of {[len(g) for g in ours]} here"
+            )
         _raise_mismatch(self.folder.path, "optimizer", missing, left_over, wrong)
         stored, _ = self.stored("optimizer")
         wanted = tree.tensor_names(body["groups"]) + tree.tensor_names(body["state"])
@@ -260,7 +269,10 @@ def _raise_mismatch(path: str, what: str, missing: list[str], left_over: list[st
     if left_over:
         parts.append(f"it has {_some(left_over)}, which the {what} here lacks")
     if wrong:
-        parts.append("; ".join(wrong[:_NAMES_SHOWN]) + (f" and {len(wrong) - _NAMES_SHOWN} more" if len(wrong) > _NAMES_SHOWN else ""))
+        parts.append(
+            "; ".join(wrong[:_NAMES_SHOWN])
+            + (f" and {len(wrong) - _NAMES_SHOWN} more" if len(wrong) > _NAMES_SHOWN else "")
+        )
     if parts:
         raise Mismatch(f"'{path}' does not fit the {what}: {'; '.join(parts)}")
 
@@ -292,7 +304,10 @@ def agree_on(path: str, training: Training, peers: Peers, *, verify: bool) -> tu
     except Mismatch as error:
         verdict = [FATAL, str(error)]
     except (CheckpointError, KeyError, TypeError) as error:
-        verdict = [REJECTED, f"{error}" if isinstance(error, CheckpointError) else f"'{path}': {type(error).__name__}: {error}"]
+        verdict = [
+            REJECTED,
+            f"{error}" if isinstance(error, CheckpointError) else f"'{path}': {type(error).__name__}: {error}",
+        ]
     except Exception as error:
         verdict = [FATAL, f"'{path}': {type(error).__name__}: {error}"]
     verdicts = peers.exchange(verdict, f"verdict on {path}")
@@ -318,6 +333,7 @@ def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
     for rank, text in enumerate(peers.exchange(failure, f"load of {reader.folder.path}")):
         if text:
             where = "" if peers.world_size == 1 else f"rank {rank}: "
-            raise CheckpointError(f"{where}'{reader.folder.path}' was loaded in part, the training is not usable: {text}")
+            raise CheckpointError(
+                f"{where}'{reader.folder.path}' was loaded in part, the training is not usable: {text}"
+            )
     return extra
-

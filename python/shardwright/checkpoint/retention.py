@@ -72,8 +72,8 @@ def to_retire(
     if keep_every:
         safe |= {k for k in kept if k.step % keep_every == 0}
     if keep_best:
-        rated = [k for k in newest_first if k.metric is not None]
-        safe |= set(sorted(rated, key=lambda k: -k.metric if largest else k.metric)[:keep_best])  # type: ignore[operator]
+        rated = [(-k.metric if largest else k.metric, k) for k in newest_first if k.metric is not None]
+        safe |= {k for _, k in sorted(rated, key=lambda pair: pair[0])[:keep_best]}
     return [k for k in kept if k not in safe]
 
 

@@ -69,7 +69,9 @@ def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     if isinstance(value, numpy.ndarray):
         tensors[name] = torch.from_numpy(numpy.ascontiguousarray(value).reshape(value.shape).copy())
         return {"$numpy": name}
-    raise CheckpointError(f"{name} is a numpy {type(value).__qualname__}: a checkpoint holds numpy arrays and numbers only")
+    raise CheckpointError(
+        f"{name} is a numpy {type(value).__qualname__}: a checkpoint holds numpy arrays and numbers only"
+    )
 
 
 def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -107,7 +109,9 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"the checkpoint names a dtype '{item}' that this torch does not have")
         return dtype
-    raise CheckpointError(f"the checkpoint holds a value of a kind '{key}' that this program does not know: use a newer shardwright")
+    raise CheckpointError(
+        f"the checkpoint holds a value of a kind '{key}' that this program does not know: use a newer shardwright"
+    )
 
 
 def tensor_names(node: Any) -> list[str]:

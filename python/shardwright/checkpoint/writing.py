@@ -92,7 +92,14 @@ class Writer:
         self._saver.fail(self._number, reason)
 
     def _begin(
-        self, folder: str, step: int, training: Training, lazy: bool, metric: float | None, stale: Sequence[str], retired: Sequence[str]
+        self,
+        folder: str,
+        step: int,
+        training: Training,
+        lazy: bool,
+        metric: float | None,
+        stale: Sequence[str],
+        retired: Sequence[str],
     ) -> None:
         found = model_tensors(training.model)
         shared = Content([model_group(found, self._max_file_bytes)])
@@ -121,7 +128,9 @@ class Writer:
         )
         if lazy:
             self._held = shared
-            self._versions = [(n, t, t._version) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager]
+            self._versions = [
+                (n, t, t._version) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager
+            ]
 
     def _own_content(self, training: Training, found: ModelTensors, step: int) -> Content:
         stem = f"ranks/{self._peers.rank:05d}"
@@ -140,7 +149,9 @@ class Writer:
         if self._peers.world_size == 1 or not found.buffers:
             return {}
         values = {name: plain(buffer) for name, buffer in found.buffers.items()}
-        checksums = [_engine.crc32c(v.data_ptr(), v.numel() * v.element_size()) if v.numel() else 0 for v in values.values()]
+        checksums = [
+            _engine.crc32c(v.data_ptr(), v.numel() * v.element_size()) if v.numel() else 0 for v in values.values()
+        ]
         first = self._peers.exchange(checksums, "checksums of buffers")[0]
         names = [name for name, ours, theirs in zip(values, checksums, first) if ours != theirs]
         return {name: tree.encode(found.buffers[name], f"buffer.{name}", tensors) for name in names}
@@ -155,7 +166,9 @@ class Writer:
         self._versions = []
         try:
             if changed is not None:
-                self._saver.cancel(f"'{changed}' was changed before the optimizer's step, while it was being saved: use snapshot='copy'")
+                self._saver.cancel(
+                    f"'{changed}' was changed before the optimizer's step, while it was being saved: use snapshot='copy'"
+                )
             self._saver.protect()
         except (CheckpointError, MemoryError) as error:
             logger.warning("the save under way failed: %s", error)
@@ -200,7 +213,9 @@ def _add_rank0_content(
         "scheduler": stateful_tree(training.scheduler, "scheduler", tensors),
         "scaler": stateful_tree(training.scaler, "scaler", tensors),
         "user_state": stateful_tree(training.user_state, "user_state", tensors),
-        "model_extra_state": {n: tree.encode(m.get_extra_state(), f"model.{n}", tensors) for n, m in found.extras.items()},
+        "model_extra_state": {
+            n: tree.encode(m.get_extra_state(), f"model.{n}", tensors) for n, m in found.extras.items()
+        },
         "extra": tree.encode(training.extra, "extra", tensors),
     }
     own.groups.append(Group("state", tensors, {"format": "pt"}))
@@ -219,7 +234,9 @@ def _model_index(plan: Any, names: Sequence[str]) -> bytes:
         return b""
     weight_map = {names[source]: path for path, pieces in files for source, _, _ in pieces}
     total = sum(size for _, pieces in files for _, _, size in pieces)
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    ).encode()
 
 
 def _base36(number: int) -> str:

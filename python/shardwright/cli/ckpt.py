@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import sys
@@ -21,7 +22,9 @@ class Nothing(Exception):
 
 def add_parser(commands: Any) -> None:
     """Adds the command and its own commands to an argparse subparsers object."""
-    parser: argparse.ArgumentParser = commands.add_parser("ckpt", help="look at and check checkpoints", description=__doc__, epilog=EPILOG)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "ckpt", help="look at and check checkpoints", description=__doc__, epilog=EPILOG
+    )
     actions = parser.add_subparsers(title="commands", dest="action", required=True)
 
     def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -127,7 +130,9 @@ def run_ls(options: argparse.Namespace) -> int:
         name = os.path.basename(each["path"])
         if each["ok"]:
             metric = "" if each["metric"] is None else f"  metric {each['metric']:g}"
-            lines.append(f"{name}  {_size(each['bytes']):>10}  {each['files']} files  by {each['world_size']} ranks{metric}")
+            lines.append(
+                f"{name}  {_size(each['bytes']):>10}  {each['files']} files  by {each['world_size']} ranks{metric}"
+            )
         else:
             lines.append(f"{name}  DAMAGED: {each['error']}")
     lines += [f"{os.path.basename(path)}  (not a checkpoint: left over)" for path in left]
@@ -155,7 +160,8 @@ def run_inspect(options: argparse.Namespace) -> int:
     found["tensors"] = tensors if options.tensors else len(tensors)
     lines = [
         f"step {folder.step}, {_size(sum(folder.files.values()))} in {len(folder.files)} files, {len(tensors)} tensors, "
-        f"written by {folder.world_size} ranks, save {folder.nonce}" + ("" if folder.metric is None else f", metric {folder.metric:g}")
+        f"written by {folder.world_size} ranks, save {folder.nonce}"
+        + ("" if folder.metric is None else f", metric {folder.metric:g}")
     ]
     lines += [f"  {_size(size):>10}  {path}" for path, size in folder.files.items()]
     if options.tensors:
@@ -173,7 +179,11 @@ def _verify(path: str, quiet: bool) -> dict[str, Any]:
         for first in range(0, total, _PROGRESS_BLOCKS):
             folder.verify(first, min(first + _PROGRESS_BLOCKS, total))
             if not quiet and sys.stderr.isatty():
-                print(f"\r{os.path.basename(path)}: {100 * min(first + _PROGRESS_BLOCKS, total) // total} %", end="", file=sys.stderr)
+                print(
+                    f"\r{os.path.basename(path)}: {100 * min(first + _PROGRESS_BLOCKS, total) // total} %",
+                    end="",
+                    file=sys.stderr,
+                )
         if not quiet and sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
     except CheckpointError as error:
@@ -189,7 +199,8 @@ def run_verify(options: argparse.Namespace) -> int:
         raise Nothing(f"'{options.path}' holds no checkpoint")
     found = [_verify(path, options.json) for path in paths]
     lines = [
-        f"{'ok     ' if each['ok'] else 'DAMAGED'} {each['path']}: " + (f"{each['blocks']} blocks, {_size(each['bytes'])}" if each["ok"] else each["error"])
+        f"{'ok     ' if each['ok'] else 'DAMAGED'} {each['path']}: "
+        + (f"{each['blocks']} blocks, {_size(each['bytes'])}" if each["ok"] else each["error"])
         for each in found
     ]
     _print(options, {"ok": all(each["ok"] for each in found), "checkpoints": found}, lines)
@@ -217,18 +228,27 @@ def run_diff(options: argparse.Namespace) -> int:
         if name in second:
             a, b = first[name], second[name]
             if (a["dtype"], a["shape"]) != (b["dtype"], b["shape"]):
-                differing.append({"tensor": name, "why": f"{a['dtype']} {a['shape']} against {b['dtype']} {b['shape']}"})
+                differing.append(
+                    {"tensor": name, "why": f"{a['dtype']} {a['shape']} against {b['dtype']} {b['shape']}"}
+                )
             elif not torch.equal(x := _values(folders[0], a), y := _values(folders[1], b)):
                 differing.append({"tensor": name, "why": f"{int((x != y).sum())} of {a['nbytes']} bytes"})
     only = [sorted(set(first) - set(second)), sorted(set(second) - set(first))]
-    found = {"equal": not (differing or any(only)), "differing": differing, "only_first": only[0], "only_second": only[1]}
+    found = {
+        "equal": not (differing or any(only)),
+        "differing": differing,
+        "only_first": only[0],
+        "only_second": only[1],
+    }
     lines = [f"differs: {each['tensor']}: {each['why']}" for each in differing]
     lines += [f"only in {path}: {name}" for path, names in zip((options.first, options.second), only) for name in names]
     _print(options, found, lines or [f"equal: {len(first)} tensors"])
     return 0 if found["equal"] else 1
 
 
-def _write_safetensors(path: str, entries: dict[str, tuple[str, list[int], Callable[[], Any]]], metadata: dict[str, str]) -> int:
+def _write_safetensors(
+    path: str, entries: dict[str, tuple[str, list[int], Callable[[], Any]]], metadata: dict[str, str]
+) -> int:
     """Tensors (dtype, shape, maker of bytes) to a new file, one in memory at a time; bytes of data."""
     from ..checkpoint.names import TORCH_DTYPES
 
@@ -251,12 +271,12 @@ def _write_safetensors(path: str, entries: dict[str, tuple[str, list[int], Calla
     return at
 
 
-def _cast(memory: Any, source: str, target: Any) -> Any:
+def _cast(folder: Any, entry: dict[str, Any], source: str, target: Any) -> Any:
     import torch
 
     from ..checkpoint.names import TORCH_DTYPES
 
-    return memory.view(TORCH_DTYPES[source]).to(target).view(torch.uint8)
+    return _values(folder, entry).view(TORCH_DTYPES[source]).to(target).view(torch.uint8)
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -274,14 +294,18 @@ def run_export(options: argparse.Namespace) -> int:
     total, weight_map = 0, {}
     for path in [p for p in folder.files if p.startswith("model") and p.endswith(".safetensors")]:
         metadata, stored = folder.tensors(path)
-        entries = {}
+        entries: dict[str, tuple[str, list[int], Callable[[], Any]]] = {}
         for name, dtype, shape, begin, nbytes in stored:
             entry = {"file": path, "begin": begin, "nbytes": nbytes}
             casts = target is not None and TORCH_DTYPES[dtype].is_floating_point and not dtype.startswith("F8")
             if casts:
-                entries[name] = (target_name, list(shape), lambda e=entry, d=dtype: _cast(_values(folder, e), d, target))
+                entries[name] = (
+                    target_name,
+                    list(shape),
+                    functools.partial(_cast, folder, entry, dtype, target),
+                )
             else:
-                entries[name] = (dtype, list(shape), lambda e=entry: _values(folder, e))
+                entries[name] = (dtype, list(shape), functools.partial(_values, folder, entry))
             weight_map[name] = path
         ordered = dict(sorted(entries.items(), key=lambda item: -TORCH_DTYPES[item[1][0]].itemsize))
         total += _write_safetensors(os.path.join(options.output, path), ordered, metadata)
@@ -307,7 +331,12 @@ def run_prune(options: argparse.Namespace) -> int:
     lock = DirectoryLock(options.directory)  # nobody may be writing
     try:
         kept = list_checkpoints(options.directory, metrics=options.keep_best is not None)
-        goes = [k.path for k in to_retire(kept, keep_last=options.keep_last, keep_every=options.keep_every, keep_best=options.keep_best)]
+        goes = [
+            k.path
+            for k in to_retire(
+                kept, keep_last=options.keep_last, keep_every=options.keep_every, keep_best=options.keep_best
+            )
+        ]
         left = left_overs(options.directory)
         if options.yes:
             for path in goes:  # its name goes first: half a checkpoint must not be called one
