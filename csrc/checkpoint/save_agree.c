@@ -184,7 +184,7 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
     }
     sw_board_decide(saver->board, saver->number, outcome);
     if (outcome->status != SW_OK)
-        sw_folder_remove(saver->partial); /* a rank that still writes there fails, which is known already */
+        sw_folder_remove(saver->partial);
 }
 
 /* The sentence of rank 0 is everybody's; without one, this rank's own. */
@@ -211,6 +211,9 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
         sw_thread_sleep_ns(pause_ns);
         pause_ns = pause_ns * 2 < LOOK_LAST_NS ? pause_ns * 2 : LOOK_LAST_NS;
     }
+    /* Abandoned: every rank removes once it writes no more, so the last one leaves nothing. */
+    if (outcome->status != SW_OK)
+        sw_folder_remove(saver->partial);
 }
 
 void sw_save_conclude(sw_saver *saver, const sw_error *own, sw_error *outcome)

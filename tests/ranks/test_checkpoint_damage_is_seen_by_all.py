@@ -195,6 +195,26 @@ def test_a_rank_that_cannot_begin_fails_the_save_for_all(rank, world_size):
 
 
 @on_every_rank(at_least=3)
+def test_a_rank_whose_model_cannot_be_saved_leaves_nobody_waiting(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = build(EveryKind)
+    for culprit in (0, 1):
+        with sw.Checkpointer(f"{folder}/{culprit}", model, optimizer) as checkpoints:
+            if rank == culprit:
+                model.register_buffer("sparse", torch.eye(3).to_sparse())
+                with pytest.raises(sw.CheckpointError, match="'sparse' is sparse"):
+                    checkpoints.save(0)
+                del model.sparse
+            else:
+                checkpoints.save(0)
+                with pytest.raises(sw.CheckpointError, match=f"rank {culprit}: tensor 'sparse' is sparse"):
+                    checkpoints.wait()
+            checkpoints.save(1)
+            checkpoints.wait()
+            assert checkpoints.restore() == 2
+
+
+@on_every_rank(at_least=3)
 def test_ranks_that_disagree_about_step_or_shape_get_one_sentence(rank, world_size):
     folder = shared_folder(rank)
     model, optimizer = build(Small)

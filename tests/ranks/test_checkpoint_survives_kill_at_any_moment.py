@@ -114,10 +114,10 @@ def test_the_death_of_a_rank_ends_the_save_of_the_others_soon(fresh_ranks):
     assert outcomes[2].ended == "exit 9"
 
 
-def save_and_end(rank, world_size, folder):
+def save_and_end(rank, world_size, directory):
     model, optimizer = training()
     fill(model, optimizer, 1)
-    checkpoints = sw.Checkpointer(folder, model, optimizer, bandwidth_bytes_per_s=8_000_000)
+    checkpoints = sw.Checkpointer(directory, model, optimizer, bandwidth_bytes_per_s=8_000_000)
     checkpoints.save(0)
     assert checkpoints.progress["busy"]
 
@@ -125,10 +125,12 @@ def save_and_end(rank, world_size, folder):
 @pytest.mark.timeout(120)
 def test_a_program_that_ends_brings_its_save_to_the_end(world_size, tmp_path):
     (tmp_path / "store").mkdir()
-    ranks = spawn_ranks(world_size, save_and_end, str(tmp_path / "store"), folder=str(tmp_path / "c"))
+    ranks = spawn_ranks(world_size, save_and_end, str(tmp_path / "store"), directory=str(tmp_path / "c"))
     said = [rank.communicate(timeout=90)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world_size, said
-    assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-000001"] and not any("failed" in text for text in said), said
+    assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-000001"] and not any(
+        "failed" in text for text in said
+    ), said
 
 
 @on_every_rank(spoils=True, deadline_s=120)

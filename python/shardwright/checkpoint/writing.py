@@ -101,14 +101,14 @@ class Writer:
         stale: Sequence[str],
         retired: Sequence[str],
     ) -> None:
-        found = model_tensors(training.model)
+        found, divergent = self._look_together(training.model)
         shared = Content([model_group(found, self._max_file_bytes)])
         optimizer_tree = None
         if training.optimizer is not None:
             group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes)
             shared.groups.append(group)
         plan = shared.plan()
-        own = self._own_content(training, found, step)
+        own = self._own_content(training, divergent)
         if self._peers.rank == 0:
             _add_rank0_content(own, training, found, step, plan, optimizer_tree)
         self._saver.begin(
@@ -132,29 +132,37 @@ class Writer:
                 (n, t, t._version) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager
             ]
 
-    def _own_content(self, training: Training, found: ModelTensors, step: int) -> Content:
+    def _look_together(self, model: torch.nn.Module) -> tuple[ModelTensors, dict[str, torch.Tensor]]:
+        """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's.
+
+        Collective where there are buffers and ranks; a rank whose own part goes wrong takes part before it raises.
+        """
+        found, checksums, failure = None, None, None
+        try:
+            found = model_tensors(model)
+            checksums = {name: _checksum(buffer) for name, buffer in found.buffers.items()}
+        except Exception as error:
+            failure = error
+        first: dict[str, int] | None = None
+        if self._peers.world_size > 1 and next(model.buffers(), None) is not None:
+            first = self._peers.exchange(checksums, "checksums of buffers")[0]
+        if failure is not None:
+            raise failure
+        assert found is not None and checksums is not None
+        first = checksums if first is None else first  # rank 0 has none: its save has failed already
+        return found, {name: found.buffers[name] for name, crc in checksums.items() if first.get(name) != crc}
+
+    def _own_content(self, training: Training, divergent: dict[str, torch.Tensor]) -> Content:
         stem = f"ranks/{self._peers.rank:05d}"
         tensors: dict[str, torch.Tensor] = {}
         body = {
             "random": random_state(tensors),
             "dataloader": stateful_tree(training.dataloader, "dataloader", tensors),
-            "buffers": self._divergent_buffers(found, tensors),
+            "buffers": {name: tree.encode(value, f"buffer.{name}", tensors) for name, value in divergent.items()},
         }
         content = Content([Group(stem, tensors, {"format": "pt"})])
         content.texts[f"{stem}.json"] = tree.dumps(body)
         return content
-
-    def _divergent_buffers(self, found: ModelTensors, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Buffers whose bytes are not rank 0's, which are the model's. Collective where there are buffers and ranks."""
-        if self._peers.world_size == 1 or not found.buffers:
-            return {}
-        values = {name: plain(buffer) for name, buffer in found.buffers.items()}
-        checksums = [
-            _engine.crc32c(v.data_ptr(), v.numel() * v.element_size()) if v.numel() else 0 for v in values.values()
-        ]
-        first = self._peers.exchange(checksums, "checksums of buffers")[0]
-        names = [name for name, ours, theirs in zip(values, checksums, first) if ours != theirs]
-        return {name: tree.encode(found.buffers[name], f"buffer.{name}", tensors) for name in names}
 
     # outcome ----------------------------------------------------------------------------------------------------------
 
@@ -237,6 +245,11 @@ def _model_index(plan: Any, names: Sequence[str]) -> bytes:
     return (
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
     ).encode()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    memory = plain(tensor)
+    return _engine.crc32c(memory.data_ptr(), memory.numel() * memory.element_size()) if memory.numel() else 0
 
 
 def _base36(number: int) -> str:
