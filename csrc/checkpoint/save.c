@@ -166,35 +166,43 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     return sw_save_list_blocks(saver, request, err);
 }
 
-static sw_status snapshot(sw_saver *saver, const sw_save_request *request, sw_error *err)
+/* A flag a source of the shared plan, from a flag a range; NULL when everything is copied at once. */
+static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_error *err)
 {
-    bool *is_eager = NULL;
+    *is_eager = NULL;
     if (!request->is_lazy)
-        return sw_save_stage(saver, NULL, err);
-    is_eager = calloc(request->shared.plan->source_count + 1, sizeof *is_eager); /* a flag a source of the plan */
-    if (!is_eager)
+        return SW_OK;
+    *is_eager = calloc(request->shared.plan->source_count + 1, sizeof **is_eager);
+    if (!*is_eager)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the flags of %zu tensors", request->shared.plan->source_count);
     for (size_t i = 0; request->is_eager && i < request->shared.source_count; ++i)
-        is_eager[request->shared.sources[i].source] |= request->is_eager[i];
-    sw_status status = sw_save_stage(saver, is_eager, err);
-    free(is_eager);
-    return status;
+        (*is_eager)[request->shared.sources[i].source] |= request->is_eager[i];
+    return SW_OK;
 }
 
 sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     sw_error why = {0};
     sw_status status;
+    sw_save_claim claim = {0};
+    bool *is_eager = NULL;
     SW_TRY(check_request(saver, request, err));
     sw_board_begin(saver->board, request->number, request->step);
     SW_TRY_GOTO(status, prepare(saver, request, &why), failed);
-    SW_TRY_GOTO(status, snapshot(saver, request, &why), failed);
+    SW_TRY_GOTO(status, sw_save_check_blocks(saver, &why), failed);
+    SW_TRY_GOTO(status, list_eager(request, &is_eager, &why), failed);
+    SW_TRY_GOTO(status, sw_save_claim_live(saver, is_eager, &claim, &why), failed);
+    SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why), failed);
     saver->is_running = true;
-    status = sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why);
-    if (status == SW_OK)
-        return SW_OK;
-    saver->is_running = false;
+    sw_save_copy(saver, &claim); /* while the first blocks are written already */
+    sw_save_claim_fini(&claim);
+    free(is_eager);
+    return SW_OK;
 failed:
+    for (size_t i = 0; i < claim.count; ++i)
+        sw_stage_give(&saver->stage, claim.slots[i]);
+    sw_save_claim_fini(&claim);
+    free(is_eager);
     clear_save(saver);
     sw_saver_fail(saver, request->number, &why);
     if (err)
@@ -205,14 +213,19 @@ failed:
 sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
 {
     sw_error why = {0};
-    if (!saver->is_running || sw_save_check(saver, NULL) != SW_OK)
-        return SW_OK; /* a failed save has nothing left to read; its outcome is told by wait() */
-    sw_status status = sw_save_stage(saver, NULL, &why);
-    if (status != SW_OK) {
+    sw_save_claim claim = {0};
+    if (!saver->is_running)
+        return SW_OK;
+    sw_status status = sw_save_check(saver, NULL) == SW_OK ? sw_save_claim_live(saver, NULL, &claim, &why) : SW_OK;
+    if (status == SW_OK) {
+        sw_save_copy(saver, &claim);
+    } else {
         record_failure(saver, &why);
         if (err)
             *err = why;
     }
+    sw_save_claim_fini(&claim);
+    sw_save_await_copies(saver); /* of a failed save, too */
     return status;
 }
 

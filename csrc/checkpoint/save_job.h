@@ -68,10 +68,23 @@ struct sw_saver {
 
 /* save_snapshot.c */
 SW_MUST_USE sw_status sw_save_list_blocks(sw_saver *saver, const sw_save_request *request, sw_error *err);
+/* That this rank holds every byte of its blocks: SW_E_STATE names one that it does not. What comes after cannot fail. */
+SW_MUST_USE sw_status sw_save_check_blocks(const sw_saver *saver, sw_error *err);
 /* The bytes of `block` to `destination`, and their checksum to block->crc. */
-SW_MUST_USE sw_status sw_save_fill(sw_save_block *block, int rank, uint8_t *destination, sw_error *err);
-/* Stages the live blocks; those that touch an eager source alone when `is_eager` is not NULL. */
-SW_MUST_USE sw_status sw_save_stage(sw_saver *saver, const bool *is_eager, sw_error *err);
+void sw_save_fill(sw_save_block *block, uint8_t *destination);
+
+typedef struct sw_save_claim { /* live blocks that one thread is about to copy, and where to */
+    size_t *wanted;  /* owned; indices of blocks */
+    uint8_t **slots; /* owned list; the slots are the stage's */
+    size_t count;
+} sw_save_claim;
+/* Marks the live blocks; those that touch an eager source alone when `is_eager` is not NULL. */
+SW_MUST_USE sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager, sw_save_claim *claim, sw_error *err);
+/* Copies them; each may be written from the moment that it is copied. */
+void sw_save_copy(sw_saver *saver, sw_save_claim *claim);
+void sw_save_claim_fini(sw_save_claim *claim);
+/* Waits until no writing thread reads the caller's memory. */
+void sw_save_await_copies(sw_saver *saver);
 
 /* save_write.c: one writing thread's work, until no block is left or some thread failed. */
 SW_MUST_USE sw_status sw_save_write(sw_saver *saver, sw_error *err);

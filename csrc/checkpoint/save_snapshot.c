@@ -65,14 +65,24 @@ static const sw_save_source *find_range(const sw_save_part *part, size_t source,
     return &part->sources[low];
 }
 
-static sw_status copy_source(const sw_save_part *part, size_t source, uint64_t begin, size_t size, int rank,
-                             uint8_t **destination, uint32_t *crc, sw_error *err)
+/* Whether the ranges hold bytes [begin, begin + size) of `source`. */
+static sw_status check_source(const sw_save_part *part, size_t source, uint64_t begin, uint64_t size, int rank, sw_error *err)
 {
     const sw_save_source *range = find_range(part, source, begin), *end = part->sources + part->source_count;
     for (; size > 0; ++range) {
         if (range >= end || range->source != source || range->begin > begin)
             SW_FAIL(err, SW_E_STATE, "rank %d does not hold byte %" PRIu64 " of tensor number %zu, which lies in a block it writes",
                     rank, begin, source);
+        uint64_t left = range->begin + range->size_bytes - begin, piece = left < size ? left : size;
+        begin += piece;
+        size -= piece;
+    }
+    return SW_OK;
+}
+
+static void copy_source(const sw_save_part *part, size_t source, uint64_t begin, size_t size, uint8_t **destination, uint32_t *crc)
+{
+    for (const sw_save_source *range = find_range(part, source, begin); size > 0; ++range) {
         uint64_t left = range->begin + range->size_bytes - begin;
         size_t piece = left < size ? (size_t)left : size;
         *crc = sw_crc32c_copy(*crc, *destination, (const uint8_t *)range->data + (begin - range->begin), piece);
@@ -80,7 +90,6 @@ static sw_status copy_source(const sw_save_part *part, size_t source, uint64_t b
         begin += piece;
         size -= piece;
     }
-    return SW_OK;
 }
 
 /* Index of the first piece that ends after `offset`. */
@@ -97,7 +106,29 @@ static size_t find_piece(const sw_plan *plan, const sw_plan_file *file, uint64_t
     return low;
 }
 
-sw_status sw_save_fill(sw_save_block *block, int rank, uint8_t *destination, sw_error *err)
+static sw_status check_block(const sw_save_block *block, int rank, sw_error *err)
+{
+    const sw_plan *plan = block->part->plan;
+    uint64_t at = block->offset, end = at + block->size_bytes;
+    if (at < block->file->header_bytes)
+        at = end < block->file->header_bytes ? end : block->file->header_bytes;
+    for (size_t p = find_piece(plan, block->file, at); at < end; ++p) {
+        const sw_plan_piece *piece = &plan->pieces[p];
+        uint64_t stop = piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
+        SW_TRY(check_source(block->part, piece->source, at - piece->begin, stop - at, rank, err));
+        at = stop;
+    }
+    return SW_OK;
+}
+
+sw_status sw_save_check_blocks(const sw_saver *saver, sw_error *err)
+{
+    for (size_t i = 0; i < saver->block_count; ++i)
+        SW_TRY(check_block(&saver->blocks[i], saver->board->rank, err));
+    return SW_OK;
+}
+
+void sw_save_fill(sw_save_block *block, uint8_t *destination)
 {
     const sw_plan *plan = block->part->plan;
     const sw_plan_file *file = block->file;
@@ -112,11 +143,10 @@ sw_status sw_save_fill(sw_save_block *block, int rank, uint8_t *destination, sw_
     for (size_t p = find_piece(plan, file, at); at < end; ++p) {
         const sw_plan_piece *piece = &plan->pieces[p];
         uint64_t stop = piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
-        SW_TRY(copy_source(block->part, piece->source, at - piece->begin, (size_t)(stop - at), rank, &destination, &crc, err));
+        copy_source(block->part, piece->source, at - piece->begin, (size_t)(stop - at), &destination, &crc);
         at = stop;
     }
     block->crc = crc;
-    return SW_OK;
 }
 
 static bool touches_eager(const sw_saver *saver, const sw_save_block *block, const bool *is_eager)
@@ -146,46 +176,51 @@ static size_t claim_live_locked(sw_saver *saver, const bool *is_eager, size_t *w
     return count;
 }
 
-static sw_status copy_blocks(sw_saver *saver, const size_t *wanted, size_t count, uint8_t **slots, sw_error *err)
+void sw_save_claim_fini(sw_save_claim *claim)
 {
-    for (size_t i = 0; i < count; ++i) {
-        sw_save_block *block = &saver->blocks[wanted[i]];
-        SW_TRY(sw_save_fill(block, saver->board->rank, slots[i], err));
+    free(claim->wanted);
+    free(claim->slots);
+    *claim = (sw_save_claim){0};
+}
+
+sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager, sw_save_claim *claim, sw_error *err)
+{
+    sw_save_claim made = {.wanted = malloc((saver->block_count + 1) * sizeof *made.wanted),
+                          .slots = calloc(saver->block_count + 1, sizeof *made.slots)};
+    sw_status status = SW_OK;
+    if (!made.wanted || !made.slots) {
+        sw_save_claim_fini(&made);
+        SW_FAIL(err, SW_E_MEMORY, "no memory to stage %zu blocks", saver->block_count);
+    }
+    pthread_mutex_lock(&saver->mutex);
+    made.count = claim_live_locked(saver, is_eager, made.wanted);
+    if (made.count)
+        status = sw_stage_take(&saver->stage, made.count, made.slots, err);
+    pthread_mutex_unlock(&saver->mutex);
+    if (status == SW_OK)
+        *claim = made;
+    else
+        sw_save_claim_fini(&made); /* the blocks stay marked: the caller ends the save */
+    return status;
+}
+
+void sw_save_copy(sw_saver *saver, sw_save_claim *claim)
+{
+    for (size_t i = 0; i < claim->count; ++i) {
+        sw_save_block *block = &saver->blocks[claim->wanted[i]];
+        sw_save_fill(block, claim->slots[i]);
         pthread_mutex_lock(&saver->mutex);
-        block->slot = slots[i];
+        block->slot = claim->slots[i];
         block->state = SW_BLOCK_STAGED;
-        slots[i] = NULL;
         pthread_cond_broadcast(&saver->changed);
         pthread_mutex_unlock(&saver->mutex);
     }
-    return SW_OK;
 }
 
-sw_status sw_save_stage(sw_saver *saver, const bool *is_eager, sw_error *err)
+void sw_save_await_copies(sw_saver *saver)
 {
-    size_t *wanted = malloc((saver->block_count + 1) * sizeof *wanted);
-    uint8_t **slots = calloc(saver->block_count + 1, sizeof *slots);
-    sw_status status = SW_OK;
-    size_t count = 0;
-    if (!wanted || !slots) {
-        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory to stage %zu blocks", saver->block_count);
-        goto free_lists;
-    }
     pthread_mutex_lock(&saver->mutex);
-    count = claim_live_locked(saver, is_eager, wanted);
-    status = count ? sw_stage_take(&saver->stage, count, slots, err) : SW_OK;
-    pthread_mutex_unlock(&saver->mutex);
-    SW_TRY_GOTO(status, status, free_lists);
-    status = copy_blocks(saver, wanted, count, slots, err);
-    pthread_mutex_lock(&saver->mutex);
-    for (size_t i = 0; i < count; ++i)
-        if (slots[i])
-            sw_stage_give(&saver->stage, slots[i]);
-    while (saver->copying_count > 0) /* a writing thread reads live memory: the caller may not change it yet */
+    while (saver->copying_count > 0)
         pthread_cond_wait(&saver->changed, &saver->mutex);
     pthread_mutex_unlock(&saver->mutex);
-free_lists:
-    free(wanted);
-    free(slots);
-    return status;
 }

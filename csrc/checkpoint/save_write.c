@@ -72,7 +72,7 @@ static sw_status copy_live(writer *w, sw_save_block *first, size_t count, sw_err
     if (!w->bounce)
         status = sw_pages_map((size_t)SW_SAVE_RUN_BLOCKS * SW_BLOCK_BYTES, &w->bounce, err);
     for (size_t i = 0; i < count && status == SW_OK; ++i)
-        status = sw_save_fill(&first[i], w->saver->board->rank, w->bounce + i * SW_BLOCK_BYTES, err);
+        sw_save_fill(&first[i], w->bounce + i * SW_BLOCK_BYTES);
     pthread_mutex_lock(&w->saver->mutex);
     for (size_t i = 0; i < count; ++i)
         first[i].state = SW_BLOCK_TAKEN;
