@@ -225,7 +225,7 @@ sw_status sw_folder_create(const char *path, sw_error *err)
 
 sw_status sw_folder_sync(const char *path, sw_error *err)
 {
-    int fd = open_retried(path, O_RDONLY | O_DIRECTORY);
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); /* the user's own folder may be behind a link */
     if (fd < 0)
         return fail_os(err, "opening the folder", path);
     sw_status status = sw_file_sync(fd, path, err);

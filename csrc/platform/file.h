@@ -1,5 +1,5 @@
 /* file.h - files and folders, for what must survive a crash: every call is checked, every error names the
- * operation, the path and errno (detail). Nothing here follows a link in the last component of a path.
+ * operation, the path and errno (detail). No file is opened through a link in the last component of its path.
  *
  * Thread rule: any; a descriptor belongs to one thread.
  */
