@@ -582,9 +582,9 @@ int main(void)
         if (is_long || kind == FAULT_DIE_AFTER)
             cut_every_call((fault)kind, 2, 3);
     }
-    cut_power_everywhere(2, 1, is_long ? 60 : 4);
-    cut_power_everywhere(1, 1, is_long ? 60 : 2);
-    cut_power_everywhere(2, 3, is_long ? 60 : 2);
+    cut_power_everywhere(2, 1, is_long ? 90 : 4);
+    cut_power_everywhere(1, 1, is_long ? 90 : 2);
+    cut_power_everywhere(2, 3, is_long ? 90 : 2);
     case_clear(directory);
     printf("%d cases\n", cases);
     return 0;

@@ -103,6 +103,7 @@ def optimizer_content(optimizer: Any, found: ModelTensors, max_file_bytes: int) 
     Tensors are named `<state key>.<parameter>`; a parameter that the model does not have, `param_groups.<group>.<index>`.
     """
     names = parameter_names(optimizer, found)
+    whole = whole_state(optimizer)
     tensors: dict[str, torch.Tensor] = {}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -111,20 +112,36 @@ def optimizer_content(optimizer: Any, found: ModelTensors, max_file_bytes: int) 
         groups.append({**encoded, "params": [names[id(p)] for p in group["params"]]})
     state = {}
     for parameter, name in ordered_parameters(optimizer, names, found):
-        values = optimizer.state.get(parameter, {})
+        values = whole.get(parameter, {})
         entry = {}
         for key in sorted(values, key=str):
             entry[str(key)] = _encode_state(values[key], str(key), name, tensors)
         if entry:
             state[name] = entry
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    stray = [key for key in optimizer.state if id(key) not in known]
+    stray = [key for key in whole if id(key) not in known]
     if stray:
         raise CheckpointError(
             f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are none of its parameters: not savable"
         )
-    body = {"class": type(optimizer).__name__, "groups": groups, "state": state}
+    body = {"groups": groups, "state": state}
     return Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes), body
+
+
+def whole_state(optimizer: Any) -> Mapping[Any, Mapping[str, Any]]:
+    """Parameter -> its whole state. Collective for an optimizer whose state is sliced over ranks."""
+    if not hasattr(optimizer, "full_state_dict"):
+        found: Mapping[Any, Mapping[str, Any]] = optimizer.state
+        return found
+    state = optimizer.full_state_dict()
+    return {
+        p: state["state"][position] for position, p in positions_of(optimizer).items() if position in state["state"]
+    }
+
+
+def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:
+    """The number of each parameter in torch's state dicts."""
+    return dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
 
 
 def _encode_state(value: Any, key: str, parameter: str, tensors: dict[str, torch.Tensor]) -> Any:

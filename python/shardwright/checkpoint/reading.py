@@ -10,7 +10,7 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder
 from . import tree
-from .content import load_stateful, parameter_names, set_random_state
+from .content import load_stateful, parameter_names, positions_of, set_random_state
 from .names import TORCH_DTYPES, dtype_name, model_tensors, plain, stored_shape
 from .peers import Peers
 from .writing import Training
@@ -191,14 +191,13 @@ class Reader:
         names = parameter_names(optimizer, self._found)
         by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
         tensors = {name: entry.empty() for name, entry in body["stored"].items()}
-        for parameter_name, values in body["state"].items():  # memory that is there and fits is filled in place
-            parameter, _ = by_name[parameter_name]
-            for key, node in values.items():
-                live = optimizer.state[parameter].get(key) if parameter in optimizer.state else None
-                name = node.get("$tensor") if isinstance(node, dict) else None
-                if name and isinstance(live, torch.Tensor) and _fits(body["stored"][name], live):
-                    tensors[name] = live
+        is_sliced = hasattr(optimizer, "full_state_dict")
+        if not is_sliced:
+            self._prefer_live(body, by_name, tensors)
         self._fill((body["stored"][name], tensor) for name, tensor in tensors.items())
+        if is_sliced:
+            self._load_whole(body, names, tensors)
+            return
         state = {}
         for parameter_name, values in body["state"].items():
             parameter, group = by_name[parameter_name]
@@ -210,6 +209,37 @@ class Reader:
             for key, node in saved.items():
                 if key != "params":
                     _set_option(group, key, tree.decode(node, tensors))
+
+    def _prefer_live(
+        self, body: Mapping[str, Any], by_name: Mapping[str, Any], tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """State that is there and fits is filled in place."""
+        live_state = self.training.optimizer.state
+        for parameter_name, values in body["state"].items():
+            parameter, _ = by_name[parameter_name]
+            for key, node in values.items():
+                live = live_state[parameter].get(key) if parameter in live_state else None
+                name = node.get("$tensor") if isinstance(node, dict) else None
+                if name and isinstance(live, torch.Tensor) and _fits(body["stored"][name], live):
+                    tensors[name] = live
+
+    def _load_whole(
+        self, body: Mapping[str, Any], names: Mapping[int, str], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Into an optimizer that slices what it is given, through torch's ordinary state dict."""
+        optimizer = self.training.optimizer
+        positions = {names[id(p)]: position for position, p in positions_of(optimizer).items()}
+        state = {
+            positions[n]: {k: tree.decode(node, tensors) for k, node in v.items()} for n, v in body["state"].items()
+        }
+        groups = [
+            {
+                **{k: tree.decode(node, tensors) for k, node in g.items() if k != "params"},
+                "params": [positions[n] for n in g["params"]],
+            }
+            for g in body["groups"]
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _apply_own(self, rank: int, everything: bool) -> None:
         stem = f"ranks/{rank:05d}"
