@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -10,6 +11,19 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..process_group import host_group, resolve_group
 
 _BOARD_BYTES = 4096
+
+
+def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContextManager[Any]:
+    """A context in which `model` has whole parameters that may be read, or written. Collective where parameters are sliced
+    or shared."""
+    import shardwright
+
+    enter = getattr(shardwright, "full_parameters", None)
+    wrapped = getattr(model, "_orig_mod", model)
+    if enter is None or not isinstance(wrapped, shardwright.DistributedDataParallel):
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = enter(model, writable=writable)
+    return context
 
 
 class Peers:

@@ -12,7 +12,7 @@ from .._engine import CheckpointError, CheckpointFolder
 from . import tree
 from .content import load_stateful, parameter_names, positions_of, set_random_state
 from .names import TORCH_DTYPES, dtype_name, model_tensors, plain, stored_shape
-from .peers import Peers
+from .peers import Peers, whole_parameters
 from .writing import Training
 
 _NAMES_SHOWN = 5
@@ -150,9 +150,10 @@ class Reader:
 
     def apply(self, rank: int, world_size: int, *, everything: bool) -> Any:
         """Fills the training; returns `extra`. `everything`: beyond model and optimizer, too."""
-        with torch.no_grad():
+        with torch.no_grad(), whole_parameters(self.training.model, writable=True):
             self._fill(self._model_reads)
-            if self._optimizer is not None:
+        if self._optimizer is not None:
+            with torch.no_grad():
                 self._apply_optimizer(self._optimizer)
         tensors = self._load_all("state")
         for name, module in self._found.extras.items():

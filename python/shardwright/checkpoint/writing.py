@@ -17,7 +17,7 @@ from .._engine import CheckpointError, CheckpointSaver
 from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
 from .names import ModelTensors, model_tensors, plain
-from .peers import Peers
+from .peers import Peers, whole_parameters
 
 logger = logging.getLogger("shardwright")
 _POLL_S = 0.1
@@ -78,7 +78,8 @@ class Writer:
         """
         self._number += 1
         try:
-            self._begin(folder, step, training, lazy, metric, stale, retired)
+            with whole_parameters(training.model, writable=False):
+                self._begin(folder, step, training, lazy, metric, stale, retired)
         except BaseException as error:
             self._held = None
             self._saver.fail(self._number, str(error) or type(error).__name__)
