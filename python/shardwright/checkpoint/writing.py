@@ -50,7 +50,7 @@ class Writer:
         self._peers = peers
         self._timeout_s = timeout_s
         self._max_file_bytes = max_file_bytes
-        self._session = peers.exchange(secrets.token_hex(12), "checkpoint session")[0]
+        self._nonce_prefix = peers.exchange(secrets.token_hex(12), "nonce of checkpoints")[0]
         self._number = 0
         self._held: Content | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
@@ -114,7 +114,7 @@ class Writer:
             _add_rank0_content(own, training, found, step, plan, optimizer_tree)
         self._saver.begin(
             folder=folder,
-            nonce=self._session + _base36(self._number),
+            nonce=self._nonce_prefix + _base36(self._number),
             number=self._number,
             step=step,
             metric=metric,
