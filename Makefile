@@ -19,7 +19,7 @@ CSRC := $(sort $(shell find csrc -name '*.[ch]'))
 BUILD_INPUTS := $(CSRC) setup.py pyproject.toml
 ENGINE := python/shardwright/_engine.abi3.so
 
-.PHONY: build demo test test-long test-torch asan tsan bench fmt wheel clean check-machine
+.PHONY: build demo test test-long test-torch asan tsan crash bench fmt wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -71,6 +71,11 @@ asan: build
 
 tsan: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py -k tsan $(PYTEST_ARGS)
+
+# A checkpoint's save cut at every system call, and by power loss: the long form
+crash: build
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py -k "checkpoint_crash and plain" $(PYTEST_ARGS)
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/ranks/test_checkpoint_survives_kill_at_any_moment.py $(PYTEST_ARGS)
 
 bench: build
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done

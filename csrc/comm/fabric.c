@@ -36,7 +36,8 @@ bool sw_fabric_is_alive(sw_comm *comm)
 {
     const sw_fabric *fabric = (const sw_fabric *)comm;
     for (int r = 0; r < comm->world_size; ++r)
-        if (atomic_load(&fabric->control[r]->state) != SW_MEMBER_ACTIVE)
+        if (atomic_load(&fabric->control[r]->state) != SW_MEMBER_ACTIVE ||
+            (r != comm->rank && fabric->peer_ended((sw_fabric *)comm, r)))
             return false;
     return fabric->ended == SW_OK;
 }

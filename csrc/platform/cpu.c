@@ -12,6 +12,7 @@
 
 enum {
     LEAF1_ECX_FMA = 1 << 12,
+    LEAF1_ECX_SSE42 = 1 << 20,
     LEAF1_ECX_OSXSAVE = 1 << 27,
     LEAF1_ECX_AVX = 1 << 28,
     LEAF1_ECX_F16C = 1 << 29,
@@ -43,6 +44,12 @@ static bool has(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t state)
     return (enabled_state() & state) == state;
 }
 
+bool sw_cpu_has_sse42(void)
+{
+    uint32_t eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & LEAF1_ECX_SSE42) != 0;
+}
+
 bool sw_cpu_has_avx2_f16c_fma(void)
 {
     return has(LEAF1_ECX_AVX | LEAF1_ECX_F16C | LEAF1_ECX_FMA, LEAF7_EBX_AVX2, STATE_YMM);
@@ -56,6 +63,11 @@ bool sw_cpu_has_avx512(void)
 }
 
 #else
+
+bool sw_cpu_has_sse42(void)
+{
+    return false;
+}
 
 bool sw_cpu_has_avx2_f16c_fma(void)
 {

@@ -11,6 +11,9 @@
 
 #include <stdbool.h>
 
+/* SSE4.2: the CRC32C instruction. */
+bool sw_cpu_has_sse42(void);
+
 /* AVX2, F16C and FMA. */
 bool sw_cpu_has_avx2_f16c_fma(void);
 

@@ -17,6 +17,7 @@
 #pragma GCC diagnostic ignored "-Wpedantic"
 
 #include "base/status.h"
+#include "checkpoint/plan.h"
 #include "comm/comm.h"
 #include "comm/local.h"
 #include "reduce/gradient_memory.h"
@@ -25,6 +26,7 @@
 typedef struct engine_state {
     PyObject *error, *comm_error, *comm_timeout_error, *checkpoint_error;
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
+    PyTypeObject *plan_type, *saver_type, *folder_type;
 } engine_state;
 
 typedef struct comm_object {
@@ -50,6 +52,9 @@ typedef struct arena_object { /* memory with an owner: an arena, or the gradient
 int sw_py_errors_init(PyObject *module, engine_state *state);
 /* Sets the Python exception for `err` and returns NULL. `comm` may be NULL: it names the peer's host. */
 PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_object *comm);
+
+/* CheckpointError, with `errno` (None unless the system refused something); MemoryError as such. Returns NULL. */
+PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
 
 /* module.c */
 engine_state *sw_py_state_of(PyObject *self); /* of an instance of one of our types */
@@ -83,6 +88,15 @@ void sw_py_reducer_link_release(reducer_link *link);
 PyObject *sw_py_hook_object_new(engine_state *state, reducer_link *link, size_t index);
 /* The body of a hook: parameter `index` has its gradient. -1 with an exception. */
 int sw_py_reducer_take_gradient(struct reducer_object *self, size_t index, PyObject *param);
+
+/* checkpoint_plan_type.c, checkpoint_saver_type.c, checkpoint_folder_type.c */
+typedef struct plan_object {
+    PyObject_HEAD
+    sw_plan *plan; /* owned */
+} plan_object;
+extern PyType_Spec sw_py_checkpoint_plan_type_spec;
+extern PyType_Spec sw_py_checkpoint_saver_type_spec;
+extern PyType_Spec sw_py_checkpoint_folder_type_spec;
 
 /* kernels_module.c */
 extern PyMethodDef sw_py_kernel_functions[];

@@ -30,8 +30,10 @@ int sw_py_errors_init(PyObject *module, engine_state *state)
         add_exception(module, "shardwright.CommTimeoutError", "A peer did not come before the deadline.", bases);
     Py_DECREF(bases);
     state->checkpoint_error = add_exception(module, "shardwright.CheckpointError",
-                                            "A checkpoint could not be written or read.", state->error);
-    return state->comm_timeout_error && state->checkpoint_error ? 0 : -1;
+                                            "A checkpoint could not be written or read. `errno`: of the system, or None.", state->error);
+    if (!state->comm_timeout_error || !state->checkpoint_error)
+        return -1;
+    return PyObject_SetAttrString(state->checkpoint_error, "errno", Py_None);
 }
 
 /* Messages may quote names of any language, cut to fit: never a decoding error instead of the one to tell. */
@@ -97,5 +99,18 @@ PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_objec
     case SW_E_STATE:
     case SW_E_MISMATCH: raise_plain(state->error, err->message); break;
     }
+    return NULL;
+}
+
+PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err)
+{
+    if (err->status == SW_E_MEMORY)
+        return sw_py_raise(state, err, NULL);
+    PyObject *exception = PyObject_CallFunction(state->checkpoint_error, "s", err->message);
+    PyObject *code = err->status == SW_E_OS ? PyLong_FromLong(err->detail) : Py_BuildValue("");
+    if (exception && code && PyObject_SetAttrString(exception, "errno", code) == 0)
+        PyErr_SetObject(state->checkpoint_error, exception);
+    Py_XDECREF(exception);
+    Py_XDECREF(code);
     return NULL;
 }

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/crc32c.h"
 #include "platform/limits.h"
 #include "python/engine.h"
 
@@ -164,11 +165,24 @@ static PyObject *self_test(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *crc32c(PyObject *module, PyObject *args)
+{
+    unsigned long long address;
+    Py_ssize_t size;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Kn:crc32c", &address, &size))
+        return NULL;
+    if (size < 0)
+        return PyErr_Format(PyExc_ValueError, "crc32c: nbytes must be at least 0, got %zd", size);
+    return PyLong_FromUnsignedLong(sw_crc32c(0, (const void *)(uintptr_t)address, (size_t)size));
+}
+
 PyMethodDef sw_py_kernel_functions[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS, "instruction_sets()\n--\n\nTables that run here, best last."},
     {"instruction_set", instruction_set, METH_NOARGS, "instruction_set()\n--\n\nThe table in force."},
     {"force_instruction_set", force_instruction_set, METH_VARARGS, "force_instruction_set(name)\n--\n\nDebug entry."},
     {"fold", fold, METH_VARARGS, "fold(destination, sources, numel, dtype, op)\n--\n\nThe kernel, on addresses."},
+    {"crc32c", crc32c, METH_VARARGS, "crc32c(address, nbytes)\n--\n\nThe checksum that checkpoints use."},
     {"host_limits", host_limits, METH_NOARGS, "host_limits()\n--\n\nWhat this process may take."},
     {"self_test", self_test, METH_NOARGS, "self_test()\n--\n\nA threaded all_reduce; Error when it is wrong."},
     {NULL, NULL, 0, NULL},

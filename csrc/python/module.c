@@ -18,7 +18,11 @@ static int module_exec(PyObject *module)
     if (sw_py_errors_init(module, state) < 0 || add_type(module, &sw_py_arena_type_spec, &state->arena_type) < 0 ||
         add_type(module, &sw_py_comm_type_spec, &state->comm_type) < 0 ||
         add_type(module, &sw_py_reducer_type_spec, &state->reducer_type) < 0 ||
-        add_type(module, &sw_py_hook_type_spec, &state->hook_type) < 0 || sw_py_optim_functions_add(module) < 0)
+        add_type(module, &sw_py_hook_type_spec, &state->hook_type) < 0 ||
+        add_type(module, &sw_py_checkpoint_plan_type_spec, &state->plan_type) < 0 ||
+        add_type(module, &sw_py_checkpoint_saver_type_spec, &state->saver_type) < 0 ||
+        add_type(module, &sw_py_checkpoint_folder_type_spec, &state->folder_type) < 0 ||
+        sw_py_optim_functions_add(module) < 0)
         return -1;
     return 0;
 }
@@ -34,6 +38,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->comm_type);
     Py_VISIT(state->reducer_type);
     Py_VISIT(state->hook_type);
+    Py_VISIT(state->plan_type);
+    Py_VISIT(state->saver_type);
+    Py_VISIT(state->folder_type);
     return 0;
 }
 

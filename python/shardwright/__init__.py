@@ -27,10 +27,12 @@ from .wrap import (
 if TYPE_CHECKING:
     from . import optim
     from ._version import __version__
+    from .checkpoint import Checkpointer, load, save
     from .describe import describe, stats
 
 __all__ = [
     "CheckpointError",
+    "Checkpointer",
     "CommError",
     "CommTimeoutError",
     "DistributedDataParallel",
@@ -42,15 +44,24 @@ __all__ = [
     "full_gradients",
     "full_optimizer_state_dict",
     "full_parameters",
+    "load",
     "load_full_optimizer_state_dict",
-    "shard_optimizer",
     "optim",
+    "save",
+    "shard_optimizer",
     "stats",
     "unwrap",
     "wrap",
 ]
 
-_LAZY = {"describe": "describe", "stats": "describe", "__version__": "_version"}
+_LAZY = {
+    "describe": "describe",
+    "stats": "describe",
+    "__version__": "_version",
+    "Checkpointer": "checkpoint",
+    "load": "checkpoint",
+    "save": "checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,12 @@ class CommTimeoutError(CommError, TimeoutError):
     """A peer did not come before the deadline."""
 
 class CheckpointError(Error):
-    """A checkpoint could not be written or read."""
+    """A checkpoint could not be written or read.
+
+    Attributes: `errno`, where the system refused something; None otherwise.
+    """
+
+    errno: int | None
 
 def instruction_sets() -> list[str]:
     """Kernel tables that were compiled in and run on this processor, best last."""
@@ -34,6 +39,9 @@ def force_instruction_set(name: str | None) -> None:
 
 def fold(destination: int, sources: Sequence[int], numel: int, dtype: str, op: str) -> None:
     """The kernel itself, on addresses of `numel` elements each: destination = op over sources in their order (a test's entry)."""
+
+def crc32c(address: int, nbytes: int) -> int:
+    """CRC-32C of `nbytes` bytes at `address`: the checksum of checkpoints' blocks."""
 
 def host_limits() -> dict[str, Any]:
     """memory_max_bytes, memory_current_bytes, fsize_bytes, nofile (None where unlimited or unknown)."""
@@ -244,3 +252,92 @@ class Reducer:
         """Touches the memory of a parameter that was frozen, so that its hook may run."""
     def stats(self) -> dict[str, int]:
         """rounds, local_rounds, abandoned, buckets_sent, buckets_early, copies, bytes."""
+
+@final
+class CheckpointPlan:
+    """Which bytes stand where in which file, and which rank writes them. Arithmetic only; see docs/format.md."""
+
+    def __new__(
+        cls,
+        groups: list[tuple[str, bool, int, str, list[tuple[str, str, list[int], bool]]]],
+        texts: list[tuple[str, int]],
+    ) -> CheckpointPlan:
+        """`groups`: (stem, numbered, max_file_bytes, metadata as JSON, tensors), tensors (name, dtype, shape, pinned);
+        `texts`: (path, nbytes). Sources are numbered through all groups' tensors, then the texts."""
+    def files(self) -> list[tuple[str, int, list[tuple[int, int, int]]]]:
+        """(path, nbytes, [(source, begin, nbytes)]), in order."""
+    def needed(self, rank: int, world_size: int) -> list[int]:
+        """Sources of which some byte lies in a block that the rank writes."""
+
+@final
+class CheckpointSaver:
+    """One save at a time: a snapshot on the caller's thread, the rest on threads that never take the GIL."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        board: Arena | None = None,
+        *,
+        threads: int = 2,
+        direct: bool = True,
+        bandwidth: int = 0,
+    ) -> None:
+        """`board`: an Arena of these ranks with at least 4096 bytes; None at world size 1. `bandwidth`: bytes a second."""
+    def begin(
+        self,
+        *,
+        folder: str,
+        nonce: str,
+        number: int,
+        step: int,
+        metric: float | None,
+        shared: CheckpointPlan,
+        shared_sources: list[tuple[int, int, int, int, bool]],
+        own: CheckpointPlan,
+        own_sources: list[tuple[int, int, int, int, bool]],
+        lazy: bool,
+        stale: list[str],
+        retired: list[str],
+        timeout_s: float,
+    ) -> None:
+        """Takes the snapshot and starts the rest. Sources are (source, begin, nbytes, address, eager), ascending; their
+        memory is read until protect() returns (lazy) or this returns (else). `number` counts saves from 1, alike on all
+        ranks; `nonce` is equal on all and never used before."""
+    def protect(self) -> None:
+        """Copies what is still live: call it before the memory of a lazy save changes."""
+    def wait(self, timeout_s: float) -> bool:
+        """Whether nothing runs any more. Raises CheckpointError with the outcome of a save that failed, once."""
+    def fail(self, number: int, message: str) -> None:
+        """Tells the other ranks that this one cannot begin save `number`."""
+    def cancel(self, message: str) -> None:
+        """Makes a running save fail soon, with this reason."""
+    def progress(self) -> dict[str, int]:
+        """bytes_total, bytes_written, staging_bytes, direct_bytes, busy."""
+    def close(self) -> None:
+        """Gives up a running save, waits for its threads and frees everything. Idempotent."""
+
+@final
+class CheckpointFolder:
+    """A checkpoint to read from: its manifest is sound and its files have their sizes. CheckpointError otherwise."""
+
+    path: str
+    step: int
+    world_size: int
+    nonce: str
+    metric: float | None
+    #: path -> bytes
+    files: dict[str, int]
+    #: of all files
+    block_count: int
+    def __new__(cls, path: str) -> CheckpointFolder: ...
+    def verify(self, first: int, end: int) -> None:
+        """Checks blocks [first, end), numbered through all files. CheckpointError names the file and the bytes."""
+    def tensors(self, path: str) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:
+        """Metadata and (name, dtype, shape, begin, nbytes) of a safetensors file; begin is from the file's start."""
+    def read(self, path: str, ranges: list[tuple[int, int, int]]) -> None:
+        """Fills (begin, nbytes, address), ascending, from checked blocks."""
+    def read_bytes(self, path: str) -> bytes:
+        """A whole file, checked."""
+    def checksums(self, path: str) -> list[int]:
+        """CRC-32C of each block, as the manifest states it."""

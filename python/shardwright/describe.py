@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,8 +54,17 @@ def describe() -> Description:
         torch_distributed=describe_group(),
         communicators={f"{g.name}": g.comm.describe() for g in live_groups()},
         models=[_model(replica) for replica in live_replicas()],
+        checkpointers=_checkpointers(),
         environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
     )
+
+
+def _checkpointers() -> list[dict[str, Any]]:
+    if f"{__package__}.checkpoint" not in sys.modules:
+        return []
+    from .checkpoint.checkpointer import live_checkpointers
+
+    return [each.describe() for each in live_checkpointers()]
 
 
 def stats() -> dict[str, Any]:

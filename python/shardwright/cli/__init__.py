@@ -10,10 +10,11 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    from . import doctor
+    from . import ckpt, doctor
 
     parser = argparse.ArgumentParser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     doctor.add_parser(commands)
+    ckpt.add_parser(commands)
     options = parser.parse_args(arguments)
     return int(options.run(options))

@@ -1,0 +1,307 @@
+"""Checkpoints: how soon save() returns, what a save costs the training, how fast it is durable, how fast a cold load is.
+
+Adam's state (p, m, v) of one size on every rank; the loop overwrites all of it each step and computes for the rest of the
+step. Peers: torch.distributed.checkpoint (async_save and load), and raw O_DIRECT writes and reads of as many bytes on the
+same disk in the same run. fsync is part of everybody's "durable"; caches are dropped before a load. The first save pays for
+its memory and is reported apart. SW_BENCH_DIR names the directory (default: the system's for temporary files).
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import shardwright as sw
+
+MIB = 1 << 20
+CHUNK = 8 * MIB
+ARMS = ("copy", "lazy", "dcp")
+
+
+class Subject:
+    """Parameters with Adam's two moments, `size_bytes` in all, and a step that overwrites them."""
+
+    def __init__(self, size_bytes: int, step_s: float) -> None:
+        numel = size_bytes // 12 // 8
+        torch.manual_seed(0)  # replicas
+        self.model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(numel)) for _ in range(8)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.step_s = step_s
+        for parameter in self.model:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        self.step()
+        self.size_bytes = 3 * 4 * sum(p.numel() for p in self.model)
+
+    def step(self) -> float:
+        """One training step; seconds it took. The arithmetic is a fixed amount of work: what is lost shows."""
+        begin = time.perf_counter()
+        self.optimizer.step()
+        matrix = torch.ones(192, 192)
+        for _ in range(self.work if hasattr(self, "work") else 0):
+            matrix = (matrix @ matrix).clamp_(-1, 1)
+        return time.perf_counter() - begin
+
+    def calibrate(self) -> float:
+        """Sets the amount of work for `step_s`; the median of quiet steps."""
+        self.work = 0
+        bare = statistics.median(self.step() for _ in range(3))
+        self.work = 200
+        each = max(1e-7, (statistics.median(self.step() for _ in range(3)) - bare) / 200)
+        self.work = max(1, int((self.step_s - bare) / each))
+        return statistics.median(self.step() for _ in range(5))
+
+    def state(self) -> dict[str, Any]:
+        state = self.optimizer.state
+        return {
+            "model": {str(i): p.detach() for i, p in enumerate(self.model)},
+            "state": {
+                f"{k}.{i}": state[p][k] for i, p in enumerate(self.model) for k in ("exp_avg", "exp_avg_sq", "step")
+            },
+        }
+
+    def digest(self) -> list[float]:
+        return [float(t.double().sum()) for group in self.state().values() for t in group.values()]
+
+
+def one_save(
+    subject: Subject, quiet_s: float, begin: Callable[[], Any], is_durable: Callable[[Any], bool]
+) -> dict[str, float]:
+    """Trains on while a save runs. returns, durable, lost: seconds."""
+    dist.barrier()
+    start = time.perf_counter()
+    handle = begin()
+    returned = time.perf_counter() - start
+    steps, stepping = 0, 0.0
+    while not is_durable(handle):
+        stepping += subject.step()
+        steps += 1
+    return {"returns": returned, "durable": time.perf_counter() - start, "lost": returned + stepping - steps * quiet_s}
+
+
+def raw_write(path: str, size_bytes: int) -> float:
+    """Seconds for O_DIRECT writes of this many bytes, allocated before and synced after."""
+    memory = mmap.mmap(-1, CHUNK)
+    memory.write(os.urandom(4096) * (CHUNK // 4096))
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    begin = time.perf_counter()
+    os.posix_fallocate(fd, 0, size_bytes)
+    for offset in range(0, size_bytes, CHUNK):
+        os.pwrite(fd, memory, offset)
+    os.fsync(fd)
+    os.close(fd)
+    return time.perf_counter() - begin
+
+
+def raw_read(path: str, size_bytes: int) -> float:
+    memory = mmap.mmap(-1, CHUNK)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    begin = time.perf_counter()
+    for offset in range(0, size_bytes, CHUNK):
+        os.preadv(fd, [memory], offset)
+    os.close(fd)
+    return time.perf_counter() - begin
+
+
+def drop_caches(folder: str) -> None:
+    for place, _, names in os.walk(folder):
+        for name in names:
+            fd = os.open(os.path.join(place, name), os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+class Bench:
+    """One rank's arms over one directory."""
+
+    def __init__(self, rank: int, world_size: int, directory: str, size_bytes: int, step_s: float) -> None:
+        self.rank, self.world_size, self.directory = rank, world_size, directory
+        self.subject = Subject(size_bytes, step_s)
+        dist.barrier()
+        self.quiet_s = self.subject.calibrate()
+        options: dict[str, Any] = {"keep_last": 1}
+        self.ours = {
+            name: sw.Checkpointer(
+                f"{directory}/{name}", self.subject.model, self.subject.optimizer, snapshot=name, **options
+            )
+            for name in ("copy", "lazy")
+        }
+        self.count = 0
+
+    def save(self, arm: str) -> dict[str, float]:
+        self.count += 1
+        if arm == "dcp":
+            path = f"{self.directory}/dcp/{self.count}"
+            found = one_save(
+                self.subject,
+                self.quiet_s,
+                lambda: dcp.async_save(self.subject.state(), checkpoint_id=path),
+                lambda f: bool(f.done()),
+            )
+            dist.barrier()
+            if self.rank == 0:
+                for old in Path(self.directory, "dcp").iterdir():
+                    if old.name != str(self.count):
+                        shutil.rmtree(old)
+            return found
+        checkpoints = self.ours[arm]
+        found = one_save(
+            self.subject, self.quiet_s, lambda: checkpoints.save(self.count), lambda _: not checkpoints.progress["busy"]
+        )
+        checkpoints.wait()
+        found["staging"] = float(checkpoints.progress["staging_bytes"])
+        return found
+
+    def verify(self) -> None:
+        """What each arm saved is what it loads."""
+        for arm in ("copy", "lazy"):
+            before = self.subject.digest()
+            self.ours[arm].save(0)
+            self.subject.step()
+            self.ours[arm].wait()
+            assert self.ours[arm].restore() == 1 and self.subject.digest() == before, arm
+
+    def load(self, arm: str) -> float:
+        folder = f"{self.directory}/{arm}"
+        drop_caches(folder)
+        dist.barrier()
+        begin = time.perf_counter()
+        if arm == "dcp":
+            (newest,) = os.listdir(folder)
+            dcp.load(self.subject.state(), checkpoint_id=f"{folder}/{newest}")
+        else:
+            self.ours[arm].restore()
+        return time.perf_counter() - begin
+
+    def raw(self) -> tuple[float, float]:
+        """(write, read) of the whole state by rank 0, the others idle."""
+        path = f"{self.directory}/raw"
+        times = (0.0, 0.0)
+        dist.barrier()
+        if self.rank == 0:
+            size = self.subject.size_bytes // CHUNK * CHUNK
+            times = (raw_write(path, size), raw_read(path, size))
+            os.unlink(path)
+        dist.barrier()
+        return times
+
+    def close(self) -> None:
+        for checkpoints in self.ours.values():
+            checkpoints.close()
+
+
+def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: float, rounds: int) -> dict[str, Any]:
+    bench = Bench(rank, world_size, directory, size_bytes, step_s)
+    bench.verify()
+    first = {arm: bench.save(arm) for arm in ARMS}
+    samples: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    loads: dict[str, list[float]] = {"copy": [], "dcp": []}
+    raw: list[tuple[float, float]] = []
+    for turn in range(rounds):
+        for position in range(len(ARMS)):
+            arm = ARMS[(turn + position) % len(ARMS)]
+            gc.collect()
+            samples[arm].append(bench.save(arm))
+        for arm in loads:
+            loads[arm].append(bench.load(arm))
+        raw.append(bench.raw())
+    cpu = time.process_time()
+    bench.ours["copy"].save(10_000_000)
+    bench.ours["copy"].wait()
+    cpu = time.process_time() - cpu
+    bench.close()
+    return {
+        "first": first,
+        "samples": samples,
+        "loads": loads,
+        "raw": raw,
+        "quiet": bench.quiet_s,
+        "bytes": bench.subject.size_bytes,
+        "cpu": cpu,
+    }
+
+
+def slowest(results: list[dict[str, Any]], arm: str, what: str) -> float:
+    """The median over rounds of the slowest rank."""
+    return statistics.median(
+        max(r["samples"][arm][i][what] for r in results) for i in range(len(results[0]["samples"][arm]))
+    )
+
+
+def report_case(report: common.Report, case: str, results: list[dict[str, Any]]) -> None:
+    size = results[0]["bytes"]
+    gib = size / 2**30
+    samples = len(results[0]["raw"])
+    writes, reads = (statistics.median(pair[i] for pair in results[0]["raw"]) for i in (0, 1))
+
+    def add(name: str, unit: str, ours: float, peer: float, peer_name: str, goal: float, **extra: Any) -> None:
+        report.add(f"{case} {name}", unit, ours, peer, peer_name, goal=goal, samples=samples, **extra)
+
+    firsts = {arm: max(r["first"][arm]["returns"] for r in results) * 1e3 for arm in ARMS}
+    add(
+        "copy returns",
+        "s",
+        slowest(results, "copy", "returns"),
+        gib,
+        "one second a GiB",
+        0.25,
+        first_ms=firsts["copy"],
+        dcp_ms=slowest(results, "dcp", "returns") * 1e3,
+    )
+    add("lazy returns", "ms", slowest(results, "lazy", "returns") * 1e3, 10.0, "10 ms", 1.0, first_ms=firsts["lazy"])
+    for arm in ("copy", "lazy"):
+        add(f"{arm} training time lost", "s", slowest(results, arm, "lost"), slowest(results, "dcp", "lost"), "dcp.async_save", 0.15,
+            quiet_step_ms=results[0]["quiet"] * 1e3)  # fmt: skip
+        add(f"{arm} durable", "s", slowest(results, arm, "durable"), writes, "raw O_DIRECT write", 1 / 0.9,
+            dcp_s=slowest(results, "dcp", "durable"), MBps=size / slowest(results, arm, "durable") / 1e6)  # fmt: skip
+    add(
+        "lazy memory above the state, all ranks",
+        "GiB",
+        sum(r["samples"]["lazy"][-1]["staging"] for r in results) / 2**30,
+        gib,
+        "a whole copy",
+        0.7,
+    )
+    loads = {
+        arm: statistics.median(max(r["loads"][arm][i] for r in results) for i in range(samples))
+        for arm in ("copy", "dcp")
+    }
+    add("verified cold load", "s", loads["copy"], reads, "raw O_DIRECT read", 1 / 0.85, dcp_s=loads["dcp"])
+    report.add(
+        f"{case} verified cold load",
+        "s",
+        loads["copy"],
+        loads["dcp"],
+        "dcp.load",
+        goal=2.5,
+        larger=True,
+        samples=samples,
+    )
+    add("CPU of a save, all ranks", "s", sum(r["cpu"] for r in results), gib, "one second a GiB", 0.3)
+
+
+def main() -> None:
+    report, quick = common.begin("checkpoint", __doc__)
+    cases = (
+        [(1, 48 * MIB, 0.03), (2, 48 * MIB, 0.03)] if quick else [(w, 1 << 30, s) for w in (1, 2) for s in (0.35, 0.12)]
+    )
+    for world_size, size_bytes, step_s in cases:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=os.environ.get("SW_BENCH_DIR")) as directory:
+            results = common.run_ranks(world_size, work, directory, size_bytes, step_s, common.LEAST_ROUNDS)
+        report_case(report, f"W={world_size} {size_bytes // MIB} MiB {step_s:g} s a step", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+/* commit.c - see commit.h for the order and docs/design/checkpoint.md for why. */
+#include "checkpoint/commit.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "platform/file.h"
+
+/* A file that its writers have synced already is synced again here: nothing left to do costs nothing, and a writer on
+ * another client of a network file system is covered too. Its size is looked at on the way. */
+static sw_status sync_files(const char *partial, const sw_manifest *manifest, sw_error *err)
+{
+    char path[SW_PATH_BYTES];
+    for (size_t i = 0; i < manifest->file_count; ++i) {
+        const sw_manifest_file *file = &manifest->files[i];
+        int fd = -1;
+        uint64_t size_bytes = 0;
+        SW_TRY(sw_path_join(path, partial, file->path, err));
+        SW_TRY(sw_file_open_read(path, &fd, &size_bytes, err));
+        sw_status status = sw_file_sync(fd, path, err);
+        sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
+        SW_TRY(status);
+        SW_TRY(closed);
+        if (size_bytes != file->size_bytes)
+            SW_FAIL(err, SW_E_STATE, "'%s' has %llu bytes where %llu were written: someone else changed it", path,
+                    (unsigned long long)size_bytes, (unsigned long long)file->size_bytes);
+    }
+    return SW_OK;
+}
+
+static sw_status write_manifest(const char *partial, const sw_manifest *manifest, sw_error *err)
+{
+    char temporary[SW_PATH_BYTES], final[SW_PATH_BYTES];
+    char *text = NULL;
+    size_t size_bytes = 0;
+    SW_TRY(sw_path_join(temporary, partial, "MANIFEST.tmp", err));
+    SW_TRY(sw_path_join(final, partial, SW_MANIFEST_NAME, err));
+    SW_TRY(sw_manifest_print(manifest, false, &text, &size_bytes, err));
+    sw_status status = sw_file_write_new(temporary, text, size_bytes, true, err);
+    free(text);
+    SW_TRY(status);
+    SW_TRY(sw_file_rename(temporary, final, err));
+    return sw_folder_sync(partial, err);
+}
+
+static bool has_nonce(const char *folder, const char *nonce)
+{
+    sw_manifest found = {0};
+    bool same = sw_manifest_read(folder, &found, NULL) == SW_OK && strcmp(found.nonce, nonce) == 0;
+    sw_manifest_fini(&found);
+    return same;
+}
+
+static sw_status trash_name(char trash[SW_PATH_BYTES], const char *folder, const char *nonce, sw_error *err)
+{
+    if (snprintf(trash, SW_PATH_BYTES, "%s.%s.trash", folder, nonce) >= SW_PATH_BYTES)
+        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES, folder);
+    return SW_OK;
+}
+
+/* A folder of that name is there already: in one step where the system can, so that there always is one. */
+static sw_status replace(const char *partial, const char *folder, const char *nonce, sw_error *err)
+{
+    char trash[SW_PATH_BYTES];
+    bool swapped = false;
+    SW_TRY(trash_name(trash, folder, nonce, err));
+    SW_TRY(sw_file_exchange(partial, folder, &swapped, err));
+    if (swapped)
+        return sw_file_rename(partial, trash, err);
+    SW_TRY(sw_file_rename(folder, trash, err));
+    return sw_file_rename(partial, folder, err);
+}
+
+static sw_status publish(const char *partial, const char *folder, const char *nonce, sw_error *err)
+{
+    sw_error found = {0};
+    if (sw_file_exists(folder))
+        return replace(partial, folder, nonce, err);
+    sw_status status = sw_file_rename(partial, folder, &found);
+    /* A network file system may have done it, lost the answer, and asked again. */
+    if (status == SW_E_OS && found.detail == ENOENT && has_nonce(folder, nonce))
+        return SW_OK;
+    if (status != SW_OK && err)
+        *err = found;
+    return status;
+}
+
+sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *manifest, sw_error *err)
+{
+    char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES], trash[SW_PATH_BYTES];
+    SW_TRY(sw_path_join(ranks, partial, SW_RANKS_FOLDER, err));
+    SW_TRY(sw_path_parent(folder, parent, err));
+    SW_TRY(trash_name(trash, folder, manifest->nonce, err));
+    SW_TRY(sync_files(partial, manifest, err));
+    if (sw_file_exists(ranks))
+        SW_TRY(sw_folder_sync(ranks, err));
+    SW_TRY(write_manifest(partial, manifest, err));
+    SW_TRY(publish(partial, folder, manifest->nonce, err));
+    SW_TRY(sw_folder_sync(parent, err));
+    sw_folder_remove(trash);
+    return SW_OK;
+}
+
+void sw_retire(const char *const *folders, size_t count, const char *nonce)
+{
+    char trash[SW_PATH_BYTES], parent[SW_PATH_BYTES];
+    for (size_t i = 0; i < count; ++i)
+        if (trash_name(trash, folders[i], nonce, NULL) == SW_OK && sw_path_parent(folders[i], parent, NULL) == SW_OK &&
+            sw_file_rename(folders[i], trash, NULL) == SW_OK && sw_folder_sync(parent, NULL) == SW_OK)
+            sw_folder_remove(trash);
+}

@@ -1,0 +1,76 @@
+/* json.h - strict JSON in, compact JSON out: for manifests and safetensors headers, which come from strangers.
+ *
+ * Idea: a document is one array of nodes in reading order; a node knows how many nodes its value takes, so the next
+ * sibling is `node + node->span` and nothing is linked. Strings are decoded into one buffer and end with a zero byte
+ * (a zero byte inside one is refused). Refused too: duplicate keys, depth beyond 64, bytes after the value, broken UTF-8.
+ *
+ * Thread rule: owner only.
+ */
+#ifndef SW_CHECKPOINT_JSON_H
+#define SW_CHECKPOINT_JSON_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+typedef enum sw_json_kind {
+    SW_JSON_NULL = 0,
+    SW_JSON_BOOL,
+    SW_JSON_INTEGER, /* fits int64_t */
+    SW_JSON_NUMBER,
+    SW_JSON_STRING,
+    SW_JSON_ARRAY,
+    SW_JSON_OBJECT,
+} sw_json_kind;
+
+typedef struct sw_json_node {
+    sw_json_kind kind;
+    size_t span;  /* nodes of this value, itself included */
+    size_t count; /* elements or members */
+    const char *key;  /* of a member; borrowed from the document */
+    const char *text; /* of a string; borrowed from the document */
+    int64_t integer;  /* of an integer; 0 or 1 of a bool */
+    double number;    /* of an integer or number */
+} sw_json_node;
+
+typedef struct sw_json {
+    sw_json_node *nodes; /* owned; nodes[0] is the document */
+    size_t node_count, node_capacity;
+    char *strings; /* owned */
+} sw_json;
+
+/* SW_E_INVALID says what is wrong and at which byte. `label` names the document in errors. On success, fini it. */
+SW_MUST_USE sw_status sw_json_parse(const char *text, size_t size_bytes, const char *label, sw_json *json, sw_error *err);
+void sw_json_fini(sw_json *json);
+
+/* The first child, valid when count > 0; and the sibling after `node`. */
+static inline const sw_json_node *sw_json_first(const sw_json_node *node)
+{
+    return node + 1;
+}
+
+static inline const sw_json_node *sw_json_next(const sw_json_node *node)
+{
+    return node + node->span;
+}
+
+/* The member `key` of an object; NULL when there is none or `object` is none. */
+const sw_json_node *sw_json_find(const sw_json_node *object, const char *key);
+
+/* A growing text. A failed allocation is kept: look once, at the end. */
+typedef struct sw_text {
+    char *data; /* owned, ends with a zero byte when not NULL */
+    size_t size_bytes, capacity;
+    bool is_out_of_memory;
+} sw_text;
+
+void sw_text_append(sw_text *text, const char *bytes, size_t size_bytes);
+void sw_text_print(sw_text *text, const char *format, ...) SW_PRINTF(2, 3);
+/* `value` in quotes, escaped. */
+void sw_text_quote(sw_text *text, const char *value);
+SW_MUST_USE sw_status sw_text_check(const sw_text *text, const char *label, sw_error *err);
+void sw_text_fini(sw_text *text);
+
+#endif

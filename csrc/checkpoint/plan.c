@@ -1,0 +1,326 @@
+/* plan.c - cutting by size, ordering by element width inside a file, headers on page boundaries, owners. */
+#include "checkpoint/plan.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "checkpoint/safetensors.h"
+#include "kernels/crc32c.h"
+
+enum { PATH_COMPONENT_MAX = 128, HEADER_ALIGNMENT = 4096 };
+
+typedef struct draft { /* a plan being made */
+    sw_plan *plan;
+    size_t file_capacity;
+    size_t next_source;
+    uint64_t *sizes; /* owned; of the group's tensors */
+    sw_error *err;
+} draft;
+
+bool sw_plan_is_path(const char *path)
+{
+    int components = 1;
+    size_t length = 0;
+    for (const char *at = path; *at; ++at) {
+        bool is_plain = (*at >= 'a' && *at <= 'z') || (*at >= 'A' && *at <= 'Z') || (*at >= '0' && *at <= '9') || *at == '.' ||
+                        *at == '_' || *at == '-';
+        if (*at == '/' && length > 0) {
+            components++;
+            length = 0;
+        } else if (!is_plain || (length == 0 && *at == '.') || ++length > PATH_COMPONENT_MAX) {
+            return false;
+        }
+    }
+    return length > 0 && components <= 2;
+}
+
+static sw_status no_memory(const draft *d)
+{
+    SW_FAIL(d->err, SW_E_MEMORY, "no memory for the plan of a checkpoint (%zu files, %zu tensors)", d->plan->file_count,
+            d->plan->piece_count);
+}
+
+static sw_status add_file(draft *d, const char *path, sw_plan_file **file)
+{
+    sw_plan *plan = d->plan;
+    if (!sw_plan_is_path(path))
+        SW_FAIL(d->err, SW_E_INVALID, "'%.200s' cannot name a file of a checkpoint: one or two parts of [A-Za-z0-9._-]", path);
+    if (plan->file_count == d->file_capacity) {
+        size_t capacity = d->file_capacity ? 2 * d->file_capacity : 8;
+        sw_plan_file *grown = realloc(plan->files, capacity * sizeof *grown);
+        if (!grown)
+            return no_memory(d);
+        plan->files = grown;
+        d->file_capacity = capacity;
+    }
+    char *copy = strdup(path);
+    if (!copy)
+        return no_memory(d);
+    *file = &plan->files[plan->file_count++];
+    **file = (sw_plan_file){.path = copy, .first_piece = plan->piece_count};
+    return SW_OK;
+}
+
+/* First tensor after the file that begins with `first`. */
+static size_t cut(const sw_plan_group *group, const uint64_t *sizes, size_t first)
+{
+    uint64_t total = sizes[first];
+    size_t end = first + 1;
+    while (end < group->tensor_count && (group->max_file_bytes == 0 || total + sizes[end] <= group->max_file_bytes))
+        total += sizes[end++];
+    return end;
+}
+
+static size_t count_files(const sw_plan_group *group, const uint64_t *sizes)
+{
+    size_t count = 0;
+    for (size_t first = 0; first < group->tensor_count; first = cut(group, sizes, first))
+        count++;
+    return count ? count : 1; /* no tensor at all: one file that says so */
+}
+
+static void print_entry(sw_text *text, const sw_plan_tensor *tensor, uint64_t begin, uint64_t end)
+{
+    sw_text_append(text, ",", 1);
+    sw_text_quote(text, tensor->name);
+    sw_text_print(text, ":{\"dtype\":\"%s\",\"shape\":[", tensor->dtype);
+    for (int i = 0; i < tensor->ndim; ++i)
+        sw_text_print(text, "%s%" PRId64, i ? "," : "", tensor->shape[i]);
+    sw_text_print(text, "],\"data_offsets\":[%" PRIu64 ",%" PRIu64 "]}", begin, end);
+}
+
+static sw_status finish_header(draft *d, sw_plan_file *file, sw_text *text)
+{
+    sw_text_append(text, "}", 1);
+    while (text->size_bytes % HEADER_ALIGNMENT && !text->is_out_of_memory)
+        sw_text_append(text, " ", 1);
+    SW_TRY(sw_text_check(text, file->path, d->err));
+    uint64_t length = text->size_bytes - 8;
+    if (length > SW_SAFETENSORS_HEADER_MAX)
+        SW_FAIL(d->err, SW_E_INVALID, "'%s': names and shapes take %" PRIu64 " bytes, a safetensors header at most %d", file->path,
+                length, SW_SAFETENSORS_HEADER_MAX);
+    for (int i = 0; i < 8; ++i)
+        text->data[i] = (char)(uint8_t)(length >> (8 * i));
+    file->header = text->data;
+    file->header_bytes = text->size_bytes;
+    return SW_OK;
+}
+
+/* Wider elements first, so that every tensor is aligned to its element; registration order otherwise. */
+static sw_status add_pieces(draft *d, sw_plan_file *file, const sw_plan_group *group, size_t first, size_t end, sw_text *text)
+{
+    uint64_t data = 0;
+    for (unsigned width = 8; width >= 1; width /= 2)
+        for (size_t i = first; i < end; ++i) {
+            const sw_plan_tensor *tensor = &group->tensors[i];
+            if (sw_safetensors_element_bytes(tensor->dtype) != width)
+                continue;
+            print_entry(text, tensor, data, data + d->sizes[i]);
+            d->plan->pieces[d->plan->piece_count++] =
+                (sw_plan_piece){.source = d->next_source + i, .begin = data, .size_bytes = d->sizes[i]};
+            data += d->sizes[i];
+        }
+    SW_TRY(finish_header(d, file, text));
+    file->piece_count = end - first;
+    for (size_t i = 0; i < file->piece_count; ++i)
+        d->plan->pieces[file->first_piece + i].begin += file->header_bytes;
+    file->size_bytes = file->header_bytes + data;
+    return SW_OK;
+}
+
+static int compare_names(const void *a, const void *b)
+{
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+static sw_status check_names(draft *d, const sw_plan_group *group)
+{
+    sw_status status = SW_OK;
+    const char **names = malloc((group->tensor_count + 1) * sizeof *names);
+    if (!names)
+        return no_memory(d);
+    for (size_t i = 0; i < group->tensor_count; ++i)
+        names[i] = group->tensors[i].name;
+    qsort(names, group->tensor_count, sizeof *names, compare_names);
+    for (size_t i = 0; i < group->tensor_count && status == SW_OK; ++i)
+        if (strcmp(names[i], "__metadata__") == 0 || (i > 0 && strcmp(names[i - 1], names[i]) == 0))
+            status = sw_error_set(d->err, SW_E_INVALID, -1, "%s: the tensor name '%.200s' is %s", group->stem, names[i],
+                                  i > 0 && strcmp(names[i - 1], names[i]) == 0 ? "used twice" : "reserved by safetensors");
+    free(names);
+    return status;
+}
+
+static sw_status add_group(draft *d, const sw_plan_group *group)
+{
+    free(d->sizes);
+    d->sizes = calloc(group->tensor_count + 1, sizeof *d->sizes);
+    if (!d->sizes)
+        return no_memory(d);
+    for (size_t i = 0; i < group->tensor_count; ++i) {
+        const sw_plan_tensor *tensor = &group->tensors[i];
+        SW_TRY(sw_safetensors_size(tensor->name, tensor->dtype, tensor->shape, tensor->ndim, &d->sizes[i], d->err));
+    }
+    SW_TRY(check_names(d, group));
+    size_t count = count_files(group, d->sizes), first = 0;
+    for (size_t number = 1; number <= count; ++number) {
+        char path[2 * PATH_COMPONENT_MAX + 64];
+        sw_plan_file *file = NULL;
+        sw_text text = {0};
+        if (count == 1 && !group->is_numbered)
+            snprintf(path, sizeof path, "%s.safetensors", group->stem);
+        else
+            snprintf(path, sizeof path, "%s-%05zu-of-%05zu.safetensors", group->stem, number, count);
+        SW_TRY(add_file(d, path, &file));
+        sw_text_append(&text, "\0\0\0\0\0\0\0\0", 8);
+        sw_text_print(&text, "{\"__metadata__\":%s", group->metadata);
+        size_t end = group->tensor_count ? cut(group, d->sizes, first) : 0;
+        sw_status status = add_pieces(d, file, group, first, end, &text);
+        if (status != SW_OK) {
+            sw_text_fini(&text);
+            return status;
+        }
+        first = end;
+    }
+    d->next_source += group->tensor_count;
+    return SW_OK;
+}
+
+static sw_status add_text(draft *d, const sw_plan_text *text)
+{
+    sw_plan_file *file = NULL;
+    SW_TRY(add_file(d, text->path, &file));
+    d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){.source = d->next_source++, .size_bytes = text->size_bytes};
+    file->piece_count = 1;
+    file->size_bytes = text->size_bytes;
+    return SW_OK;
+}
+
+static sw_status number_blocks(draft *d)
+{
+    sw_plan *plan = d->plan;
+    for (size_t i = 0; i < plan->file_count; ++i) {
+        sw_plan_file *file = &plan->files[i];
+        file->first_block = plan->block_count;
+        file->block_count = (file->size_bytes + SW_BLOCK_BYTES - 1) / SW_BLOCK_BYTES;
+        plan->block_count += file->block_count;
+        plan->digest = sw_crc32c(plan->digest, file->path, strlen(file->path) + 1);
+        plan->digest = sw_crc32c(plan->digest, &file->size_bytes, sizeof file->size_bytes);
+        plan->digest = sw_crc32c(plan->digest, file->header, file->header_bytes);
+    }
+    plan->is_pinned = calloc((size_t)plan->block_count + 1, sizeof *plan->is_pinned);
+    return plan->is_pinned ? SW_OK : no_memory(d);
+}
+
+static void pin_blocks(sw_plan *plan, const sw_plan_group *groups, size_t group_count)
+{
+    for (size_t f = 0; f < plan->file_count; ++f) {
+        const sw_plan_file *file = &plan->files[f];
+        for (size_t p = 0; p < file->piece_count; ++p) {
+            const sw_plan_piece *piece = &plan->pieces[file->first_piece + p];
+            size_t index = piece->source, g = 0;
+            while (g < group_count && index >= groups[g].tensor_count)
+                index -= groups[g++].tensor_count;
+            if (g == group_count || !groups[g].tensors[index].is_pinned || piece->size_bytes == 0)
+                continue;
+            uint64_t last = (piece->begin + piece->size_bytes - 1) / SW_BLOCK_BYTES;
+            for (uint64_t b = piece->begin / SW_BLOCK_BYTES; b <= last; ++b) {
+                plan->pinned_count += !plan->is_pinned[file->first_block + b];
+                plan->is_pinned[file->first_block + b] = true;
+            }
+        }
+    }
+}
+
+sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count, const sw_plan_text *texts, size_t text_count,
+                         sw_plan **plan, sw_error *err)
+{
+    draft d = {.plan = calloc(1, sizeof(sw_plan)), .err = err};
+    sw_status status = SW_OK;
+    size_t sources = text_count;
+    if (!d.plan)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the plan of a checkpoint");
+    for (size_t i = 0; i < group_count; ++i)
+        sources += groups[i].tensor_count;
+    d.plan->pieces = calloc(sources + 1, sizeof *d.plan->pieces);
+    if (!d.plan->pieces)
+        status = no_memory(&d);
+    for (size_t i = 0; i < group_count && status == SW_OK; ++i)
+        status = add_group(&d, &groups[i]);
+    for (size_t i = 0; i < text_count && status == SW_OK; ++i)
+        status = add_text(&d, &texts[i]);
+    d.plan->source_count = sources;
+    if (status == SW_OK)
+        status = number_blocks(&d);
+    free(d.sizes);
+    if (status != SW_OK) {
+        sw_plan_destroy(d.plan);
+        return status;
+    }
+    pin_blocks(d.plan, groups, group_count);
+    *plan = d.plan;
+    return SW_OK;
+}
+
+void sw_plan_destroy(sw_plan *plan)
+{
+    if (!plan)
+        return;
+    for (size_t i = 0; i < plan->file_count; ++i) {
+        free(plan->files[i].path);
+        free(plan->files[i].header);
+    }
+    free(plan->files);
+    free(plan->pieces);
+    free(plan->is_pinned);
+    free(plan);
+}
+
+/* Rank r writes the free (not pinned) blocks [free_begin(r), free_begin(r + 1)): rank 0, which has the pinned ones too,
+ * up to an equal share; the others the rest in equal runs. */
+static uint64_t free_begin(const sw_plan *plan, int rank, int world_size)
+{
+    uint64_t all = plan->block_count - plan->pinned_count, world = (uint64_t)world_size;
+    uint64_t share = (plan->block_count + world - 1) / world;
+    uint64_t first = share > plan->pinned_count ? share - plan->pinned_count : 0;
+    if (first > all || world_size == 1)
+        first = all;
+    if (rank == 0)
+        return 0;
+    return world_size == 1 ? all : first + (all - first) * (uint64_t)(rank - 1) / (world - 1);
+}
+
+sw_status sw_plan_owned(const sw_plan *plan, int rank, int world_size, uint64_t **blocks, size_t *count, sw_error *err)
+{
+    uint64_t begin = free_begin(plan, rank, world_size), end = free_begin(plan, rank + 1, world_size), at = 0;
+    size_t owned = 0;
+    uint64_t *made = malloc((size_t)(end - begin + (rank == 0 ? plan->pinned_count : 0) + 1) * sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the list of %" PRIu64 " blocks", end - begin);
+    for (uint64_t block = 0; block < plan->block_count; ++block) {
+        if (plan->is_pinned[block] ? rank == 0 : at >= begin && at < end)
+            made[owned++] = block;
+        at += !plan->is_pinned[block];
+    }
+    *blocks = made;
+    *count = owned;
+    return SW_OK;
+}
+
+const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset, size_t *size_bytes)
+{
+    size_t low = 0, high = plan->file_count;
+    while (high - low > 1) { /* files without a block share a number with the next: the last of them has it */
+        size_t middle = low + (high - low) / 2;
+        if (plan->files[middle].first_block <= block)
+            low = middle;
+        else
+            high = middle;
+    }
+    const sw_plan_file *file = &plan->files[low];
+    *offset = (block - file->first_block) * SW_BLOCK_BYTES;
+    uint64_t left = file->size_bytes - *offset;
+    *size_bytes = left < SW_BLOCK_BYTES ? (size_t)left : SW_BLOCK_BYTES;
+    return file;
+}

@@ -1,0 +1,100 @@
+/* save_job.h - what the files of a save share. Included by save*.c alone.
+ *
+ * save.c           the saver and its threads' life
+ * save_snapshot.c  from live memory to bytes of blocks
+ * save_write.c     from blocks to files
+ * save_agree.c     READY, acknowledgements, the verdict
+ *
+ * `mutex` guards every field under "shared"; the others are set before the threads start.
+ */
+#ifndef SW_CHECKPOINT_SAVE_JOB_H
+#define SW_CHECKPOINT_SAVE_JOB_H
+
+#include <pthread.h>
+
+#include "checkpoint/save.h"
+#include "checkpoint/stage.h"
+#include "platform/file.h"
+#include "platform/thread.h"
+
+enum { SW_SAVER_THREADS_MAX = 16, SW_SAVE_RUN_BLOCKS = 8 };
+
+typedef enum sw_block_state {
+    SW_BLOCK_LIVE = 0, /* its bytes are the caller's memory */
+    SW_BLOCK_COPYING,  /* a thread reads them */
+    SW_BLOCK_STAGED,   /* they are in a slot */
+    SW_BLOCK_TAKEN,    /* a thread writes them */
+    SW_BLOCK_WRITTEN,
+} sw_block_state;
+
+typedef struct sw_save_block {
+    const sw_save_part *part;
+    const sw_plan_file *file;
+    uint64_t offset; /* in the file */
+    uint32_t size_bytes, crc;
+    sw_block_state state;
+    uint8_t *slot; /* of the stage; NULL: none */
+} sw_save_block;
+
+struct sw_saver {
+    sw_board *board; /* borrowed */
+    sw_saver_options options;
+
+    /* one save */
+    char folder[SW_PATH_BYTES], partial[SW_PATH_BYTES];
+    char **stale, **retired; /* owned copies */
+    size_t stale_count, retired_count;
+    uint64_t number;
+    int64_t deadline_ns;
+    sw_save_part shared_part, own_part;
+    sw_save_source *sources; /* owned copy of both parts' */
+    sw_save_block *blocks;   /* owned; in the order of writing */
+    size_t block_count;
+    sw_manifest manifest; /* what this rank wrote; on rank 0 in the end all */
+    sw_thread threads[SW_SAVER_THREADS_MAX];
+
+    /* shared */
+    pthread_mutex_t mutex;
+    pthread_cond_t changed; /* on the monotonic clock */
+    sw_stage stage;
+    size_t next_block;
+    size_t copying_count;
+    int64_t next_write_ns; /* bandwidth */
+    uint64_t bytes_total, bytes_written, direct_bytes;
+    sw_error failure;   /* the first of this rank's threads; status SW_OK: none */
+    sw_error outcome;
+    bool is_running, is_over;
+};
+
+/* save_snapshot.c */
+SW_MUST_USE sw_status sw_save_list_blocks(sw_saver *saver, const sw_save_request *request, sw_error *err);
+/* That this rank holds every byte of its blocks: SW_E_STATE names one that it does not. What comes after cannot fail. */
+SW_MUST_USE sw_status sw_save_check_blocks(const sw_saver *saver, sw_error *err);
+/* The bytes of `block` to `destination`, and their checksum to block->crc. */
+void sw_save_fill(sw_save_block *block, uint8_t *destination);
+
+typedef struct sw_save_claim { /* live blocks that one thread is about to copy, and where to */
+    size_t *wanted;  /* owned; indices of blocks */
+    uint8_t **slots; /* owned list; the slots are the stage's */
+    size_t count;
+} sw_save_claim;
+/* Marks the live blocks; those that touch an eager source alone when `is_eager` is not NULL. */
+SW_MUST_USE sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager, sw_save_claim *claim, sw_error *err);
+/* Copies them; each may be written from the moment that it is copied. */
+void sw_save_copy(sw_saver *saver, sw_save_claim *claim);
+void sw_save_claim_fini(sw_save_claim *claim);
+/* Waits until no writing thread reads the caller's memory. */
+void sw_save_await_copies(sw_saver *saver);
+
+/* save_write.c: one writing thread's work, until no block is left or some thread failed. */
+SW_MUST_USE sw_status sw_save_write(sw_saver *saver, sw_error *err);
+
+/* save_agree.c */
+SW_MUST_USE sw_status sw_save_open(sw_saver *saver, sw_error *err);        /* folder, files, READY; or wait for it */
+SW_MUST_USE sw_status sw_save_acknowledge(sw_saver *saver, sw_error *err); /* what this rank wrote, durable, named */
+void sw_save_conclude(sw_saver *saver, const sw_error *own, sw_error *outcome); /* rank 0 commits or abandons; others wait */
+
+/* save.c: SW_OK, or why this rank must stop: another thread's failure or a cancel. */
+SW_MUST_USE sw_status sw_save_check(sw_saver *saver, sw_error *err);
+
+#endif

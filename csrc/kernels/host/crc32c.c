@@ -1,0 +1,143 @@
+/* crc32c.c - the table form (eight bytes a step) and the SSE4.2 form.
+ *
+ * Three streams are joined by the linearity of a CRC: the checksum of A followed by B is that of A carried over
+ * |B| zero bytes, xor that of B. For fixed |B| carrying is a linear map of 32 bits, kept as four tables of 256.
+ * RFC 3720 B.4; the three-stream form is described in Intel's white paper 323405 (2011).
+ */
+#include "kernels/crc32c.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <string.h>
+
+#include "platform/cpu.h"
+
+enum { STREAM_BYTES = 4096, COPY_BYTES = 3 * STREAM_BYTES };
+static const uint32_t POLYNOMIAL = UINT32_C(0x82f63b78);
+
+/* Written once, under pthread_once; constants afterwards. */
+static uint32_t step_table[8][256];
+static uint32_t carry_one[4][256], carry_two[4][256]; /* over one and two streams of zeros */
+static bool has_instruction;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static uint32_t carry_slowly(uint32_t crc, size_t zeros)
+{
+    for (size_t i = 0; i < zeros; ++i)
+        crc = (crc >> 8) ^ step_table[0][crc & 255];
+    return crc;
+}
+
+/* A linear map is known by its values on single bits. */
+static void fill_carry(uint32_t table[4][256], size_t zeros)
+{
+    for (unsigned byte = 0; byte < 4; ++byte) {
+        table[byte][0] = 0;
+        for (unsigned bit = 0; bit < 8; ++bit) {
+            uint32_t image = carry_slowly(UINT32_C(1) << (8 * byte + bit), zeros);
+            for (unsigned low = 0; low < 1u << bit; ++low)
+                table[byte][(1u << bit) | low] = table[byte][low] ^ image;
+        }
+    }
+}
+
+static void prepare(void)
+{
+    for (uint32_t i = 0; i < 256; ++i) {
+        uint32_t crc = i;
+        for (int bit = 0; bit < 8; ++bit)
+            crc = (crc >> 1) ^ (crc & 1 ? POLYNOMIAL : 0);
+        step_table[0][i] = crc;
+    }
+    for (unsigned t = 1; t < 8; ++t)
+        for (uint32_t i = 0; i < 256; ++i)
+            step_table[t][i] = (step_table[t - 1][i] >> 8) ^ step_table[0][step_table[t - 1][i] & 255];
+    fill_carry(carry_one, STREAM_BYTES);
+    fill_carry(carry_two, 2 * STREAM_BYTES);
+    has_instruction = sw_cpu_has_sse42();
+}
+
+static uint64_t load64(const uint8_t *at)
+{
+    uint64_t value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static uint32_t update_portable(uint32_t crc, const uint8_t *at, size_t size)
+{
+    for (; size >= 8; at += 8, size -= 8) {
+        uint64_t word = load64(at) ^ crc; /* little-endian, as every machine we run on */
+        crc = step_table[7][word & 255] ^ step_table[6][word >> 8 & 255] ^ step_table[5][word >> 16 & 255] ^
+              step_table[4][word >> 24 & 255] ^ step_table[3][word >> 32 & 255] ^
+              step_table[2][word >> 40 & 255] ^ step_table[1][word >> 48 & 255] ^ step_table[0][word >> 56];
+    }
+    for (; size > 0; ++at, --size)
+        crc = (crc >> 8) ^ step_table[0][(crc ^ *at) & 255];
+    return crc;
+}
+
+#if defined(__x86_64__)
+static uint32_t carry(uint32_t table[4][256], uint32_t crc)
+{
+    return table[0][crc & 255] ^ table[1][crc >> 8 & 255] ^ table[2][crc >> 16 & 255] ^ table[3][crc >> 24];
+}
+
+__attribute__((target("sse4.2"))) static uint32_t update_hardware(uint32_t crc, const uint8_t *at, size_t size)
+{
+    for (; size >= COPY_BYTES; at += COPY_BYTES, size -= COPY_BYTES) {
+        uint64_t a = crc, b = 0, c = 0;
+        for (size_t i = 0; i < STREAM_BYTES; i += 8) {
+            a = __builtin_ia32_crc32di(a, load64(at + i));
+            b = __builtin_ia32_crc32di(b, load64(at + STREAM_BYTES + i));
+            c = __builtin_ia32_crc32di(c, load64(at + 2 * STREAM_BYTES + i));
+        }
+        crc = carry(carry_two, (uint32_t)a) ^ carry(carry_one, (uint32_t)b) ^ (uint32_t)c;
+    }
+    uint64_t wide = crc;
+    for (; size >= 8; at += 8, size -= 8)
+        wide = __builtin_ia32_crc32di(wide, load64(at));
+    crc = (uint32_t)wide;
+    for (; size > 0; ++at, --size)
+        crc = __builtin_ia32_crc32qi(crc, *at);
+    return crc;
+}
+#endif
+
+static uint32_t update(uint32_t crc, const uint8_t *at, size_t size)
+{
+#if defined(__x86_64__)
+    if (has_instruction)
+        return update_hardware(crc, at, size);
+#endif
+    return update_portable(crc, at, size);
+}
+
+uint32_t sw_crc32c(uint32_t crc, const void *data, size_t size_bytes)
+{
+    pthread_once(&once, prepare);
+    return ~update(~crc, data, size_bytes);
+}
+
+uint32_t sw_crc32c_portable(uint32_t crc, const void *data, size_t size_bytes)
+{
+    pthread_once(&once, prepare);
+    return ~update_portable(~crc, data, size_bytes);
+}
+
+uint32_t sw_crc32c_copy(uint32_t crc, void *destination, const void *source, size_t size_bytes)
+{
+    pthread_once(&once, prepare);
+    uint8_t *to = destination;
+    const uint8_t *from = source;
+    crc = ~crc;
+    while (size_bytes > 0) { /* a piece that the first-level cache holds: read once from memory, used twice */
+        size_t piece = size_bytes < COPY_BYTES ? size_bytes : COPY_BYTES;
+        crc = update(crc, from, piece);
+        memcpy(to, from, piece);
+        to += piece;
+        from += piece;
+        size_bytes -= piece;
+    }
+    return ~crc;
+}

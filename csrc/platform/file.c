@@ -1,0 +1,309 @@
+/* file.c - one small function a system call: retried on EINTR, completed after a short count, and named. */
+#include "platform/file.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { EXCHANGE = 2 }; /* RENAME_EXCHANGE of linux/fs.h */
+
+static sw_status fail_os(sw_error *err, const char *operation, const char *path)
+{
+    int code = errno;
+    return sw_error_set(err, SW_E_OS, code, "%s '%s' failed: %s", operation, path, strerror(code));
+}
+
+static int open_retried(const char *path, int flags)
+{
+    int fd;
+    do
+        fd = open(path, flags | O_CLOEXEC | O_NOFOLLOW, 0666);
+    while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+sw_status sw_file_create(const char *path, int *fd, sw_error *err)
+{
+    int made = open_retried(path, O_WRONLY | O_CREAT | O_EXCL);
+    if (made < 0)
+        return fail_os(err, "creating", path);
+    *fd = made;
+    return SW_OK;
+}
+
+sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_error *err)
+{
+    int code;
+    if (size_bytes == 0)
+        return SW_OK;
+    do /* not posix_fallocate: it emulates by writing, and hides that there is no space to have */
+        code = fallocate(fd, 0, 0, (off_t)size_bytes);
+    while (code != 0 && errno == EINTR);
+    if (code != 0 && (errno == EOPNOTSUPP || errno == ENOSYS))
+        code = ftruncate(fd, (off_t)size_bytes);
+    if (code != 0) {
+        code = errno;
+        return sw_error_set(err, SW_E_OS, code, "allocating %" PRIu64 " bytes for '%s' failed: %s", size_bytes, path,
+                            strerror(code));
+    }
+    return SW_OK;
+}
+
+static sw_status check_regular(int fd, const char *path, uint64_t *size_bytes, sw_error *err)
+{
+    struct stat info;
+    if (fstat(fd, &info) != 0)
+        return fail_os(err, "looking at", path);
+    if (!S_ISREG(info.st_mode))
+        SW_FAIL(err, SW_E_INVALID, "'%s' is not a regular file", path);
+    *size_bytes = (uint64_t)info.st_size;
+    return SW_OK;
+}
+
+static sw_status open_existing(const char *path, int flags, int *fd, uint64_t *size_bytes, sw_error *err)
+{
+    int opened = open_retried(path, flags | O_NONBLOCK); /* a pipe in a file's place must not block us */
+    if (opened < 0)
+        return fail_os(err, "opening", path);
+    sw_status status = check_regular(opened, path, size_bytes, err);
+    if (status != SW_OK) {
+        close(opened);
+        return status;
+    }
+    *fd = opened;
+    return SW_OK;
+}
+
+sw_status sw_file_open_write(const char *path, bool direct, int *fd, sw_error *err)
+{
+    uint64_t size_bytes;
+    if (direct && open_existing(path, O_WRONLY | O_DIRECT, fd, &size_bytes, NULL) == SW_OK)
+        return SW_OK;
+    return open_existing(path, O_WRONLY, fd, &size_bytes, err);
+}
+
+sw_status sw_file_open_read(const char *path, int *fd, uint64_t *size_bytes, sw_error *err)
+{
+    return open_existing(path, O_RDONLY, fd, size_bytes, err);
+}
+
+bool sw_file_is_direct(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && (flags & O_DIRECT) != 0;
+}
+
+/* Whether the descriptor went past the page cache, and does so no longer. */
+static bool leave_direct(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    return flags >= 0 && (flags & O_DIRECT) && fcntl(fd, F_SETFL, flags & ~O_DIRECT) == 0;
+}
+
+sw_status sw_file_write_at(int fd, const char *path, struct iovec *parts, int part_count, uint64_t offset,
+                           sw_error *err)
+{
+    while (part_count > 0) {
+        ssize_t count = pwritev(fd, parts, part_count, (off_t)offset);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count < 0 && errno == EINVAL && leave_direct(fd))
+            continue;
+        if (count < 0)
+            return fail_os(err, "writing", path);
+        if (count == 0)
+            return sw_error_set(err, SW_E_OS, EIO, "writing '%s' stopped at byte %" PRIu64, path, offset);
+        offset += (uint64_t)count;
+        while (part_count > 0 && (size_t)count >= parts->iov_len) {
+            count -= (ssize_t)parts->iov_len;
+            parts++;
+            part_count--;
+        }
+        if (part_count > 0) {
+            parts->iov_base = (uint8_t *)parts->iov_base + count;
+            parts->iov_len -= (size_t)count;
+        }
+    }
+    return SW_OK;
+}
+
+sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_bytes, uint64_t offset, sw_error *err)
+{
+    uint8_t *to = data;
+    while (size_bytes > 0) {
+        ssize_t count = pread(fd, to, size_bytes, (off_t)offset);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count < 0)
+            return fail_os(err, "reading", path);
+        if (count == 0)
+            return sw_error_set(err, SW_E_OS, EIO, "'%s' ends at byte %" PRIu64 ", %zu bytes too early", path, offset,
+                                size_bytes);
+        to += count;
+        offset += (uint64_t)count;
+        size_bytes -= (size_t)count;
+    }
+    return SW_OK;
+}
+
+sw_status sw_file_sync(int fd, const char *path, sw_error *err)
+{
+    int code;
+    do
+        code = fsync(fd);
+    while (code != 0 && errno == EINTR);
+    return code == 0 ? SW_OK : fail_os(err, "fsync of", path);
+}
+
+sw_status sw_file_close(int *fd, const char *path, sw_error *err)
+{
+    int closing = *fd;
+    *fd = -1;
+    /* After EINTR Linux has closed it: a second close could hit a stranger's descriptor. */
+    if (closing >= 0 && close(closing) != 0 && errno != EINTR)
+        return fail_os(err, "closing", path);
+    return SW_OK;
+}
+
+sw_status sw_file_write_new(const char *path, const void *data, size_t size_bytes, bool sync, sw_error *err)
+{
+    int fd = -1;
+    struct iovec part = {.iov_base = (void *)(uintptr_t)data, .iov_len = size_bytes};
+    SW_TRY(sw_file_create(path, &fd, err));
+    sw_status status = size_bytes ? sw_file_write_at(fd, path, &part, 1, 0, err) : SW_OK;
+    if (status == SW_OK && sync)
+        status = sw_file_sync(fd, path, err);
+    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
+    return status == SW_OK ? closed : status;
+}
+
+sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes, char **data, size_t *size_bytes, sw_error *err)
+{
+    int fd = -1;
+    uint64_t size = 0;
+    char *made = NULL;
+    sw_status status;
+    SW_TRY(sw_file_open_read(path, &fd, &size, err));
+    if (size > limit_bytes) {
+        status = sw_error_set(err, SW_E_INVALID, -1, "'%s' has %" PRIu64 " bytes, more than the %" PRIu64 " allowed", path,
+                              size, limit_bytes);
+        goto close;
+    }
+    made = malloc((size_t)size + 1);
+    if (!made) {
+        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the %" PRIu64 " bytes of '%s'", size, path);
+        goto close;
+    }
+    SW_TRY_GOTO(status, sw_file_read_at(fd, path, made, (size_t)size, 0, err), close);
+    made[size] = '\0';
+    *data = made;
+    *size_bytes = (size_t)size;
+close:
+    close(fd);
+    if (status != SW_OK)
+        free(made);
+    return status;
+}
+
+bool sw_file_exists(const char *path)
+{
+    struct stat info;
+    return lstat(path, &info) == 0;
+}
+
+sw_status sw_folder_create(const char *path, sw_error *err)
+{
+    return mkdir(path, 0777) == 0 ? SW_OK : fail_os(err, "creating the folder", path);
+}
+
+sw_status sw_folder_sync(const char *path, sw_error *err)
+{
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); /* the user's own folder may be behind a link */
+    if (fd < 0)
+        return fail_os(err, "opening the folder", path);
+    sw_status status = sw_file_sync(fd, path, err);
+    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
+    return status == SW_OK ? closed : status;
+}
+
+sw_status sw_file_remove(const char *path, sw_error *err)
+{
+    return unlink(path) == 0 || errno == ENOENT ? SW_OK : fail_os(err, "removing", path);
+}
+
+sw_status sw_file_rename(const char *from, const char *to, sw_error *err)
+{
+    return rename(from, to) == 0 ? SW_OK : fail_os(err, "renaming", from);
+}
+
+sw_status sw_file_exchange(const char *a, const char *b, bool *swapped, sw_error *err)
+{
+    /* By number: glibc's renameat2 is as new as the oldest glibc that we load on. */
+    *swapped = syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, EXCHANGE) == 0;
+    if (*swapped || errno == EINVAL || errno == ENOSYS)
+        return SW_OK;
+    return fail_os(err, "exchanging", a);
+}
+
+static void remove_at(int folder, const char *name, int depth)
+{
+    if (unlinkat(folder, name, 0) == 0 || depth == 0)
+        return;
+    int fd = openat(folder, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    DIR *stream = fd < 0 ? NULL : fdopendir(fd);
+    if (!stream) {
+        if (fd >= 0)
+            close(fd);
+        return;
+    }
+    for (struct dirent *entry; (entry = readdir(stream));)
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            remove_at(dirfd(stream), entry->d_name, depth - 1);
+    closedir(stream);
+    unlinkat(folder, name, AT_REMOVEDIR);
+}
+
+void sw_folder_remove(const char *path)
+{
+    remove_at(AT_FDCWD, path, 2);
+}
+
+sw_status sw_folder_list(const char *path, bool (*entry)(void *context, const char *name), void *context, sw_error *err)
+{
+    DIR *stream = opendir(path);
+    if (!stream)
+        return fail_os(err, "opening the folder", path);
+    for (struct dirent *found; (found = readdir(stream));)
+        if (strcmp(found->d_name, ".") != 0 && strcmp(found->d_name, "..") != 0 && !entry(context, found->d_name))
+            break;
+    closedir(stream);
+    return SW_OK;
+}
+
+sw_status sw_path_parent(const char *path, char parent[SW_PATH_BYTES], sw_error *err)
+{
+    const char *slash = strrchr(path, '/');
+    size_t length = slash ? (size_t)(slash - path) : 1;
+    if (length >= SW_PATH_BYTES)
+        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes, not %zu", SW_PATH_BYTES, strlen(path));
+    memcpy(parent, slash ? path : ".", length);
+    parent[length] = '\0';
+    if (length == 0)
+        memcpy(parent, "/", 2);
+    return SW_OK;
+}
+
+sw_status sw_path_join(char path[SW_PATH_BYTES], const char *folder, const char *name, sw_error *err)
+{
+    if (snprintf(path, SW_PATH_BYTES, "%s/%s", folder, name) >= SW_PATH_BYTES)
+        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: folder '%.200s', name '%.200s'", SW_PATH_BYTES,
+                folder, name);
+    return SW_OK;
+}

@@ -1,0 +1,326 @@
+/* checkpoint_folder_type.c - shardwright._engine.CheckpointFolder: a checkpoint to read from. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "checkpoint/read.h"
+#include "checkpoint/safetensors.h"
+#include "python/engine.h"
+
+typedef struct folder_object {
+    PyObject_HEAD
+    char *path; /* owned */
+    sw_manifest manifest;
+} folder_object;
+
+static PyObject *fail(PyObject *op, const sw_error *err)
+{
+    return sw_py_raise_checkpoint(sw_py_state_of(op), err);
+}
+
+static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    const char *path;
+    sw_error err = {0};
+    sw_manifest manifest = {0};
+    sw_status status;
+    if (kwargs && PyDict_Size(kwargs) > 0)
+        return PyErr_Format(PyExc_TypeError, "CheckpointFolder: no keyword is known");
+    if (!PyArg_ParseTuple(args, "s:CheckpointFolder", &path))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_checkpoint_open(path, &manifest, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise_checkpoint(PyType_GetModuleState(type), &err);
+    folder_object *self = (folder_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    char *copy = strdup(path);
+    if (!self || !copy) {
+        sw_manifest_fini(&manifest);
+        free(copy);
+        Py_XDECREF(self);
+        return self ? PyErr_NoMemory() : NULL;
+    }
+    self->path = copy;
+    self->manifest = manifest;
+    return (PyObject *)self;
+}
+
+static void folder_dealloc(PyObject *op)
+{
+    folder_object *self = (folder_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    sw_manifest_fini(&self->manifest);
+    free(self->path);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
+    Py_DECREF(type);
+}
+
+static PyObject *folder_verify(PyObject *op, PyObject *args)
+{
+    folder_object *self = (folder_object *)op;
+    unsigned long long first, end;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "KK:verify", &first, &end))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_checkpoint_verify(self->path, &self->manifest, first, end, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return fail(op, &err);
+    Py_RETURN_NONE;
+}
+
+static PyObject *folder_read(PyObject *op, PyObject *args)
+{
+    folder_object *self = (folder_object *)op;
+    const char *path;
+    PyObject *list;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "sO!:read", &path, &PyList_Type, &list))
+        return NULL;
+    size_t count = (size_t)PyList_Size(list);
+    sw_read_range *ranges = calloc(count + 1, sizeof *ranges);
+    if (!ranges)
+        return PyErr_NoMemory();
+    for (size_t i = 0; i < count; ++i) {
+        unsigned long long begin, size_bytes, address;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, (Py_ssize_t)i), "KKK", &begin, &size_bytes, &address)) {
+            free(ranges);
+            return NULL;
+        }
+        ranges[i] = (sw_read_range){begin, (size_t)size_bytes, (void *)(uintptr_t)address};
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_checkpoint_read(self->path, &self->manifest, path, ranges, count, &err);
+    Py_END_ALLOW_THREADS
+    free(ranges);
+    if (status != SW_OK)
+        return fail(op, &err);
+    Py_RETURN_NONE;
+}
+
+/* Bytes [begin, begin + size) of a file in malloc'ed memory. */
+static sw_status read_part(const folder_object *self, const char *path, size_t size_bytes, uint8_t **data, sw_error *err)
+{
+    sw_read_range range = {.size_bytes = size_bytes, .destination = malloc(size_bytes + 1)};
+    if (!range.destination)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu bytes of '%s'", size_bytes, path);
+    sw_status status = sw_checkpoint_read(self->path, &self->manifest, path, &range, 1, err);
+    if (status == SW_OK)
+        *data = range.destination;
+    else
+        free(range.destination);
+    return status;
+}
+
+static PyObject *folder_read_bytes(PyObject *op, PyObject *args)
+{
+    folder_object *self = (folder_object *)op;
+    const char *path;
+    uint8_t *data = NULL;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "s:read_bytes", &path))
+        return NULL;
+    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
+    size_t size_bytes = file ? (size_t)file->size_bytes : 0;
+    Py_BEGIN_ALLOW_THREADS
+    status = read_part(self, path, size_bytes, &data, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return fail(op, &err);
+    PyObject *bytes = PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size_bytes);
+    free(data);
+    return bytes;
+}
+
+static sw_status read_header(const folder_object *self, const char *path, sw_safetensors *found, uint8_t **header, sw_error *err)
+{
+    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
+    uint8_t *first = NULL;
+    size_t header_bytes = 0;
+    if (!file || file->size_bytes < 8)
+        SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no safetensors file '%.120s'", self->path, path);
+    SW_TRY(read_part(self, path, 8, &first, err));
+    sw_status status = sw_safetensors_header_size(first, file->size_bytes, path, &header_bytes, err);
+    free(first);
+    SW_TRY(status);
+    SW_TRY(read_part(self, path, header_bytes, header, err));
+    status = sw_safetensors_read(*header, header_bytes, file->size_bytes, path, found, err);
+    free(*header);
+    *header = NULL;
+    return status;
+}
+
+static PyObject *build_shape(const sw_json_node *shape)
+{
+    PyObject *tuple = PyTuple_New((Py_ssize_t)shape->count);
+    const sw_json_node *item = sw_json_first(shape);
+    for (size_t i = 0; tuple && i < shape->count; ++i, item = sw_json_next(item)) {
+        PyObject *size = PyLong_FromLongLong(item->integer);
+        if (!size || PyTuple_SetItem(tuple, (Py_ssize_t)i, size) < 0)
+            ENGINE_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+static PyObject *build_tensors(const sw_safetensors *found)
+{
+    PyObject *list = PyList_New((Py_ssize_t)found->entry_count);
+    for (size_t i = 0; list && i < found->entry_count; ++i) {
+        const sw_safetensors_entry *entry = &found->entries[i];
+        PyObject *shape = build_shape(entry->shape);
+        PyObject *item = shape ? Py_BuildValue("(ssNKK)", entry->name, entry->dtype, shape, (unsigned long long)entry->begin,
+                                               (unsigned long long)entry->size_bytes)
+                               : NULL;
+        if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
+            ENGINE_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *build_metadata(const sw_json_node *metadata)
+{
+    PyObject *made = PyDict_New();
+    const sw_json_node *member = metadata ? sw_json_first(metadata) : NULL;
+    for (size_t i = 0; made && metadata && i < metadata->count; ++i, member = sw_json_next(member)) {
+        PyObject *text = PyUnicode_FromString(member->text);
+        if (!text || PyDict_SetItemString(made, member->key, text) < 0)
+            ENGINE_CLEAR(made);
+        Py_XDECREF(text);
+    }
+    return made;
+}
+
+static PyObject *folder_tensors(PyObject *op, PyObject *args)
+{
+    folder_object *self = (folder_object *)op;
+    const char *path;
+    sw_safetensors found = {0};
+    uint8_t *header = NULL;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "s:tensors", &path))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = read_header(self, path, &found, &header, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return fail(op, &err);
+    PyObject *metadata = build_metadata(found.metadata);
+    PyObject *tensors = metadata ? build_tensors(&found) : NULL;
+    sw_safetensors_fini(&found);
+    if (!tensors) {
+        Py_XDECREF(metadata);
+        return NULL;
+    }
+    return Py_BuildValue("(NN)", metadata, tensors);
+}
+
+static PyObject *folder_get_files(PyObject *op, void *unused)
+{
+    const sw_manifest *manifest = &((folder_object *)op)->manifest;
+    PyObject *files = PyDict_New();
+    (void)unused;
+    for (size_t i = 0; files && i < manifest->file_count; ++i) {
+        PyObject *size = PyLong_FromUnsignedLongLong(manifest->files[i].size_bytes);
+        if (!size || PyDict_SetItemString(files, manifest->files[i].path, size) < 0)
+            ENGINE_CLEAR(files);
+        Py_XDECREF(size);
+    }
+    return files;
+}
+
+static PyObject *folder_checksums(PyObject *op, PyObject *args)
+{
+    const char *path;
+    if (!PyArg_ParseTuple(args, "s:checksums", &path))
+        return NULL;
+    const sw_manifest_file *file = sw_manifest_find(&((folder_object *)op)->manifest, path);
+    if (!file)
+        return PyErr_Format(PyExc_KeyError, "the manifest lists no file '%s'", path);
+    PyObject *list = PyList_New((Py_ssize_t)file->block_count);
+    for (uint64_t b = 0; list && b < file->block_count; ++b) {
+        PyObject *crc = PyLong_FromUnsignedLong(file->crcs[b]);
+        if (!crc || PyList_SetItem(list, (Py_ssize_t)b, crc) < 0)
+            ENGINE_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *folder_get_path(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(((folder_object *)op)->path);
+}
+
+static PyObject *folder_get_step(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(((folder_object *)op)->manifest.step);
+}
+
+static PyObject *folder_get_world_size(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(((folder_object *)op)->manifest.world_size);
+}
+
+static PyObject *folder_get_nonce(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(((folder_object *)op)->manifest.nonce);
+}
+
+static PyObject *folder_get_metric(PyObject *op, void *unused)
+{
+    const sw_manifest *manifest = &((folder_object *)op)->manifest;
+    (void)unused;
+    if (!manifest->has_metric)
+        Py_RETURN_NONE;
+    return PyFloat_FromDouble(manifest->metric);
+}
+
+static PyObject *folder_get_block_count(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(((folder_object *)op)->manifest.block_count);
+}
+
+static PyMethodDef folder_methods[] = {
+    {"verify", folder_verify, METH_VARARGS, "verify(first, end)\n--\n\nChecks these blocks of all files."},
+    {"read", folder_read, METH_VARARGS, "read(path, ranges)\n--\n\nFills [(begin, nbytes, address)] from checked blocks."},
+    {"read_bytes", folder_read_bytes, METH_VARARGS, "read_bytes(path)\n--\n\nA whole file, checked."},
+    {"tensors", folder_tensors, METH_VARARGS, "tensors(path)\n--\n\n(metadata, [(name, dtype, shape, begin, nbytes)])."},
+    {"checksums", folder_checksums, METH_VARARGS, "checksums(path)\n--\n\nCRC32C of each block, as the manifest states."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef folder_properties[] = {
+    {"path", folder_get_path, NULL, "the folder", NULL},
+    {"step", folder_get_step, NULL, "completed steps", NULL},
+    {"world_size", folder_get_world_size, NULL, "ranks that wrote it", NULL},
+    {"nonce", folder_get_nonce, NULL, "which save this is", NULL},
+    {"metric", folder_get_metric, NULL, "what keep_best compares, or None", NULL},
+    {"files", folder_get_files, NULL, "path -> bytes", NULL},
+    {"block_count", folder_get_block_count, NULL, "of all files", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot folder_slots[] = {
+    {Py_tp_new, folder_new},
+    {Py_tp_dealloc, folder_dealloc},
+    {Py_tp_methods, folder_methods},
+    {Py_tp_getset, folder_properties},
+    {Py_tp_doc, "CheckpointFolder(path)\n--\n\nA checkpoint to read from: its manifest is sound and its files have their sizes."},
+    {0, NULL},
+};
+
+PyType_Spec sw_py_checkpoint_folder_type_spec = {
+    .name = "shardwright._engine.CheckpointFolder",
+    .basicsize = sizeof(folder_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = folder_slots,
+};

@@ -1,0 +1,337 @@
+/* checkpoint_saver_type.c - shardwright._engine.CheckpointSaver: arguments in, one call of the saver, errors out. */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "checkpoint/save.h"
+#include "python/engine.h"
+
+typedef struct saver_object {
+    PyObject_HEAD
+    sw_board board;
+    sw_saver *saver;        /* owned; NULL once closed */
+    PyObject *arena;        /* owned; the board's memory, NULL at world size 1 */
+    PyObject *shared, *own; /* owned plans of the present save */
+    long owner_pid;
+} saver_object;
+
+typedef struct request_memory { /* what a request borrows; the strings live in Python objects */
+    sw_save_source *shared, *own;
+    bool *is_eager;
+    const char **stale, **retired;
+} request_memory;
+
+static void request_memory_fini(request_memory *memory)
+{
+    free(memory->shared);
+    free(memory->own);
+    free(memory->is_eager);
+    free((void *)memory->stale);
+    free((void *)memory->retired);
+}
+
+static bool is_usable(saver_object *self)
+{
+    const char *why = NULL;
+    if (getpid() != self->owner_pid)
+        why = "this process was forked from the one that made the Checkpointer; only that one saves";
+    else if (!self->saver)
+        why = "the Checkpointer was closed";
+    if (why)
+        PyErr_SetString(sw_py_state_of((PyObject *)self)->checkpoint_error, why);
+    return !why;
+}
+
+static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"rank", "world_size", "board", "threads", "direct", "bandwidth", NULL};
+    saver_object *self = (saver_object *)op;
+    engine_state *state = sw_py_state_of(op);
+    PyObject *arena = Py_None;
+    int rank, world_size, threads = 2, direct = 1;
+    unsigned long long bandwidth = 0;
+    uint8_t **pages = NULL;
+    sw_error err = {0};
+    if (self->saver) {
+        PyErr_SetString(PyExc_TypeError, "CheckpointSaver: already initialised");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|O$ipK:CheckpointSaver", names, &rank, &world_size, &arena, &threads,
+                                     &direct, &bandwidth))
+        return -1;
+    if (arena != Py_None) {
+        const arena_object *memory = (arena_object *)arena;
+        if (Py_TYPE(arena) != state->arena_type || !memory->arena || memory->arena->world_size != world_size ||
+            memory->owner->comm->rank != rank || memory->arena->size_bytes < SW_BOARD_PAGE_BYTES) {
+            PyErr_Format(PyExc_TypeError, "CheckpointSaver: board must be an Arena of these ranks with at least %d bytes",
+                         SW_BOARD_PAGE_BYTES);
+            return -1;
+        }
+        pages = memory->arena->base;
+    }
+    if (world_size < 1 || rank < 0 || rank >= world_size || (world_size > 1 && !pages)) {
+        PyErr_Format(PyExc_ValueError, "CheckpointSaver: rank must be in [0, world_size), and several ranks need a board; got %d of %d",
+                     rank, world_size);
+        return -1;
+    }
+    sw_saver_options options = {.thread_count = threads, .use_direct = direct != 0, .bandwidth_bytes_per_second = bandwidth};
+    if (sw_board_init(&self->board, rank, world_size, pages, &err) != SW_OK ||
+        sw_saver_create(&self->board, &options, &self->saver, &err) != SW_OK) {
+        sw_board_fini(&self->board);
+        sw_py_raise(state, &err, NULL);
+        return -1;
+    }
+    if (arena != Py_None) {
+        Py_INCREF(arena);
+        self->arena = arena;
+    }
+    self->owner_pid = getpid();
+    return 0;
+}
+
+static void close_saver(saver_object *self)
+{
+    sw_saver *saver = self->saver;
+    self->saver = NULL;
+    if (saver && getpid() == self->owner_pid) { /* a forked child has no such threads: it leaves the memory alone */
+        Py_BEGIN_ALLOW_THREADS
+        sw_saver_destroy(saver);
+        Py_END_ALLOW_THREADS
+        sw_board_fini(&self->board);
+    }
+    Py_CLEAR(self->shared);
+    Py_CLEAR(self->own);
+    Py_CLEAR(self->arena);
+}
+
+static void saver_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+    close_saver((saver_object *)op);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
+    Py_DECREF(type);
+}
+
+static PyObject *saver_close(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    close_saver((saver_object *)op);
+    Py_RETURN_NONE;
+}
+
+/* A list of (source, begin, nbytes, address, eager); `is_eager` may be NULL. */
+static int read_sources(PyObject *list, sw_save_source **sources, bool **is_eager)
+{
+    Py_ssize_t count = PyList_Size(list);
+    *sources = calloc((size_t)count + 1, sizeof **sources);
+    if (is_eager)
+        *is_eager = calloc((size_t)count + 1, sizeof **is_eager);
+    if (!*sources || (is_eager && !*is_eager)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        Py_ssize_t source;
+        unsigned long long begin, size_bytes, address;
+        int eager;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nKKKp", &source, &begin, &size_bytes, &address, &eager))
+            return -1;
+        (*sources)[i] = (sw_save_source){(size_t)source, begin, size_bytes, (const void *)(uintptr_t)address};
+        if (is_eager)
+            (*is_eager)[i] = eager != 0;
+        if (source < 0 || (i > 0 && ((*sources)[i - 1].source > (size_t)source ||
+                                     ((*sources)[i - 1].source == (size_t)source &&
+                                      (*sources)[i - 1].begin + (*sources)[i - 1].size_bytes > begin)))) {
+            PyErr_Format(PyExc_ValueError, "begin: sources must ascend without overlap; number %zd does not", i);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int read_strings(PyObject *list, const char ***strings)
+{
+    Py_ssize_t count = PyList_Size(list);
+    *strings = calloc((size_t)count + 1, sizeof **strings);
+    if (!*strings) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        (*strings)[i] = PyUnicode_AsUTF8AndSize(PyList_GetItem(list, i), NULL);
+        if (!(*strings)[i])
+            return -1;
+    }
+    return 0;
+}
+
+static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_save_part *part)
+{
+    if (Py_TYPE(plan) != state->plan_type) {
+        PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
+        return -1;
+    }
+    part->plan = ((plan_object *)plan)->plan;
+    part->source_count = (size_t)PyList_Size(sources);
+    return 0;
+}
+
+static void keep_plans(saver_object *self, PyObject *shared, PyObject *own)
+{
+    Py_INCREF(shared);
+    Py_INCREF(own);
+    Py_CLEAR(self->shared);
+    Py_CLEAR(self->own);
+    self->shared = shared;
+    self->own = own;
+}
+
+static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"folder", "nonce", "number", "step", "metric", "shared", "shared_sources", "own", "own_sources", "lazy",
+                            "stale", "retired", "timeout_s", NULL};
+    saver_object *self = (saver_object *)op;
+    engine_state *state = sw_py_state_of(op);
+    sw_save_request request = {0};
+    request_memory memory = {0};
+    PyObject *metric, *shared, *shared_sources, *own, *own_sources, *stale, *retired;
+    unsigned long long number, step;
+    int lazy;
+    double timeout_s;
+    sw_error err = {0};
+    sw_status status = SW_E_INVALID;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$ssKKOOO!OO!pO!O!d:begin", names, &request.folder, &request.nonce, &number, &step,
+                                     &metric, &shared, &PyList_Type, &shared_sources, &own, &PyList_Type, &own_sources, &lazy,
+                                     &PyList_Type, &stale, &PyList_Type, &retired, &timeout_s) ||
+        !is_usable(self))
+        return NULL;
+    if (metric != Py_None) {
+        request.metric = PyFloat_AsDouble(metric);
+        request.has_metric = true;
+    }
+    if (PyErr_Occurred() || read_plan(state, shared, shared_sources, &request.shared) < 0 ||
+        read_plan(state, own, own_sources, &request.own) < 0 ||
+        read_sources(shared_sources, &memory.shared, &memory.is_eager) < 0 || read_sources(own_sources, &memory.own, NULL) < 0 ||
+        read_strings(stale, &memory.stale) < 0 || read_strings(retired, &memory.retired) < 0)
+        goto done;
+    request.shared.sources = memory.shared;
+    request.own.sources = memory.own;
+    request.is_eager = memory.is_eager;
+    request.number = number;
+    request.step = step;
+    request.is_lazy = lazy != 0;
+    request.stale = memory.stale;
+    request.stale_count = (size_t)PyList_Size(stale);
+    request.retired = memory.retired;
+    request.retired_count = (size_t)PyList_Size(retired);
+    request.timeout_ns = (int64_t)(timeout_s * 1e9);
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_saver_begin(self->saver, &request, &err);
+    Py_END_ALLOW_THREADS
+    if (status == SW_OK)
+        keep_plans(self, shared, own);
+done:
+    request_memory_fini(&memory);
+    if (status == SW_OK)
+        Py_RETURN_NONE;
+    return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(state, &err);
+}
+
+static PyObject *saver_protect(PyObject *op, PyObject *unused)
+{
+    saver_object *self = (saver_object *)op;
+    sw_error err = {0};
+    sw_status status;
+    (void)unused;
+    if (!is_usable(self))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_saver_protect(self->saver, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    Py_RETURN_NONE;
+}
+
+static PyObject *saver_wait(PyObject *op, PyObject *args)
+{
+    saver_object *self = (saver_object *)op;
+    double timeout_s;
+    bool is_over = false;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "d:wait", &timeout_s) || !is_usable(self))
+        return NULL;
+    if (!(timeout_s >= 0 && timeout_s <= 1e9))
+        return PyErr_Format(PyExc_ValueError, "wait: timeout_s must be in [0, 1e9] seconds");
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_saver_wait(self->saver, (int64_t)(timeout_s * 1e9), &is_over, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    return PyBool_FromLong(is_over);
+}
+
+static PyObject *saver_fail(PyObject *op, PyObject *args)
+{
+    saver_object *self = (saver_object *)op;
+    unsigned long long number;
+    const char *message;
+    sw_error reason = {0};
+    if (!PyArg_ParseTuple(args, "Ks:fail", &number, &message) || !is_usable(self))
+        return NULL;
+    (void)sw_error_set(&reason, SW_E_STATE, -1, "%s", message);
+    sw_saver_fail(self->saver, number, &reason);
+    Py_RETURN_NONE;
+}
+
+static PyObject *saver_cancel(PyObject *op, PyObject *args)
+{
+    saver_object *self = (saver_object *)op;
+    const char *message;
+    sw_error reason = {0};
+    if (!PyArg_ParseTuple(args, "s:cancel", &message) || !is_usable(self))
+        return NULL;
+    (void)sw_error_set(&reason, SW_E_INTERRUPTED, -1, "%s", message);
+    sw_saver_cancel(self->saver, &reason);
+    Py_RETURN_NONE;
+}
+
+static PyObject *saver_progress(PyObject *op, PyObject *unused)
+{
+    saver_object *self = (saver_object *)op;
+    sw_save_progress progress;
+    (void)unused;
+    if (!is_usable(self))
+        return NULL;
+    sw_saver_progress(self->saver, &progress);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:N}", "bytes_total", (unsigned long long)progress.bytes_total, "bytes_written",
+                         (unsigned long long)progress.bytes_written, "staging_bytes", (unsigned long long)progress.staging_bytes,
+                         "direct_bytes", (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
+}
+
+static PyMethodDef saver_methods[] = {
+    {"begin", (PyCFunction)(void (*)(void))saver_begin, METH_VARARGS | METH_KEYWORDS, "Takes the snapshot and starts the rest."},
+    {"protect", saver_protect, METH_NOARGS, "protect()\n--\n\nCopies what is still live."},
+    {"wait", saver_wait, METH_VARARGS, "wait(timeout_s)\n--\n\nWhether nothing runs any more; raises a save's error once."},
+    {"fail", saver_fail, METH_VARARGS, "fail(number, message)\n--\n\nTells the others that this rank cannot begin the save."},
+    {"cancel", saver_cancel, METH_VARARGS, "cancel(message)\n--\n\nMakes a running save fail soon."},
+    {"progress", saver_progress, METH_NOARGS, "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
+    {"close", saver_close, METH_NOARGS, "close()\n--\n\nGives up a running save and frees everything."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot saver_slots[] = {
+    {Py_tp_init, saver_init},
+    {Py_tp_dealloc, saver_dealloc},
+    {Py_tp_methods, saver_methods},
+    {Py_tp_doc, "CheckpointSaver(rank, world_size, board=None, *, threads=2, direct=True, bandwidth=0)\n--\n\nOne save at a time."},
+    {0, NULL},
+};
+
+PyType_Spec sw_py_checkpoint_saver_type_spec = {
+    .name = "shardwright._engine.CheckpointSaver",
+    .basicsize = sizeof(saver_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = saver_slots,
+};

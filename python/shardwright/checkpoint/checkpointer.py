@@ -1,0 +1,384 @@
+"""Checkpointer: saves while training goes on, and resumes from the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import math
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError
+from .files import MAX_FILE_BYTES, check_options
+from .peers import Peers
+from .reading import agree_on, apply_together
+from .retention import DirectoryLock, Kept, folder_name, left_overs, list_checkpoints, to_retire
+from .writing import Training, Writer
+
+logger = logging.getLogger("shardwright")
+_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+class Checkpointer:
+    """Checkpoints of one training in one directory, a folder `step-000100` a checkpoint.
+
+    Parameters
+    ----------
+    directory : path-like
+        Made if it is not there. One Checkpointer writes to it at a time.
+    model : Module
+        Plain, or wrapped by torch or shardwright.
+    optimizer : Optimizer, optional
+    scheduler, scaler : object with state_dict() and load_state_dict(), or a list or dict of such, optional
+        Rank 0's state is stored.
+    dataloader : object with state_dict() and load_state_dict(), optional
+        Every rank's own state is stored, and restored at the same world size.
+    user_state : such an object, or a dict of plain values and tensors, optional
+        Rank 0's is stored; a dict is updated in place.
+    keep_last, keep_every, keep_best : int, optional
+        What stays: that many of the newest; those whose step is a multiple; that many of the best metric. Without any of
+        them everything stays. The newest always does.
+    best : {"min", "max"}
+        Which metric is better.
+    snapshot : {"copy", "lazy"}
+        "copy": save() copies this rank's share of the state. "lazy": save() copies next to nothing; what is not written
+        yet when the optimizer steps is copied then. Parameters and optimizer state must change in optimizer.step() only.
+    on_busy : {"wait", "skip", "raise"}
+        What save() does while the one before is being written. All ranks do alike.
+    process_group : ProcessGroup, optional
+        Default: the model's, else the default group, else this rank alone.
+    max_file_bytes : int
+        Of tensors in one file.
+    threads : int
+        Writing threads a rank, in [1, 16].
+    direct_io : bool
+        Write past the page cache where the file system allows it.
+    bandwidth_bytes_per_s : int
+        Limit of this rank's writing; 0: none.
+    verify : bool
+        restore() checks every block before it changes anything.
+    timeout_s : float
+        Seconds from a save() until it is given up if some rank does not come.
+
+    Notes
+    -----
+    Collective, as are save(), restore(), wait() and close(). The random generators of torch, Python, numpy and CUDA are
+    stored a rank and restored at the same world size.
+
+    Examples
+    --------
+    >>> import tempfile, torch, shardwright as sw
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with tempfile.TemporaryDirectory() as folder, sw.Checkpointer(folder, model, optimizer, keep_last=2) as checkpoints:
+    ...     for step in range(checkpoints.restore(), 10):
+    ...         model(torch.ones(4)).sum().backward()
+    ...         optimizer.step()
+    ...         _ = checkpoints.save(step, every=5)
+    ...     checkpoints.wait()
+    ...     checkpoints.restore()
+    10
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        dataloader: Any = None,
+        user_state: Any = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        best: str = "min",
+        snapshot: str = "copy",
+        on_busy: str = "wait",
+        process_group: Any = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        threads: int = 2,
+        direct_io: bool = True,
+        bandwidth_bytes_per_s: int = 0,
+        verify: bool = True,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        _check_choice("snapshot", snapshot, ("copy", "lazy"))
+        _check_choice("on_busy", on_busy, ("wait", "skip", "raise"))
+        _check_choice("best", best, ("min", "max"))
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("keep_best", keep_best)):
+            _check_count(name, value)
+        check_options(max_file_bytes, timeout_s)
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 16:
+            raise ValueError(f"threads must be an integer in [1, 16], got {threads!r}")
+        if not isinstance(bandwidth_bytes_per_s, int) or bandwidth_bytes_per_s < 0:
+            raise ValueError(f"bandwidth_bytes_per_s must be an integer of at least 0, got {bandwidth_bytes_per_s!r}")
+        if snapshot == "lazy" and not hasattr(optimizer, "register_step_pre_hook"):
+            raise ValueError(
+                "snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got none"
+            )
+        self.directory = os.path.abspath(os.fspath(directory))
+        self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
+        self._rules = {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "keep_best": keep_best,
+            "largest": best == "max",
+        }
+        self._lazy = snapshot == "lazy"
+        self._on_busy = on_busy
+        self._verify = verify
+        self._closed = False
+        self._lock: DirectoryLock | None = None
+        self._peers = Peers(model, process_group, timeout_s)
+        self._take_directory()
+        try:
+            self._writer = Writer(
+                self._peers, threads=threads, direct=direct_io, bandwidth=bandwidth_bytes_per_s, timeout_s=timeout_s,
+                max_file_bytes=max_file_bytes,
+            )  # fmt: skip
+        except BaseException:
+            self._release()
+            raise
+        self._hook = optimizer.register_step_pre_hook(_protector(self._writer)) if self._lazy else None
+        self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
+        self._retire.atexit = False  # _finish_all does it
+        self._owner_pid = os.getpid()
+        _live.add(self)
+        _register_exit()
+
+    def _take_directory(self) -> None:
+        """The directory is rank 0's to make and to lock; every rank hears of a refusal."""
+        refusal = ""
+        if self._peers.rank == 0:
+            try:
+                os.makedirs(self.directory, exist_ok=True)
+                self._lock = DirectoryLock(self.directory)
+            except CheckpointError as error:
+                refusal = str(error)
+            except OSError as error:
+                refusal = f"'{self.directory}' cannot be written to: {error.strerror}"
+        refusal = self._peers.exchange(refusal, f"Checkpointer for {self.directory}")[0]
+        if refusal:
+            self._release()
+            raise CheckpointError(refusal)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # saving -----------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, *, every: int = 1, metric: float | None = None) -> bool:
+        """Saves after step `step`, counted from 0, is complete, if `step + 1` is a multiple of `every`.
+
+        Parameters
+        ----------
+        step : int
+            The folder is called after `step + 1`, the count of completed steps.
+        every : int
+        metric : float, optional
+            What keep_best compares. Finite.
+
+        Returns
+        -------
+        bool
+            Whether a save was begun. It is durable only after a later wait(), save() or close() returned.
+
+        Raises
+        ------
+        CheckpointError
+            The save before this one failed, on whatever rank (this one is then not begun); or this one cannot begin.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step must be an integer of at least 0, got {step!r}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be an integer of at least 1, got {every!r}")
+        if metric is not None and not math.isfinite(metric):
+            raise ValueError(f"metric must be finite, got {metric!r}")
+        self._check_open()
+        if (step + 1) % every:
+            return False
+        if self._on_busy != "wait" and any(self._peers.exchange(self._writer.is_busy, "is a save under way")):
+            if self._on_busy == "raise":
+                raise CheckpointError(f"step {step + 1} was not saved: the save before it is still being written")
+            return False
+        try:
+            self.wait()
+        except CheckpointError:
+            self._writer.skip("the save before this one failed on this rank")
+            raise
+        self._begin(step + 1, metric)
+        return True
+
+    def _begin(self, step: int, metric: float | None) -> None:
+        folder = os.path.join(self.directory, folder_name(step))
+        stale: list[str] = []
+        retired: list[str] = []
+        if self._peers.rank == 0:
+            stale = left_overs(self.directory)
+            kept = list_checkpoints(self.directory, metrics=self._rules["keep_best"] is not None)
+            others = [k for k in kept if k.path != folder]
+            goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
+            retired = [k.path for k in goes if k.path != folder]
+        self._writer.begin(
+            folder,
+            step,
+            self._training,
+            lazy=self._lazy,
+            metric=None if metric is None else float(metric),
+            stale=stale,
+            retired=retired,
+        )
+
+    def wait(self) -> None:
+        """Returns when the save under way is durable.
+
+        Raises
+        ------
+        CheckpointError
+            It failed, on whatever rank: the same sentence on every rank, once. `errno` where the system refused something.
+        """
+        self._check_open()
+        self._writer.wait()
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, busy. No communication."""
+        self._check_open()
+        return self._writer.progress()
+
+    # restoring --------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> int:
+        """Fills everything from the newest checkpoint that every rank finds whole.
+
+        Returns
+        -------
+        int
+            The count of completed steps, which is the next step to run; 0 if there is no checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model.
+        """
+        self.wait()
+        listed = [kept.path for kept in reversed(list_checkpoints(self.directory))] if self._peers.rank == 0 else []
+        paths = self._peers.exchange(listed, f"checkpoints in {self.directory}")[0]
+        refusals = []
+        for path in paths:
+            reader, why = agree_on(path, self._training, self._peers, verify=self._verify)
+            if reader is not None:
+                apply_together(reader, self._peers, everything=True)
+                return int(reader.folder.step)
+            logger.warning("checkpoint passed over: %s", why)
+            refusals.append(why)
+        if refusals:
+            raise CheckpointError(
+                f"none of the {len(refusals)} checkpoints in '{self.directory}' can be read; the newest: {refusals[0]}"
+            )
+        return 0
+
+    # the end ----------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError("this Checkpointer was closed: make a new one")
+
+    def close(self) -> None:
+        """Waits for the save under way, and lets go of the directory. Idempotent.
+
+        Raises
+        ------
+        CheckpointError
+            As wait().
+        """
+        if self._closed:
+            return
+        try:
+            self._writer.wait()
+        finally:
+            self._closed = True
+            if self._hook is not None:
+                self._hook.remove()
+            self._retire.detach()
+            self._writer.close()
+            self._release()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        try:  # the error on its way out is the one to hear of
+            self.close()
+        except CheckpointError as failure:
+            logger.warning("the last save failed: %s", failure)
+
+    def describe(self) -> dict[str, Any]:
+        """For sw.describe()."""
+        state = "closed" if self._closed else self._writer.progress()
+        return {"directory": self.directory, "snapshot": "lazy" if self._lazy else "copy", "state": state}
+
+
+def live_checkpointers() -> list[Checkpointer]:
+    """Those of this process that are open."""
+    return [each for each in _live if not each._closed]
+
+
+def _protector(writer: Writer) -> Any:
+    reference = weakref.ref(writer)
+
+    def protect(*_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.protect()
+
+    return protect
+
+
+@functools.cache
+def _register_exit() -> None:
+    """After the communicators': functions of exit run in reverse, and a save needs its peers until the verdict."""
+    atexit.register(_finish_all)
+
+
+def _finish_all() -> None:
+    for each in live_checkpointers():
+        if each._owner_pid == os.getpid():
+            try:
+                each.close()
+            except CheckpointError as error:
+                logger.warning("the last save failed: %s", error)
+
+
+def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
+    """When nobody holds the Checkpointer any more: what was begun is brought to its end."""
+    if os.getpid() != pid:
+        return
+    try:
+        writer.wait()
+    except CheckpointError as error:
+        logger.warning("the last save failed: %s", error)
+    writer.close()
+    if lock is not None:
+        lock.release()
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} must be None or an integer of at least 1, got {value!r}")

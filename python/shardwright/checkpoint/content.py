@@ -1,0 +1,246 @@
+"""What a training consists of: which tensors and texts make a checkpoint. Nothing here touches the disk.
+
+Shared content is the same on every rank, and written once: model and optimizer. Own content is one rank's: its random
+generators, its data position, buffers that differ from rank 0's; and rank 0's is all that is small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError, CheckpointPlan
+from . import tree
+from .names import ModelTensors, check_savable, dtype_name, plain, stored_shape
+
+MODEL_METADATA = {"format": "pt"}
+
+
+@dataclasses.dataclass
+class Group:
+    """Tensors that become one list of safetensors files, in order.
+
+    `eager`: names that must be copied at the snapshot whatever its form, because more than the optimizer writes them.
+    """
+
+    stem: str
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+    numbered: bool = False
+    max_file_bytes: int = 0
+    eager: frozenset[str] = frozenset()
+
+    def plan_entry(self) -> tuple[str, bool, int, str, list[tuple[str, str, list[int], bool]]]:
+        complex_ones = {
+            f"complex.{n}": str(t.dtype).removeprefix("torch.") for n, t in self.tensors.items() if t.is_complex()
+        }
+        metadata = tree.dumps(self.metadata | complex_ones).decode().strip()
+        for name, tensor in self.tensors.items():
+            check_savable(name, tensor)
+        entries = [(n, dtype_name(n, t.dtype), stored_shape(t), n in self.eager) for n, t in self.tensors.items()]
+        return (self.stem, self.numbered, self.max_file_bytes, metadata, entries)
+
+
+@dataclasses.dataclass
+class Content:
+    """Groups and texts, and the plan over them.
+
+    Attributes
+    ----------
+    held : list
+        What the sources' addresses point into: keep it until the snapshot is taken.
+    """
+
+    groups: list[Group]
+    texts: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    held: list[Any] = dataclasses.field(default_factory=list)
+
+    def plan(self) -> CheckpointPlan:
+        return CheckpointPlan(
+            [group.plan_entry() for group in self.groups], [(path, len(text)) for path, text in self.texts.items()]
+        )
+
+    def sources(self, needed: Sequence[int] | None = None) -> list[tuple[int, int, int, int, bool]]:
+        """(source, begin, nbytes, address, eager) of all sources, or of those whose numbers are in `needed`."""
+        wanted = None if needed is None else set(needed)
+        found = []
+        number = -1
+        for group in self.groups:
+            for name, tensor in group.tensors.items():
+                number += 1
+                if tensor.numel() and (wanted is None or number in wanted):
+                    bytes_of = plain(tensor)
+                    self.held.append(bytes_of)
+                    size = bytes_of.numel() * bytes_of.element_size()
+                    found.append((number, 0, size, bytes_of.data_ptr(), name in group.eager))
+        for text in self.texts.values():
+            number += 1
+            if text:
+                memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+                self.held.append(memory)
+                found.append((number, 0, len(text), memory.data_ptr(), True))
+        return found
+
+
+# shared ---------------------------------------------------------------------------------------------------------------
+
+
+def model_group(found: ModelTensors, max_file_bytes: int) -> Group:
+    """model*.safetensors: parameters, then buffers; a tied name stands in the metadata."""
+    return Group(
+        "model", found.all(), MODEL_METADATA | found.tied, max_file_bytes=max_file_bytes, eager=frozenset(found.buffers)
+    )
+
+
+def optimizer_content(optimizer: Any, found: ModelTensors, max_file_bytes: int) -> tuple[Group, dict[str, Any]]:
+    """optimizer-*.safetensors and the tree of optimizer.json.
+
+    Tensors are named `<state key>.<parameter>`; a parameter that the model does not have, `param_groups.<group>.<index>`.
+    """
+    names = parameter_names(optimizer, found)
+    whole = whole_state(optimizer)
+    tensors: dict[str, torch.Tensor] = {}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        encoded = tree.encode(options, f"param_groups.{number}", tensors)
+        groups.append({**encoded, "params": [names[id(p)] for p in group["params"]]})
+    state = {}
+    for parameter, name in ordered_parameters(optimizer, names, found):
+        values = whole.get(parameter, {})
+        entry = {}
+        for key in sorted(values, key=str):
+            entry[str(key)] = _encode_state(values[key], str(key), name, tensors)
+        if entry:
+            state[name] = entry
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stray = [key for key in whole if id(key) not in known]
+    if stray:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are none of its parameters: not savable"
+        )
+    body = {"groups": groups, "state": state}
+    return Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes), body
+
+
+def whole_state(optimizer: Any) -> Mapping[Any, Mapping[str, Any]]:
+    """Parameter -> its whole state. Collective for an optimizer whose state is sliced over ranks."""
+    if not hasattr(optimizer, "full_state_dict"):
+        found: Mapping[Any, Mapping[str, Any]] = optimizer.state
+        return found
+    state = optimizer.full_state_dict()
+    return {
+        p: state["state"][position] for position, p in positions_of(optimizer).items() if position in state["state"]
+    }
+
+
+def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:
+    """The number of each parameter in torch's state dicts."""
+    return dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
+
+
+def _encode_state(value: Any, key: str, parameter: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """As tree.encode(), with the parameter's name at the end: exp_avg.layer.weight."""
+    inner: dict[str, torch.Tensor] = {}
+    node = tree.encode(value, key, inner)
+    for name, tensor in inner.items():
+        tensors[f"{name}.{parameter}"] = tensor
+    return _with_suffix(node, f".{parameter}") if inner else node
+
+
+def _with_suffix(node: Any, suffix: str) -> Any:
+    if isinstance(node, list):
+        return [_with_suffix(item, suffix) for item in node]
+    if isinstance(node, dict):
+        if len(node) == 1 and next(iter(node)) in ("$tensor", "$numpy"):
+            ((kind, name),) = node.items()
+            return {kind: name + suffix}
+        return {key: _with_suffix(item, suffix) for key, item in node.items()}
+    return node
+
+
+def parameter_names(optimizer: Any, found: ModelTensors) -> dict[int, str]:
+    """id(parameter) -> name, of all the optimizer's parameters."""
+    known = {id(tensor): name for name, tensor in found.parameters.items()}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            known.setdefault(id(parameter), f"param_groups.{number}.{index}")
+    return known
+
+
+def ordered_parameters(optimizer: Any, names: Mapping[int, str], found: ModelTensors) -> list[tuple[torch.Tensor, str]]:
+    """The optimizer's parameters with their names, in the model's order, then those that the model does not have."""
+    place = {name: index for index, name in enumerate(found.parameters)}
+    pairs = [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
+    return sorted(pairs, key=lambda pair: place.get(pair[1], len(place)))
+
+
+# own ------------------------------------------------------------------------------------------------------------------
+
+
+def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Every random generator of this process, as a tree."""
+    numpy = sys.modules.get("numpy")
+    states = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "numpy": numpy.random.get_state(legacy=True) if numpy else None,
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+    }
+    return {key: tree.encode(value, f"random.{key}", tensors) for key, value in states.items()}
+
+
+def set_random_state(states: Mapping[str, Any]) -> None:
+    """The inverse of random_state(), of a decoded tree."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if states.get("numpy") is not None:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    if states.get("cuda") is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """The state of an object with state_dict(), of a list, tuple or dict of such, or a dict of plain values."""
+    if value is None:
+        return None
+    if hasattr(value, "state_dict"):
+        return tree.encode(value.state_dict(), name, tensors)
+    if isinstance(value, (list, tuple)):
+        return [stateful_tree(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {
+            str(key): stateful_tree(item, f"{name}.{key}", tensors)
+            if hasattr(item, "state_dict")
+            else tree.encode(item, f"{name}.{key}", tensors)
+            for key, item in value.items()
+        }
+    raise CheckpointError(
+        f"{name} is a {type(value).__name__}: it needs state_dict() and load_state_dict(), or to be a dict of plain values"
+    )
+
+
+def load_stateful(value: Any, state: Any, name: str) -> None:
+    """Gives `value` the (decoded) state that stateful_tree() took."""
+    if value is None or state is None:
+        return
+    if hasattr(value, "load_state_dict"):
+        value.load_state_dict(state)
+    elif isinstance(value, (list, tuple)):
+        if len(value) != len(state):
+            raise CheckpointError(f"{name}: the checkpoint holds {len(state)} of them, this program has {len(value)}")
+        for index, (item, item_state) in enumerate(zip(value, state)):
+            load_stateful(item, item_state, f"{name}.{index}")
+    else:
+        for key, item_state in state.items():
+            if hasattr(value.get(key), "load_state_dict"):
+                value[key].load_state_dict(item_state)
+            else:
+                value[key] = item_state

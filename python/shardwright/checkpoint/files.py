@@ -1,0 +1,137 @@
+"""save and load: one checkpoint at a path, written and read before the call returns."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError
+from .peers import Peers
+from .reading import agree_on, apply_together
+from .writing import Training, Writer
+
+MAX_FILE_BYTES = 5_000_000_000
+
+
+def save(
+    path: str | os.PathLike[str],
+    module: torch.nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int = 0,
+    extra: Any = None,
+    process_group: Any = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    timeout_s: float = 1800.0,
+) -> None:
+    """Writes a checkpoint to the new folder `path`, durable when this returns.
+
+    Parameters
+    ----------
+    path : path-like
+        Must not exist; its parent folders are made.
+    module : Module
+        Plain, or wrapped by torch or by shardwright: names in the checkpoint are the bare model's.
+    optimizer : Optimizer, optional
+    step : int
+        Completed steps, recorded in the manifest.
+    extra : tree of plain values and tensors, optional
+        load() returns it. Rank 0's is stored.
+    process_group : ProcessGroup, optional
+        Default: the module's, else the default group, else this rank alone.
+    max_file_bytes : int
+        Of tensors in one file; a larger tensor has a file of its own.
+    timeout_s : float
+        Seconds until the save is given up, if a rank does not come.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, with the same sentence. `errno` is set where the system refused something. Nothing is left behind.
+
+    Notes
+    -----
+    Collective. Every rank writes 1/W of the bytes.
+
+    Examples
+    --------
+    >>> import tempfile, torch, shardwright as sw
+    >>> model = torch.nn.Linear(4, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sw.save(folder + "/a", model, extra={"epoch": 3})
+    ...     sw.load(folder + "/a", model)
+    {'epoch': 3}
+    """
+    folder = os.path.abspath(os.fspath(path))
+    check_options(max_file_bytes, timeout_s)
+    peers = Peers(module, process_group, timeout_s)
+    refusal = ""
+    if peers.rank == 0:
+        try:
+            os.makedirs(os.path.dirname(folder), exist_ok=True)
+            if os.path.lexists(folder):
+                refusal = f"'{folder}' exists already: save to another path, or remove it first"
+        except OSError as error:
+            refusal = f"the folder for '{folder}' cannot be made: {error.strerror}"
+    refusal = peers.exchange(refusal, f"save to {folder}")[0]
+    if refusal:
+        raise CheckpointError(refusal)
+    writer = Writer(peers, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s, max_file_bytes=max_file_bytes)
+    try:
+        writer.begin(folder, step, Training(module, optimizer, extra=extra))
+        writer.wait()
+    finally:
+        writer.close()
+
+
+def load(
+    path: str | os.PathLike[str],
+    module: torch.nn.Module,
+    optimizer: Any = None,
+    *,
+    process_group: Any = None,
+    verify: bool = True,
+    timeout_s: float = 1800.0,
+) -> Any:
+    """Fills `module` and `optimizer` from the checkpoint at `path`, whatever the world size that wrote it.
+
+    Parameters
+    ----------
+    path : path-like
+        A folder that save() or a Checkpointer wrote.
+    module, optimizer
+        Of the shapes and dtypes that were saved. Tensors are filled in place.
+    process_group, timeout_s
+        As in save().
+    verify : bool
+        Check every block of the folder before anything is changed. What is read is checked in any case.
+
+    Returns
+    -------
+    The `extra` that was saved.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank: a block that is bad for one rank, or a tensor that is missing, left over or of another shape, named.
+
+    Notes
+    -----
+    Collective. Ranks share the verification; each then reads what it needs.
+    """
+    folder = os.path.abspath(os.fspath(path))
+    peers = Peers(module, process_group, timeout_s)
+    reader, why = agree_on(folder, Training(module, optimizer), peers, verify=verify)
+    if reader is None:
+        raise CheckpointError(why)
+    return apply_together(reader, peers, everything=False)
+
+
+def check_options(max_file_bytes: int, timeout_s: float) -> None:
+    """Raises ValueError for a value out of range."""
+    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or not 1 <= max_file_bytes < 2**53:
+        raise ValueError(f"max_file_bytes must be an integer in [1, 2**53), got {max_file_bytes!r}")
+    if not 0 < timeout_s <= 1e9:
+        raise ValueError(f"timeout_s must be in (0, 1e9] seconds, got {timeout_s!r}")

@@ -1,0 +1,164 @@
+"""What a bare model's tensors are called, and what safetensors calls their dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from .._engine import CheckpointError
+
+#: children that a wrapper adds to every name below it
+_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "F32",
+    torch.complex128: "F64",
+}
+for _torch_name, _name in (
+    ("uint16", "U16"),
+    ("uint32", "U32"),
+    ("uint64", "U64"),
+    ("float8_e4m3fn", "F8_E4M3"),
+    ("float8_e5m2", "F8_E5M2"),
+    ("float8_e8m0fnu", "F8_E8M0"),
+):
+    if hasattr(torch, _torch_name):
+        _DTYPES[getattr(torch, _torch_name)] = _name
+#: safetensors' name -> torch's dtype of real tensors
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in _DTYPES.items() if not dtype.is_complex}
+
+
+@dataclasses.dataclass
+class ModelTensors:
+    """A model's tensors by their bare names, in registration order.
+
+    Attributes
+    ----------
+    parameters, buffers : dict of str to Tensor
+        Each tensor once, under the first of its names; buffers without the non-persistent ones.
+    tied : dict of str to str
+        Further name -> the name in `parameters` or `buffers`.
+    extras : dict of str to Module
+        Modules with state of their own (get_extra_state), by name.
+    """
+
+    parameters: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)
+    extras: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
+
+    def all(self) -> dict[str, torch.Tensor]:
+        return {**self.parameters, **self.buffers}
+
+
+def model_tensors(model: torch.nn.Module) -> ModelTensors:
+    """The tensors of `model`, by the names they have without wrappers.
+
+    Raises
+    ------
+    CheckpointError
+        A tensor that is sliced over ranks (DTensor), sparse, quantized or without data.
+    """
+    found = ModelTensors()
+    first_names: dict[Any, str] = {}
+    for name, tensor in _walk_parameters(model, ""):
+        _add(found.parameters, found, first_names, name, tensor)
+    for name, tensor in _walk_buffers(model, ""):
+        _add(found.buffers, found, first_names, name, tensor)
+    for prefix, module in _walk(model, ""):
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            found.extras.setdefault(prefix + "_extra_state", module)
+    return found
+
+
+def _add(
+    table: dict[str, torch.Tensor], found: ModelTensors, first_names: dict[Any, str], name: str, tensor: torch.Tensor
+) -> None:
+    check_savable(name, tensor)
+    identity = _identity(tensor)
+    if identity in first_names:
+        found.tied[name] = first_names[identity]
+        return
+    first_names[identity] = name
+    table[name] = tensor
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same memory seen the same way."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Every module with its prefix, wrappers without one of their own."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        hidden = name in _TRANSPARENT or (name == "module" and isinstance(module, (TorchDDP, DataParallel)))
+        yield from _walk(child, prefix if hidden else f"{prefix}{name}.")
+
+
+def _walk_parameters(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for place, module in _walk(model, prefix):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield place + name, parameter
+
+
+def _walk_buffers(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for place, module in _walk(model, prefix):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield place + name, buffer
+
+
+def check_savable(name: str, tensor: torch.Tensor) -> None:
+    """Raises CheckpointError where `tensor` has no plain bytes."""
+    if hasattr(tensor, "to_local") and hasattr(tensor, "placements"):
+        raise CheckpointError(
+            f"tensor '{name}' is a DTensor, sliced over ranks: checkpoints of sliced tensors are not there yet"
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise CheckpointError(f"tensor '{name}' is not initialised: run the model once before it is saved or loaded")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"tensor '{name}' is sparse or quantized: safetensors stores dense tensors only")
+    if tensor.is_meta:
+        raise CheckpointError(f"tensor '{name}' is on the meta device and has no values")
+    dtype_name(name, tensor.dtype)
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """What safetensors calls it; that of the real view for complex ones."""
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"tensor '{name}' has dtype {dtype}, which safetensors cannot name")
+    return _DTYPES[dtype]
+
+
+def stored_shape(tensor: torch.Tensor) -> list[int]:
+    """The shape in the file: complex tensors have a last dimension of 2."""
+    return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A real, row-major CPU tensor with the values of `tensor`: a view of its memory where it is one already."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().cpu().contiguous()

@@ -1,0 +1,64 @@
+"""The ranks that save and load together: one communicator, and the page a rank through which they tell of failures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ..process_group import host_group, resolve_group
+
+_BOARD_BYTES = 4096
+
+
+def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContextManager[Any]:
+    """A context in which `model` has whole parameters that may be read, or written. Collective where parameters are sliced
+    or shared."""
+    import shardwright
+
+    enter = getattr(shardwright, "full_parameters", None)
+    wrapped = getattr(model, "_orig_mod", model)
+    if enter is None or not isinstance(wrapped, shardwright.DistributedDataParallel):
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = enter(model, writable=writable)
+    return context
+
+
+class Peers:
+    """This rank among the ranks of a module's group.
+
+    Parameters
+    ----------
+    model : Module
+        Its process group is used if it is a DistributedDataParallel.
+    process_group : ProcessGroup, optional
+        Default: the model's, else the default group, else this rank alone.
+    timeout_s : float
+        Of the communicator, unless the model has one.
+    """
+
+    def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
+        if process_group is None and isinstance(model, TorchDDP):
+            process_group = model.process_group
+        options = getattr(model, "_options", None)
+        timeout_s = getattr(options, "timeout_s", timeout_s)
+        self._group = host_group(resolve_group(process_group, None), timeout_s)
+        self.rank = self._group.rank
+        self.world_size = self._group.world_size
+
+    def board(self) -> Any:
+        """Memory that all ranks see, for a saver; None at world size 1. Collective."""
+        return self._group.comm.arena(_BOARD_BYTES, "checkpoint board") if self.world_size > 1 else None
+
+    def exchange(self, value: Any, label: str) -> list[Any]:
+        """Every rank's `value` (of JSON), in rank order. Collective."""
+        if self.world_size == 1:
+            return [value]
+        return [json.loads(text) for text in self._group.comm.all_gather_bytes(json.dumps(value).encode(), label)]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether no other rank is known to have failed or left."""
+        return self.world_size == 1 or self._group.comm.is_alive

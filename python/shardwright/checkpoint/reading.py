@@ -1,0 +1,370 @@
+"""From a folder back into a training: first everything is looked at, then ranks agree, then live tensors are touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError, CheckpointFolder
+from . import tree
+from .content import load_stateful, parameter_names, positions_of, set_random_state
+from .names import TORCH_DTYPES, dtype_name, model_tensors, plain, stored_shape
+from .peers import Peers, whole_parameters
+from .writing import Training
+
+_NAMES_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. `complex_dtype` of one that is stored as its real view."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+    complex_dtype: torch.dtype | None = None
+
+    def empty(self) -> torch.Tensor:
+        """A new tensor of this dtype and shape."""
+        if self.complex_dtype is not None:
+            return torch.empty(self.shape[:-1], dtype=self.complex_dtype)
+        return torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype])
+
+
+class Mismatch(CheckpointError):
+    """The checkpoint is sound, and of another model or optimizer."""
+
+
+class Reader:
+    """One checkpoint, read by one of several ranks.
+
+    Making it reads what is small and compares it with the training; nothing is changed.
+
+    Raises
+    ------
+    CheckpointError
+        The folder is no sound checkpoint.
+    Mismatch
+        It is, but of something else.
+    """
+
+    def __init__(self, path: str, training: Training) -> None:
+        self.folder = CheckpointFolder(path)
+        self.training = training
+        self._found = model_tensors(training.model)
+        self._state = self._tree("state.json")
+        self._reads: list[tuple[Stored, torch.Tensor]] = []
+        self._model_reads = self._match_model()
+        self._optimizer = self._match_optimizer() if training.optimizer is not None else None
+
+    # what is there ----------------------------------------------------------------------------------------------------
+
+    def _tree(self, path: str) -> Any:
+        try:
+            return tree.loads(self.folder.read_bytes(path))
+        except ValueError as error:
+            raise CheckpointError(f"'{self.folder.path}/{path}' is no JSON: {error}") from None
+
+    def stored(self, prefix: str) -> tuple[dict[str, Stored], dict[str, str]]:
+        """The tensors of files `prefix`*.safetensors, and the names tied to them."""
+        tensors: dict[str, Stored] = {}
+        tied: dict[str, str] = {}
+        for path in self.folder.files:
+            if not (path.startswith(prefix) and path.endswith(".safetensors")):
+                continue
+            metadata, entries = self.folder.tensors(path)
+            for name, dtype, shape, begin, nbytes in entries:
+                of_complex = metadata.get(f"complex.{name}")
+                made = Stored(
+                    path,
+                    dtype,
+                    tuple(shape),
+                    begin,
+                    nbytes,
+                    getattr(torch, of_complex) if of_complex in ("complex64", "complex128") else None,
+                )
+                if name in tensors:
+                    raise CheckpointError(f"'{self.folder.path}' holds the tensor '{name}' twice")
+                tensors[name] = made
+            tied |= {n: kept for n, kept in metadata.items() if n != "format" and not n.startswith("complex.")}
+        return tensors, tied
+
+    def _match_model(self) -> list[tuple[Stored, torch.Tensor]]:
+        stored, tied = self.stored("model")
+        other_names: dict[str, list[str]] = {}
+        for name, kept in self._found.tied.items():
+            other_names.setdefault(kept, []).append(name)
+        reads, missing, wrong, used = [], [], [], set()
+        for name, tensor in self._found.all().items():
+            candidates = [name, *other_names.get(name, ())]
+            candidates += [tied[n] for n in candidates if n in tied]
+            place = next((n for n in candidates if n in stored), None)
+            if place is None:
+                missing.append(name)
+                continue
+            used |= {place, *candidates}
+            found = stored[place]
+            if not _fits(found, tensor):
+                wrong.append(f"{name}: the checkpoint has {_text(found)}, the model {_text_of(tensor)}")
+                continue
+            reads.append((found, tensor))
+        left_over = [name for name in stored if name not in used]
+        _raise_mismatch(self.folder.path, "model", missing, left_over, wrong)
+        return reads
+
+    def _match_optimizer(self) -> dict[str, Any]:
+        if "optimizer.json" not in self.folder.files:
+            raise Mismatch(f"'{self.folder.path}' was saved without an optimizer: load it without one")
+        body = self._tree("optimizer.json")
+        optimizer = self.training.optimizer
+        names = parameter_names(optimizer, self._found)
+        ours = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        theirs = [group["params"] for group in body["groups"]]
+        missing = sorted({n for group in ours for n in group} - {n for group in theirs for n in group})
+        left_over = sorted({n for group in theirs for n in group} - {n for group in ours for n in group})
+        wrong = []
+        if not missing and not left_over and [sorted(g) for g in ours] != [sorted(g) for g in theirs]:
+            wrong.append(
+                f"parameter groups of {[len(g) for g in theirs]} parameters in the checkpoint, of {[len(g) for g in ours]} here"
+            )
+        _raise_mismatch(self.folder.path, "optimizer", missing, left_over, wrong)
+        stored, _ = self.stored("optimizer")
+        wanted = tree.tensor_names(body["groups"]) + tree.tensor_names(body["state"])
+        _raise_mismatch(self.folder.path, "optimizer's state", [n for n in wanted if n not in stored], [], [])
+        body["stored"] = stored
+        return body
+
+    # agreement --------------------------------------------------------------------------------------------------------
+
+    def verify_share(self, rank: int, world_size: int) -> None:
+        """Checks this rank's share of all blocks of the folder."""
+        count = self.folder.block_count
+        self.folder.verify(count * rank // world_size, count * (rank + 1) // world_size)
+
+    # into the training ------------------------------------------------------------------------------------------------
+
+    def apply(self, rank: int, world_size: int, *, everything: bool) -> Any:
+        """Fills the training; returns `extra`. `everything`: beyond model and optimizer, too."""
+        with torch.no_grad(), whole_parameters(self.training.model, writable=True):
+            self._fill(self._model_reads)
+        if self._optimizer is not None:
+            with torch.no_grad():
+                self._apply_optimizer(self._optimizer)
+        tensors = self._load_all("state")
+        for name, module in self._found.extras.items():
+            if name in self._state["model_extra_state"]:
+                module.set_extra_state(tree.decode(self._state["model_extra_state"][name], tensors))
+        if everything:
+            for name in ("scheduler", "scaler", "user_state"):
+                load_stateful(getattr(self.training, name), tree.decode(self._state[name], tensors), name)
+        if self.folder.world_size == world_size:
+            self._apply_own(rank, everything)
+        return tree.decode(self._state["extra"], tensors)
+
+    def _fill(self, reads: Iterable[tuple[Stored, torch.Tensor]]) -> None:
+        by_file: dict[str, list[tuple[Stored, torch.Tensor, torch.Tensor]]] = {}
+        for stored, target in reads:
+            if stored.nbytes:
+                by_file.setdefault(stored.path, []).append((stored, target, plain(target)))
+        for path, entries in by_file.items():
+            entries.sort(key=lambda entry: entry[0].begin)
+            self.folder.read(path, [(s.begin, s.nbytes, memory.data_ptr()) for s, _, memory in entries])
+            for _, target, memory in entries:
+                if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
+                    target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
+                else:
+                    torch.autograd.graph.increment_version(target)
+
+    def _load_all(self, prefix: str) -> dict[str, torch.Tensor]:
+        """New tensors with the values of files `prefix`*.safetensors."""
+        stored, _ = self.stored(prefix)
+        tensors = {name: entry.empty() for name, entry in stored.items()}
+        self._fill((entry, tensors[name]) for name, entry in stored.items())
+        return tensors
+
+    def _apply_optimizer(self, body: Mapping[str, Any]) -> None:
+        optimizer = self.training.optimizer
+        names = parameter_names(optimizer, self._found)
+        by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+        tensors = {name: entry.empty() for name, entry in body["stored"].items()}
+        is_sliced = hasattr(optimizer, "full_state_dict")
+        if not is_sliced:
+            self._prefer_live(body, by_name, tensors)
+        self._fill((body["stored"][name], tensor) for name, tensor in tensors.items())
+        if is_sliced:
+            self._load_whole(body, names, tensors)
+            return
+        state = {}
+        for parameter_name, values in body["state"].items():
+            parameter, group = by_name[parameter_name]
+            decoded = {_key(parameter, optimizer, key): tree.decode(node, tensors) for key, node in values.items()}
+            state[parameter] = {key: _on_device(value, key, parameter, group) for key, value in decoded.items()}
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, saved in zip(optimizer.param_groups, body["groups"]):
+            for key, node in saved.items():
+                if key != "params":
+                    _set_option(group, key, tree.decode(node, tensors))
+
+    def _prefer_live(
+        self, body: Mapping[str, Any], by_name: Mapping[str, Any], tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """State that is there and fits is filled in place."""
+        live_state = self.training.optimizer.state
+        for parameter_name, values in body["state"].items():
+            parameter, _ = by_name[parameter_name]
+            for key, node in values.items():
+                live = live_state[parameter].get(key) if parameter in live_state else None
+                name = node.get("$tensor") if isinstance(node, dict) else None
+                if name and isinstance(live, torch.Tensor) and _fits(body["stored"][name], live):
+                    tensors[name] = live
+
+    def _load_whole(
+        self, body: Mapping[str, Any], names: Mapping[int, str], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Into an optimizer that slices what it is given, through torch's ordinary state dict."""
+        optimizer = self.training.optimizer
+        positions = {names[id(p)]: position for position, p in positions_of(optimizer).items()}
+        state = {
+            positions[n]: {k: tree.decode(node, tensors) for k, node in v.items()} for n, v in body["state"].items()
+        }
+        groups = [
+            {
+                **{k: tree.decode(node, tensors) for k, node in g.items() if k != "params"},
+                "params": [positions[n] for n in g["params"]],
+            }
+            for g in body["groups"]
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _apply_own(self, rank: int, everything: bool) -> None:
+        stem = f"ranks/{rank:05d}"
+        body = self._tree(f"{stem}.json")
+        tensors = self._load_all(stem)
+        with torch.no_grad():
+            for name, node in body["buffers"].items():
+                if name in self._found.buffers:
+                    self._found.buffers[name].copy_(tree.decode(node, tensors))
+        if everything:
+            load_stateful(self.training.dataloader, tree.decode(body["dataloader"], tensors), "dataloader")
+            set_random_state(tree.decode(body["random"], tensors))
+
+
+def _key(parameter: torch.Tensor, optimizer: Any, key: str) -> Any:
+    """State keys are strings in torch's optimizers; one that was none keeps its type where the live state shows it."""
+    return next((k for k in optimizer.state.get(parameter, {}) if str(k) == key), key)
+
+
+def _on_device(value: Any, key: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return value
+    return value.to(parameter.device)
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    live = group.get(key)
+    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.shape == value.shape:
+        live.copy_(value)
+    else:
+        group[key] = value
+
+
+def _fits(stored: Stored, tensor: torch.Tensor) -> bool:
+    wanted = tensor.dtype if tensor.is_complex() else None
+    return (
+        stored.complex_dtype == wanted
+        and list(stored.shape) == stored_shape(tensor)
+        and stored.dtype == dtype_name("", tensor.dtype)
+    )
+
+
+def _text(stored: Stored) -> str:
+    return f"{stored.dtype} {list(stored.shape)}"
+
+
+def _text_of(tensor: torch.Tensor) -> str:
+    return f"{dtype_name('', tensor.dtype)} {stored_shape(tensor)}"
+
+
+def _raise_mismatch(path: str, what: str, missing: list[str], left_over: list[str], wrong: list[str]) -> None:
+    parts = []
+    if missing:
+        parts.append(f"it lacks {_some(missing)}")
+    if left_over:
+        parts.append(f"it has {_some(left_over)}, which the {what} here lacks")
+    if wrong:
+        parts.append(
+            "; ".join(wrong[:_NAMES_SHOWN])
+            + (f" and {len(wrong) - _NAMES_SHOWN} more" if len(wrong) > _NAMES_SHOWN else "")
+        )
+    if parts:
+        raise Mismatch(f"'{path}' does not fit the {what}: {'; '.join(parts)}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(f"'{name}'" for name in names[:_NAMES_SHOWN]) + more
+
+
+# as a group -------------------------------------------------------------------------------------------------------------
+
+SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"
+
+
+def agree_on(path: str, training: Training, peers: Peers, *, verify: bool) -> tuple[Reader | None, str]:
+    """(reader, "") if every rank finds `path` sound and fitting; (None, why) if some rank cannot read it. Collective.
+
+    Raises
+    ------
+    CheckpointError
+        It is sound, but some rank cannot use it: the same sentence on every rank.
+    """
+    reader, verdict = None, [SOUND, ""]
+    try:
+        reader = Reader(path, training)
+        verdict = [SOUND, reader.folder.nonce]
+        if verify:
+            reader.verify_share(peers.rank, peers.world_size)
+    except Mismatch as error:
+        verdict = [FATAL, str(error)]
+    except (CheckpointError, KeyError, TypeError) as error:
+        verdict = [
+            REJECTED,
+            f"{error}" if isinstance(error, CheckpointError) else f"'{path}': {type(error).__name__}: {error}",
+        ]
+    except Exception as error:
+        verdict = [FATAL, f"'{path}': {type(error).__name__}: {error}"]
+    verdicts = peers.exchange(verdict, f"verdict on {path}")
+    for kind in (FATAL, REJECTED):
+        for rank, (found, text) in enumerate(verdicts):
+            if found == kind:
+                sentence = text if peers.world_size == 1 else f"rank {rank}: {text}"
+                if kind == FATAL:
+                    raise CheckpointError(sentence)
+                return None, sentence
+    if len({nonce for _, nonce in verdicts}) > 1:
+        return None, f"ranks see different checkpoints at '{path}'"
+    return reader, ""
+
+
+def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
+    """Fills every rank's training, and returns `extra`; CheckpointError on every rank if it went wrong on one. Collective."""
+    extra, failure = None, ""
+    try:
+        extra = reader.apply(peers.rank, peers.world_size, everything=everything)
+    except Exception as error:
+        failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    for rank, text in enumerate(peers.exchange(failure, f"load of {reader.folder.path}")):
+        if text:
+            where = "" if peers.world_size == 1 else f"rank {rank}: "
+            raise CheckpointError(
+                f"{where}'{reader.folder.path}' was loaded in part, the training is not usable: {text}"
+            )
+    return extra

@@ -1,0 +1,127 @@
+"""Which folders lie in a directory of checkpoints, and which of them go. Rank 0's business."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+from collections.abc import Sequence
+
+from .._engine import CheckpointError
+
+_STEP = re.compile(r"step-(\d{6,15})\Z")
+_LEFT_OVER = re.compile(r"step-\d{6,15}\.[0-9a-z]{1,64}\.(partial|trash)\Z")
+MANIFEST = "MANIFEST.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A folder with a manifest; not read further."""
+
+    step: int
+    path: str
+    metric: float | None = None
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def list_checkpoints(directory: str, *, metrics: bool = False) -> list[Kept]:
+    """Folders that claim to be checkpoints, oldest first."""
+    found = []
+    for name in os.listdir(directory):
+        match = _STEP.match(name)
+        path = os.path.join(directory, name)
+        if match and not os.path.islink(path) and os.path.exists(os.path.join(path, MANIFEST)):
+            found.append(Kept(int(match[1]), path, _metric(path) if metrics else None))
+    return sorted(found, key=lambda kept: (kept.step, kept.path))
+
+
+def left_overs(directory: str) -> list[str]:
+    """What saves that died have left, and what retention had no time to unlink."""
+    return sorted(os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name))
+
+
+def _metric(path: str) -> float | None:
+    try:
+        with open(os.path.join(path, MANIFEST), encoding="utf-8") as file:
+            value = json.load(file).get("metric")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return value if isinstance(value, (int, float)) else None
+
+
+def to_retire(
+    kept: Sequence[Kept], *, keep_last: int | None, keep_every: int | None, keep_best: int | None, largest: bool = False
+) -> list[Kept]:
+    """Those that no rule keeps. Without any rule everything is kept; the newest one always is.
+
+    Parameters
+    ----------
+    keep_last : that many of the newest.
+    keep_every : those whose step is a multiple of it.
+    keep_best : that many with the smallest metric, with the `largest` if so; among equals the newer.
+    """
+    if keep_last is None and keep_every is None and keep_best is None:
+        return []
+    newest_first = sorted(kept, key=lambda k: k.step, reverse=True)
+    safe = set(newest_first[: max(1, keep_last or 1)])
+    if keep_every:
+        safe |= {k for k in kept if k.step % keep_every == 0}
+    if keep_best:
+        rated = [(-k.metric if largest else k.metric, k) for k in newest_first if k.metric is not None]
+        safe |= {k for _, k in sorted(rated, key=lambda pair: pair[0])[:keep_best]}
+    return [k for k in kept if k not in safe]
+
+
+_held: set[tuple[int, int] | None] = set()
+
+
+class DirectoryLock:
+    """One writer a directory, while it lives: the kernel lets go when the process ends, and forked children have no part.
+
+    Raises
+    ------
+    CheckpointError
+        Another Checkpointer, of this process or of one that is named, holds it.
+    """
+
+    def __init__(self, directory: str) -> None:
+        path = os.path.join(directory, ".lock")
+        if _key(path) in _held:  # not opened: closing any descriptor of the file would drop the lock we hold on it
+            raise CheckpointError(f"another Checkpointer of this program writes to '{directory}': close it first")
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            self._take(directory)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._held_key = _key(path)
+        _held.add(self._held_key)
+
+    def _take(self, directory: str) -> None:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
+            raise CheckpointError(f"{holder} writes to '{directory}': one directory has one writer") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"process {os.getpid()} on host {os.uname().nodename}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Lets go. Idempotent."""
+        if self._fd >= 0:
+            _held.discard(self._held_key)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _key(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,134 @@
+"""State that is no tensor, as JSON, with its tensors by name beside it. Nothing is ever executed when it is read.
+
+What JSON lacks is an object with one key that begins with `$` (docs/format.md).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError
+
+_SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON; its tensors are added to `tensors` under names that begin with `name`.
+
+    Raises
+    ------
+    CheckpointError
+        A value of another type, named by its place.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {"$tensor": name}
+    if type(value).__module__ == "numpy":
+        return _encode_numpy(value, name, tensors)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, complex):
+        return {"$complex": [encode(value.real, name, tensors), encode(value.imag, name, tensors)]}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, name, tensors)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+        items = [encode(item, f"{name}.{index}", tensors) for index, item in enumerate(ordered)]
+        return items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": items}
+    raise CheckpointError(
+        f"{name} is a {type(value).__qualname__}: a checkpoint holds numbers, strings, bytes, lists, tuples, sets, dicts and tensors"
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{name}.{key}", tensors) for key, item in value.items()}
+    pairs = [[encode(key, name, tensors), encode(item, f"{name}.{key}", tensors)] for key, item in value.items()]
+    return {"$dict": pairs}
+
+
+def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    import numpy
+
+    if isinstance(value, numpy.generic):
+        return encode(value.item(), name, tensors)
+    if isinstance(value, numpy.ndarray):
+        tensors[name] = torch.from_numpy(numpy.ascontiguousarray(value).reshape(value.shape).copy())
+        return {"$numpy": name}
+    raise CheckpointError(
+        f"{name} is a numpy {type(value).__qualname__}: a checkpoint holds numpy arrays and numbers only"
+    )
+
+
+def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What encode() was given."""
+    if isinstance(node, list):
+        return [decode(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if len(node) == 1:
+        ((key, item),) = node.items()
+        if key.startswith("$"):
+            return _decode_special(key, item, tensors)
+    return {key: decode(item, tensors) for key, item in node.items()}
+
+
+def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if key in ("$tensor", "$numpy"):
+        if item not in tensors:
+            raise CheckpointError(f"the checkpoint names a tensor '{item}' that it does not hold")
+        return tensors[item] if key == "$tensor" else tensors[item].numpy()
+    if key == "$tuple":
+        return tuple(decode(entry, tensors) for entry in item)
+    if key == "$set":
+        return {decode(entry, tensors) for entry in item}
+    if key == "$dict":
+        return {decode(name, tensors): decode(entry, tensors) for name, entry in item}
+    if key == "$float":
+        return _SPECIAL_FLOATS[item]
+    if key == "$complex":
+        return complex(*(decode(part, tensors) for part in item))
+    if key == "$bytes":
+        return base64.b64decode(item)
+    if key == "$dtype":
+        dtype = getattr(torch, item, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"the checkpoint names a dtype '{item}' that this torch does not have")
+        return dtype
+    raise CheckpointError(
+        f"the checkpoint holds a value of a kind '{key}' that this program does not know: use a newer shardwright"
+    )
+
+
+def tensor_names(node: Any) -> list[str]:
+    """Names of the tensors that a tree refers to, in its order."""
+    if isinstance(node, list):
+        return [name for item in node for name in tensor_names(item)]
+    if isinstance(node, dict):
+        if len(node) == 1 and next(iter(node)) in ("$tensor", "$numpy"):
+            return [next(iter(node.values()))]
+        return [name for item in node.values() for name in tensor_names(item)]
+    return []
+
+
+def dumps(node: Any) -> bytes:
+    """The text of a tree: one form for one value."""
+    return (json.dumps(node, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n").encode("utf-8")
+
+
+def loads(text: bytes) -> Any:
+    return json.loads(text.decode("utf-8"))

@@ -1,0 +1,262 @@
+"""One save after another: what is saved, under which nonce, and how its outcome comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _engine
+from .._engine import CheckpointError, CheckpointSaver
+from . import tree
+from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
+from .names import ModelTensors, model_tensors, plain
+from .peers import Peers, whole_parameters
+
+logger = logging.getLogger("shardwright")
+_POLL_S = 0.1
+_GRACE_S = 5.0
+_BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclasses.dataclass
+class Training:
+    """Everything that a checkpoint holds. `extra` is a tree of plain values and tensors."""
+
+    model: torch.nn.Module
+    optimizer: Any = None
+    scheduler: Any = None
+    scaler: Any = None
+    dataloader: Any = None
+    user_state: Any = None
+    extra: Any = None
+
+
+class Writer:
+    """This rank's part in saves. One at a time; save() is a collective call, but it waits for nobody.
+
+    Collective when it is made: the nonce is agreed on, and the page through which failures are told.
+    """
+
+    def __init__(
+        self, peers: Peers, *, threads: int, direct: bool, bandwidth: int, timeout_s: float, max_file_bytes: int
+    ) -> None:
+        self._peers = peers
+        self._timeout_s = timeout_s
+        self._max_file_bytes = max_file_bytes
+        self._nonce_prefix = peers.exchange(secrets.token_hex(12), "nonce of checkpoints")[0]
+        self._number = 0
+        self._held: Content | None = None
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._saver = CheckpointSaver(
+            peers.rank, peers.world_size, peers.board(), threads=threads, direct=direct, bandwidth=bandwidth
+        )
+
+    def begin(
+        self,
+        folder: str,
+        step: int,
+        training: Training,
+        *,
+        lazy: bool = False,
+        metric: float | None = None,
+        stale: Sequence[str] = (),
+        retired: Sequence[str] = (),
+    ) -> None:
+        """Takes the snapshot and returns. Every rank calls it, or skip(), at the same steps.
+
+        Raises
+        ------
+        CheckpointError
+            What is wrong on this rank. The other ranks hear of it at their next save() or wait().
+        """
+        self._number += 1
+        try:
+            with whole_parameters(training.model, writable=False):
+                self._begin(folder, step, training, lazy, metric, stale, retired)
+        except BaseException as error:
+            self._held = None
+            self._saver.fail(self._number, str(error) or type(error).__name__)
+            if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
+                raise
+            raise CheckpointError(f"'{folder}' could not be saved: {type(error).__name__}: {error}") from error
+
+    def skip(self, reason: str) -> None:
+        """This rank takes no part in a save that the others may begin: it then fails for all."""
+        self._number += 1
+        self._saver.fail(self._number, reason)
+
+    def _begin(
+        self,
+        folder: str,
+        step: int,
+        training: Training,
+        lazy: bool,
+        metric: float | None,
+        stale: Sequence[str],
+        retired: Sequence[str],
+    ) -> None:
+        found, divergent = self._look_together(training.model)
+        shared = Content([model_group(found, self._max_file_bytes)])
+        optimizer_tree = None
+        if training.optimizer is not None:
+            group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes)
+            shared.groups.append(group)
+        plan = shared.plan()
+        own = self._own_content(training, divergent)
+        if self._peers.rank == 0:
+            _add_rank0_content(own, training, found, step, plan, optimizer_tree)
+        self._saver.begin(
+            folder=folder,
+            nonce=self._nonce_prefix + _base36(self._number),
+            number=self._number,
+            step=step,
+            metric=metric,
+            shared=plan,
+            shared_sources=shared.sources(plan.needed(self._peers.rank, self._peers.world_size)),
+            own=own.plan(),
+            own_sources=own.sources(),
+            lazy=lazy,
+            stale=list(stale),
+            retired=list(retired),
+            timeout_s=self._timeout_s,
+        )
+        if lazy:
+            self._held = shared
+            self._versions = [
+                (n, t, t._version) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager
+            ]
+
+    def _look_together(self, model: torch.nn.Module) -> tuple[ModelTensors, dict[str, torch.Tensor]]:
+        """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's.
+
+        Collective where there are buffers and ranks; a rank whose own part goes wrong takes part before it raises.
+        """
+        found, checksums, failure = None, None, None
+        try:
+            found = model_tensors(model)
+            checksums = {name: _checksum(buffer) for name, buffer in found.buffers.items()}
+        except Exception as error:
+            failure = error
+        first: dict[str, int] | None = None
+        if self._peers.world_size > 1 and next(model.buffers(), None) is not None:
+            first = self._peers.exchange(checksums, "checksums of buffers")[0]
+        if failure is not None:
+            raise failure
+        assert found is not None and checksums is not None
+        first = checksums if first is None else first  # rank 0 has none: its save has failed already
+        return found, {name: found.buffers[name] for name, crc in checksums.items() if first.get(name) != crc}
+
+    def _own_content(self, training: Training, divergent: dict[str, torch.Tensor]) -> Content:
+        stem = f"ranks/{self._peers.rank:05d}"
+        tensors: dict[str, torch.Tensor] = {}
+        body = {
+            "random": random_state(tensors),
+            "dataloader": stateful_tree(training.dataloader, "dataloader", tensors),
+            "buffers": {name: tree.encode(value, f"buffer.{name}", tensors) for name, value in divergent.items()},
+        }
+        content = Content([Group(stem, tensors, {"format": "pt"})])
+        content.texts[f"{stem}.json"] = tree.dumps(body)
+        return content
+
+    # outcome ----------------------------------------------------------------------------------------------------------
+
+    def protect(self) -> None:
+        """Copies what a lazy snapshot has not read yet: before anything writes to it. Raises nothing: wait() does."""
+        if self._held is None:
+            return
+        changed = next((name for name, tensor, version in self._versions if tensor._version != version), None)
+        self._versions = []
+        try:
+            if changed is not None:
+                self._saver.cancel(
+                    f"'{changed}' was changed before the optimizer's step, while it was being saved: use snapshot='copy'"
+                )
+            self._saver.protect()
+        except (CheckpointError, MemoryError) as error:
+            logger.warning("the save under way failed: %s", error)
+        finally:
+            self._held = None
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._saver.progress()["busy"])
+
+    def wait(self) -> None:
+        """Until no save runs.
+
+        Raises
+        ------
+        CheckpointError
+            The save failed, on whatever rank: the same sentence on all. Once a save.
+        """
+        lost_at: float | None = None
+        while not self._saver.wait(_POLL_S):
+            if lost_at is None and not self._peers.is_alive:
+                lost_at = time.monotonic()
+            if lost_at is not None and time.monotonic() - lost_at > _GRACE_S:  # a verdict on its way may still come
+                self._saver.cancel("another rank failed or left while the checkpoint was written")
+        self._held = None
+
+    def progress(self) -> dict[str, int]:
+        return self._saver.progress()
+
+    def close(self) -> None:
+        """Gives up what runs. wait() first."""
+        self._held = None
+        self._saver.close()
+
+
+def _add_rank0_content(
+    own: Content, training: Training, found: ModelTensors, step: int, plan: Any, optimizer_tree: dict[str, Any] | None
+) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    body = {
+        "step": step,
+        "scheduler": stateful_tree(training.scheduler, "scheduler", tensors),
+        "scaler": stateful_tree(training.scaler, "scaler", tensors),
+        "user_state": stateful_tree(training.user_state, "user_state", tensors),
+        "model_extra_state": {
+            n: tree.encode(m.get_extra_state(), f"model.{n}", tensors) for n, m in found.extras.items()
+        },
+        "extra": tree.encode(training.extra, "extra", tensors),
+    }
+    own.groups.append(Group("state", tensors, {"format": "pt"}))
+    own.texts["state.json"] = tree.dumps(body)
+    if optimizer_tree is not None:
+        own.texts["optimizer.json"] = tree.dumps(optimizer_tree)
+    index = _model_index(plan, list(found.all()))
+    if index:
+        own.texts["model.safetensors.index.json"] = index
+
+
+def _model_index(plan: Any, names: Sequence[str]) -> bytes:
+    """The index of several model files, as transformers writes it; nothing for one file."""
+    files = [(path, pieces) for path, _, pieces in plan.files() if path.startswith("model")]
+    if len(files) < 2:
+        return b""
+    weight_map = {names[source]: path for path, pieces in files for source, _, _ in pieces}
+    total = sum(size for _, pieces in files for _, _, size in pieces)
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    ).encode()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    memory = plain(tensor)
+    return _engine.crc32c(memory.data_ptr(), memory.numel() * memory.element_size()) if memory.numel() else 0
+
+
+def _base36(number: int) -> str:
+    digits = ""
+    while True:
+        number, digit = divmod(number, 36)
+        digits = _BASE36[digit] + digits
+        if not number:
+            return "n" + digits

@@ -1,0 +1,355 @@
+"""`shardwright ckpt`: look at checkpoints, check them, compare them, take models out of them, remove old ones."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+EPILOG = "Exit codes: 0 all is well, 1 something is damaged or different, 2 wrong usage or nothing to look at."
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_PROGRESS_BLOCKS = 256
+
+
+class Nothing(Exception):
+    """There is nothing to look at; exit code 2."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command and its own commands to an argparse subparsers object."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "ckpt", help="look at and check checkpoints", description=__doc__, epilog=EPILOG
+    )
+    actions = parser.add_subparsers(title="commands", dest="action", required=True)
+
+    def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text, epilog=EPILOG)
+        made.add_argument("--json", action="store_true", help="one JSON object instead of text")
+        made.set_defaults(run=lambda options: _guarded(action, options))
+        return made
+
+    listing = add("ls", run_ls, "the checkpoints of a directory, oldest first; nothing is read but their manifests")
+    listing.add_argument("directory")
+    inspecting = add("inspect", run_inspect, "what a checkpoint holds")
+    inspecting.add_argument("checkpoint")
+    inspecting.add_argument("--tensors", action="store_true", help="every tensor, too")
+    verifying = add("verify", run_verify, "reads every block of a checkpoint, or of all checkpoints of a directory")
+    verifying.add_argument("path")
+    comparing = add("diff", run_diff, "which tensors of two checkpoints differ")
+    comparing.add_argument("first")
+    comparing.add_argument("second")
+    comparing.add_argument("--model", action="store_true", help="the model alone")
+    exporting = add("export", run_export, "writes the model alone, as safetensors files that from_pretrained reads")
+    exporting.add_argument("checkpoint")
+    exporting.add_argument("output", help="a folder that does not exist")
+    exporting.add_argument("--dtype", choices=sorted(_DTYPES), help="cast floating-point tensors")
+    pruning = add("prune", run_prune, "removes the checkpoints that no rule keeps, and what dead saves have left")
+    pruning.add_argument("directory")
+    pruning.add_argument("--keep-last", type=_count, metavar="N", help="keep that many of the newest")
+    pruning.add_argument("--keep-every", type=_count, metavar="N", help="keep those whose step is a multiple")
+    pruning.add_argument("--keep-best", type=_count, metavar="N", help="keep that many with the smallest metric")
+    pruning.add_argument("--yes", action="store_true", help="do it; without, it is only said")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, got {value}")
+    return value
+
+
+def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    from .._engine import CheckpointError
+
+    try:
+        return action(options)
+    except Nothing as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _print(options: argparse.Namespace, found: Any, lines: Sequence[str]) -> None:
+    print(json.dumps(found, indent=2) if options.json else "\n".join(lines))
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _open(path: str) -> Any:
+    from .._engine import CheckpointFolder
+
+    if not os.path.lexists(os.path.join(path, "MANIFEST.json")):
+        raise Nothing(f"'{path}' is no checkpoint: it has no MANIFEST.json")
+    return CheckpointFolder(path)
+
+
+def _checkpoints(directory: str) -> list[str]:
+    from ..checkpoint.retention import list_checkpoints
+
+    if not os.path.isdir(directory):
+        raise Nothing(f"'{directory}' is no directory")
+    return [kept.path for kept in list_checkpoints(directory)]
+
+
+def _summary(path: str) -> dict[str, Any]:
+    from .._engine import CheckpointError
+
+    try:
+        folder = _open(path)
+    except CheckpointError as error:
+        return {"path": path, "ok": False, "error": str(error)}
+    size = sum(folder.files.values())
+    return {
+        "path": path, "ok": True, "step": folder.step, "bytes": size, "files": len(folder.files),
+        "world_size": folder.world_size, "metric": folder.metric, "nonce": folder.nonce,
+    }  # fmt: skip
+
+
+def run_ls(options: argparse.Namespace) -> int:
+    """Lists a directory."""
+    from ..checkpoint.retention import left_overs
+
+    found = [_summary(path) for path in _checkpoints(options.directory)]
+    left = left_overs(options.directory)
+    lines = []
+    for each in found:
+        name = os.path.basename(each["path"])
+        if each["ok"]:
+            metric = "" if each["metric"] is None else f"  metric {each['metric']:g}"
+            lines.append(
+                f"{name}  {_size(each['bytes']):>10}  {each['files']} files  by {each['world_size']} ranks{metric}"
+            )
+        else:
+            lines.append(f"{name}  DAMAGED: {each['error']}")
+    lines += [f"{os.path.basename(path)}  (not a checkpoint: left over)" for path in left]
+    _print(options, {"checkpoints": found, "left_over": left}, lines or ["no checkpoints"])
+    return 0 if all(each["ok"] for each in found) else 1
+
+
+def _stored_tensors(folder: Any, prefixes: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for path in folder.files:
+        if path.startswith(prefixes) and path.endswith(".safetensors"):
+            _, entries = folder.tensors(path)
+            for name, dtype, shape, begin, nbytes in entries:
+                found[f"{path.split('-0')[0].removesuffix('.safetensors')}:{name}"] = {
+                    "file": path, "dtype": dtype, "shape": list(shape), "begin": begin, "nbytes": nbytes,
+                }  # fmt: skip
+    return found
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Shows one checkpoint."""
+    folder = _open(options.checkpoint)
+    found = _summary(options.checkpoint) | {"files": folder.files}
+    tensors = _stored_tensors(folder, ("model", "optimizer", "state", "ranks/"))
+    found["tensors"] = tensors if options.tensors else len(tensors)
+    lines = [
+        f"step {folder.step}, {_size(sum(folder.files.values()))} in {len(folder.files)} files, {len(tensors)} tensors, "
+        f"written by {folder.world_size} ranks, save {folder.nonce}"
+        + ("" if folder.metric is None else f", metric {folder.metric:g}")
+    ]
+    lines += [f"  {_size(size):>10}  {path}" for path, size in folder.files.items()]
+    if options.tensors:
+        lines += [f"  {t['dtype']:>7} {t['shape']!s:<18} {name}" for name, t in tensors.items()]
+    _print(options, found, lines)
+    return 0
+
+
+def _verify(path: str, quiet: bool) -> dict[str, Any]:
+    from .._engine import CheckpointError
+
+    try:
+        folder = _open(path)
+        total = folder.block_count
+        for first in range(0, total, _PROGRESS_BLOCKS):
+            folder.verify(first, min(first + _PROGRESS_BLOCKS, total))
+            if not quiet and sys.stderr.isatty():
+                print(
+                    f"\r{os.path.basename(path)}: {100 * min(first + _PROGRESS_BLOCKS, total) // total} %",
+                    end="",
+                    file=sys.stderr,
+                )
+        if not quiet and sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+    except CheckpointError as error:
+        return {"path": path, "ok": False, "error": str(error)}
+    return {"path": path, "ok": True, "step": folder.step, "blocks": total, "bytes": sum(folder.files.values())}
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    """Reads everything."""
+    single = os.path.lexists(os.path.join(options.path, "MANIFEST.json"))
+    paths = [options.path] if single else _checkpoints(options.path)
+    if not paths:
+        raise Nothing(f"'{options.path}' holds no checkpoint")
+    found = [_verify(path, options.json) for path in paths]
+    lines = [
+        f"{'ok     ' if each['ok'] else 'DAMAGED'} {each['path']}: "
+        + (f"{each['blocks']} blocks, {_size(each['bytes'])}" if each["ok"] else each["error"])
+        for each in found
+    ]
+    _print(options, {"ok": all(each["ok"] for each in found), "checkpoints": found}, lines)
+    return 0 if all(each["ok"] for each in found) else 1
+
+
+def _values(folder: Any, entry: dict[str, Any]) -> Any:
+    import torch
+
+    memory = torch.empty(entry["nbytes"], dtype=torch.uint8)
+    if entry["nbytes"]:
+        folder.read(entry["file"], [(entry["begin"], entry["nbytes"], memory.data_ptr())])
+    return memory
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Compares bit for bit."""
+    import torch
+
+    prefixes = ("model",) if options.model else ("model", "optimizer", "state")
+    folders = [_open(options.first), _open(options.second)]
+    first, second = (_stored_tensors(folder, prefixes) for folder in folders)
+    differing = []
+    for name in first:
+        if name in second:
+            a, b = first[name], second[name]
+            if (a["dtype"], a["shape"]) != (b["dtype"], b["shape"]):
+                differing.append(
+                    {"tensor": name, "why": f"{a['dtype']} {a['shape']} against {b['dtype']} {b['shape']}"}
+                )
+            elif not torch.equal(x := _values(folders[0], a), y := _values(folders[1], b)):
+                differing.append({"tensor": name, "why": f"{int((x != y).sum())} of {a['nbytes']} bytes"})
+    only = [sorted(set(first) - set(second)), sorted(set(second) - set(first))]
+    found = {
+        "equal": not (differing or any(only)),
+        "differing": differing,
+        "only_first": only[0],
+        "only_second": only[1],
+    }
+    lines = [f"differs: {each['tensor']}: {each['why']}" for each in differing]
+    lines += [f"only in {path}: {name}" for path, names in zip((options.first, options.second), only) for name in names]
+    _print(options, found, lines or [f"equal: {len(first)} tensors"])
+    return 0 if found["equal"] else 1
+
+
+def _write_safetensors(
+    path: str, entries: dict[str, tuple[str, list[int], Callable[[], Any]]], metadata: dict[str, str]
+) -> int:
+    """Tensors (dtype, shape, maker of bytes) to a new file, one in memory at a time; bytes of data."""
+    from ..checkpoint.names import TORCH_DTYPES
+
+    at, header = 0, {"__metadata__": metadata}
+    for name, (dtype, shape, _) in entries.items():
+        size = TORCH_DTYPES[dtype].itemsize
+        for length in shape:
+            size *= length
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}  # type: ignore[dict-item]
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 4096)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, _, make in entries.values():
+            memory = make()
+            file.write((ctypes.c_char * memory.numel()).from_address(memory.data_ptr()) if memory.numel() else b"")
+        file.flush()
+        os.fsync(file.fileno())
+    return at
+
+
+def _cast(folder: Any, entry: dict[str, Any], source: str, target: Any) -> Any:
+    import torch
+
+    from ..checkpoint.names import TORCH_DTYPES
+
+    return _values(folder, entry).view(TORCH_DTYPES[source]).to(target).view(torch.uint8)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Writes model files."""
+    import torch
+
+    from ..checkpoint.names import TORCH_DTYPES
+
+    folder = _open(options.checkpoint)
+    if os.path.lexists(options.output):
+        raise Nothing(f"'{options.output}' exists already: name a new folder")
+    target = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
+    target_name = next((name for name, dtype in TORCH_DTYPES.items() if dtype == target), "")
+    os.makedirs(options.output)
+    total, weight_map = 0, {}
+    for path in [p for p in folder.files if p.startswith("model") and p.endswith(".safetensors")]:
+        metadata, stored = folder.tensors(path)
+        entries: dict[str, tuple[str, list[int], Callable[[], Any]]] = {}
+        for name, dtype, shape, begin, nbytes in stored:
+            entry = {"file": path, "begin": begin, "nbytes": nbytes}
+            casts = target is not None and TORCH_DTYPES[dtype].is_floating_point and not dtype.startswith("F8")
+            if casts:
+                entries[name] = (
+                    target_name,
+                    list(shape),
+                    functools.partial(_cast, folder, entry, dtype, target),
+                )
+            else:
+                entries[name] = (dtype, list(shape), functools.partial(_values, folder, entry))
+            weight_map[name] = path
+        ordered = dict(sorted(entries.items(), key=lambda item: -TORCH_DTYPES[item[1][0]].itemsize))
+        total += _write_safetensors(os.path.join(options.output, path), ordered, metadata)
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        with open(os.path.join(options.output, "model.safetensors.index.json"), "x", encoding="utf-8") as file:
+            json.dump(index, file, indent=2, sort_keys=True)
+    found = {"output": options.output, "tensors": len(weight_map), "bytes": total}
+    _print(options, found, [f"{options.output}: {len(weight_map)} tensors, {_size(total)}"])
+    return 0
+
+
+def run_prune(options: argparse.Namespace) -> int:
+    """Removes what no rule keeps."""
+    import shutil
+
+    from ..checkpoint.retention import DirectoryLock, left_overs, list_checkpoints, to_retire
+
+    if options.keep_last is None and options.keep_every is None and options.keep_best is None:
+        raise Nothing("name what to keep: --keep-last, --keep-every or --keep-best")
+    if not os.path.isdir(options.directory):
+        raise Nothing(f"'{options.directory}' is no directory")
+    lock = DirectoryLock(options.directory)  # nobody may be writing
+    try:
+        kept = list_checkpoints(options.directory, metrics=options.keep_best is not None)
+        goes = [
+            k.path
+            for k in to_retire(
+                kept, keep_last=options.keep_last, keep_every=options.keep_every, keep_best=options.keep_best
+            )
+        ]
+        left = left_overs(options.directory)
+        if options.yes:
+            for path in goes:  # its name goes first: half a checkpoint must not be called one
+                os.rename(path, f"{path}.prune.trash")
+                left.append(f"{path}.prune.trash")
+            for path in left:
+                shutil.rmtree(path)
+    finally:
+        lock.release()
+    done = "removed" if options.yes else "would remove"
+    names = [*goes, *(path for path in left if not path.endswith(".prune.trash"))]
+    lines = [f"{done} {path}" for path in names] or ["nothing to remove"]
+    if names and not options.yes:
+        lines.append("say --yes to do it")
+    _print(options, {"removed": options.yes, "checkpoints": goes, "left_over": names[len(goes) :]}, lines)
+    return 0

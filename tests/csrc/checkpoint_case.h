@@ -1,0 +1,253 @@
+/* checkpoint_case.h - what the C tests of checkpoints save, and how they look at what lies in a directory. The value of
+ * every byte tells the step and its place, so that a mixture of two saves shows. */
+#ifndef CHECKPOINT_CASE_H
+#define CHECKPOINT_CASE_H
+
+#include <dirent.h>
+#include <ftw.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "checkpoint/read.h"
+#include "checkpoint/safetensors.h"
+#include "checkpoint/save.h"
+#include "platform/file.h"
+
+enum { CASE_TENSORS = 4, CASE_WORLD_MAX = 5, CASE_NAMES_MAX = 16 };
+
+typedef struct case_tensor {
+    const char *name, *dtype;
+    int64_t rows, columns;
+    bool is_pinned;
+} case_tensor;
+
+static const case_tensor case_model[CASE_TENSORS] = {
+    {"a", "U8", 3, 1, false},
+    {"b", "F32", 700, 611, false}, /* more than a block */
+    {"c", "F32", 0, 5, false},
+    {"d", "I64", 77, 1, true},
+};
+
+static inline uint8_t case_byte(int step, size_t tensor, uint64_t place)
+{
+    return (uint8_t)((uint64_t)step * 101 + tensor * 31 + place * 7 + place / 4096);
+}
+
+static inline uint64_t case_size(size_t tensor)
+{
+    return (uint64_t)(case_model[tensor].rows * case_model[tensor].columns) *
+           sw_safetensors_element_bytes(case_model[tensor].dtype);
+}
+
+/* A tensor's bytes at a step (below 8), made once; first by the main thread. */
+static inline const uint8_t *case_bytes(int step, size_t tensor)
+{
+    static uint8_t *made[8][CASE_TENSORS];
+    if (!made[step][tensor]) {
+        uint64_t size = case_size(tensor);
+        uint8_t *bytes = malloc(size + 1);
+        for (uint64_t b = 0; b < size; ++b)
+            bytes[b] = case_byte(step, tensor, b);
+        made[step][tensor] = bytes;
+    }
+    return made[step][tensor];
+}
+
+static inline sw_status case_plan(sw_plan **plan, sw_error *err)
+{
+    int64_t shapes[CASE_TENSORS][2];
+    sw_plan_tensor tensors[CASE_TENSORS];
+    for (size_t i = 0; i < CASE_TENSORS; ++i) {
+        shapes[i][0] = case_model[i].rows;
+        shapes[i][1] = case_model[i].columns;
+        tensors[i] = (sw_plan_tensor){case_model[i].name, case_model[i].dtype, shapes[i], 2, case_model[i].is_pinned};
+    }
+    sw_plan_group group = {"model", false, 0, "{\"format\":\"pt\"}", tensors, CASE_TENSORS};
+    return sw_plan_create(&group, 1, NULL, 0, plan, err);
+}
+
+/* One rank's data of a step: what sw_save_source points to. */
+typedef struct case_data {
+    uint8_t *bytes[CASE_TENSORS];
+    sw_save_source sources[CASE_TENSORS];
+    char text[64];
+    sw_save_source own;
+} case_data;
+
+static inline void case_fill(case_data *data, int step, int rank)
+{
+    for (size_t i = 0; i < CASE_TENSORS; ++i) {
+        uint64_t size = case_size(i);
+        data->bytes[i] = malloc(size + 1);
+        memcpy(data->bytes[i], case_bytes(step, i), size);
+        data->sources[i] = (sw_save_source){i, 0, size, data->bytes[i]};
+    }
+    snprintf(data->text, sizeof data->text, "{\"step\":%d,\"rank\":%d}\n", step, rank);
+    data->own = (sw_save_source){0, 0, strlen(data->text), data->text};
+}
+
+static inline void case_free(case_data *data)
+{
+    for (size_t i = 0; i < CASE_TENSORS; ++i)
+        free(data->bytes[i]);
+}
+
+typedef struct case_rank {
+    int rank, world_size, step;
+    const char *directory;
+    uint8_t *const *pages;
+    const char *const *stale, *const *retired;
+    size_t stale_count, retired_count;
+    bool is_direct, is_lazy;
+    int thread_count;
+    uint64_t number;
+    const char *nonce;
+    sw_status status;
+    sw_error err;
+} case_rank;
+
+/* A whole save on the calling thread: begin, protect, change the data, wait. */
+static inline void *case_save(void *argument)
+{
+    case_rank *self = argument;
+    char folder[SW_PATH_BYTES], own_path[64];
+    sw_board board;
+    sw_saver *saver = NULL;
+    sw_plan *shared = NULL, *own = NULL;
+    case_data data = {0};
+    sw_saver_options options = {.thread_count = self->thread_count, .use_direct = self->is_direct};
+    bool is_over = false;
+    snprintf(folder, sizeof folder, "%s/step-%06d", self->directory, self->step);
+    snprintf(own_path, sizeof own_path, "ranks/%05d.json", self->rank);
+    case_fill(&data, self->step, self->rank);
+    sw_plan_text text = {own_path, data.own.size_bytes};
+    self->status = sw_board_init(&board, self->rank, self->world_size, self->world_size > 1 ? self->pages : NULL, &self->err);
+    if (self->status != SW_OK || sw_saver_create(&board, &options, &saver, &self->err) != SW_OK ||
+        case_plan(&shared, &self->err) != SW_OK || sw_plan_create(NULL, 0, &text, 1, &own, &self->err) != SW_OK)
+        exit(90);
+    sw_save_request request = {.folder = folder, .nonce = self->nonce, .number = self->number, .step = (uint64_t)self->step,
+                               .shared = {shared, data.sources, CASE_TENSORS}, .own = {own, &data.own, 1},
+                               .is_lazy = self->is_lazy, .stale = self->stale, .stale_count = self->stale_count,
+                               .retired = self->retired, .retired_count = self->retired_count, .timeout_ns = 20000000000};
+    self->status = sw_saver_begin(saver, &request, &self->err);
+    if (self->status == SW_OK && sw_saver_protect(saver, &self->err) == SW_OK)
+        for (size_t i = 0; i < CASE_TENSORS; ++i)
+            memset(data.bytes[i], 0xee, case_size(i)); /* the next step has begun */
+    while (self->status == SW_OK && !is_over)
+        self->status = sw_saver_wait(saver, 1000000000, &is_over, &self->err);
+    sw_saver_destroy(saver);
+    sw_board_fini(&board);
+    sw_plan_destroy(shared);
+    sw_plan_destroy(own);
+    case_free(&data);
+    return NULL;
+}
+
+/* A save by `world_size` threads; the first rank's outcome, to err too. Every rank must have the same. */
+static inline sw_status case_save_together(case_rank settings, sw_error *err)
+{
+    static uint8_t memory[CASE_WORLD_MAX][SW_BOARD_PAGE_BYTES] __attribute__((aligned(4096)));
+    uint8_t *pages[CASE_WORLD_MAX];
+    case_rank ranks[CASE_WORLD_MAX];
+    pthread_t threads[CASE_WORLD_MAX];
+    memset(memory, 0, sizeof memory);
+    for (size_t i = 0; i < CASE_TENSORS; ++i)
+        (void)case_bytes(settings.step, i);
+    for (int r = 0; r < settings.world_size; ++r)
+        pages[r] = memory[r];
+    for (int r = 0; r < settings.world_size; ++r) {
+        ranks[r] = settings;
+        ranks[r].rank = r;
+        ranks[r].pages = pages;
+        if (pthread_create(&threads[r], NULL, case_save, &ranks[r]) != 0)
+            exit(91);
+    }
+    for (int r = 0; r < settings.world_size; ++r)
+        pthread_join(threads[r], NULL);
+    for (int r = 1; r < settings.world_size; ++r)
+        if (ranks[r].status != ranks[0].status || strcmp(ranks[r].err.message, ranks[0].err.message) != 0) {
+            printf("rank %d: %s\nrank 0: %s\n", r, ranks[r].err.message, ranks[0].err.message);
+            exit(92);
+        }
+    *err = ranks[0].err;
+    return ranks[0].status;
+}
+
+/* Whether `folder` is a checkpoint that passes, and holds the very bytes of its step; *step is then set. */
+static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
+{
+    sw_manifest manifest = {0};
+    bool right = true;
+    if (sw_checkpoint_open(folder, &manifest, err) != SW_OK)
+        return false;
+    sw_plan *plan = NULL;
+    if (sw_checkpoint_verify(folder, &manifest, 0, manifest.block_count, err) != SW_OK || case_plan(&plan, err) != SW_OK)
+        right = false;
+    for (size_t p = 0; right && p < plan->piece_count; ++p) {
+        const sw_plan_piece *piece = &plan->pieces[p];
+        uint8_t *bytes = malloc(piece->size_bytes + 1);
+        sw_read_range range = {piece->begin, piece->size_bytes, bytes};
+        if (sw_checkpoint_read(folder, &manifest, "model.safetensors", &range, 1, err) != SW_OK)
+            right = false;
+        if (right && memcmp(bytes, case_bytes((int)manifest.step, piece->source), piece->size_bytes) != 0) {
+            printf("%s: a passing checkpoint holds a wrong byte in tensor %zu\n", folder, piece->source);
+            exit(93); /* a silent corruption */
+        }
+        free(bytes);
+    }
+    sw_plan_destroy(plan);
+    *step = (int)manifest.step;
+    sw_manifest_fini(&manifest);
+    return right;
+}
+
+/* The highest step among valid checkpoints called step-NNNNNN in `directory`; 0 if none. Names of others to `left`. */
+static inline int case_newest(const char *directory, char left[CASE_NAMES_MAX][SW_PATH_BYTES], size_t *left_count)
+{
+    int newest = 0;
+    DIR *stream = opendir(directory);
+    *left_count = 0;
+    for (struct dirent *entry; stream && (entry = readdir(stream));) {
+        char path[SW_PATH_BYTES];
+        sw_error err;
+        int step = 0;
+        if (entry->d_name[0] == '.')
+            continue;
+        snprintf(path, sizeof path, "%s/%s", directory, entry->d_name);
+        if (strlen(entry->d_name) != strlen("step-000001")) {
+            if (*left_count < CASE_NAMES_MAX)
+                snprintf(left[(*left_count)++], SW_PATH_BYTES, "%s", path);
+        } else if (case_is_valid(path, &step, &err) && step > newest) {
+            newest = step;
+        }
+    }
+    if (stream)
+        closedir(stream);
+    return newest;
+}
+
+static inline int case_remove(const char *path, const struct stat *info, int kind, struct FTW *place)
+{
+    (void)info;
+    (void)kind;
+    (void)place;
+    return remove(path);
+}
+
+/* Removes a directory of checkpoints, if it is there. */
+static inline void case_clear(const char *directory)
+{
+    (void)nftw(directory, case_remove, 16, FTW_DEPTH | FTW_PHYS);
+}
+
+static inline const char *case_root(void)
+{
+    return access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
+}
+
+#endif

@@ -1,0 +1,603 @@
+/* test_checkpoint_crash.c - a save is cut at every call that changes a file system, in every way that calls can be cut.
+ *
+ * This program defines the calls itself (the linker prefers it over the C library) and counts those of a save that
+ * replaces an older checkpoint. At call n: the process dies before it, or after it, or in the middle of a write; or it
+ * fails with EIO or ENOSPC; or the power goes: what was not synced is dropped or kept at random, file contents and names
+ * alike. The law: the newest valid checkpoint is then the older or the new one, whole; the new one if the save said so;
+ * and the next save succeeds and clears what was left. A valid checkpoint with a wrong byte exits with 93. */
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+
+#include "checkpoint_case.h"
+
+typedef enum fault { FAULT_NONE, FAULT_DIE_BEFORE, FAULT_DIE_AFTER, FAULT_TEAR, FAULT_EIO, FAULT_ENOSPC, FAULT_COUNT } fault;
+
+enum { DIED = 77, OPS_MAX = 4096, NODES_MAX = 256, NAME_BYTES = 256 };
+
+/* ---- what is recorded for the power cut ---- */
+
+typedef enum op_kind { OP_LINK, OP_UNLINK, OP_RENAME, OP_EXCHANGE, OP_WRITE, OP_SIZE, OP_SYNC } op_kind;
+
+typedef struct op {
+    op_kind kind;
+    ino_t node, folder; /* what changes; the folder whose names change */
+    bool is_folder;
+    char name[NAME_BYTES], other[NAME_BYTES];
+    uint64_t offset, size;
+    uint8_t *data; /* owned */
+} op;
+
+static op ops[OPS_MAX];
+static size_t op_count;
+static bool is_recording;
+
+/* ---- counting and failing ---- */
+
+static struct {
+    fault kind;
+    int at, seen;
+    bool is_armed;
+} cut;
+
+static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
+
+/* Whether the call may go on; `tear` answers whether it is to stop half way. */
+static bool may_go_on(bool *is_last, bool *tear)
+{
+    bool go_on = true;
+    *is_last = *tear = false;
+    if (!cut.is_armed)
+        return true;
+    pthread_mutex_lock(&guard);
+    if (++cut.seen == cut.at) {
+        switch (cut.kind) {
+        case FAULT_DIE_BEFORE: _exit(DIED);
+        case FAULT_DIE_AFTER: *is_last = true; break;
+        case FAULT_TEAR: *tear = true; break;
+        case FAULT_EIO: errno = EIO; go_on = false; break;
+        case FAULT_ENOSPC: errno = ENOSPC; go_on = false; break;
+        default: break;
+        }
+    }
+    pthread_mutex_unlock(&guard);
+    return go_on;
+}
+
+static void *real(const char *name)
+{
+    void *found = dlsym(RTLD_NEXT, name);
+    if (!found)
+        _exit(96);
+    return found;
+}
+
+#define REAL(type, name) ((type)(uintptr_t)real(name))
+#define GUARDED(failure, call)                \
+    do {                                      \
+        bool is_last_, tear_;                 \
+        if (!may_go_on(&is_last_, &tear_))    \
+            return failure;                   \
+        if (tear_)                            \
+            _exit(DIED);                      \
+        result = (call);                      \
+        if (is_last_)                         \
+            _exit(DIED);                      \
+    } while (0)
+
+static ino_t node_of(const char *path, bool *is_folder)
+{
+    struct stat info;
+    if (lstat(path, &info) != 0)
+        return 0;
+    if (is_folder)
+        *is_folder = S_ISDIR(info.st_mode);
+    return info.st_ino;
+}
+
+static ino_t node_of_fd(int fd, bool *is_folder)
+{
+    struct stat info;
+    if (fstat(fd, &info) != 0)
+        return 0;
+    *is_folder = S_ISDIR(info.st_mode);
+    return info.st_ino;
+}
+
+static ino_t folder_of(const char *path)
+{
+    char parent[SW_PATH_BYTES];
+    return sw_path_parent(path, parent, NULL) == SW_OK ? node_of(parent, NULL) : 0;
+}
+
+static const char *base_of(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+static op *record(op_kind kind, ino_t node, ino_t folder, bool is_folder, const char *name, const char *other)
+{
+    if (!is_recording || op_count == OPS_MAX)
+        return NULL;
+    op *made = &ops[op_count++];
+    *made = (op){.kind = kind, .node = node, .folder = folder, .is_folder = is_folder};
+    snprintf(made->name, sizeof made->name, "%s", name);
+    snprintf(made->other, sizeof made->other, "%s", other);
+    return made;
+}
+
+int open(const char *path, int flags, ...)
+{
+    typedef int open_type(const char *, int, ...);
+    mode_t mode = 0;
+    int result;
+    if (flags & O_CREAT) {
+        va_list arguments;
+        va_start(arguments, flags);
+        mode = (mode_t)va_arg(arguments, int);
+        va_end(arguments);
+        GUARDED(-1, REAL(open_type *, "open")(path, flags, mode));
+        if (result >= 0)
+            record(OP_LINK, node_of(path, NULL), folder_of(path), false, base_of(path), "");
+        return result;
+    }
+    return REAL(open_type *, "open")(path, flags, mode);
+}
+
+int mkdir(const char *path, mode_t mode)
+{
+    typedef int mkdir_type(const char *, mode_t);
+    int result;
+    GUARDED(-1, REAL(mkdir_type *, "mkdir")(path, mode));
+    if (result == 0)
+        record(OP_LINK, node_of(path, NULL), folder_of(path), true, base_of(path), "");
+    return result;
+}
+
+int fallocate(int fd, int mode, off_t offset, off_t size)
+{
+    typedef int fallocate_type(int, int, off_t, off_t);
+    int result;
+    bool is_folder;
+    GUARDED(-1, REAL(fallocate_type *, "fallocate")(fd, mode, offset, size));
+    op *made = result == 0 ? record(OP_SIZE, node_of_fd(fd, &is_folder), 0, false, "", "") : NULL;
+    if (made)
+        made->size = (uint64_t)size;
+    return result;
+}
+
+ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t offset)
+{
+    typedef ssize_t pwritev_type(int, const struct iovec *, int, off_t);
+    bool is_last, tear, is_folder;
+    if (!may_go_on(&is_last, &tear))
+        return -1;
+    if (tear) {
+        struct iovec half = {parts[0].iov_base, parts[0].iov_len / 2};
+        (void)!REAL(pwritev_type *, "pwritev")(fd, &half, 1, offset);
+        _exit(DIED);
+    }
+    ssize_t result = REAL(pwritev_type *, "pwritev")(fd, parts, count, offset);
+    if (is_last)
+        _exit(DIED);
+    uint64_t at = (uint64_t)offset;
+    for (int i = 0; i < count && result > 0; ++i) {
+        op *made = record(OP_WRITE, node_of_fd(fd, &is_folder), 0, false, "", "");
+        if (made) {
+            made->offset = at;
+            made->size = parts[i].iov_len;
+            made->data = malloc(parts[i].iov_len + 1);
+            memcpy(made->data, parts[i].iov_base, parts[i].iov_len);
+        }
+        at += parts[i].iov_len;
+    }
+    return result;
+}
+
+int fsync(int fd)
+{
+    typedef int fsync_type(int);
+    int result;
+    bool is_folder = false;
+    GUARDED(-1, REAL(fsync_type *, "fsync")(fd));
+    if (result == 0)
+        record(OP_SYNC, node_of_fd(fd, &is_folder), 0, is_folder, "", "");
+    return result;
+}
+
+int close(int fd)
+{
+    typedef int close_type(int);
+    int result;
+    GUARDED((REAL(close_type *, "close")(fd), errno = EIO, -1), REAL(close_type *, "close")(fd));
+    return result;
+}
+
+int rename(const char *from, const char *to)
+{
+    typedef int rename_type(const char *, const char *);
+    int result;
+    bool is_folder = false;
+    ino_t node = node_of(from, &is_folder);
+    GUARDED(-1, REAL(rename_type *, "rename")(from, to));
+    if (result == 0)
+        record(OP_RENAME, node, folder_of(to), is_folder, base_of(from), base_of(to));
+    return result;
+}
+
+int unlink(const char *path)
+{
+    typedef int unlink_type(const char *);
+    int result;
+    GUARDED(-1, REAL(unlink_type *, "unlink")(path));
+    if (result == 0)
+        record(OP_UNLINK, 0, folder_of(path), false, base_of(path), "");
+    return result;
+}
+
+int unlinkat(int folder, const char *path, int flags)
+{
+    typedef int unlinkat_type(int, const char *, int);
+    int result;
+    bool is_folder;
+    GUARDED(-1, REAL(unlinkat_type *, "unlinkat")(folder, path, flags));
+    if (result == 0)
+        record(OP_UNLINK, 0, folder == AT_FDCWD ? folder_of(path) : node_of_fd(folder, &is_folder), false, base_of(path), "");
+    return result;
+}
+
+long syscall(long number, ...)
+{
+    typedef long syscall_type(long, ...);
+    long a[6];
+    long result;
+    va_list arguments;
+    va_start(arguments, number);
+    for (int i = 0; i < 6; ++i)
+        a[i] = va_arg(arguments, long);
+    va_end(arguments);
+    if (number != SYS_renameat2)
+        return REAL(syscall_type *, "syscall")(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    GUARDED(-1, REAL(syscall_type *, "syscall")(number, a[0], a[1], a[2], a[3], a[4]));
+    if (result == 0)
+        record(OP_EXCHANGE, 0, folder_of((const char *)(uintptr_t)a[1]), true, base_of((const char *)(uintptr_t)a[1]),
+               base_of((const char *)(uintptr_t)a[3]));
+    return result;
+}
+
+/* ---- dying and failing ---- */
+
+/* Sanitizers make a fork slow; the thread sanitizer has none after threads. They look at one pass of each kind. */
+#if defined(__SANITIZE_THREAD__)
+enum { IS_SLOW = 1, CAN_FORK = 0 };
+#elif defined(__SANITIZE_ADDRESS__)
+enum { IS_SLOW = 1, CAN_FORK = 1 };
+#else
+enum { IS_SLOW = 0, CAN_FORK = 1 };
+#endif
+
+static char directory[64];
+static int cases;
+static uint64_t saves;
+
+static sw_status save_step(int step, const char *const *stale, size_t stale_count, const char *const *retired,
+                           size_t retired_count, int world_size, sw_error *err)
+{
+    char nonce[32];
+    snprintf(nonce, sizeof nonce, "p%dn%llu", (int)getpid(), (unsigned long long)++saves);
+    case_rank settings = {.world_size = world_size, .step = step, .directory = directory, .number = 1, .nonce = nonce, .stale = stale,
+                          .stale_count = stale_count, .retired = retired, .retired_count = retired_count, .thread_count = 1,
+                          .is_direct = true};
+    return case_save_together(settings, err);
+}
+
+static void fresh_directory(void)
+{
+    sw_error err;
+    case_clear(directory);
+    mkdir(directory, 0777);
+    if (save_step(1, NULL, 0, NULL, 0, 1, &err) != SW_OK) {
+        printf("the first save: %s\n", err.message);
+        exit(97);
+    }
+}
+
+static void die_badly(const char *what, fault kind, int at, int newest, const char *detail)
+{
+    printf("FAILED: %s: fault %d at call %d: newest is step %d; %s\n", what, (int)kind, at, newest, detail);
+    exit(1);
+}
+
+/* In a child: the save of `step` under the fault. 0: it said "saved"; 1: it said an error. */
+static int run_cut(fault kind, int at, int step, int world_size)
+{
+    char old[96];
+    const char *retired[1] = {old};
+    sw_error err = {0};
+    snprintf(old, sizeof old, "%s/step-%06d", directory, 1);
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        cut.kind = kind;
+        cut.at = at;
+        cut.is_armed = true;
+        sw_status status = save_step(step, NULL, 0, retired, step != 1, world_size, &err);
+        cut.is_armed = false;
+        _exit(status == SW_OK ? (cut.seen < at ? 2 : 0) : 1);
+    }
+    int state;
+    waitpid(child, &state, 0);
+    if (!WIFEXITED(state) || WEXITSTATUS(state) > DIED)
+        die_badly("the child broke", kind, at, 0, WIFEXITED(state) ? "it found a wrong byte or differing ranks" : "a signal");
+    return WEXITSTATUS(state);
+}
+
+static void cut_every_call(fault kind, int step, int world_size)
+{
+    static char left[CASE_NAMES_MAX][SW_PATH_BYTES];
+    for (int at = 1, said = 0; said != 2; ++at) { /* 2: the save has fewer calls than that */
+        size_t left_count = 0;
+        sw_error err = {0};
+        fresh_directory();
+        said = run_cut(kind, at, step, world_size);
+        int newest = case_newest(directory, left, &left_count);
+        if (newest != 1 && newest != step)
+            die_badly("neither the old nor the new checkpoint", kind, at, newest, "");
+        if ((said == 0 || said == 2) && newest != step)
+            die_badly("it was said to be saved", kind, at, newest, "");
+        const char *stale[CASE_NAMES_MAX];
+        for (size_t i = 0; i < left_count; ++i)
+            stale[i] = left[i];
+        if (save_step(3, stale, left_count, NULL, 0, world_size, &err) != SW_OK)
+            die_badly("the save after it", kind, at, newest, err.message);
+        newest = case_newest(directory, left, &left_count);
+        if (newest != 3 || left_count != 0)
+            die_badly("the save after it", kind, at, newest, left_count ? left[0] : "");
+        cases++;
+        if (at > 2000)
+            die_badly("too many calls", kind, at, newest, "");
+    }
+}
+
+/* ---- the power cut ---- */
+
+typedef struct entry {
+    char name[NAME_BYTES];
+    ino_t node;
+} entry;
+
+typedef struct node {
+    ino_t number;
+    bool is_folder;
+    entry entries[32];
+    size_t entry_count;
+    uint8_t *data; /* owned */
+    uint64_t size;
+} node;
+
+typedef struct disk {
+    node nodes[NODES_MAX];
+    size_t count;
+} disk;
+
+static disk before, after;
+
+static node *disk_node(disk *d, ino_t number, bool is_folder)
+{
+    for (size_t i = 0; i < d->count; ++i)
+        if (d->nodes[i].number == number)
+            return &d->nodes[i];
+    if (d->count == NODES_MAX)
+        exit(98);
+    d->nodes[d->count] = (node){.number = number, .is_folder = is_folder};
+    return &d->nodes[d->count++];
+}
+
+static entry *find_entry(node *folder, const char *name)
+{
+    for (size_t i = 0; i < folder->entry_count; ++i)
+        if (strcmp(folder->entries[i].name, name) == 0)
+            return &folder->entries[i];
+    return NULL;
+}
+
+static void set_entry(node *folder, const char *name, ino_t number)
+{
+    entry *found = find_entry(folder, name);
+    if (!found)
+        found = &folder->entries[folder->entry_count++];
+    snprintf(found->name, sizeof found->name, "%s", name);
+    found->node = number;
+}
+
+static void drop_entry(node *folder, const char *name)
+{
+    entry *found = find_entry(folder, name);
+    if (found)
+        *found = folder->entries[--folder->entry_count];
+}
+
+static void write_node(node *file, uint64_t offset, const uint8_t *data, uint64_t size)
+{
+    if (offset + size > file->size) {
+        file->data = realloc(file->data, offset + size + 1);
+        memset(file->data + file->size, 0, offset + size - file->size);
+        file->size = offset + size;
+    }
+    if (data && size)
+        memcpy(file->data + offset, data, size);
+}
+
+/* The real tree as it is now. */
+static void scan(disk *d, const char *path)
+{
+    ino_t number = node_of(path, NULL);
+    DIR *stream = opendir(path);
+    disk_node(d, number, true);
+    for (struct dirent *found; stream && (found = readdir(stream));) {
+        char child[SW_PATH_BYTES];
+        bool is_folder = false;
+        if (found->d_name[0] == '.')
+            continue;
+        snprintf(child, sizeof child, "%s/%s", path, found->d_name);
+        ino_t child_number = node_of(child, &is_folder);
+        set_entry(disk_node(d, number, true), found->d_name, child_number);
+        if (is_folder) {
+            scan(d, child);
+        } else {
+            char *data = NULL;
+            size_t size = 0;
+            if (sw_file_read_whole(child, 1 << 30, &data, &size, NULL) != SW_OK)
+                exit(98);
+            write_node(disk_node(d, child_number, false), 0, (uint8_t *)data, size);
+            free(data);
+        }
+    }
+    closedir(stream);
+}
+
+static void copy_disk(disk *to, const disk *from)
+{
+    for (size_t i = 0; i < to->count; ++i)
+        free(to->nodes[i].data);
+    *to = *from;
+    for (size_t i = 0; i < to->count; ++i)
+        if (from->nodes[i].data) {
+            to->nodes[i].data = malloc(from->nodes[i].size + 1);
+            memcpy(to->nodes[i].data, from->nodes[i].data, from->nodes[i].size);
+        }
+}
+
+/* A name that this change needs and that is not there means that an earlier change was lost: then this one is, too. */
+static void apply(disk *d, const op *change)
+{
+    node *folder = change->folder ? disk_node(d, change->folder, true) : NULL;
+    entry *a = folder ? find_entry(folder, change->name) : NULL, *b = folder ? find_entry(folder, change->other) : NULL;
+    switch (change->kind) {
+    case OP_LINK:
+        disk_node(d, change->node, change->is_folder);
+        set_entry(disk_node(d, change->folder, true), change->name, change->node);
+        break;
+    case OP_UNLINK: drop_entry(folder, change->name); break;
+    case OP_RENAME:
+        if (a) {
+            set_entry(folder, change->other, a->node);
+            drop_entry(folder, change->name);
+        }
+        break;
+    case OP_EXCHANGE:
+        if (a && b) {
+            ino_t number = a->node;
+            a->node = b->node;
+            b->node = number;
+        }
+        break;
+    case OP_WRITE: write_node(disk_node(d, change->node, false), change->offset, change->data, change->size); break;
+    case OP_SIZE: write_node(disk_node(d, change->node, false), change->size, NULL, 0); break;
+    case OP_SYNC: break;
+    }
+}
+
+static bool is_synced(size_t index, size_t end)
+{
+    const op *change = &ops[index];
+    ino_t number = change->kind == OP_WRITE || change->kind == OP_SIZE ? change->node : change->folder;
+    for (size_t i = index + 1; i < end; ++i)
+        if (ops[i].kind == OP_SYNC && ops[i].node == number)
+            return true;
+    return false;
+}
+
+static void materialise(disk *d, ino_t number, const char *path)
+{
+    node *found = disk_node(d, number, false);
+    if (!found->is_folder) {
+        FILE *file = fopen(path, "wb");
+        if (!file || fwrite(found->data ? found->data : (uint8_t *)"", 1, found->size, file) != found->size || fclose(file) != 0)
+            exit(98);
+        return;
+    }
+    mkdir(path, 0777);
+    for (size_t i = 0; i < found->entry_count; ++i) {
+        char child[SW_PATH_BYTES];
+        snprintf(child, sizeof child, "%s/%s", path, found->entries[i].name);
+        materialise(d, found->entries[i].node, child);
+    }
+}
+
+/* mode 0: nothing unsynced survives; 1: all of it; 2: each change by chance; 3: a prefix by chance */
+static void cut_power(size_t end, int mode, unsigned *seed, bool was_saved, int step)
+{
+    static char left[CASE_NAMES_MAX][SW_PATH_BYTES];
+    char path[96];
+    size_t left_count, prefix = (size_t)rand_r(seed) % (end + 1);
+    copy_disk(&after, &before);
+    for (size_t i = 0; i < end; ++i)
+        if (is_synced(i, end) || mode == 1 || (mode == 2 && rand_r(seed) % 2) || (mode == 3 && i < prefix))
+            apply(&after, &ops[i]);
+    snprintf(path, sizeof path, "%s.cut", directory);
+    case_clear(path);
+    materialise(&after, before.nodes[0].number, path);
+    int newest = case_newest(path, left, &left_count);
+    if ((newest != 1 && newest != step) || (was_saved && newest != step))
+        die_badly(was_saved ? "power cut after the save" : "power cut", FAULT_NONE, (int)end, newest, "");
+    case_clear(path);
+    cases++;
+}
+
+static void cut_power_everywhere(int step, int world_size, int rounds)
+{
+    char old[96];
+    const char *retired[1] = {old};
+    sw_error err = {0};
+    unsigned seed = 12345;
+    snprintf(old, sizeof old, "%s/step-%06d", directory, 1);
+    fresh_directory();
+    scan(&before, directory);
+    is_recording = true;
+    if (save_step(step, NULL, 0, retired, step != 1, world_size, &err) != SW_OK)
+        die_badly("the recorded save", FAULT_NONE, 0, 0, err.message);
+    is_recording = false;
+    if (op_count < 20 || op_count == OPS_MAX)
+        die_badly("the record", FAULT_NONE, (int)op_count, 0, "is too short or too long");
+    for (size_t end = 0; end <= op_count; ++end)
+        for (int round = 0; round < rounds; ++round)
+            cut_power(end, round < 3 ? round : 2 + round % 2, &seed, end == op_count, step);
+    for (size_t i = 0; i < op_count; ++i)
+        free(ops[i].data);
+    op_count = 0;
+    for (size_t i = 0; i < before.count; ++i)
+        free(before.nodes[i].data);
+    for (size_t i = 0; i < after.count; ++i)
+        free(after.nodes[i].data);
+    before.count = after.count = 0;
+}
+
+int main(void)
+{
+    bool is_long = getenv("SW_TEST_LONG") != NULL && !IS_SLOW;
+    snprintf(directory, sizeof directory, "%s/sw-crash-%d", case_root(), (int)getpid());
+    for (int kind = FAULT_DIE_BEFORE; kind < FAULT_COUNT && CAN_FORK; ++kind) {
+        if (IS_SLOW && kind != FAULT_DIE_AFTER && kind != FAULT_EIO)
+            continue;
+        cut_every_call((fault)kind, 2, 1);
+        if (is_long || (!IS_SLOW && (kind == FAULT_DIE_BEFORE || kind == FAULT_EIO)))
+            cut_every_call((fault)kind, 1, 1); /* a folder of the same name is replaced */
+        if (is_long || (!IS_SLOW && kind == FAULT_DIE_AFTER))
+            cut_every_call((fault)kind, 2, 3);
+    }
+    cut_power_everywhere(2, 1, is_long ? 90 : 4);
+    cut_power_everywhere(1, 1, is_long ? 90 : 2);
+    if (!IS_SLOW)
+        cut_power_everywhere(2, 3, is_long ? 90 : 2);
+    case_clear(directory);
+    printf("%d cases\n", cases);
+    return 0;
+}

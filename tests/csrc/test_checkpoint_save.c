@@ -1,0 +1,200 @@
+/* test_checkpoint_save.c - ranks as threads save one checkpoint: the same bytes for every world size, form and number of
+ * threads; one sentence on every rank where they cannot. */
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include "checkpoint_case.h"
+
+static int failed;
+static char directory[64];
+
+static void check(bool right, const char *what, const char *detail)
+{
+    if (!right) {
+        printf("FAILED: %s: %s\n", what, detail);
+        failed++;
+    }
+}
+
+static void read_model(int step, char **data, size_t *size)
+{
+    char path[SW_PATH_BYTES];
+    sw_error err;
+    snprintf(path, sizeof path, "%s/step-%06d/model.safetensors", directory, step);
+    if (sw_file_read_whole(path, 1 << 30, data, size, &err) != SW_OK) {
+        printf("%s\n", err.message);
+        exit(95);
+    }
+}
+
+static void every_form_writes_the_same_bytes(void)
+{
+    char *first = NULL;
+    size_t first_size = 0;
+    int saves = 0;
+    for (int world = 1; world <= CASE_WORLD_MAX; ++world)
+        for (int form = 0; form < 8; ++form) {
+            char nonce[32];
+            sw_error err = {0};
+            int step = 0;
+            char *data = NULL, path[SW_PATH_BYTES];
+            size_t size = 0;
+            case_clear(directory);
+            mkdir(directory, 0777);
+            snprintf(nonce, sizeof nonce, "n%d", ++saves);
+            case_rank settings = {.world_size = world, .step = 7, .directory = directory, .number = 1, .nonce = nonce,
+                                  .is_direct = form & 1, .is_lazy = (form & 2) != 0, .thread_count = form & 4 ? 3 : 1};
+            check(case_save_together(settings, &err) == SW_OK, "a save", err.message);
+            snprintf(path, sizeof path, "%s/step-000007", directory);
+            check(case_is_valid(path, &step, &err) && step == 7, "it is valid", err.message);
+            read_model(7, &data, &size);
+            if (!first) {
+                first = data;
+                first_size = size;
+                continue;
+            }
+            check(size == first_size && memcmp(data, first, size) == 0, "same bytes", nonce);
+            free(data);
+        }
+    free(first);
+}
+
+static void a_missing_range_is_named_on_every_rank(void)
+{
+    sw_plan *plan = NULL;
+    sw_error err = {0};
+    sw_board board;
+    sw_saver *saver = NULL;
+    case_data data = {0};
+    sw_saver_options options = {.thread_count = 1};
+    case_fill(&data, 1, 0);
+    data.sources[1].size_bytes -= 1; /* its last byte is elsewhere */
+    check(case_plan(&plan, &err) == SW_OK && sw_board_init(&board, 0, 1, NULL, &err) == SW_OK &&
+              sw_saver_create(&board, &options, &saver, &err) == SW_OK, "set up", err.message);
+    sw_save_request request = {.folder = "/dev/null/x", .nonce = "n", .number = 1, .shared = {plan, data.sources, CASE_TENSORS},
+                               .timeout_ns = 1000000000};
+    check(sw_saver_begin(saver, &request, &err) == SW_E_STATE, "begin", err.message);
+    check(strstr(err.message, "rank 0 does not hold byte 1710799 of tensor number 1") != NULL, "sentence", err.message);
+    data.sources[1].size_bytes += 1;
+    check(sw_saver_begin(saver, &request, &err) == SW_OK, "begins again", err.message);
+    bool is_over = false;
+    sw_status status = SW_OK;
+    while (!is_over && status == SW_OK)
+        status = sw_saver_wait(saver, 1000000000, &is_over, &err);
+    check(status == SW_E_OS && strstr(err.message, "/dev/null/x.n.partial") != NULL, "no folder can be made", err.message);
+    check(sw_saver_wait(saver, 0, &is_over, &err) == SW_OK && is_over, "told once", err.message);
+    sw_saver_destroy(saver);
+    sw_board_fini(&board);
+    sw_plan_destroy(plan);
+    case_free(&data);
+}
+
+static void split_ranges_make_the_same_block(void)
+{
+    sw_plan *plan = NULL;
+    sw_error err = {0};
+    case_data data = {0};
+    case_fill(&data, 7, 0);
+    check(case_plan(&plan, &err) == SW_OK, "plan", err.message);
+    /* Tensor 1 held as four ranges that lie apart in memory, as slices of state would. */
+    sw_save_source ranges[CASE_TENSORS + 3];
+    uint64_t cuts[5] = {0, 1, 4096 * 100 + 3, 1048576, case_size(1)};
+    uint8_t *copies[4];
+    ranges[0] = data.sources[0];
+    for (int i = 0; i < 4; ++i) {
+        uint64_t size = cuts[i + 1] - cuts[i];
+        copies[i] = malloc(size);
+        memcpy(copies[i], data.bytes[1] + cuts[i], size);
+        ranges[1 + i] = (sw_save_source){1, cuts[i], size, copies[i]};
+    }
+    ranges[5] = data.sources[2];
+    ranges[6] = data.sources[3];
+    sw_board board;
+    sw_saver *saver = NULL;
+    sw_saver_options options = {.thread_count = 2, .use_direct = true};
+    char folder[128];
+    bool is_over = false;
+    int step = 0;
+    case_clear(directory);
+    mkdir(directory, 0777);
+    snprintf(folder, sizeof folder, "%s/step-000007", directory);
+    check(sw_board_init(&board, 0, 1, NULL, &err) == SW_OK && sw_saver_create(&board, &options, &saver, &err) == SW_OK, "set up", "");
+    sw_save_request request = {.folder = folder, .nonce = "n", .number = 1, .step = 7, .shared = {plan, ranges, CASE_TENSORS + 3},
+                               .timeout_ns = 10000000000};
+    sw_status status = sw_saver_begin(saver, &request, &err);
+    while (!is_over && status == SW_OK)
+        status = sw_saver_wait(saver, 1000000000, &is_over, &err);
+    check(status == SW_OK && case_is_valid(folder, &step, &err), "a save of ranges", err.message);
+    sw_saver_destroy(saver);
+    sw_board_fini(&board);
+    sw_plan_destroy(plan);
+    for (int i = 0; i < 4; ++i)
+        free(copies[i]);
+    case_free(&data);
+}
+
+static void a_full_disk_is_an_error_before_the_first_byte(void)
+{
+    struct rlimit before, limit;
+    sw_error err = {0};
+    int left;
+    size_t count;
+    static char names[CASE_NAMES_MAX][SW_PATH_BYTES];
+    case_clear(directory);
+    mkdir(directory, 0777);
+    getrlimit(RLIMIT_FSIZE, &before);
+    limit = before;
+    limit.rlim_cur = 1 << 20;
+    signal(SIGXFSZ, SIG_IGN);
+    setrlimit(RLIMIT_FSIZE, &limit);
+    case_rank settings = {.world_size = 3, .step = 7, .directory = directory, .number = 1, .nonce = "n", .thread_count = 1};
+    sw_status status = case_save_together(settings, &err);
+    setrlimit(RLIMIT_FSIZE, &before);
+    check(status == SW_E_OS && strstr(err.message, "allocating 1715515 bytes") != NULL && strstr(err.message, "File too large") != NULL,
+          "one sentence", err.message);
+    left = case_newest(directory, names, &count);
+    check(left == 0 && count == 0, "nothing is left", directory);
+}
+
+static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
+{
+    static uint8_t memory[2][SW_BOARD_PAGE_BYTES] __attribute__((aligned(4096)));
+    uint8_t *pages[2] = {memory[0], memory[1]};
+    sw_board board;
+    sw_saver *saver = NULL;
+    sw_plan *plan = NULL;
+    case_data data = {0};
+    sw_error err = {0};
+    sw_saver_options options = {.thread_count = 1};
+    char folder[128];
+    bool is_over = false;
+    case_fill(&data, 1, 0);
+    case_clear(directory);
+    mkdir(directory, 0777);
+    snprintf(folder, sizeof folder, "%s/step-000001", directory);
+    check(case_plan(&plan, &err) == SW_OK && sw_board_init(&board, 0, 2, pages, &err) == SW_OK &&
+              sw_saver_create(&board, &options, &saver, &err) == SW_OK, "set up", err.message);
+    sw_save_request request = {.folder = folder, .nonce = "n", .number = 1, .shared = {plan, data.sources, CASE_TENSORS},
+                               .timeout_ns = 200000000};
+    sw_status status = sw_saver_begin(saver, &request, &err);
+    while (!is_over && status == SW_OK)
+        status = sw_saver_wait(saver, 1000000000, &is_over, &err);
+    check(status == SW_E_TIMEOUT && strstr(err.message, "rank 1 to write its blocks") != NULL, "deadline", err.message);
+    sw_saver_destroy(saver);
+    sw_board_fini(&board);
+    sw_plan_destroy(plan);
+    case_free(&data);
+}
+
+int main(void)
+{
+    snprintf(directory, sizeof directory, "%s/sw-save-%d", case_root(), (int)getpid());
+    every_form_writes_the_same_bytes();
+    a_missing_range_is_named_on_every_rank();
+    split_ranges_make_the_same_block();
+    a_full_disk_is_an_error_before_the_first_byte();
+    a_rank_that_does_not_come_is_named_at_the_deadline();
+    case_clear(directory);
+    return failed ? 1 : 0;
+}

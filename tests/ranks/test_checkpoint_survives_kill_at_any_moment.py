@@ -1,0 +1,159 @@
+"""Law: whenever ranks are killed, the directory holds the newest checkpoint that was committed, whole, and the next run
+continues from it; a rank that dies while others save is an error on these, soon."""
+
+import itertools
+import os
+import random
+import signal
+import tempfile
+import time
+
+import pytest
+import torch
+from harness import LONG, gather, on_every_rank, spawn_ranks
+from peer import PEER, sw
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
+KILLS = 40 if LONG else 4
+
+
+def training():
+    """A state whose every value tells the step, so that a torn or mixed checkpoint shows."""
+    model = torch.nn.Sequential(torch.nn.Linear(600, 700), torch.nn.Linear(500, 400, dtype=torch.float64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer
+
+
+def fill(model, optimizer, step):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(step)
+            optimizer.state[parameter] = {key: torch.full_like(parameter, step) for key in ("exp_avg", "exp_avg_sq")}
+
+
+def values_of(model, optimizer):
+    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    return {value for tensor in tensors for value in tensor.detach().unique().tolist()}
+
+
+def save_for_ever(rank, world_size, folder):
+    torch.manual_seed(rank)
+    model, optimizer = training()
+    with sw.Checkpointer(folder, model, optimizer, keep_last=2) as checkpoints:
+        start = checkpoints.restore()
+        assert start == 0 or values_of(model, optimizer) == {float(start)}
+        for step in itertools.count(start):
+            fill(model, optimizer, step + 1)
+            checkpoints.save(step)
+
+
+def restore_and_look(rank, world_size, folder):
+    model, optimizer = training()
+    with sw.Checkpointer(folder, model, optimizer) as checkpoints:
+        step = checkpoints.restore()
+        found = values_of(model, optimizer) if step else set()
+        fill(model, optimizer, step + 1)
+        checkpoints.save(step)  # and it removes what the dead have left
+    left_overs = [name for name in os.listdir(folder) if name.endswith(("partial", "trash"))]
+    return step, sorted(found), left_overs
+
+
+@pytest.mark.timeout(600)
+def test_after_a_kill_at_a_random_moment_the_newest_checkpoint_loads(world_size, fresh_ranks):
+    seed = int(time.time())
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        highest = 0
+        for _ in range(KILLS):
+            with fresh_ranks(world_size) as team:
+                team.start(save_for_ever, folder=folder)
+                deadline = time.monotonic() + 20
+                while not any(name > f"step-{highest:06d}" for name in os.listdir(folder) if len(name) == 11):
+                    if time.monotonic() > deadline:
+                        pytest.fail(f"seed {seed}: no save in time: {team.wait(1)}, {os.listdir(folder)}")
+                    time.sleep(0.01)
+                time.sleep(chance.uniform(0, 0.25))
+                victims = list(range(world_size)) if chance.random() < 0.5 else [chance.randrange(world_size)]
+                for rank in victims:
+                    team.signal(rank, signal.SIGKILL)
+            listed = sorted(name for name in os.listdir(folder) if len(name) == 11)
+            with fresh_ranks(world_size) as team:
+                answers = team.run(restore_and_look, folder=folder)
+            steps = {step for step, _, _ in answers}
+            assert steps == {int(listed[-1][5:])}, (seed, listed, answers)
+            (step,) = steps
+            assert step > highest and all(found == [float(step)] for _, found, _ in answers), (seed, answers)
+            assert answers[0][2] == [], (seed, answers)
+            highest = step + 1
+
+
+def save_until_a_rank_dies(rank, world_size, folder):
+    model, optimizer = training()
+    fill(model, optimizer, 1)
+    checkpoints = sw.Checkpointer(folder, model, optimizer, bandwidth_bytes_per_s=1_000_000, timeout_s=600)
+    checkpoints.save(0)
+    gather(None)
+    if rank == 2:
+        os._exit(9)
+    begin = time.monotonic()
+    with pytest.raises(sw.CheckpointError) as caught:
+        checkpoints.wait()
+    return time.monotonic() - begin, str(caught.value)
+
+
+@pytest.mark.timeout(120)
+def test_the_death_of_a_rank_ends_the_save_of_the_others_soon(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(3) as team:
+        team.start(save_until_a_rank_dies, folder=folder)
+        outcomes = team.wait(60, patient=True)
+    for outcome in outcomes[:2]:
+        assert outcome.ok, outcome
+        seconds, sentence = outcome.value
+        assert seconds < 20 and "another rank failed or left while the checkpoint was written" in sentence
+    assert outcomes[2].ended == "exit 9"
+
+
+def save_and_end(rank, world_size, directory):
+    model, optimizer = training()
+    fill(model, optimizer, 1)
+    checkpoints = sw.Checkpointer(directory, model, optimizer, bandwidth_bytes_per_s=8_000_000)
+    checkpoints.save(0)
+    assert checkpoints.progress["busy"]
+
+
+@pytest.mark.timeout(120)
+def test_a_program_that_ends_brings_its_save_to_the_end(world_size, tmp_path):
+    (tmp_path / "store").mkdir()
+    ranks = spawn_ranks(world_size, save_and_end, str(tmp_path / "store"), directory=str(tmp_path / "c"))
+    said = [rank.communicate(timeout=90)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world_size, said
+    assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-000001"] and not any(
+        "failed" in text for text in said
+    ), said
+
+
+@on_every_rank(spoils=True, deadline_s=120)
+def test_many_saves_leave_memory_descriptors_and_threads_as_they_were(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = training()
+    fill(model, optimizer, 1)
+    small = torch.nn.Linear(10, 10)
+    with sw.Checkpointer(folder, small, keep_last=1) as checkpoints:
+        for step in range(1000 if LONG else 60):
+            checkpoints.save(step)
+            if step == 20:
+                checkpoints.wait()
+                before = usage()
+        checkpoints.wait()
+        after = usage()
+        assert after[1:] == before[1:] and after[0] - before[0] < 4096, (before, after)
+        assert checkpoints.progress["staging_bytes"] < 20 << 20
+        assert len([name for name in os.listdir(folder) if name.startswith("step")]) == 1 or gather(None)
+
+
+def usage():
+    """(resident KiB, descriptors, threads)"""
+    status = open("/proc/self/status").read()
+    resident, threads = (int(status.split(key)[1].split()[0]) for key in ("VmRSS:", "Threads:"))
+    return resident, len(os.listdir("/proc/self/fd")), threads
