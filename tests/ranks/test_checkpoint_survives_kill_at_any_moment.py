@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from harness import LONG, gather, on_every_rank, spawn_ranks
+from harness import LONG, gather, on_every_rank, run_programs
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 
@@ -125,9 +125,8 @@ def save_and_end(rank, world_size, directory):
 @pytest.mark.timeout(120)
 def test_a_program_that_ends_brings_its_save_to_the_end(world_size, tmp_path):
     (tmp_path / "store").mkdir()
-    ranks = spawn_ranks(world_size, save_and_end, str(tmp_path / "store"), directory=str(tmp_path / "c"))
-    said = [rank.communicate(timeout=90)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world_size, said
+    said, statuses = run_programs(world_size, save_and_end, str(tmp_path / "store"), directory=str(tmp_path / "c"))
+    assert statuses == [0] * world_size, said
     assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-000001"] and not any(
         "failed" in text for text in said
     ), said
