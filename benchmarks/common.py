@@ -125,7 +125,7 @@ def _run_delay_s() -> float:
     return total * 1e-9
 
 
-def take_sample(work: Callable[[], None], barrier: Callable[[], None], repeat: int) -> RankSample:
+def take_sample(work: Callable[[], Any], barrier: Callable[[], None], repeat: int) -> RankSample:
     """Times `repeat` calls, begun together by all ranks; wall time is that of one call, the rest of all of them."""
     delay, (steal, busy), cpu = _run_delay_s(), _machine_ticks(), time.process_time()
     barrier()
@@ -140,7 +140,7 @@ def take_sample(work: Callable[[], None], barrier: Callable[[], None], repeat: i
 
 
 def interleave(
-    arms: dict[str, Callable[[], None]], barrier: Callable[[], None], *, rounds: int, budget_s: float, warmup: int = 2,
+    arms: dict[str, Callable[[], Any]], barrier: Callable[[], None], *, rounds: int, budget_s: float, warmup: int = 2,
     repeat: dict[str, int] | int = 1,
 ) -> dict[str, list[RankSample]]:
     """`rounds` samples of each arm, the arms in turns and each round begun by another one. Fewer, but LEAST_ROUNDS at
@@ -161,6 +161,11 @@ def interleave(
         if turn + 1 >= LEAST_ROUNDS and spent.item() > budget_s:
             break
     return samples
+
+
+def effort(quick: bool) -> tuple[int, float]:
+    """Rounds, and the seconds after which fewer will do."""
+    return (LEAST_ROUNDS, 1.0) if quick else (15, 12.0)
 
 
 @dataclass
@@ -227,19 +232,22 @@ class Report:
     json_path: Path | None
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, case: str, unit: str, ours: float, peer: float, peer_name: str, *, goal: float, larger: bool = False,
+    def add(self, case: str, unit: str, ours: float, peer: float, peer_name: str, *, goal: float | None, larger: bool = False,
             samples: int = 0, discarded: int = 0, **extra: Any) -> None:
-        """`larger`: the ratio is a speedup, peer / ours, and its goal a least one; else ours / peer and a largest one."""
+        """`larger`: the ratio is a speedup, peer / ours, and its goal a least one; else ours / peer and a largest one.
+        goal=None: the row stands beside others."""
         ratio = peer / ours if larger else ours / peer
-        ok = ratio >= goal if larger else ratio <= goal
+        ok = None if goal is None else ratio >= goal if larger else ratio <= goal
+        bound = None if goal is None else f"{'>=' if larger else '<='} {goal}"
         row = {"bench": self.bench, "case": case, "unit": unit, "ours": _round(ours), "peer": _round(peer), "peer_name": peer_name,
-               "speedup" if larger else "ratio": _round(ratio), "goal": f"{'>=' if larger else '<='} {goal}", "ok": ok,
+               "speedup" if larger else "ratio": _round(ratio), "goal": bound, "ok": ok,
                "samples": samples, "discarded": discarded, **{key: _round(value) for key, value in extra.items()}}
         self.rows.append(row)
         self._save()
         notes = " ".join(f"{key}={row[key]}" for key in extra)
-        print(f"{'ok  ' if ok else 'MISS'} {case:<44} {_round(ours):>9} {unit:<3} against {_round(peer):>9}  "
-              f"{ratio:6.3f} {row['goal']:<8} n={samples} dropped={discarded}  {peer_name}  {notes}", flush=True)
+        verdict = {True: "ok  ", False: "MISS", None: "    "}[ok]
+        print(f"{verdict} {case:<44} {_round(ours):>9} {unit:<3} against {_round(peer):>9}  "
+              f"{ratio:6.3f} {bound or '':<8} n={samples} dropped={discarded}  {peer_name}  {notes}", flush=True)
 
     def add_times(self, case: str, ours: Timing, peer: Timing, peer_name: str, *, unit: str = "ms", **extra: Any) -> None:
         scale = {"ms": 1e3, "us": 1e6}[unit]

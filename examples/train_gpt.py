@@ -39,7 +39,7 @@ def main() -> None:
     shape = dict(layers=options.layers, width=options.width, heads=options.heads)
     model = GPT(context=options.context, **shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.1)
-    model, optimizer = sw.wrap(model, optimizer, bucket_cap_mb=options.bucket_cap_mb)
+    model, optimizer = sw.wrap(model, optimizer, zero=options.zero, bucket_cap_mb=options.bucket_cap_mb)
 
     rank, world_size = ranks.rank_and_world_size()
     batches, held_out = data.load(options, rank, world_size)
@@ -47,8 +47,9 @@ def main() -> None:
     step, train_losses, validation_losses = 0, [], []
     if options.resume:
         state = checkpoint.load(path, options)
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        with sw.full_parameters(model, writable=True):
+            model.module.load_state_dict(state["model"])
+        sw.load_full_optimizer_state_dict(model, optimizer, state["optimizer"])
         batches.generator.set_state(state["data"])
         step, train_losses, validation_losses = state["step"], state["train"], state["validation"]
 
@@ -70,7 +71,7 @@ def main() -> None:
         # average over ranks is the mean over the global batch for any world size.
         loss = summed_loss(model, *batches.next()) / (tokens_a_step / world_size)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        sw.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         unreported.append(loss.item())
@@ -90,7 +91,9 @@ def main() -> None:
         if step % VALIDATE_EVERY == 0 or step == options.steps or out_of_time:
             validation_losses.append((step, validate(model.module, *held_out)))
             reporter.validated(step, train_losses, validation_losses[-1][1], tokens_per_s)
-            state = dict(model=model.module.state_dict(), optimizer=optimizer.state_dict())
+            with sw.full_parameters(model):
+                state = dict(model=model.module.state_dict())
+            state |= dict(optimizer=sw.full_optimizer_state_dict(model, optimizer))
             state |= dict(step=step, train=train_losses, validation=validation_losses)
             if rank == 0:
                 checkpoint.save(path, options, state | dict(data=batches.generator.get_state()))

@@ -1,5 +1,6 @@
 """Laws of the main job: it runs unchanged under torchrun, as one process and under accelerate; the loss falls; a resumed
-run prints the losses of the uninterrupted one; the last line is the one that README quotes."""
+run prints the losses of the uninterrupted one; neither depends on what ranks slice; the last line is the one that README
+quotes."""
 
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -66,3 +68,39 @@ def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
     resumed = run("torchrun", "--steps", "20", "--resume", "--out", str(tmp_path / "halves"))
     assert losses(whole)[-1] == losses(resumed)[-1]
     assert losses(whole)[-1][0] == "20", json.dumps([whole, resumed])
+
+
+def report_without_speed(output):
+    """The printed losses."""
+    return re.sub(r" +[\d,]+ tokens/s", "", "\n".join(line for line in output.splitlines() if line.startswith("step")))
+
+
+def saved_losses(folder):
+    """(step, loss) of training and of validation, every digit."""
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return state["train"], state["validation"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """20 steps with nothing sliced: what was printed, and the losses."""
+    folder = tmp_path_factory.mktemp("whole")
+    output = run("torchrun", "--steps", "20", "--zero", "0", "--out", str(folder))
+    assert "step    20" in output
+    return report_without_speed(output), saved_losses(folder)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_losses_are_the_same_at_every_stage(tmp_path, whole, zero):
+    output = run("torchrun", "--steps", "20", "--zero", str(zero), "--out", str(tmp_path))
+    assert report_without_speed(output) == whole[0]
+    assert saved_losses(tmp_path) == whole[1]
+
+
+def test_a_run_stopped_at_one_stage_goes_on_at_another(tmp_path, whole):
+    for steps, zero in ((5, 2), (10, 0), (15, 3), (20, 1)):
+        resume = ["--resume"] if steps > 5 else []
+        run("torchrun", "--steps", str(steps), "--zero", str(zero), "--out", str(tmp_path), *resume)
+    train, validation = saved_losses(tmp_path)
+    assert [step for step, _ in train] == list(range(1, 21))
+    assert (train, validation[-1]) == (whole[1][0], whole[1][1][-1])

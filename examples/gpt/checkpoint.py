@@ -1,6 +1,7 @@
 """One file that a crash cannot leave half written, and that resumes bit for bit.
 
-Ranks hold the same state, so rank 0 writes for all and every rank reads.
+The state is whole, whatever ranks slice, so rank 0 writes for all and every rank reads: a file
+made at one stage of --zero resumes at any other.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ def parse_options() -> argparse.Namespace:
     add("--width", type=_positive(int), default=128, help="of the residual stream")
     add("--heads", type=_positive(int), default=4, help="attention heads a block")
     add("--learning-rate", type=_positive(float), default=2e-3, help="at the end of warm-up")
+    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="what ranks slice: see README.md")
     add("--bucket-cap-mb", type=_positive(float), default=25, help="largest gradient bucket")
     options = parser.parse_args()
     # Rotary positions turn the features of a head in pairs.

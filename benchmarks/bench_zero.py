@@ -1,0 +1,101 @@
+"""A whole training step (forward, backward, AdamW(fused=True)) under sw.wrap at zero=1, 2 and 3, against torch's DDP at
+its best, DDP with ZeroRedundancyOptimizer, FSDP2 on Gloo, and the same step with no communication at all. Also peak
+memory.
+
+Each arm trains a copy of the model of its own, in the same ranks, step by step in turns. At zero=1 and 2 each rank has
+its own copy of the parameters (private); at zero=3 the host has one (shared).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import common
+import pss
+import torch
+import torch.distributed as dist
+from arms import FSDP2, REDUNDANCY, Trainer, best_of, torch_settings
+
+from shardwright.process_group import host_group
+
+OURS = ["zero=1", "zero=2", "zero=3"]
+SHARED = "zero=3"
+STEPS_GOALS = {"zero=1": 0.85, "zero=2": 0.85, "zero=3": 0.82}
+FSDP2_GOALS = {"FSDP2 resharded": 0.45, "FSDP2 kept": 0.5}
+REDUNDANCY_GOAL = 0.65
+NONE_GOAL = 1.04
+PSS_GOALS = {2: 0.55, 4: 0.4}
+PSS_REDUNDANCY_GOAL = 0.7
+VERIFIED_STEPS = 3
+TOLERANCE = 1e-4
+
+
+def verify(trainers: dict[str, Trainer]) -> None:
+    """Three steps from equal weights give every arm the same losses; without communication they are others."""
+    losses = {arm: torch.stack([trainer.step() for _ in range(VERIFIED_STEPS)]) for arm, trainer in trainers.items()}
+    reference = next(arm for arm in losses if arm.startswith("torch"))
+    for arm, found in losses.items():
+        if arm != "none":
+            what = f"losses of {arm} and {reference}: "
+            torch.testing.assert_close(found, losses[reference], rtol=TOLERANCE, atol=0, msg=what.__add__)
+    if torch.allclose(losses["none"], losses[reference], rtol=TOLERANCE, atol=0):
+        raise AssertionError("the losses are those of no communication: they would not tell a step that never averaged")
+
+
+def time_steps(rank: int, world_size: int, case: str, arms: Sequence[str], rounds: int, budget_s: float) -> Any:
+    group = host_group(dist.group.WORLD, 1800.0)
+    trainers = {arm: Trainer(case, arm, rank) for arm in arms}
+    verify(trainers)
+    work: dict[str, Callable[[], Any]] = {arm: trainer.step for arm, trainer in trainers.items()}
+    return common.interleave(work, group.comm.barrier, rounds=rounds, budget_s=budget_s, warmup=1)
+
+
+def peers(quick: bool) -> list[str]:
+    redundancy = list(REDUNDANCY)[:1] if quick else list(REDUNDANCY)
+    return [*torch_settings(quick), *redundancy, *FSDP2]
+
+
+def whole_steps(report: common.Report, case: str, *, quick: bool) -> None:
+    arms = [*OURS, "none", *peers(quick)]
+    rounds, budget_s = (common.LEAST_ROUNDS, 1.0) if quick else (15, 45.0)
+    times = common.timings(common.run_ranks(2, time_steps, case, arms, rounds, budget_s))
+    name = f"{case} step W=2"
+    best = best_of(times, "torch")
+    every = {f"{arm}_ms": times[arm].median * 1e3 for arm in arms if arm not in OURS}
+    for arm in OURS:
+        report.add_times(f"{name} {arm}", times[arm], times[best], best, goal=STEPS_GOALS[arm], **every)
+        every = {}
+    for arm, goal in FSDP2_GOALS.items():
+        report.add_times(f"{name} {SHARED}", times[SHARED], times[arm], arm, goal=goal)
+    redundancy = best_of(times, "ZeroRedundancyOptimizer")
+    report.add_times(f"{name} {SHARED}", times[SHARED], times[redundancy], redundancy, goal=REDUNDANCY_GOAL)
+    for arm in OURS:
+        goal = NONE_GOAL if arm == SHARED else None
+        report.add_times(f"{name} {arm} against none", times[arm], times["none"], "no communication", goal=goal)
+
+
+def memory(report: common.Report, world_size: int, *, quick: bool) -> None:
+    ours = [SHARED] if quick else OURS
+    ddp, redundancy = "torch DDP default", "ZeroRedundancyOptimizer"
+    rounds = 1 if quick else common.LEAST_ROUNDS
+    above, _ = pss.peaks("mlp", [*ours, ddp, redundancy], world_size, rounds)
+    for arm in ours:
+        goals = {ddp: PSS_GOALS[world_size], redundancy: PSS_REDUNDANCY_GOAL} if arm == SHARED else {}
+        for peer in (ddp, redundancy):
+            case = f"mlp peak PSS W={world_size} above the start {arm}"
+            report.add(case, "MiB", above[arm], above[peer], peer, goal=goals.get(peer), samples=2 * rounds)
+
+
+def main() -> None:
+    report, quick = common.begin("zero", __doc__)
+    whole_steps(report, "gpt", quick=quick)
+    if not quick:
+        whole_steps(report, "mlp", quick=quick)
+    memory(report, 2, quick=quick)
+    if not quick:
+        memory(report, 4, quick=quick)
+
+
+if __name__ == "__main__":
+    main()
