@@ -461,6 +461,15 @@ static PyObject *reducer_used_by_any(PyObject *op, PyObject *position)
     return PyBool_FromLong(sw_reducer_used_by_any(self->reducer, index));
 }
 
+static PyObject *reducer_is_used(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    return PyBool_FromLong(sw_reducer_is_used(self->reducer, index));
+}
+
 static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
@@ -547,6 +556,7 @@ static PyMethodDef reducer_methods[] = {
      "set_bucket_callback(callback)\n--\n\nA user's communication hook, or None."},
     {"used_by_any", reducer_used_by_any, METH_O,
      "used_by_any(index)\n--\n\nWhether some rank used it."},
+    {"is_used", reducer_is_used, METH_O, "is_used(index)\n--\n\nWhether this rank used it since the last round."},
     {"mark_unfrozen", reducer_mark_unfrozen, METH_O,
      "mark_unfrozen(index)\n--\n\nLets its bucket take part."},
     {"stats", reducer_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},

@@ -3,7 +3,8 @@
  * `.grad` is then None, a tensor of autograd's own, or the parameter's ShardedGradient, which has no memory but may hold a
  * pending tensor: what backwards have added since the last round. A contribution is taken out of `.grad` into the bucket's
  * slot as soon as the slot is free, and at the latest when the bucket is sent; the ShardedGradient is put back when the round
- * ends. A gradient taken out of a ShardedGradient is marked as standing: the owners of slices add the old mean to it. */
+ * ends. A gradient taken out of a ShardedGradient that was not cleared is marked as standing: the owners of slices add the
+ * old mean to it. */
 #include <string.h>
 
 #include "kernels/kernels.h"
@@ -40,14 +41,39 @@ static int write_gradient(reducer_object *self, size_t index, PyObject *param, P
     return result ? 0 : -1;
 }
 
-static int place_source(reducer_object *self, size_t index, PyObject *param, PyObject *source, bool add)
+/* What changes nothing when a mean is added to it: -0.0, since -0.0 + x is x for every x, and 0.0 + -0.0 is not. */
+static void write_nothing(reducer_object *self, size_t index)
+{
+    sw_dtype dtype = dtype_of(self, index);
+    size_t bytes = sw_reducer_layout(self->reducer)->place[index].numel * sw_dtype_size_bytes(dtype);
+    size_t real_bytes = sw_dtype_size_bytes(dtype);
+    uint8_t *memory = sw_reducer_address(self->reducer, index);
+    if (dtype == SW_DTYPE_COMPLEX64 || dtype == SW_DTYPE_COMPLEX128)
+        real_bytes /= 2;
+    if (bytes)
+        memset(memory, 0, bytes);
+    for (size_t i = real_bytes - 1; i < bytes; i += real_bytes)
+        memory[i] = 0x80;
+}
+
+static int place_source(reducer_object *self, size_t index, PyObject *param, PyObject *source, bool add, bool standing)
 {
     if (source != Py_None)
         return write_gradient(self, index, param, source, add);
     size_t bytes = sw_reducer_layout(self->reducer)->place[index].numel * sw_dtype_size_bytes(dtype_of(self, index));
-    if (!add && bytes)
+    if (!add && standing)
+        write_nothing(self, index);
+    else if (!add && bytes)
         memset(sw_reducer_address(self->reducer, index), 0, bytes);
     return 0;
+}
+
+static int flag_of(PyObject *view, const char *name)
+{
+    PyObject *value = PyObject_GetAttrString(view, name);
+    int flag = value ? PyObject_IsTrue(value) : -1;
+    Py_XDECREF(value);
+    return flag;
 }
 
 /* Takes this rank's contribution out of `.grad`. The parameter's memory can be written. */
@@ -59,16 +85,18 @@ static int place(reducer_object *self, size_t index)
     PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
     if (!grad)
         return -1;
-    bool standing = grad == view;
-    PyObject *source = standing ? PyObject_GetAttrString(view, "_pending") : grad;
-    if (!standing)
-        Py_INCREF(source);
+    bool ours = grad == view;
+    int cleared = ours ? flag_of(view, "_cleared") : 1;
+    bool standing = cleared == 0;
+    PyObject *source = cleared < 0 ? NULL : ours ? PyObject_GetAttrString(view, "_pending") : grad;
+    if (!ours)
+        Py_XINCREF(source);
     /* A second gradient of one backward adds to the first; private buckets hold the standing mean themselves. */
     bool add = sw_reducer_is_placed(self->reducer, index) || (standing && !pool);
-    int failed = !source || place_source(self, index, param, source, add) < 0;
-    if (!failed && standing && source != Py_None)
+    int failed = !source || place_source(self, index, param, source, add, standing && pool) < 0;
+    if (!failed && ours && source != Py_None)
         failed = PyObject_SetAttrString(view, "_pending", Py_None) < 0;
-    else if (!failed && !standing && grad != Py_None && sw_reducer_is_used(self->reducer, index))
+    else if (!failed && !ours && grad != Py_None && sw_reducer_is_used(self->reducer, index))
         failed = PyObject_SetAttr(param, self->grad_name, Py_None) < 0;
     if (!failed)
         sw_reducer_place(self->reducer, index, standing && pool);
@@ -132,9 +160,9 @@ static int put_back(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;
     for (size_t i = 0; i < count; ++i) {
-        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
-        if (sw_reducer_used_by_any(self->reducer, i) &&
-            PyObject_SetAttr(param, self->grad_name, PyList_GetItem(self->views, (Py_ssize_t)i)) < 0)
+        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i), *view = PyList_GetItem(self->views, (Py_ssize_t)i);
+        if (sw_reducer_used_by_any(self->reducer, i) && (PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
+                                                         PyObject_SetAttr(param, self->grad_name, view) < 0))
             return -1;
     }
     return 0;

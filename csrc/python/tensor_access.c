@@ -46,6 +46,11 @@ bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *vie
         PyErr_Clear();
         return false;
     }
+    bool empty = false;
+    for (int d = 0; d < seen.ndim; ++d)
+        empty |= seen.shape[d] == 0;
+    if (!seen.data && !empty) /* a tensor without memory of its own */
+        return false;
     *view = (tensor_view){.data = (uint8_t *)seen.data + seen.byte_offset,
                           .ndim = seen.ndim,
                           .device_type = seen.device_type,

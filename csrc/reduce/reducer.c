@@ -1,8 +1,8 @@
 /* reducer.c - see reducer.h and docs/design/reduce.md.
  *
  * Sliced (options.sliced, in a pool): only this rank's slices of the means are kept, apart from the buckets, and the
- * buckets share a ring of slots: bucket k waits until all ranks are done with bucket k - RING_SLOTS of the same round. A
- * gradient that comes too early for its slot stays where autograd put it (ready, but not placed). A rank that did not
+ * buckets share a ring: a bucket waits until all ranks are done with those of the same round that lie where it does. A
+ * gradient that comes too early for its place stays where autograd put it (ready, but not placed). A rank that did not
  * clear its gradients contributes the standing mean plus what is new: the owner of a slice adds its mean to that rank's
  * contribution before it folds (standing bits). */
 #include "reduce/reducer.h"
@@ -14,7 +14,7 @@
 #include "platform/memory.h"
 #include "reduce/reducer_state.h"
 
-enum { MARKS_PER_POLL = 8, RING_SLOTS = 3 };
+enum { MARKS_PER_POLL = 8 };
 
 static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *options, sw_error *err)
 {
@@ -53,61 +53,86 @@ static size_t bucket_bytes(const bucket *b)
     return b->op.numel * sw_dtype_size_bytes(b->op.dtype);
 }
 
+/* Gives the buckets of a ring their places in it, one after the other, and each the last bucket before it that lies there
+ * too. The ring has room for the largest and one more of the usual size. Returns its bytes. */
+static size_t lay_ring(sw_reducer *reducer, bool with_frozen)
+{
+    size_t largest = 0, total = 0, at = 0;
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
+        const bucket *b = &reducer->buckets[i];
+        if (!b->takes_part && !with_frozen)
+            continue;
+        largest = sw_size_max(largest, bucket_bytes(b));
+        total += bucket_bytes(b);
+    }
+    size_t ring = sw_size_min(total, largest + sw_size_min(reducer->cap_bytes, largest));
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
+        bucket *b = &reducer->buckets[i];
+        size_t bytes = bucket_bytes(b);
+        b->before = NULL;
+        if (!b->takes_part && !with_frozen)
+            continue;
+        at = at + bytes > ring ? 0 : at;
+        b->op.offset_bytes = at;
+        at += bytes;
+        for (size_t k = i; k-- > 0 && !b->before;) {
+            bucket *other = &reducer->buckets[k];
+            if ((other->takes_part || with_frozen) && other->op.offset_bytes < b->op.offset_bytes + bytes &&
+                b->op.offset_bytes < other->op.offset_bytes + bucket_bytes(other))
+                b->before = other;
+        }
+    }
+    return ring;
+}
+
 /* How much memory the buckets need, by transport. */
-static sw_gradient_sizes sizes_of(sw_reducer *reducer, bool sliced)
+static sw_gradient_sizes sizes_of(sw_reducer *reducer)
 {
     sw_gradient_sizes sizes = {.pool = reducer->layout.size_bytes,
                                .staged = reducer->layout.size_bytes,
                                .tails = 2 * reducer->tail_stride_bytes};
-    size_t slot_bytes = 0;
-    for (size_t i = 0; sliced && i < reducer->layout.bucket_count; ++i) {
-        bucket *b = &reducer->buckets[i];
-        b->result_offset_bytes = sizes.results;
-        sizes.results += bucket_bytes(b) / (size_t)reducer->comm->world_size;
-        slot_bytes = sw_size_max(slot_bytes, bucket_bytes(b));
+    for (size_t i = 0; reducer->ring && i < reducer->layout.bucket_count; ++i) {
+        reducer->buckets[i].result_offset_bytes = sizes.results;
+        sizes.results += bucket_bytes(&reducer->buckets[i]) / (size_t)reducer->comm->world_size;
     }
-    if (sliced) {
-        reducer->slot_bytes = slot_bytes;
-        sizes.pool = slot_bytes * sw_size_min(RING_SLOTS, reducer->layout.bucket_count);
-    }
+    if (reducer->ring) /* room for what is frozen, which is touched when it is unfrozen */
+        sizes.pool = sw_size_max(lay_ring(reducer, true), lay_ring(reducer, false));
     return sizes;
 }
 
-/* Gives the buckets that take part their slots, in turns. At the start of each round: one more may have been unfrozen. */
-static void assign_slots(sw_reducer *reducer)
+static void bind_ring(sw_reducer *reducer)
 {
-    bucket *occupant[RING_SLOTS] = {NULL};
-    size_t slot = 0;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
-        if (!b->takes_part)
-            continue;
-        b->op.offset_bytes = slot * reducer->slot_bytes;
-        b->before = occupant[slot];
-        occupant[slot] = b;
-        slot = (slot + 1) % RING_SLOTS;
+        b->op.kind = SW_OP_REDUCE_SCATTER;
+        b->op.result = reducer->memory->results + b->result_offset_bytes;
+        sw_bucket_plan(b, true);
     }
+    reducer->ring_bytes = lay_ring(reducer, false);
+    sw_memory_populate(reducer->memory->base, reducer->ring_bytes);
 }
 
 static void bind_memory(sw_reducer *reducer)
 {
     size_t begin = 0, end = 0; /* bytes to populate: neighbouring buckets that take part, as one range */
     bool pool = reducer->memory->transport == SW_TRANSPORT_POOL;
-    if (!pool)
-        reducer->slot_bytes = 0; /* private buckets are whole */
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
         b->op.subject = reducer->memory->tails->serial;
         if (pool)
             b->op.arena = reducer->memory->arena;
         else
-            b->op.data = reducer->memory->base + b->op.offset_bytes;
-        if (reducer->slot_bytes > 0) {
-            b->op.kind = SW_OP_REDUCE_SCATTER;
-            b->op.result = reducer->memory->results + b->result_offset_bytes;
-            sw_bucket_plan(b, true);
-            continue;
-        }
+            b->op.data = reducer->memory->base + reducer->layout.bucket[i].offset_bytes;
+    }
+    reducer->ring &= pool; /* private buckets are whole */
+    if (reducer->ring) {
+        bind_ring(reducer);
+        return;
+    }
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
+        bucket *b = &reducer->buckets[i];
+        b->op.offset_bytes = reducer->layout.bucket[i].offset_bytes;
+        b->before = NULL;
         if (!b->takes_part)
             continue;
         if (b->op.offset_bytes != end) {
@@ -116,8 +141,6 @@ static void bind_memory(sw_reducer *reducer)
         }
         end = b->op.offset_bytes + bucket_bytes(b);
     }
-    if (reducer->slot_bytes > 0)
-        end = reducer->memory->size_bytes;
     sw_memory_populate(reducer->memory->base + begin, end - begin);
 }
 
@@ -168,7 +191,9 @@ sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const 
             *err = cause;
         goto destroy;
     }
-    sw_gradient_sizes sizes = sizes_of(made, options->sliced);
+    made->ring = options->sliced;
+    made->cap_bytes = options->bucket_cap_bytes;
+    sw_gradient_sizes sizes = sizes_of(made);
     SW_TRY_GOTO(status,
                 sw_gradient_memory_create(comm, &sizes, options->transport, options->label, &made->memory, err),
                 destroy);
@@ -219,13 +244,13 @@ void sw_reducer_destroy(sw_reducer *reducer)
 
 size_t sw_reducer_planned_bytes(const sw_reducer *reducer)
 {
-    if (reducer->slot_bytes == 0)
+    if (!reducer->ring)
         return reducer->layout.trainable_bytes;
     size_t results = 0;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
             results += bucket_bytes(&reducer->buckets[i]) / (size_t)reducer->comm->world_size;
-    return reducer->memory->size_bytes + results;
+    return reducer->ring_bytes + results;
 }
 
 const sw_layout *sw_reducer_layout(const sw_reducer *reducer)
@@ -266,7 +291,7 @@ static bucket *bucket_of(const sw_reducer *reducer, size_t param)
 uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param)
 {
     const sw_layout_bucket *shape = &reducer->layout.bucket[reducer->layout.place[param].bucket];
-    size_t offset = reducer->slot_bytes > 0 ? bucket_of(reducer, param)->op.offset_bytes : shape->offset_bytes;
+    size_t offset = reducer->ring ? bucket_of(reducer, param)->op.offset_bytes : shape->offset_bytes;
     return reducer->memory->base + offset + reducer->layout.place[param].begin * sw_dtype_size_bytes(shape->dtype);
 }
 
@@ -280,7 +305,7 @@ uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *nume
     *numel = from < to ? to - from : 0;
     if (*numel == 0)
         from = begin;
-    if (reducer->slot_bytes > 0)
+    if (reducer->ring)
         return reducer->memory->results + b->result_offset_bytes + (from - begin) * element_bytes;
     return reducer->memory->base + reducer->layout.bucket[b->index].offset_bytes + from * element_bytes;
 }
@@ -288,6 +313,7 @@ uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *nume
 void sw_reducer_unfreeze(sw_reducer *reducer, size_t param)
 {
     bucket_of(reducer, param)->takes_part = true;
+    reducer->unfrozen = true;
 }
 
 void sw_reducer_count_step(sw_reducer *reducer)
@@ -347,8 +373,10 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
         reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].standing = 0;
     if (!synchronised)
         return SW_OK;
-    if (reducer->slot_bytes > 0)
-        assign_slots(reducer);
+    if (reducer->ring && reducer->unfrozen) {
+        reducer->ring_bytes = lay_ring(reducer, false);
+        reducer->unfrozen = false;
+    }
     reducer->parity ^= 1;
     reducer->rounds++;
     reducer->next_bucket = 0;

@@ -25,7 +25,7 @@ typedef struct bucket {
     size_t tail_offset_bytes, tail_bytes; /* in the tails arena, of the even parity */
     size_t pending, unplaced;             /* parameters not ready yet in this round; and ready, but not placed */
     size_t result_offset_bytes;           /* sliced: of this rank's slice in the results */
-    struct bucket *before;                /* sliced: who has the slot before, in this round; NULL: nobody. Borrowed */
+    struct bucket *before;                /* ring: the last bucket before this one that lies where it does; NULL: none. Borrowed */
     uint32_t *any;                        /* owned: use bits of all ranks together */
     sw_fold_plan plan;
     sw_op op;
@@ -51,7 +51,9 @@ struct sw_reducer {
     char **names;               /* owned */
     size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
     size_t next_bucket;         /* the lowest that is not posted */
-    size_t slot_bytes;          /* sliced: of one slot of the ring; else 0 */
+    size_t cap_bytes;           /* of a bucket, as asked for */
+    size_t ring_bytes;          /* of the ring that the buckets which take part share */
+    bool ring, unfrozen;        /* buckets share a ring; it has to be laid again */
     sw_round_state state;
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */

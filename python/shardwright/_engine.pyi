@@ -192,6 +192,8 @@ class Reducer:
         """A DLPack capsule over a whole bucket, 1-D, padding included (zeros)."""
     def bucket_parameters(self, bucket: int) -> list[int]:
         """Parameter indices of a bucket, in memory order."""
+    def is_used(self, index: int) -> bool:
+        """Whether a backward of this rank touched a parameter since the last synchronised one."""
     def result(self, index: int) -> Any:
         """A DLPack capsule over this rank's slice of a parameter's averaged gradient, one-dimensional."""
     def place(self, index: int) -> tuple[int, int, int]:

@@ -48,13 +48,19 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     replica = _replica_of(module_or_parameters)
+    if replica is not None:
+        replica.reducer.close_pending()
     if replica is not None and replica.zero:
         norm = _norm_of_slices(replica)
         gradients = [p.grad for p in replica.table.parameters if p.grad is not None]
     else:
-        parameters = (
-            module_or_parameters.parameters() if isinstance(module_or_parameters, torch.nn.Module) else module_or_parameters
-        )
+        parameters: Iterable[torch.Tensor]
+        if replica is not None:
+            parameters = replica.table.parameters
+        elif isinstance(module_or_parameters, torch.nn.Module):
+            parameters = module_or_parameters.parameters()
+        else:
+            parameters = module_or_parameters
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = _engine.norm_value([_engine.norm_sum([_real(g) for g in gradients])])
     if error_if_nonfinite and not abs(norm) < float("inf"):

@@ -17,7 +17,7 @@ from ._engine import Error
 from .table import ParameterTable
 
 _requires_grad = operator.attrgetter("requires_grad")
-_REMEDY = "wrap again after such a change: model = sw.wrap(sw.unwrap(model))"
+_REMEDY = "wrap again after such a change: sw.wrap(sw.unwrap(model), ...), with its optimizer at zero >= 1"
 
 
 class DriftCheck:

@@ -50,6 +50,8 @@ class ParameterMemory:
         self._group, self._reducer, self._table, self._label = group, reducer, table, label
         self._arena: Arena | None = None
         self._moved: set[int] = set()
+        self._flat: dict[int, torch.Tensor] = {}
+        self._runs: dict[int, tuple[int, int]] = {}
         shapes = [reducer.bucket_shape(bucket) for bucket in range(reducer.bucket_count)]
         sizes = [offset + numel * _itemsize(dtype) for offset, numel, dtype, _ in shapes]
         try:
@@ -82,6 +84,14 @@ class ParameterMemory:
         if not self.shared or self._group.rank == 0:
             moved.copy_(parameter.data)
         parameter.data = moved
+        self._flat[index] = moved.as_strided((moved.numel(),), (1,))
+
+    def give_back(self) -> None:
+        """Parameters that the host shares become this rank's own again."""
+        for index in self._flat if self.shared else ():
+            parameter = self._table.parameters[index]
+            if parameter.data_ptr() == self._flat[index].data_ptr():
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     @property
     def _home(self) -> int:
@@ -96,13 +106,25 @@ class ParameterMemory:
         return (low, high) if low < high else (0, 0)
 
     def flat(self, index: int) -> torch.Tensor:
-        """All elements of a parameter in memory order: a one-dimensional alias of its data."""
+        """All elements of a parameter in memory order: a one-dimensional alias of the memory that it was moved to."""
+        if index in self._flat:
+            return self._flat[index]
         data = self._table.parameters[index].data
         return data.as_strided((data.numel(),), (1,), data.storage_offset())
 
+    def own_run(self, index: int) -> tuple[int, int]:
+        """run(index, this rank), kept."""
+        if index not in self._runs:
+            self._runs[index] = self.run(index, self._group.rank)
+        return self._runs[index]
+
+    def is_moved(self, index: int) -> bool:
+        """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""
+        return self._arena is None or index in self._flat
+
     def slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter; None if it owns none. Parameters without elements are rank 0's."""
-        low, high = self.run(index, self._group.rank)
+        low, high = self.own_run(index)
         flat = self.flat(index)
         return flat[low:high] if low < high or (flat.numel() == 0 and self._group.rank == 0) else None
 
@@ -138,7 +160,8 @@ class ParameterMemory:
         comm.barrier(label)
         if self.shared:
             for parameter, data in kept:
-                parameter.data = data.clone()
+                parameter.data = data.clone(memory_format=torch.preserve_format)
+            comm.barrier(label)  # nobody writes before everybody has its own
         try:
             yield
             if self.shared and self._group.rank == 0:

@@ -22,6 +22,12 @@ from .sharded_gradient import GradientBoard, ShardedGradient
 from .table import ParameterTable, verify
 
 _serials = itertools.count()
+#: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
+_SLICED_CAP_BYTES = 8 << 20
+_NOT_AVERAGED = (
+    "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
+    "stepping, clipping or reading gradients"
+)
 _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 
@@ -65,13 +71,14 @@ class Replica:
         self.reducer = Reducer(
             group.comm,
             self.table.rows(),
-            bucket_cap_bytes=options.bucket_cap_bytes,
+            bucket_cap_bytes=min(options.bucket_cap_bytes, _SLICED_CAP_BYTES) if zero >= 2 else options.bucket_cap_bytes,
             transport=options.chosen_transport,
             reduce=options.reduce,
             sliced=zero >= 2,
             label=self.label,
         )
         self._parameters = None
+        self._board: GradientBoard | None = None
         if zero:
             self._parameters = ParameterMemory(group, self.reducer, self.table, self.label, shared=zero == 3)
         try:
@@ -97,6 +104,7 @@ class Replica:
             task_id=_hooks.graph_task_id,
         )
         self._handles: list[Any] = []
+        self._gradient_slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
                 self._hook(index)
@@ -104,7 +112,7 @@ class Replica:
     def _make_views(self) -> list[torch.Tensor]:
         if self.zero < 2:
             return [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
-        board = GradientBoard(self.group.comm, self.reducer, self.label)
+        board = self._board = GradientBoard(self.group.comm, self.reducer, self.label)
         staged = self.reducer.transport == "staged"
         return [
             ShardedGradient(
@@ -174,33 +182,54 @@ class Replica:
     def gradient_slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
         parameter = self.table.parameters[index]
-        low, high = self.parameters().run(index, self.group.rank)
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
             return gradient.averaged_piece()
-        if gradient is not None and self.zero >= 2:
-            raise Error(
-                f"parameter {self.table.names[index]!r} has a gradient of this rank alone, which is not averaged yet: run a "
-                "backward outside of no_sync() before stepping"
-            )
-        return None if gradient is None else memory_order(gradient.detach(), parameter)[low:high]
+        if gradient is None:
+            return None
+        if self.zero >= 2 or self.reducer.is_used(index):
+            raise Error(_NOT_AVERAGED)
+        low, high = self.parameters().own_run(index)
+        if gradient is self.views[index]:
+            kept = self._gradient_slices.get(index)
+            if kept is None or kept[0] is not gradient:
+                kept = self._gradient_slices[index] = (gradient, memory_order(gradient.detach(), parameter)[low:high])
+            return kept[1]
+        return memory_order(gradient.detach(), parameter)[low:high]
 
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
         """See full_parameters."""
         if self._parameters is None:
-            yield
-            self.broadcast_state(0, ())
+            try:
+                yield
+            finally:
+                self.broadcast_state(0, ())
             return
-        with self._parameters.writable():
-            yield
+        try:
+            with self._parameters.writable():
+                yield
+        finally:
+            self.count_writes(self.table.parameters)
+
+    def gradient_factors(self) -> list[float]:
+        """What sliced gradients were scaled by since the last round."""
+        return self._board.factors() if self._board is not None else []
+
+    def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Parameters were written through other tensors: autograd and others that watch versions are told."""
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
         self._drift.accept_writes()
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
+        self.reducer.close_pending()
         found: dict[str, torch.Tensor | None] = {}
         for index, (name, parameter) in enumerate(zip(self.table.names, self.table.parameters)):
             gradient = parameter.grad
+            if gradient is not None and self.reducer.is_used(index):
+                raise Error(_NOT_AVERAGED)
             if not isinstance(gradient, ShardedGradient):
                 found[name] = gradient
                 continue
@@ -215,7 +244,13 @@ class Replica:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the step of an optimizer that holds one of our parameters."""
-        if self.zero and not hasattr(optimizer, "slice_of"):
+        owner = getattr(optimizer, "replica", None)
+        if self.zero and isinstance(owner, Replica) and owner is not self:
+            raise Error(
+                f"this optimizer was sliced for an earlier wrapper of the {self.label}: give sw.wrap(module, optimizer, zero=...) "
+                "the optimizer too when wrapping again"
+            )
+        if self.zero and owner is None:
             raise Error(
                 f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which "
                 "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
@@ -241,6 +276,11 @@ class Replica:
         """Takes the hooks off the parameters. Gradients stay where they are."""
         _live.discard(self)
         _hooks.ignore_steps(self)
+        for parameter in self.table.parameters if self.zero >= 2 else ():
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad = None
+        if self._parameters is not None:
+            self._parameters.give_back()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -31,22 +31,31 @@ class GradientBoard:
 
     def __init__(self, comm: HostComm, reducer: Reducer, label: str) -> None:
         self._comm, self._reducer, self._label = comm, reducer, label
-        self._members: list[ShardedGradient] = []
-        self._changes = 0
+        self._pieces: list[torch.Tensor] = []  # not the gradients: they hold the board, and autograd holds them
+        self._factors: list[float] = []
+        self._factors_of = -1
         self._norms: dict[float, list[float]] = {}
         self._norms_of: tuple[int, int] = (-1, -1)
 
-    def join(self, member: ShardedGradient) -> int:
-        self._members.append(member)
-        return len(self._members) - 1
+    def join(self, piece: torch.Tensor) -> int:
+        self._pieces.append(piece)
+        return len(self._pieces) - 1
 
-    def changed(self) -> None:
-        """A gradient was scaled or zeroed: norms that were asked before hold no longer."""
-        self._changes += 1
+    def scaled(self, index: int, factor: float) -> None:
+        """A gradient was scaled: norms that were asked before hold no longer, and ranks must have done the same."""
+        self.factors()
+        self._factors += [index, factor]
+
+    def factors(self) -> list[float]:
+        """(index, factor) of what was scaled since the last round, flat: compared between ranks before a step."""
+        rounds = self._reducer.stats()["rounds"]
+        if rounds != self._factors_of:
+            self._factors, self._factors_of = [], rounds
+        return self._factors
 
     def norm(self, index: int, order: float) -> float:
         """Of one parameter's gradient. The first one asked after a round is one collective for all; the rest are kept."""
-        state = (self._reducer.stats()["rounds"], self._changes)
+        state = (self._reducer.stats()["rounds"], len(self.factors()))
         if state != self._norms_of:
             self._norms, self._norms_of = {}, state
         if order not in self._norms:
@@ -54,7 +63,7 @@ class GradientBoard:
         return self._norms[order][index]
 
     def _gather_norms(self, order: float) -> list[float]:
-        mine = [_partial(member.piece, order) for member in self._members]
+        mine = [_partial(piece, order) for piece in self._pieces]
         packed = struct.pack(f"{len(mine)}d", *mine)
         label = f"norms of the gradients of {self._label}"
         rows = [struct.unpack(f"{len(mine)}d", each) for each in self._comm.all_gather_bytes(packed, label)]
@@ -101,6 +110,7 @@ class ShardedGradient(torch.Tensor):
     piece: torch.Tensor
     _held: torch.Tensor
     _pending: torch.Tensor | None
+    _cleared: bool
     _board: GradientBoard
     _index: int
 
@@ -114,9 +124,10 @@ class ShardedGradient(torch.Tensor):
         made.piece = piece
         # All of the average that this rank holds, `piece` included: more than it where gradients are staged.
         made._held = piece if held is None else held
+        made._cleared = False  # zeroed since the last round: the average stands for nothing here
         made._pending = None  # what backwards have added since the last round; the engine takes it
         made._board = board
-        made._index = board.join(made)
+        made._index = board.join(piece)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -132,7 +143,13 @@ class ShardedGradient(torch.Tensor):
                 "a gradient holds what a backward inside no_sync() added, which is not averaged yet: run a backward outside of "
                 "it before stepping, clipping or reading gradients"
             )
-        return self.piece
+        return torch.zeros_like(self.piece) if self._cleared else self.piece
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise Error("a gradient of which this rank keeps a slice cannot be copied: see sw.full_gradients")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Error("a gradient of which this rank keeps a slice cannot be pickled: see sw.full_gradients")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,7 +165,7 @@ class ShardedGradient(torch.Tensor):
 def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     if not isinstance(grad, ShardedGradient) or isinstance(other, ShardedGradient) or alpha != 1:
         raise Error("a gradient of which this rank keeps a slice takes a backward's gradient and nothing else: see sw.full_gradients")
-    grad._pending = other if grad._pending is None else grad._pending + other
+    grad._pending = other.clone() if grad._pending is None else grad._pending + other
     return grad
 
 
@@ -159,16 +176,15 @@ def _scaled(name: str) -> Callable[..., Any]:
         getattr(grad._held, name)(factor)
         if grad._pending is not None:
             grad._pending = getattr(grad._pending.clone(), name)(factor)
-        grad._board.changed()
+        grad._board.scaled(grad._index, float(factor))
         return grad
 
     return scale
 
 
 def _zero(grad: Any) -> Any:
-    grad._held.zero_()
+    grad._cleared = True  # the slice stays: other ranks may not have cleared their share of it
     grad._pending = None
-    grad._board.changed()
     return grad
 
 
@@ -182,6 +198,8 @@ def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, 
     if dim is not None or keepdim:
         raise Error("the norm of a gradient of which this rank keeps a slice is over all of it: see sw.full_gradients")
     grad.averaged_piece()
+    if grad._cleared:
+        return torch.linalg.vector_norm(torch.zeros(grad.shape), order)
     real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
     return torch.tensor(grad._board.norm(grad._index, float(order)), dtype=dtype or real)
 
@@ -206,10 +224,10 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -
     for grad in grads:
         if isinstance(grad, ShardedGradient):
             grad.averaged_piece()
+            grad._board.scaled(grad._index, float(inverse_scale))
     plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
     aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
     board = next(g._board for g in grads if isinstance(g, ShardedGradient))
-    board.changed()
     if board.any_rank(bool(found_inf.item()), "whether a gradient overflowed"):
         found_inf.fill_(1.0)
 

@@ -52,15 +52,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica, partition: str = "auto") -> None:
+        check_sliceable(optimizer, partition)
         self._inner = optimizer
-        self._replica = replica
+        self.replica = self._replica = replica
         self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}
         self._slices: dict[int, torch.Tensor | None] = {}
-        self._frozen: set[int] = set()
-        _check_partition(optimizer, partition)
+        self._unmoved: set[int] = set()
+        self._versions: dict[int, int] = {}
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
+        if any(id(parameter) not in self._index for parameter in whole):
+            raise ValueError(
+                "optimizer: it has state of tensors that are not its parameters, as one has that was sliced before: carry the state "
+                "over with sw.full_optimizer_state_dict and sw.load_full_optimizer_state_dict"
+            )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.state.clear()
         self.state = optimizer.state
@@ -87,18 +93,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if all(group is not param_group for group in self._inner.param_groups):
             self._inner.param_groups.append(param_group)
 
+    def __getstate__(self) -> Any:
+        raise Error("a sliced optimizer cannot be copied or pickled: use sw.full_optimizer_state_dict")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__getstate__()
+
     # stepping -----------------------------------------------------------------------------------------------------
 
     def slice_of(self, index: int) -> torch.Tensor | None:
         """This rank's slice of a parameter: the tensor that the user's optimizer steps on and keys its state by."""
-        if index in self._slices and not (index in self._frozen and self._replica.table.parameters[index].requires_grad):
+        memory = self._replica.parameters()
+        if index in self._slices and not (index in self._unmoved and memory.is_moved(index)):
             return self._slices[index]
         old = self._slices.get(index)
-        piece = self._slices[index] = self._replica.parameters().slice(index)
-        if self._replica.table.parameters[index].requires_grad:
-            self._frozen.discard(index)
+        piece = self._slices[index] = memory.slice(index)
+        if memory.is_moved(index):
+            self._unmoved.discard(index)
         else:
-            self._frozen.add(index)  # its data moves when it is unfrozen
+            self._unmoved.add(index)  # a frozen parameter moves when it is unfrozen
         if old is not None and piece is not None and old in self._inner.state:
             self._inner.state[piece] = self._inner.state.pop(old)
         return piece
@@ -121,8 +134,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 index = self._index[id(parameter)]
                 piece = self.slice_of(index)
-                if piece is not None:
-                    piece.grad = self._replica.gradient_slice(index)
+                gradient = self._replica.gradient_slice(index)
+                if piece is None:
+                    continue
+                piece.grad = gradient
+                if self._versions.get(index, parameter._version) != parameter._version:
+                    torch.autograd.graph.increment_version(piece)  # written by others: masters follow
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on this rank's slices; then every rank has every update. Collective.
@@ -137,9 +154,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._replica.reducer.close_pending()
-        self._agree()
+        self._check_groups()
+        refusal = None
         try:
             self._take_gradients()
+        except Error as error:  # the others are told, before they wait for this rank's slices
+            refusal = error
+        self._agree(refusal)
+        try:
             with self._on_slices():
                 self._inner.step()
         except BaseException as error:  # the peers, which wait for this rank's slices, must hear of it
@@ -151,17 +173,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if piece is not None:
                     piece.grad = None
         self._replica.parameters().publish()
+        self._count_writes()
         return loss
 
-    def _agree(self) -> None:
-        """All backwards are done everywhere, and all ranks step with the same hyperparameters."""
-        groups = [
+    def _count_writes(self) -> None:
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._replica.count_writes(stepped)
+        self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
+
+    def _check_groups(self) -> None:
+        ours, inner = self.param_groups, self._inner.param_groups
+        if len(ours) != len(inner) or any(a is not b for a, b in zip(ours, inner)):
+            raise Error(
+                "the optimizer that was given to sw.wrap has other groups than the sliced one (add_param_group or load_state_dict was "
+                "called on it): call them on the optimizer that sw.wrap returned"
+            )
+
+    def _agree(self, refusal: Error | None) -> None:
+        """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
+        groups: list[Any] = [
             [[self._index[id(p)] for p in group["params"]], {k: _plain(v) for k, v in group.items() if k != "params"}]
             for group in self.param_groups
         ]
+        groups.append([[], {"factors that gradients were scaled by": self._replica.gradient_factors()}])
         encoded = json.dumps(groups, sort_keys=True, separators=(",", ":")).encode()
         gather = self._replica.group.comm.all_gather_bytes
-        digests = gather(hashlib.blake2b(encoded, digest_size=16).digest(), "hyperparameters of a step")
+        mine = b"\1" + str(refusal).encode() if refusal else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
+        digests = gather(mine, "hyperparameters of a step")
+        refused = next((digest for digest in digests if digest[:1] == b"\1"), None)
+        if refused is not None:
+            raise Error(refused[1:].decode())
         if all(digest == digests[0] for digest in digests):
             return
         tables = [json.loads(data) for data in gather(encoded, "hyperparameters")]
@@ -252,7 +293,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.state.clear()
         for name, parameter in zip(names, parameters):
             if name in state_dict["state"]:
-                self._take_state(self._index[id(parameter)], _cast(state_dict["state"][name], parameter))
+                state = state_dict["state"][name]
+                keeps_float32 = type(self._inner).__module__ == "shardwright.optim"
+                self._take_state(self._index[id(parameter)], state if keeps_float32 else _cast(state, parameter))
 
     def full_state_dict(self) -> dict[str, Any]:
         """torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
@@ -326,7 +369,7 @@ def _cast(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _check_partition(optimizer: torch.optim.Optimizer, partition: str) -> None:
+def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(optimizer, ShardedOptimizer):

@@ -13,7 +13,7 @@ from ._engine import Error
 from .clip import clip_grad_norm_
 from .data_parallel import DistributedDataParallel
 from .options import Options
-from .sharded_optimizer import ShardedOptimizer
+from .sharded_optimizer import ShardedOptimizer, check_sliceable
 
 _LATER = {
     "precision": "precision policies are not there yet: use torch.autocast around the forward",
@@ -102,6 +102,8 @@ def wrap(
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+    if zero and optimizer is not None:
+        check_sliceable(optimizer, partition)
     wrapped = DistributedDataParallel(module, zero=zero, **options)
     if optimizer is None:
         return wrapped
@@ -118,8 +120,22 @@ class _Clip:
     def __init__(self, wrapped: DistributedDataParallel, max_norm: float) -> None:
         self._wrapped, self._max_norm = wrapped, max_norm
 
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        clip_grad_norm_(self._wrapped, self._max_norm)
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._clip(optimizer)
+            return None
+
+        def clipped() -> Any:
+            loss = closure()
+            self._clip(optimizer)
+            return loss
+
+        return (args[0], clipped), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves unscaling to a fused step
+        clip_grad_norm_(self._wrapped, self._max_norm * (1.0 if scale is None else float(scale)))
 
 
 def shard_optimizer(
