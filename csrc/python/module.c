@@ -18,7 +18,8 @@ static int module_exec(PyObject *module)
     if (sw_py_errors_init(module, state) < 0 || add_type(module, &sw_py_arena_type_spec, &state->arena_type) < 0 ||
         add_type(module, &sw_py_comm_type_spec, &state->comm_type) < 0 ||
         add_type(module, &sw_py_reducer_type_spec, &state->reducer_type) < 0 ||
-        add_type(module, &sw_py_hook_type_spec, &state->hook_type) < 0 || sw_py_optim_functions_add(module) < 0)
+        add_type(module, &sw_py_hook_type_spec, &state->hook_type) < 0 || sw_py_optim_functions_add(module) < 0 ||
+        sw_py_compress_functions_add(module) < 0)
         return -1;
     return 0;
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._engine import CheckpointError, CommError, CommTimeoutError, Error
 from .clip import clip_grad_norm_
+from .compress import Bf16, Fp16, Int4, Int8, PowerSGD
 from .data_parallel import DistributedDataParallel
 from .options import Options
 from .wrap import (
@@ -25,23 +26,29 @@ from .wrap import (
 )
 
 if TYPE_CHECKING:
-    from . import optim
+    from . import hooks, optim
     from ._version import __version__
     from .describe import describe, stats
 
 __all__ = [
+    "Bf16",
     "CheckpointError",
     "CommError",
     "CommTimeoutError",
     "DistributedDataParallel",
     "Error",
+    "Fp16",
+    "Int4",
+    "Int8",
     "Options",
+    "PowerSGD",
     "__version__",
     "clip_grad_norm_",
     "describe",
     "full_gradients",
     "full_optimizer_state_dict",
     "full_parameters",
+    "hooks",
     "load_full_optimizer_state_dict",
     "shard_optimizer",
     "optim",
@@ -56,8 +63,8 @@ _LAZY = {"describe": "describe", "stats": "describe", "__version__": "_version"}
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "optim":
-        return import_module(f"{__name__}.optim")
+    if name in ("optim", "hooks"):
+        return import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # All names of the submodule at once: importing it has set its own name here, which hides a function of that name.
@@ -67,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "optim"})
+    return sorted({*globals(), *_LAZY, "optim", "hooks"})

@@ -1,0 +1,151 @@
+"""What compressors that remember share: whose state is whose, and how it is saved and taken back.
+
+State belongs to a parameter, by its name where names are known, and else by its place in the order in which parameters first
+came to the hook. It survives other buckets. It is this rank's own: saved by every rank, taken back at the same world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._engine import Error
+from .exchange import Exchange, group_exchange
+
+
+class CompressionState:
+    """Entries (dicts of tensors) by parameter, made at a parameter's first bucket or taken from a loaded state.
+
+    Attributes
+    ----------
+    iter : int
+        Rounds complete.
+    """
+
+    kind = ""
+
+    def __init__(
+        self, process_group: Any = None, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None
+    ) -> None:
+        self.process_group = process_group
+        self.iter = 0
+        self._exchange: Exchange | None = None
+        self._names = WeakIdKeyDictionary()  # parameter -> name
+        self._unnamed = 0
+        self._entries: dict[str, dict[str, torch.Tensor]] = {}
+        self._loaded: dict[str, dict[str, torch.Tensor]] | None = None
+        if named_parameters is not None:
+            self.set_names(named_parameters)
+
+    def set_names(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Names for state_dict(); before the first bucket."""
+        for name, parameter in named_parameters:
+            self._names[parameter] = name
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Its name, or #k for the k-th parameter without one."""
+        if parameter not in self._names:
+            self._names[parameter] = f"#{self._unnamed}"
+            self._unnamed += 1
+        return str(self._names[parameter])
+
+    @property
+    def exchange(self) -> Exchange:
+        """Over the process group, made at first use."""
+        if self._exchange is None:
+            self._exchange = group_exchange(self.process_group)
+        return self._exchange
+
+    def use_exchange(self, exchange: Exchange) -> None:
+        """In place of the process group."""
+        self._exchange = exchange
+
+    def entry(self, parameter: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, torch.Tensor], bool]:
+        """The parameter's tensors, float32 of `shapes`, and whether they are new (zeros)."""
+        name = self.name_of(parameter)
+        if name not in self._entries:
+            taken = self._taken(name, shapes)
+            self._entries[name] = taken or {key: torch.zeros(shape) for key, shape in shapes.items()}
+            return self._entries[name], taken is None
+        found = self._entries[name]
+        for key, shape in shapes.items():
+            if tuple(found[key].shape) != tuple(shape):
+                raise Error(
+                    f"{self.kind}: {key} of parameter {name!r} has shape {tuple(found[key].shape)}, and the parameter needs "
+                    f"{tuple(shape)} (rank {self.exchange.rank})"
+                )
+        return found, False
+
+    def _taken(self, name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor] | None:
+        if self._loaded is None:
+            return None
+        given = self._loaded.pop(name, None)
+        if given is None:
+            raise Error(
+                f"{self.kind}: the state that was loaded is another model's: it has nothing for parameter {name!r} "
+                f"(rank {self.exchange.rank})"
+            )
+        for key, shape in shapes.items():
+            if key not in given or tuple(given[key].shape) != tuple(shape):
+                has = tuple(given[key].shape) if key in given else None
+                raise Error(
+                    f"{self.kind}: the state that was loaded is another model's: {key} of parameter {name!r} must have shape "
+                    f"{tuple(shape)}, not {has} (rank {self.exchange.rank})"
+                )
+        return {key: given[key].clone() for key in shapes}
+
+    def end_bucket(self, is_last: bool) -> None:
+        """After each bucket."""
+        if not is_last:
+            return
+        self.iter += 1
+        if self._loaded and self.uses_entries():
+            name = next(iter(self._loaded))
+            raise Error(
+                f"{self.kind}: the state that was loaded is another model's: no parameter is named {name!r} "
+                f"(rank {self.exchange.rank})"
+            )
+
+    def uses_entries(self) -> bool:
+        """Whether the round just ended asked for every parameter's entry."""
+        return True
+
+    def settings(self) -> dict[str, Any]:
+        """What a loaded state must agree about."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state; tensors are copies. Every rank saves its own."""
+        entries = {**(self._loaded or {}), **self._entries}
+        return {
+            "kind": self.kind,
+            "settings": self.settings(),
+            "iter": self.iter,
+            "rank": self.exchange.rank,
+            "world_size": self.exchange.world_size,
+            "parameters": {name: {key: t.clone() for key, t in entry.items()} for name, entry in entries.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what state_dict() gave on this rank.
+
+        Raises
+        ------
+        Error
+            Another compressor's or rank's state, or another world size's; at the first round: another model's.
+        """
+        wanted = {
+            "kind": self.kind,
+            "settings": self.settings(),
+            "rank": self.exchange.rank,
+            "world_size": self.exchange.world_size,
+        }
+        for key, value in wanted.items():
+            if state.get(key) != value:
+                raise Error(f"{self.kind}: load_state_dict: {key} must be {value!r}, got {state.get(key)!r}")
+        self.iter = int(state["iter"])
+        self._entries = {}
+        self._loaded = {name: dict(entry) for name, entry in state["parameters"].items()}
