@@ -174,8 +174,14 @@ def slice_numel(numel: int, world_size: int) -> int:
     return max(_ALIGNMENT, -(-share // _ALIGNMENT) * _ALIGNMENT)
 
 
-def fold_message(exchange: Exchange, dtype: torch.dtype, op: str) -> torch.Tensor:
-    """What begin() was filled with, elements of `dtype`, averaged or summed over ranks in rank order; the whole of it."""
+def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
+    """begin()'s message, as elements of its dtype, averaged or summed over ranks in rank order; the whole of it.
+
+    Of one rank it is the message itself.
+    """
+    if exchange.world_size == 1:
+        return message
+    dtype = message.dtype
     pieces = exchange.scatter()
     result = exchange.result()
     name = str(dtype).removeprefix("torch.")
@@ -185,8 +191,10 @@ def fold_message(exchange: Exchange, dtype: torch.dtype, op: str) -> torch.Tenso
 
 def average_plain(exchange: Exchange, flat: torch.Tensor) -> None:
     """The mean over ranks in place, in the dtype of `flat`, which is one-dimensional: no compression."""
+    if exchange.world_size == 1:
+        return
     share = slice_numel(flat.numel(), exchange.world_size)
     message = exchange.begin(share * flat.element_size()).view(flat.dtype)
     message[: flat.numel()].copy_(flat)
     message[flat.numel() :].zero_()
-    flat.copy_(fold_message(exchange, flat.dtype, "mean")[: flat.numel()])
+    flat.copy_(fold_message(exchange, message, "mean")[: flat.numel()])

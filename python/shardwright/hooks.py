@@ -47,7 +47,7 @@ def average_half(exchange: Exchange, flat: torch.Tensor, dtype: torch.dtype) -> 
     message = exchange.begin(slice_numel(numel, exchange.world_size) * dtype.itemsize).view(dtype)
     half_encode(name, message.data_ptr(), flat.data_ptr(), numel, 1.0 / exchange.world_size)
     message[numel:].zero_()
-    whole = fold_message(exchange, dtype, "sum")
+    whole = fold_message(exchange, message, "sum")
     half_decode(name, flat.data_ptr(), whole.data_ptr(), numel)
 
 

@@ -181,7 +181,7 @@ class PowerSGDState(CompressionState):
             message[at : at + part.numel()].copy_(part)
             at += part.numel()
         message[at:].zero_()
-        whole = fold_message(self.exchange, torch.float32, "mean")
+        whole = fold_message(self.exchange, message, "mean")
         at = head
         for part in small:
             part.copy_(whole[at : at + part.numel()])
@@ -197,7 +197,7 @@ class PowerSGDState(CompressionState):
         message = self.exchange.begin(4 * slice_numel(own.numel(), self.exchange.world_size)).view(torch.float32)
         message[: own.numel()].copy_(own)
         message[own.numel() :].zero_()
-        whole = fold_message(self.exchange, torch.float32, "mean")
+        whole = fold_message(self.exchange, message, "mean")
         if not powersgd_is_finite(whole.data_ptr(), own.numel()):  # sums that left the range: nothing was sent
             for matrix in matrices:
                 matrix.entry["right"].zero_()

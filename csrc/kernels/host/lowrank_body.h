@@ -22,7 +22,7 @@ enum {
     LANES = SW_LOWRANK_LANES,
     WIDTH = COMPRESS_VECTOR_BYTES / 4,
     ROWS = 4,
-    TILE = 512,
+    TILE = 1024,
     RANKS = 4, /* factor rows at a time */
 };
 
@@ -197,16 +197,82 @@ static void tile_sub_product(float *v, float left[][ROWS], const sw_lowrank *m, 
                                            count, ranks, true))
 }
 
-/* v = gradient + (memory - leftᵀ right) */
-static void tile_value(float *v, float left[][ROWS], const sw_lowrank *m, tile at)
+/* One stage of v = gradient + (memory - leftᵀ right), for a tile of whole vectors: the first stage reads
+ * memory, the last one adds the gradient and may write memory. The next four rows are asked for
+ * meanwhile: a row is often a page, at whose end the processor's own prefetching stops. */
+LOWRANK_INLINE void tile_stage(float *v, float left[][ROWS], size_t k, const sw_lowrank *m, tile at,
+                               int ranks, bool first, bool last, bool write)
+{
+    size_t stride = sw_lowrank_stride(m->cols), place = at.row * m->cols + at.col;
+    const float *factor = m->right + k * stride + at.col, *gradient = m->gradient + place;
+    float *memory = m->memory + place;
+    vector c[RANKS][ROWS];
+    LOWRANK_UNROLL
+    for (int r = 0; r < ranks; ++r)
+        LOWRANK_UNROLL
+        for (size_t row = 0; row < ROWS; ++row)
+            c[r][row] = vector_of(left[k + (size_t)r][row]);
+    for (size_t j = 0; j < at.cols; j += WIDTH) {
+        vector f[RANKS];
+        LOWRANK_UNROLL
+        for (int r = 0; r < ranks; ++r)
+            f[r] = vector_load(factor + (size_t)r * stride + j);
+        LOWRANK_UNROLL
+        for (size_t row = 0; row < ROWS; ++row) {
+            size_t here = row * m->cols + j, ahead = (here + ROWS * m->cols) * sizeof(float);
+            vector value = vector_load(first ? memory + here : v + row * TILE + j);
+            if (first)
+                __builtin_prefetch((const void *)((uintptr_t)memory + ahead), 0, 2);
+            LOWRANK_UNROLL
+            for (int r = 0; r < ranks; ++r)
+                value -= c[r][row] * f[r];
+            if (last) {
+                __builtin_prefetch((const void *)((uintptr_t)gradient + ahead), 0, 2);
+                value = vector_load(gradient + here) + value;
+                if (write)
+                    vector_store(memory + here, value);
+            }
+            vector_store(v + row * TILE + j, value);
+        }
+    }
+}
+
+LOWRANK_INLINE void tile_stages(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
+                                bool write)
+{
+    if (m->rank <= RANKS) {
+        LOWRANK_BY_RANKS(m->rank, tile_stage(v, left, k, m, at, ranks, true, true, write))
+        return;
+    }
+    size_t stride = sw_lowrank_stride(m->cols), final = (m->rank - 1) / RANKS * RANKS;
+    tile_stage(v, left, 0, m, at, RANKS, true, false, false);
+    for (size_t k = RANKS; k < final; k += RANKS)
+        tile_combine(v, left + k, m->right + k * stride + at.col, stride, at.cols, RANKS, true);
+    switch (m->rank - final) {
+    case 1: tile_stage(v, left, final, m, at, 1, false, true, write); break;
+    case 2: tile_stage(v, left, final, m, at, 2, false, true, write); break;
+    case 3: tile_stage(v, left, final, m, at, 3, false, true, write); break;
+    default: tile_stage(v, left, final, m, at, 4, false, true, write);
+    }
+}
+
+/* v = gradient + (memory - leftᵀ right), and memory = v if `write`. */
+LOWRANK_INLINE void tile_value(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
+                               bool write)
 {
     if (!m->memory) {
         tile_read(v, m->gradient, m->cols, at);
         return;
     }
+    if (at.rows == ROWS && at.cols % LANES == 0) {
+        tile_stages(v, left, m, at, write);
+        return;
+    }
     tile_read(v, m->memory, m->cols, at);
     tile_sub_product(v, left, m, at);
     tile_add(v, m->gradient, m->cols, at);
+    if (write)
+        tile_write(m->memory, v, m->cols, at);
 }
 
 static tile tile_at(const sw_lowrank *m, size_t row, size_t col)
@@ -241,7 +307,7 @@ static void lowrank_project(const sw_lowrank *m, const float *basis, float *out)
         for (size_t col = 0; col < m->cols; col += TILE) {
             tile at = tile_at(m, row, col);
             size_t count = sw_lowrank_stride(at.cols);
-            tile_value(v, left, m, at);
+            tile_value(v, left, m, at, false);
             LOWRANK_BY_RANKS(m->rank, tile_dot(v, basis + k * stride + col, stride, count,
                                                lanes + k, ranks))
         }
@@ -264,12 +330,55 @@ static void lowrank_absorb(const sw_lowrank *m, const float *left_now, float *ou
         for (size_t col = 0; col < m->cols; col += TILE) {
             tile at = tile_at(m, row, col);
             size_t count = sw_lowrank_stride(at.cols);
-            tile_value(v, left, m, at);
-            if (m->memory)
-                tile_write(m->memory, v, m->cols, at);
+            tile_value(v, left, m, at, true);
             LOWRANK_BY_RANKS(m->rank,
                              tile_gather(v, now + k, out + k * stride + col, stride, count, ranks))
         }
+    }
+}
+
+/* out = leftᵀ right, or out += it, for a tile of whole vectors. */
+LOWRANK_INLINE void tile_expand(float *out, float left[][ROWS], const float *factor, size_t stride,
+                                size_t width, size_t count, int ranks, bool add)
+{
+    vector c[RANKS][ROWS];
+    LOWRANK_UNROLL
+    for (int k = 0; k < ranks; ++k)
+        LOWRANK_UNROLL
+        for (int row = 0; row < ROWS; ++row)
+            c[k][row] = vector_of(left[k][row]);
+    for (size_t j = 0; j < count; j += WIDTH) {
+        vector f[RANKS];
+        LOWRANK_UNROLL
+        for (int k = 0; k < ranks; ++k)
+            f[k] = vector_load(factor + (size_t)k * stride + j);
+        LOWRANK_UNROLL
+        for (size_t row = 0; row < ROWS; ++row) {
+            vector value = add ? vector_load(out + row * width + j) : (vector){0};
+            LOWRANK_UNROLL
+            for (int k = 0; k < ranks; ++k)
+                value += c[k][row] * f[k];
+            vector_store(out + row * width + j, value);
+        }
+    }
+}
+
+static void expand_whole(float *out, float left[][ROWS], const float *right, const sw_lowrank *m,
+                         tile at)
+{
+    size_t stride = sw_lowrank_stride(m->cols);
+    float *to = out + at.row * m->cols + at.col;
+    right += at.col;
+    if (m->rank >= RANKS)
+        tile_expand(to, left, right, stride, m->cols, at.cols, RANKS, false);
+    else
+        LOWRANK_BY_RANKS(m->rank,
+                         tile_expand(to, left, right, stride, m->cols, at.cols, ranks, false))
+    if (m->rank > RANKS) {
+        left += RANKS;
+        right += RANKS * stride;
+        LOWRANK_BY_RANKS(m->rank - RANKS, tile_expand(to, left + k, right + k * stride, stride,
+                                                      m->cols, at.cols, ranks, true))
     }
 }
 
@@ -284,6 +393,10 @@ static void lowrank_expand(float *out, const float *left, const float *right, si
         for (size_t col = 0; col < cols; col += TILE) {
             tile at = tile_at(&m, row, col);
             size_t count = sw_lowrank_stride(at.cols);
+            if (at.rows == ROWS && at.cols % LANES == 0) {
+                expand_whole(out, coefficient, right, &m, at);
+                continue;
+            }
             tile_read(v, NULL, cols, at);
             LOWRANK_BY_RANKS(rank, tile_combine(v, coefficient + k, right + k * stride + col,
                                                 stride, count, ranks, false))
