@@ -54,7 +54,7 @@ class PowerSGDState(CompressionState):
     -----
     The error is each rank's own, (I - P Pᵀ) v, so it does not grow with what other ranks send, and it is never written down:
     memory holds v. A bucket whose P is not finite on some rank leaves the state as it was, on every rank, and its compressed
-    gradients are NaN. Memory: one float32 an element, and 2 rank (rows + columns).
+    gradients are NaN; one whose P is finite and whose Q overflows starts afresh. Memory: one float32 an element, and 2 rank (rows + columns).
     """
 
     kind = "PowerSGD"
@@ -198,9 +198,10 @@ class PowerSGDState(CompressionState):
         message[: own.numel()].copy_(own)
         message[own.numel() :].zero_()
         whole = fold_message(self.exchange, message, "mean")
-        if not powersgd_is_finite(whole.data_ptr(), own.numel()):  # sums that left the range: nothing was sent
-            for matrix in matrices:
-                matrix.entry["right"].zero_()
+        if not powersgd_is_finite(whole.data_ptr(), own.numel()):
+            for matrix in matrices:  # finite gradients whose sums leave the range: kept, they would do so for ever
+                for key in {"memory", "right"} & matrix.entry.keys():
+                    matrix.entry[key].zero_()
             return False
         powersgd_decompress(table, _addresses(whole, sizes))
         return True

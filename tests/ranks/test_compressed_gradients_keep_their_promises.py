@@ -370,6 +370,19 @@ def test_hard_matrices_stay_finite_and_are_paid(rank, world_size):
 
 
 @on_every_rank()
+def test_sums_that_leave_the_range_do_not_stay(rank, world_size):
+    owners = [torch.nn.Parameter(torch.zeros(40, 30))]
+    state = PowerSGDState(None, 2, start_powerSGD_iter=0)
+    huge = torch.zeros(40, 30)
+    huge[:, 3] = 1e38  # finite; its column's norm is not
+    run(powerSGD_hook, state, owners, [gradients_of(rank, 0)[0]])
+    assert bool(run(powerSGD_hook, state, owners, [huge]).isnan().all())
+    clean = run(powerSGD_hook, state, owners, [gradients_of(rank, 1)[0]])
+    assert bool(clean.isfinite().all()) and float(clean.abs().max()) < 10
+    assert same_everywhere(clean.tolist())
+
+
+@on_every_rank()
 def test_misuse_is_named(rank, world_size):
     for bad in (0, -1, 257, 1.5):
         with pytest.raises(ValueError, match=r"matrix_approximation_rank must be in \[1, 256\], got"):
