@@ -447,9 +447,8 @@ static void row_scale(float *a, float factor, size_t stride)
         a[j] *= factor;
 }
 
-/* By powers of two to a greatest magnitude in [1, 2), so that no square leaves the range; false if
- * that magnitude is zero or not finite. */
-static bool row_normalize_range(float *a, size_t stride)
+/* The bits of the greatest magnitude, which order as the magnitudes do. */
+static uint32_t row_most(const float *a, size_t stride)
 {
     uint32_t most = 0;
     for (size_t j = 0; j < stride; ++j) {
@@ -458,15 +457,24 @@ static bool row_normalize_range(float *a, size_t stride)
         magnitude &= 0x7fffffffu;
         most = magnitude > most ? magnitude : most;
     }
+    return most;
+}
+
+/* By powers of two to a greatest magnitude in [1, 2), so that no square leaves the range; false if
+ * that magnitude is zero or not finite. */
+static bool row_normalize_range(float *a, size_t stride)
+{
+    uint32_t most = row_most(a, stride), bits;
     if (most == 0 || most >= 0x7f800000u)
         return false;
-    float greatest;
-    int exponent;
-    memcpy(&greatest, &most, sizeof greatest);
-    frexpf(greatest, &exponent);
-    int step = (1 - exponent) / 2; /* 2^149 is no float: in two */
-    row_scale(a, ldexpf(1.0f, step), stride);
-    row_scale(a, ldexpf(1.0f, 1 - exponent - step), stride);
+    for (; most >> 23 < 64; most = row_most(a, stride)) /* subnormals: three times at most */
+        row_scale(a, 0x1p64f, stride);
+    for (; most >> 23 > 190; most = row_most(a, stride))
+        row_scale(a, 0x1p-64f, stride);
+    float factor;
+    bits = (254u - (most >> 23)) << 23;
+    memcpy(&factor, &bits, sizeof factor);
+    row_scale(a, factor, stride);
     return true;
 }
 
