@@ -6,7 +6,8 @@ came to the hook. It survives other buckets. It is this rank's own: saved by eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +130,21 @@ class CompressionState:
             "parameters": {name: {key: t.clone() for key, t in entry.items()} for name, entry in entries.items()},
         }
 
+    def scale_errors(self, factor: float) -> None:
+        """Multiplies what is owed, when the loss is scaled by `factor` more than before.
+
+        Raises
+        ------
+        ValueError
+            A factor that is not above 0 and finite.
+        """
+        if not 0 < factor < math.inf:
+            raise ValueError(f"{self.kind}: scale_errors: factor must be above 0 and finite, got {factor!r}")
+        for entry in (*self._entries.values(), *(self._loaded or {}).values()):
+            for key in ("error", "memory", "right"):
+                if key in entry:
+                    entry[key].mul_(factor)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what state_dict() gave on this rank.
 
@@ -148,4 +164,52 @@ class CompressionState:
                 raise Error(f"{self.kind}: load_state_dict: {key} must be {value!r}, got {state.get(key)!r}")
         self.iter = int(state["iter"])
         self._entries = {}
-        self._loaded = {name: dict(entry) for name, entry in state["parameters"].items()}
+        self._loaded = {
+            name: {key: tensor.clone() for key, tensor in entry.items()} for name, entry in state["parameters"].items()
+        }
+
+
+def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """A state for rank `rank` of `world_size` from the states of all ranks of a run of another size.
+
+    Parameters
+    ----------
+    states : sequence of dict
+        What state_dict() gave on every rank, in rank order.
+
+    Returns
+    -------
+    dict
+        For load_state_dict(). Every rank gets the ranks' mean error, so what is owed stays what it was.
+
+    Raises
+    ------
+    Error
+        A rank is missing, or states are of different compressors.
+    """
+    first = states[0] if states else {}
+    for place, state in enumerate(states):
+        for key, value in {**first, "rank": place, "world_size": len(states)}.items():
+            if key != "parameters" and state.get(key) != value:
+                raise Error(f"reshard_state: {key} of states[{place}] must be {value!r}, got {state.get(key)!r}")
+    if not states:
+        raise Error("reshard_state: states must hold the state of every rank, got none")
+    names = first["parameters"]
+    entries = {name: _joined([state["parameters"][name] for state in states]) for name in names}
+    return {**first, "rank": rank, "world_size": world_size, "parameters": entries}
+
+
+def _joined(entries: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One entry that owes the mean of what `entries` owe."""
+    made = {key: tensor.clone() for key, tensor in entries[0].items()}
+    if "error" in made:
+        made["error"] = torch.stack([entry["error"].double() for entry in entries]).mean(0).float()
+    if "right" in made:
+        made["right"].zero_()
+    if "memory" in made:
+        rows, cols = made["memory"].shape
+        owed = [
+            e["memory"].double() - e["left"][:, :rows].double().T @ e["right"][:, :cols].double() for e in entries
+        ]
+        made["memory"] = torch.stack(owed).mean(0).float()
+    return made

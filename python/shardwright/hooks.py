@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ._engine import half_decode, half_encode
 from .block_compression import BlockState
+from .compression_state import reshard_state
 from .exchange import Exchange, fold_message, group_exchange, slice_numel
 from .powersgd import PowerSGDState
 
@@ -32,6 +33,7 @@ __all__ = [
     "int4_compress_hook",
     "int8_compress_hook",
     "powerSGD_hook",
+    "reshard_state",
 ]
 
 

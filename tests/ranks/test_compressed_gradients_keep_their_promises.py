@@ -23,6 +23,7 @@ if PEER != "torch":
         int4_compress_hook,
         int8_compress_hook,
         powerSGD_hook,
+        reshard_state,
     )
 
 both_fronts = pytest.mark.parametrize("front", ["stock", "ours"])
@@ -276,6 +277,49 @@ def test_a_resumed_state_goes_on_with_the_same_bits(rank, world_size, name):
         assert bits_equal(ours, run(hook, twin, twin_owners, gradients_of(rank, step)))
 
 
+@pytest.mark.parametrize("name", ["int4", "powersgd"])
+@on_every_rank()
+def test_a_run_of_another_size_pays_what_was_owed(rank, world_size, name):
+    owners = parameters()
+    state, hook, _ = cases(name)
+    applied = torch.zeros(sum(p.numel() for p in owners), dtype=torch.float64)
+    expected = torch.zeros_like(applied)
+    for step in range(6):
+        applied += run(hook, state, owners, gradients_of(rank, step)).double()
+        expected += mean_of(world_size, step)
+    groups = [dist.new_group([r]) for r in range(world_size)]
+    alone = cases(name)[0]
+    alone.process_group = groups[rank]
+    alone.load_state_dict(reshard_state(gather(state.state_dict()), 0, 1))
+    alone_owners = parameters()
+    for step in range(6, 12):  # every rank for itself, on the same gradients
+        applied += run(hook, alone, alone_owners, gradients_of(0, step)).double()
+        expected += flat_of(0, step).double()
+    error = block_errors(alone) if name == "int4" else powersgd_errors(alone, alone_owners)
+    assert float(error.norm()) > 1e-4 * float(expected.norm())
+    assert float((applied + error.double() - expected).norm()) <= 1e-6 * 12 * float(flat_of(rank, 0).norm())
+    with pytest.raises(sw.Error, match=r"reshard_state: (world_size|rank) of states\[0\] must be"):
+        reshard_state([state.state_dict()] * (world_size + 1), 0, 1)
+
+
+@pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd"])
+@on_every_rank()
+def test_a_scaled_loss_scales_what_is_owed(rank, world_size, name):
+    owners, twin_owners = parameters(), parameters()
+    state, hook, _ = cases(name)
+    twin = cases(name)[0]
+    for step in range(5):
+        run(hook, state, owners, gradients_of(rank, step))
+        run(hook, twin, twin_owners, gradients_of(rank, step))
+    twin.scale_errors(1024.0)
+    for step in range(5, 8):  # powers of two: the same bits, ten binades up
+        ours = run(hook, state, owners, gradients_of(rank, step))
+        theirs = run(hook, twin, twin_owners, [g * 1024 for g in gradients_of(rank, step)])
+        assert bits_equal(ours * 1024, theirs)
+    with pytest.raises(ValueError, match="factor must be above 0 and finite, got 0"):
+        twin.scale_errors(0)
+
+
 @on_every_rank()
 def test_the_state_of_another_model_is_refused(rank, world_size):
     owners = parameters()
@@ -405,6 +449,20 @@ def test_misuse_is_named(rank, world_size):
     with pytest.raises(sw.Error, match="registered already"):
         hooked.compress_gradients(sw.Fp16())
     gather(None)
+
+
+@on_every_rank(at_least=2)
+def test_joined_ranks_take_part(rank, world_size):
+    torch.manual_seed(0)
+    wrapped = sw.wrap(Mlp(), compress=sw.PowerSGD(rank=2, min_compression_rate=1), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    with wrapped.join():
+        for step in range(2 + (rank == 0)):
+            optimizer.zero_grad()
+            wrapped(batch(rank, 8, 7, step=step)).square().mean().backward()
+            optimizer.step()
+    found = gather([p.detach().clone() for p in wrapped.module.parameters()])
+    assert all(bool(p.isfinite().all()) for p in found[0])
 
 
 @on_every_rank(at_least=2)
