@@ -61,7 +61,7 @@ class BlockState(CompressionState):
         buffer = bucket.buffer()
         flat = buffer if buffer.dtype == torch.float32 else buffer.float()
         spans, first = [], 0
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters()):
+        for gradient, parameter in self.members(bucket):
             offset = gradient.storage_offset() - buffer.storage_offset()
             error = None
             if self.error_feedback:

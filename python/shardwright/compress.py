@@ -125,10 +125,12 @@ class PowerSGD(Compressor):
         return state, powerSGD_hook
 
 
-def check_compressor(compress: Any, zero: int) -> None:
+def check_compressor(compress: Any, zero: int, reduce: str) -> None:
     """TypeError or NotImplementedError with a sentence, before anything is made."""
     if compress is None:
         return
+    if reduce != "mean":
+        raise NotImplementedError(f"compress={compress} gives the mean over ranks: reduce must be 'mean', got {reduce!r}")
     if not isinstance(compress, Compressor):
         raise TypeError(
             "compress must be None, sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), "

@@ -6,8 +6,9 @@ came to the hook. It survives other buckets. It is this rank's own: saved by eve
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class CompressionState:
         self._exchange: Exchange | None = None
         self._names = WeakIdKeyDictionary()  # parameter -> name
         self._unnamed = 0
+        self._skipped = False
         self._entries: dict[str, dict[str, torch.Tensor]] = {}
         self._loaded: dict[str, dict[str, torch.Tensor]] | None = None
         if named_parameters is not None:
@@ -98,12 +100,23 @@ class CompressionState:
                 )
         return {key: given[key].clone() for key in shapes}
 
+    def members(self, bucket: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Gradients and parameters of a bucket, but those that no rank used, where the bucket knows: what they are owed must
+        wait, since a result for them would be thrown away."""
+        used = bucket.used() if hasattr(bucket, "used") else itertools.repeat(True)
+        for gradient, parameter, is_used in zip(bucket.gradients(), bucket.parameters(), used):
+            if is_used:
+                yield gradient, parameter
+            else:
+                self._skipped = True
+
     def end_bucket(self, is_last: bool) -> None:
         """After each bucket."""
         if not is_last:
             return
         self.iter += 1
-        if self._loaded and self.uses_entries():
+        skipped, self._skipped = self._skipped, False
+        if self._loaded and self.uses_entries() and not skipped:
             name = next(iter(self._loaded))
             raise Error(
                 f"{self.kind}: the state that was loaded is another model's: no parameter is named {name!r} "

@@ -295,6 +295,11 @@ class DistributedDataParallel(TorchDDP):
             raise NotImplementedError(
                 f"join() at zero={self._zero} is not there yet: a rank without inputs must still step on its slices"
             )
+        if self._replica is not None and self._replica.compression is not None and not divide_by_initial_world_size:
+            raise NotImplementedError(
+                f"join(divide_by_initial_world_size=False) under compress={self._replica.compression[0]} is not there yet: "
+                "compressed gradients are divided by the world size"
+            )
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
         return Join(
@@ -348,7 +353,9 @@ class DistributedDataParallel(TorchDDP):
         NotImplementedError
             At zero >= 2.
         """
-        check_compressor(compress, self._zero)
+        check_compressor(compress, self._zero, self._options.reduce)
+        if self._comm_hooks:
+            raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
         verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
         exchange = HostExchange(replica.group.comm)

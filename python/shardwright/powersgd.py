@@ -137,7 +137,7 @@ class PowerSGDState(CompressionState):
     def _average_compressed(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
         matrices: list[_Matrix] = []
         small: list[torch.Tensor] = []
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters()):
+        for gradient, parameter in self.members(bucket):
             offset = gradient.storage_offset() - base
             part = flat[offset : offset + gradient.numel()]
             rows = _rows_in_memory(gradient)

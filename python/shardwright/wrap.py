@@ -93,7 +93,7 @@ def wrap(
     >>> optimizer.step()
     """
     _check_later(zero, dict(precision=precision, offload=offload))
-    check_compressor(compress, zero)
+    check_compressor(compress, zero, options.get("reduce", "mean"))
     if partition not in ("auto", "flat", "tensor"):
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
     Options.from_keywords(options, also_known=("zero", "partition", "compress", *_LATER))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import gather, on_every_rank, same_everywhere
-from models import Mlp
+from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 
@@ -437,6 +437,10 @@ def test_misuse_is_named(rank, world_size):
         sw.wrap(Mlp(), compress="fp16")
     with pytest.raises(NotImplementedError, match="zero=2 is not there yet"):
         sw.wrap(Mlp(), zero=2, compress=sw.Fp16())
+    with pytest.raises(NotImplementedError, match="reduce must be 'mean', got 'sum'"):
+        sw.wrap(Mlp(), reduce="sum", compress=sw.Fp16())
+    with pytest.raises(NotImplementedError, match="divided by the world size"):
+        sw.wrap(Mlp(), compress=sw.Fp16()).join(divide_by_initial_world_size=False)
     with pytest.raises(TypeError, match="shardwright.hooks.PowerSGDState"):
         powerSGD_hook(None, Bucket(gradients_of(rank, 0), parameters()))
     with pytest.raises(TypeError, match="BlockState"):
@@ -449,6 +453,31 @@ def test_misuse_is_named(rank, world_size):
     with pytest.raises(sw.Error, match="registered already"):
         hooked.compress_gradients(sw.Fp16())
     gather(None)
+
+
+@pytest.mark.parametrize("name", ["int4", "powersgd"])
+@on_every_rank()
+def test_what_no_rank_used_goes_on_owing(rank, world_size, name):
+    compress = sw.Int4() if name == "int4" else sw.PowerSGD(rank=1, min_compression_rate=0)
+    torch.manual_seed(0)
+    wrapped = sw.wrap(Heads(), compress=compress)
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(rank, 6, 7, step=step), "left right").backward()
+    before = wrapped.compression_state.state_dict()
+    wrapped.zero_grad()
+    wrapped(batch(rank, 6, 7, step=3), "left").backward()
+    assert wrapped.module.right.weight.grad is None
+    after = wrapped.compression_state.state_dict()["parameters"]
+    for key, entry in before["parameters"].items():
+        same = all(bits_equal(tensor, after[key][part]) for part, tensor in entry.items())
+        assert same == key.startswith("right"), key
+    twin = sw.wrap(Heads(), compress=compress)
+    twin.compression_state.load_state_dict(before)
+    for heads in ("left", "left right"):  # a name that comes later is not another model's
+        twin.zero_grad()
+        twin(batch(rank, 6, 7), heads).backward()
+    assert set(twin.compression_state.state_dict()["parameters"]) == set(before["parameters"])
 
 
 @on_every_rank(at_least=2)
