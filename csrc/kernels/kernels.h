@@ -41,7 +41,8 @@ typedef enum sw_redop {
 typedef void sw_fold_fn(void *const *destination, int destination_count, const void *const *source,
                         int source_count, size_t numel, double scale, sw_redop op);
 
-struct sw_optim_kernels; /* kernels/optim_kernels.h */
+struct sw_compress_kernels; /* kernels/compress_kernels.h */
+struct sw_optim_kernels;    /* kernels/optim_kernels.h */
 
 typedef struct sw_kernel_table {
     const char *name; /* "baseline", "avx2", "avx512", "neon": what describe() prints */
@@ -50,6 +51,7 @@ typedef struct sw_kernel_table {
      * integer and MIN/MAX of a complex are refused earlier, by sw_redop_check(). */
     sw_fold_fn *fold[SW_DTYPE_COUNT];
     const struct sw_optim_kernels *optim; /* optimizers and the norm, same instruction set; never NULL */
+    const struct sw_compress_kernels *compress; /* codecs and low rank, likewise; never NULL */
 } sw_kernel_table;
 
 /* The table in force: the best the processor runs, unless sw_kernels_force() named another.

@@ -137,6 +137,9 @@ bool sw_py_tensor_is_dense(const tensor_reading *a);
 /* optim_module.c */
 int sw_py_optim_functions_add(PyObject *module);
 
+/* compress_module.c */
+int sw_py_compress_functions_add(PyObject *module);
+
 /* Drops *object into NULL first, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                      \
     do {                                          \

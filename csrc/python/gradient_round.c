@@ -219,15 +219,19 @@ static int run_callbacks(reducer_object *self)
     return 0;
 }
 
-/* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each. */
+/* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each, and may
+ * use the communicator itself. */
 static int finish_with_callback(reducer_object *self)
 {
     sw_error err;
     sw_status status;
+    if (!sw_py_comm_enter(self->comm))
+        return -1;
     Py_BEGIN_ALLOW_THREADS status = sw_reducer_exchange_use(self->reducer, &err);
-    Py_END_ALLOW_THREADS if (reducer_raise(self, status, &err) < 0) return -1;
-    return run_callbacks(self);
+    Py_END_ALLOW_THREADS sw_py_comm_leave(self->comm);
+    return reducer_raise(self, status, &err) < 0 ? -1 : run_callbacks(self);
 }
+
 static int finish_round(reducer_object *self)
 {
     sw_error err;
@@ -242,13 +246,13 @@ static int finish_round(reducer_object *self)
         return result;
     }
     int failed = fill(self) < 0;
-    if (!failed && self->bucket_callback) {
-        failed = finish_with_callback(self) < 0;
-    } else if (!failed) {
+    if (!failed && !self->bucket_callback) {
         Py_BEGIN_ALLOW_THREADS status = sw_reducer_finish(self->reducer, &err);
         Py_END_ALLOW_THREADS failed = reducer_raise(self, status, &err) < 0;
     }
     sw_py_comm_leave(self->comm);
+    if (!failed && self->bucket_callback)
+        failed = finish_with_callback(self) < 0;
     return failed || publish(self) < 0 ? -1 : 0;
 }
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._engine import CheckpointError, CommError, CommTimeoutError, Error
 from .clip import clip_grad_norm_
+from .compress import Bf16, Fp16, Int4, Int8, PowerSGD
 from .data_parallel import DistributedDataParallel
 from .options import Options
 from .wrap import (
@@ -25,25 +26,31 @@ from .wrap import (
 )
 
 if TYPE_CHECKING:
-    from . import optim
+    from . import hooks, optim
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
     from .describe import describe, stats
 
 __all__ = [
+    "Bf16",
     "CheckpointError",
     "Checkpointer",
     "CommError",
     "CommTimeoutError",
     "DistributedDataParallel",
     "Error",
+    "Fp16",
+    "Int4",
+    "Int8",
     "Options",
+    "PowerSGD",
     "__version__",
     "clip_grad_norm_",
     "describe",
     "full_gradients",
     "full_optimizer_state_dict",
     "full_parameters",
+    "hooks",
     "load",
     "load_full_optimizer_state_dict",
     "optim",
@@ -67,8 +74,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "optim":
-        return import_module(f"{__name__}.optim")
+    if name in ("optim", "hooks"):
+        return import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # All names of the submodule at once: importing it has set its own name here, which hides a function of that name.
@@ -78,4 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "optim"})
+    return sorted({*globals(), *_LAZY, "optim", "hooks"})

@@ -98,6 +98,53 @@ def norm_sum(tensors: Iterable[torch.Tensor]) -> bytes:
 def norm_value(sums: Iterable[bytes]) -> float:
     """The square root of all `sums` together, rounded once; NaN or infinity if such an element was met."""
 
+# Compression, on addresses; see csrc/compress/codec.h and powersgd.h. An address of 0 means: none.
+
+def block_record_bytes(block: int, bits: int) -> int:
+    """Bytes of one record. ValueError unless block is a multiple of 32 in [32, 4096] and bits 8 or 4."""
+
+def block_encode(block: int, bits: int, records: int, source: int, error: int, numel: int) -> None:
+    """records = quantized source (+ error); an array's records begin with it."""
+
+def block_fold(block: int, bits: int, out: int, wires: Sequence[int], count: int, scale: float, residual: int) -> None:
+    """out = quantized (scale * sum of the decoded wires, in order) of `count` records; residual: what that left out."""
+
+def block_is_finite(block: int, bits: int, records: int, count: int) -> bool:
+    """Whether no record says that something was not finite."""
+
+def block_decode(block: int, bits: int, out: int, records: int, error: int, own: int, numel: int) -> None:
+    """out = decoded records; first, with an error: error = (out + error) - decoded own."""
+
+def half_encode(dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
+    """wire = round(source * scale) to "float16" or "bfloat16"."""
+
+def half_decode(dtype: str, out: int, wire: int, numel: int) -> None:
+    """out = wire as float32."""
+
+#: gradient, memory, left, right, basis (addresses), rows, cols, rank, seed
+_Matrix = tuple[int, int, int, int, int, int, int, int, int]
+
+def powersgd_stride(count: int, /) -> int:
+    """Elements of a factor's row for `count` rows or columns of a matrix."""
+
+def powersgd_init_basis(matrices: Sequence[_Matrix]) -> None:
+    """basis = orthonormal pseudo-random rows of the seed."""
+
+def powersgd_project(matrices: Sequence[_Matrix], p: Sequence[int]) -> None:
+    """P = v Q. Nothing else is written. ValueError for a rank out of range, before anything is written."""
+
+def powersgd_absorb(matrices: Sequence[_Matrix], p: Sequence[int], q: Sequence[int]) -> None:
+    """P is orthonormalized in place; Q = vᵀ P; the state takes both, and v."""
+
+def powersgd_decompress(matrices: Sequence[_Matrix], q: Sequence[int]) -> None:
+    """gradient = P Qᵀ; the next step's basis is the orthonormalized Q."""
+
+def powersgd_error(matrices: Sequence[_Matrix], errors: Sequence[int]) -> None:
+    """What each matrix still owes, rows x cols float32."""
+
+def powersgd_is_finite(values: int, numel: int) -> bool:
+    """Whether all of `numel` float32 values are finite."""
+
 @final
 class Arena:
     """Memory of one size on every rank, mapped by all of them. Made by HostComm.arena()."""

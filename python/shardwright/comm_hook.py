@@ -28,6 +28,7 @@ class GradBucket:
         views: list[torch.Tensor],
         parameters: list[torch.Tensor],
         is_last: bool,
+        used: list[bool],
     ) -> None:
         self._index = index
         self._buffer = buffer
@@ -35,6 +36,7 @@ class GradBucket:
         self._views = views
         self._parameters = parameters
         self._is_last = is_last
+        self._used = used
 
     def index(self) -> int:
         """Position of the bucket in the round, from 0."""
@@ -56,6 +58,10 @@ class GradBucket:
     def is_last(self) -> bool:
         """Whether no bucket follows in this round."""
         return self._is_last
+
+    def used(self) -> list[bool]:
+        """Whether some rank used the parameter in this round, in the order of parameters(). torch's bucket has no such thing."""
+        return self._used
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replaces buffer(), by one of the same number of elements."""
@@ -98,11 +104,10 @@ class HookRunner:
         self._position = 0 if is_last else self._position + 1
 
     def _run(self, bucket: _Bucket, is_last: bool) -> None:
-        kept = [
-            (view, view.clone()) for index, view in zip(bucket.indices, bucket.views) if not self._used_by_any(index)
-        ]
+        used = [self._used_by_any(index) for index in bucket.indices]
+        kept = [(view, view.clone()) for view, is_used in zip(bucket.views, used) if not is_used]
         bucket.clear_padding()
-        argument = GradBucket(self._position, bucket.flat, bucket.offsets, bucket.views, bucket.parameters, is_last)
+        argument = GradBucket(self._position, bucket.flat, bucket.offsets, bucket.views, bucket.parameters, is_last, used)
         result = _value_of(self._hook(self._state, argument))
         if result.numel() != bucket.flat.numel():
             raise Error(

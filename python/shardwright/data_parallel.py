@@ -20,11 +20,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from . import _hooks
 from ._engine import Error
 from .comm_hook import HookRunner
+from .compress import Compressor, check_compressor
+from .compression_state import CompressionState
 from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
+from .exchange import HostExchange
 from .join import ShadowHook
 from .options import Options
 from .process_group import host_group, is_default_group, resolve_group
 from .replica import Replica
+from .table import verify
 
 _RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", "_retire", "__weakref__")
 
@@ -153,6 +157,7 @@ class DistributedDataParallel(TorchDDP):
         self._delay_grad_views: list[Any] = []
         self._accum_grad_hooks: list[Any] = []
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self.compression_state: CompressionState | None = None
         self._divide_by_initial_world_size = True
         self._reset_engine()
 
@@ -290,6 +295,11 @@ class DistributedDataParallel(TorchDDP):
             raise NotImplementedError(
                 f"join() at zero={self._zero} is not there yet: a rank without inputs must still step on its slices"
             )
+        if self._replica is not None and self._replica.compression is not None and not divide_by_initial_world_size:
+            raise NotImplementedError(
+                f"join(divide_by_initial_world_size=False) under compress={self._replica.compression[0]} is not there yet: "
+                "compressed gradients are divided by the world size"
+            )
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
         return Join(
@@ -332,6 +342,29 @@ class DistributedDataParallel(TorchDDP):
             HookRunner(replica.reducer, replica.table.parameters, replica.views, state, hook)
         )
         self._comm_hooks.append((hook, state))
+
+    def compress_gradients(self, compress: Compressor) -> None:
+        """What wrap(..., compress=compress) does: its hook, over the engine's communicator. Collective.
+
+        Raises
+        ------
+        Error
+            A hook or compressor is registered already, or ranks disagree about it.
+        NotImplementedError
+            At zero >= 2.
+        """
+        check_compressor(compress, self._zero, self._options.reduce)
+        if self._comm_hooks:
+            raise Error("compress_gradients can only be called once: a communication hook is registered already")
+        replica = self._engine()
+        verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
+        exchange = HostExchange(replica.group.comm)
+        state, hook = compress.hook(exchange)
+        if isinstance(state, CompressionState):
+            state.set_names(zip(replica.table.names, replica.table.parameters))
+        self.register_comm_hook(state, hook)
+        self.compression_state = state if isinstance(state, CompressionState) else None
+        replica.compression = (repr(compress), exchange)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -71,7 +71,7 @@ def stats() -> dict[str, Any]:
     """Counts since creation: `communicators` by group name, `models` in order of wrapping. No communication."""
     return {
         "communicators": {g.name: g.comm.stats() for g in live_groups()},
-        "models": [{"module": r.label, **r.reducer.stats()} for r in live_replicas()],
+        "models": [{"module": r.label, **r.stats()} for r in live_replicas()],
     }
 
 
@@ -118,6 +118,7 @@ def _model(replica: Any) -> dict[str, Any]:
         "parameters": len(replica.table.parameters),
         "buckets": reducer.bucket_count,
         "gradient_bytes": reducer.planned_bytes,
+        **({"compress": replica.compression[0]} if replica.compression else {}),
         **replica.parameter_plan(),
         "transport": reducer.transport,
         "transport_reason": reducer.transport_reason,

@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack
 from . import _hooks
 from ._engine import Error, Reducer
 from .drift import DriftCheck
+from .exchange import Exchange
 from .gradients import copy_gradient, gradient_view
 from .options import Options
 from .parameter_memory import ParameterMemory, memory_order
@@ -90,6 +91,7 @@ class Replica:
         self._drift = DriftCheck(module, self.table, ignored, pinned=bool(zero), shared=zero == 3)
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
+        self.compression: tuple[str, Exchange] | None = None
         _live.add(self)
         _hooks.watch_steps(self)
 
@@ -178,6 +180,13 @@ class Replica:
         held = "shared_parameter_bytes" if self._parameters.shared else "parameter_bytes"
         plan: dict[str, Any] = {held: self._parameters.bytes_held}
         return {**plan, "parameters_reason": self._parameters.reason} if self._parameters.reason else plan
+
+    def stats(self) -> dict[str, Any]:
+        """The reducer's counts, and what a compressor has sent to other ranks."""
+        if self.compression is None:
+            return self.reducer.stats()
+        name, exchange = self.compression
+        return {**self.reducer.stats(), "compress": name, "wire_bytes": exchange.wire_bytes}
 
     def gradient_slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""

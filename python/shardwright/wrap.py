@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
 from .clip import clip_grad_norm_
+from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .options import Options
 from .sharded_optimizer import ShardedOptimizer, check_sliceable
 
 _LATER = {
     "precision": "precision policies are not there yet: use torch.autocast around the forward",
-    "compress": "compression is not there yet: use register_comm_hook with one of torch's hooks",
     "offload": "offload is not there yet: leave it None",
 }
 
@@ -57,7 +57,9 @@ def wrap(
         copy of the parameters, of which each rank updates its slices.
     clip_grad_norm : float, optional
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
-    precision, compress, offload
+    compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
+        What travels instead of whole gradients, at zero 0 and 1; a communication hook then cannot be registered.
+    precision, offload
         Not there yet: None.
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1; no effect at 0.
@@ -90,10 +92,11 @@ def wrap(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
     """
-    _check_later(zero, dict(precision=precision, compress=compress, offload=offload))
+    _check_later(zero, dict(precision=precision, offload=offload))
+    check_compressor(compress, zero, options.get("reduce", "mean"))
     if partition not in ("auto", "flat", "tensor"):
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
-    Options.from_keywords(options, also_known=("zero", "partition", *_LATER))
+    Options.from_keywords(options, also_known=("zero", "partition", "compress", *_LATER))
     if clip_grad_norm is not None and (optimizer is None or not clip_grad_norm > 0):
         raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {clip_grad_norm!r}")
     if not isinstance(module, torch.nn.Module):
@@ -105,6 +108,8 @@ def wrap(
     if zero and optimizer is not None:
         check_sliceable(optimizer, partition)
     wrapped = DistributedDataParallel(module, zero=zero, **options)
+    if compress is not None:
+        wrapped.compress_gradients(compress)
     if optimizer is None:
         return wrapped
     if zero:

@@ -25,6 +25,7 @@
 #define FOLD_TABLE sw_kernels_avx2
 #define FOLD_TABLE_NAME "avx2"
 #define OPTIM_TABLE sw_optim_kernels_avx2
+#define COMPRESS_TABLE sw_compress_kernels_avx2
 #include "kernels/host/fold_body.h"
 
 #if defined(__clang__)

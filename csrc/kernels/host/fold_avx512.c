@@ -25,6 +25,7 @@
 #define FOLD_TABLE sw_kernels_avx512
 #define FOLD_TABLE_NAME "avx512"
 #define OPTIM_TABLE sw_optim_kernels_avx512
+#define COMPRESS_TABLE sw_compress_kernels_avx512
 #include "kernels/host/fold_body.h"
 
 #if defined(__clang__)

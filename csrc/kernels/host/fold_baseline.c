@@ -6,4 +6,5 @@
 #define FOLD_TABLE sw_kernels_baseline
 #define FOLD_TABLE_NAME "baseline"
 #define OPTIM_TABLE sw_optim_kernels_baseline
+#define COMPRESS_TABLE sw_compress_kernels_baseline
 #include "kernels/host/fold_body.h"

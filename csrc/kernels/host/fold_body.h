@@ -5,8 +5,8 @@
  * each block to float32 (half_body.h) and use float32's operations. Loops are plain C: the compiler
  * vectorises them.
  *
- * The includer defines FOLD_TABLE, FOLD_TABLE_NAME, OPTIM_TABLE (of optim_tables.h) and, where it holds, KERNEL_F16C (with
- * immintrin.h already included). The payload of a float32 or float64 NaN is left to the processor.
+ * The includer defines FOLD_TABLE, FOLD_TABLE_NAME, OPTIM_TABLE (of optim_tables.h), COMPRESS_TABLE
+ * (of compress_tables.h) and, where it holds, KERNEL_F16C (with immintrin.h already included). The payload of a float32 or float64 NaN is left to the processor.
  *
  * Left out: threads (callers split the range) and argument checks (sw_redop_check() came before).
  */
@@ -16,6 +16,7 @@
 
 #include "kernels/host/fold_tables.h"
 #include "kernels/host/half_body.h"
+#include "kernels/host/compress_tables.h"
 #include "kernels/host/optim_tables.h"
 
 /* Two float blocks, a block of halves and the sources' lines together fill half of a 32 KiB L1. */
@@ -126,6 +127,7 @@ static void fold_complex128(void *const *destination, int destination_count,
 const sw_kernel_table FOLD_TABLE = {
     .name = FOLD_TABLE_NAME,
     .optim = &OPTIM_TABLE,
+    .compress = &COMPRESS_TABLE,
     .fold = {[SW_DTYPE_FLOAT32] = fold_float32,
              [SW_DTYPE_FLOAT64] = fold_float64,
              [SW_DTYPE_FLOAT16] = fold_float16,

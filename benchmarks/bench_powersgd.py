@@ -1,0 +1,143 @@
+"""Compression without a network: PowerSGD's passes over a 25 MB bucket, and the half codecs. One process, one thread, CPU.
+
+Both arms of a hook case are the whole hook on a group of one rank, so nothing travels and neither side folds. A bucket goes in as
+it came out of the turn before: result plus error stay what they were, so the work is the same in every turn. First results
+agree to 1e-5 from the same basis (tests/ranks shows it); here each arm's result plus its error must be its first input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from shardwright import _engine, hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+MATRICES = 6
+SIDE = 1024
+NUMEL = MATRICES * SIDE * SIDE
+Arms = dict[str, Callable[[], None]]
+
+
+class Bucket:
+    """What both hooks ask of a GradBucket."""
+
+    def __init__(self) -> None:
+        self.parameters_ = [torch.nn.Parameter(torch.empty(SIDE, SIDE)) for _ in range(MATRICES)]
+        self.source = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+        self.flat = self.source.clone()
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [part.view(SIDE, SIDE) for part in self.flat.split(SIDE * SIDE)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self.parameters_)
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self.flat = buffer
+
+
+def powersgd_arms(rank: int) -> Arms:
+    ours, theirs = Bucket(), Bucket()
+    state = hooks.PowerSGDState(None, rank, start_powerSGD_iter=2)
+    peer = power.PowerSGDState(None, rank, start_powerSGD_iter=2)
+
+    def run_ours() -> None:
+        hooks.powerSGD_hook(state, ours).wait()
+
+    def run_theirs() -> None:
+        power.powerSGD_hook(peer, theirs).wait()
+
+    for _ in range(3):
+        run_ours()
+        run_theirs()
+    owed = torch.cat([error.flatten() for error in state.errors().values()])
+    for result, error in ((ours.flat, owed), (theirs.flat, peer.error_dict[0])):
+        if not torch.allclose(result + error, ours.source, rtol=0, atol=1e-4):
+            raise AssertionError("what was sent and what is owed are not what was there")
+    return {"ours": run_ours, "torch": run_theirs}
+
+
+def half_hook_arms(dtype: torch.dtype) -> Arms:
+    """The whole hook; torch's bfloat16 hook runs outside of its DistributedDataParallel."""
+    ours, theirs = Bucket(), Bucket()
+    name = "fp16_compress_hook" if dtype == torch.float16 else "bf16_compress_hook"
+    mine, other = getattr(hooks, name), getattr(default_hooks, name)
+
+    def run_ours() -> None:
+        mine(None, ours).wait()
+
+    def run_theirs() -> None:
+        other(None, theirs).wait()
+
+    run_ours()
+    run_theirs()
+    if not torch.equal(ours.flat, theirs.flat):
+        raise AssertionError("on one rank both are the rounded gradient")
+    return {"ours": run_ours, "torch": run_theirs}
+
+
+def half_codec_arms(dtype: torch.dtype) -> Arms:
+    """The codec alone: scale and cast in one pass, against torch's cast and division, and the way back for both."""
+    source, out = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)), torch.empty(NUMEL)
+    wire, name = torch.empty(NUMEL, dtype=dtype), str(dtype).removeprefix("torch.")
+
+    def run_ours() -> None:
+        _engine.half_encode(name, wire.data_ptr(), source.data_ptr(), NUMEL, 0.25)
+        _engine.half_decode(name, out.data_ptr(), wire.data_ptr(), NUMEL)
+
+    def run_theirs() -> None:
+        out.copy_(source.to(dtype).div_(4))
+
+    run_theirs()
+    expected = out.clone()
+    run_ours()
+    normal = expected.abs() > 2.0**-14
+    if not torch.equal(out[normal], expected[normal]):
+        raise AssertionError("a quarter is exact, so both round alike")
+    return {"ours": run_ours, "torch": run_theirs}
+
+
+CASES: dict[str, tuple[str, float, Callable[[], Arms]]] = {
+    **{
+        f"PowerSGD r={rank}, 6 x 1024^2, hook": ("torch powerSGD_hook", 1.4 if rank == 1 else 4.0, lambda rank=rank: powersgd_arms(rank))
+        for rank in (1, 2, 4, 8)
+    },
+    "float16 hook, 25 MB": ("torch fp16_compress_hook", 2.0, lambda: half_hook_arms(torch.float16)),
+    "bfloat16 hook, 25 MB": ("torch bf16_compress_hook", 2.0, lambda: half_hook_arms(torch.bfloat16)),
+    "float16 codec, there and back, 25 MB": ("torch cast, div_, copy_", 2.0, lambda: half_codec_arms(torch.float16)),
+    "bfloat16 codec, there and back, 25 MB": ("torch cast, div_, copy_", 2.0, lambda: half_codec_arms(torch.bfloat16)),
+}
+
+
+def measure(rank: int, world_size: int, rounds: int, budget_s: float) -> list[Any]:
+    return [
+        common.interleave(make(), dist.barrier, rounds=rounds, budget_s=budget_s / len(CASES), repeat=2)
+        for _, _, make in CASES.values()
+    ]
+
+
+def main() -> None:
+    report, quick = common.begin("powersgd", __doc__)
+    (results,) = common.run_ranks(1, measure, *((7, 12.0) if quick else (25, 60.0)))
+    for (case, (peer_name, goal, _)), result in zip(CASES.items(), results):
+        times = common.timings([result], 2)
+        extra = {"ours_ns_per_element": times["ours"].median / NUMEL * 1e9}
+        report.add_times(case, times["ours"], times["torch"], peer_name, goal=goal, larger=True, **extra)
+
+
+if __name__ == "__main__":
+    main()

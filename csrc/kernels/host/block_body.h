@@ -1,0 +1,142 @@
+/* block_body.h - halves with a scale, and block-scaled integers; compiled once per instruction set.
+ *
+ * Idea: a block is summed with its error into the L1 cache, its greatest magnitude found on the bits
+ * (which order as the magnitudes do, and put what is not finite on top), and rounded by adding and
+ * taking away 1.5 * 2^23, which is the processor's own rounding to nearest even.
+ *
+ * Left out: stochastic rounding; a sum over ranks of nearest roundings has the smaller bound.
+ */
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/compress_kernels.h"
+#include "kernels/host/half_body.h"
+
+enum { HALF_BLOCK_NUMEL = 1024 };
+
+static void half_narrow(uint16_t *wire, const float *source, size_t numel, float scale,
+                        sw_dtype dtype)
+{
+    float scaled[HALF_BLOCK_NUMEL];
+    for (size_t start = 0; start < numel; start += HALF_BLOCK_NUMEL) {
+        size_t count = numel - start < HALF_BLOCK_NUMEL ? numel - start : HALF_BLOCK_NUMEL;
+        for (size_t i = 0; i < count; ++i)
+            scaled[i] = source[start + i] * scale;
+        if (dtype == SW_DTYPE_FLOAT16)
+            narrow_float16(wire + start, scaled, count);
+        else
+            narrow_bfloat16(wire + start, scaled, count);
+    }
+}
+
+static void half_widen(float *out, const uint16_t *wire, size_t numel, sw_dtype dtype)
+{
+    if (dtype == SW_DTYPE_FLOAT16)
+        widen_float16(out, wire, numel);
+    else
+        widen_bfloat16(out, wire, numel);
+}
+
+static size_t record_bytes(size_t block, int bits)
+{
+    return sizeof(float) + block * (size_t)bits / 8;
+}
+
+static void store_codes(unsigned char *codes, const int8_t *values, size_t count, int bits)
+{
+    if (bits == 8) {
+        memcpy(codes, values, count);
+        return;
+    }
+    for (size_t i = 0; i < count / 2; ++i)
+        codes[i] = (unsigned char)((values[2 * i] & 15) | (values[2 * i + 1] & 15) << 4);
+}
+
+static void load_codes(int8_t *values, const unsigned char *codes, size_t count, int bits)
+{
+    if (bits == 8) {
+        memcpy(values, codes, count);
+        return;
+    }
+    for (size_t i = 0; i < count / 2; ++i) { /* the sign of a half byte by the way over its top */
+        values[2 * i] = (int8_t)(((codes[i] & 15) ^ 8) - 8);
+        values[2 * i + 1] = (int8_t)(((codes[i] >> 4) ^ 8) - 8);
+    }
+}
+
+static void quantize_record(unsigned char *record, const float *value, size_t block, int bits)
+{
+    const float rounder = 12582912.0f, levels = bits == 8 ? 127.0f : 7.0f;
+    int8_t codes[SW_BLOCK_NUMEL_MAX];
+    uint32_t most = 0;
+    for (size_t i = 0; i < block; ++i) {
+        uint32_t magnitude = bits_from_float(value[i]) & 0x7fffffffu;
+        most = magnitude > most ? magnitude : most;
+    }
+    float greatest = float_from_bits(most), scale = greatest / levels;
+    if (most >= 0x7f800000u || greatest < 0x1p-120f) {
+        scale = most >= 0x7f800000u ? float_from_bits(0x7fc00000u) : 0.0f;
+        memset(codes, 0, block);
+    } else {
+        float inverse = levels / greatest;
+        for (size_t i = 0; i < block; ++i)
+            codes[i] = (int8_t)(int32_t)((value[i] * inverse + rounder) - rounder);
+    }
+    memcpy(record, &scale, sizeof scale);
+    store_codes(record + sizeof scale, codes, block, bits);
+}
+
+static void dequantize_record(float *out, const unsigned char *record, size_t block, int bits)
+{
+    int8_t codes[SW_BLOCK_NUMEL_MAX];
+    float scale;
+    memcpy(&scale, record, sizeof scale);
+    load_codes(codes, record + sizeof scale, block, bits);
+    for (size_t i = 0; i < block; ++i)
+        out[i] = scale * (float)codes[i];
+}
+
+static void block_quantize(unsigned char *records, const float *source, const float *error,
+                           size_t numel, size_t block, int bits)
+{
+    float value[SW_BLOCK_NUMEL_MAX];
+    for (size_t start = 0; start < numel; start += block, records += record_bytes(block, bits)) {
+        size_t count = numel - start < block ? numel - start : block;
+        if (error)
+            for (size_t i = 0; i < count; ++i)
+                value[i] = source[start + i] + error[start + i];
+        else
+            memcpy(value, source + start, count * sizeof *value);
+        memset(value + count, 0, (block - count) * sizeof *value);
+        quantize_record(records, value, block, bits);
+    }
+}
+
+static void block_dequantize(float *out, const unsigned char *records, size_t numel, size_t block,
+                             int bits, bool add)
+{
+    float value[SW_BLOCK_NUMEL_MAX];
+    for (size_t start = 0; start < numel; start += block, records += record_bytes(block, bits)) {
+        size_t count = numel - start < block ? numel - start : block;
+        dequantize_record(value, records, block, bits);
+        if (add)
+            for (size_t i = 0; i < count; ++i)
+                out[start + i] += value[i];
+        else
+            memcpy(out + start, value, count * sizeof *value);
+    }
+}
+
+static void block_residual(float *error, const float *source, const unsigned char *records,
+                           size_t numel, size_t block, int bits)
+{
+    float value[SW_BLOCK_NUMEL_MAX];
+    for (size_t start = 0; start < numel; start += block, records += record_bytes(block, bits)) {
+        size_t count = numel - start < block ? numel - start : block;
+        dequantize_record(value, records, block, bits);
+        for (size_t i = 0; i < count; ++i)
+            error[start + i] = (source[start + i] + error[start + i]) - value[i];
+    }
+}

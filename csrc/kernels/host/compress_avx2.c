@@ -1,0 +1,39 @@
+/* compress_avx2.c - the compression bodies compiled for AVX2 and F16C.
+ *
+ * The pragma, not a compiler flag, names the instructions: whatever the standard headers define
+ * inline stays runnable everywhere, because they come before it. Compiles to nothing on other
+ * architectures.
+ */
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/host/compress_tables.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+
+#define KERNEL_F16C 1
+#define COMPRESS_VECTOR_BYTES 32
+#define COMPRESS_TABLE sw_compress_kernels_avx2
+#include "kernels/host/block_body.h"
+#include "kernels/host/lowrank_body.h"
+#include "kernels/host/compress_table_body.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#else
+typedef int sw_no_compress_avx2; /* ISO C wants one declaration a file */
+#endif

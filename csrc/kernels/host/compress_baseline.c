@@ -1,0 +1,6 @@
+/* compress_baseline.c - the compression bodies for what every processor of this architecture runs. */
+#define COMPRESS_VECTOR_BYTES 16
+#define COMPRESS_TABLE sw_compress_kernels_baseline
+#include "kernels/host/block_body.h"
+#include "kernels/host/lowrank_body.h"
+#include "kernels/host/compress_table_body.h"

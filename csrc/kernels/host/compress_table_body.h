@@ -1,0 +1,16 @@
+/* compress_table_body.h - the table of what block_body.h and lowrank_body.h define; the includer names
+ * it COMPRESS_TABLE. */
+#include "kernels/host/compress_tables.h"
+
+const sw_compress_kernels COMPRESS_TABLE = {
+    .half_narrow = half_narrow,
+    .half_widen = half_widen,
+    .block_quantize = block_quantize,
+    .block_dequantize = block_dequantize,
+    .block_residual = block_residual,
+    .lowrank_project = lowrank_project,
+    .lowrank_absorb = lowrank_absorb,
+    .lowrank_expand = lowrank_expand,
+    .lowrank_error = lowrank_error,
+    .lowrank_orthonormalize = lowrank_orthonormalize,
+};

@@ -1,0 +1,536 @@
+/* lowrank_body.h - the passes of PowerSGD over one matrix; compiled once per instruction set.
+ *
+ * Idea: four rows times a tile of columns are brought into the L1 cache as v = gradient + (memory -
+ * leftᵀ right), and everything else reads them there; a pass touches each matrix once. Factors are
+ * taken four rows at a time, so that 16 accumulators stay in registers.
+ *
+ * Order of every sum: over columns, 16 lanes (column mod 16) each in order, then halves added; over
+ * rows, four at a time as (a+b)+(c+d), then in order; over the rank, in order. So bits depend neither
+ * on the instruction set nor on the tile. Rows and columns beyond the end are zeros.
+ *
+ * The includer defines COMPRESS_VECTOR_BYTES.
+ */
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/compress_kernels.h"
+
+enum {
+    LANES = SW_LOWRANK_LANES,
+    WIDTH = COMPRESS_VECTOR_BYTES / 4,
+    ROWS = 4,
+    TILE = 1024,
+    RANKS = 4, /* factor rows at a time */
+};
+
+typedef float vector __attribute__((vector_size(COMPRESS_VECTOR_BYTES)));
+
+#define LOWRANK_INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define LOWRANK_UNROLL _Pragma("unroll")
+#else
+#define LOWRANK_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+LOWRANK_INLINE vector vector_load(const float *from)
+{
+    vector value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+LOWRANK_INLINE void vector_store(float *to, vector value)
+{
+    memcpy(to, &value, sizeof value);
+}
+
+LOWRANK_INLINE vector vector_of(float value)
+{
+    return value - (vector){0};
+}
+
+/* ---- on a tile: ROWS x TILE floats, of which `count` columns (a multiple of LANES) are used ---- */
+
+/* v += sign * coefficientᵀ factor, over `ranks` rows of the factor. */
+LOWRANK_INLINE void tile_combine(float *v, float coefficient[][ROWS], const float *factor,
+                                 size_t stride, size_t count, int ranks, bool subtract)
+{
+    vector c[RANKS][ROWS];
+    LOWRANK_UNROLL
+    for (int k = 0; k < ranks; ++k)
+        LOWRANK_UNROLL
+        for (int row = 0; row < ROWS; ++row)
+            c[k][row] = vector_of(coefficient[k][row]);
+    for (size_t j = 0; j < count; j += WIDTH) {
+        vector f[RANKS];
+        LOWRANK_UNROLL
+        for (int k = 0; k < ranks; ++k)
+            f[k] = vector_load(factor + (size_t)k * stride + j);
+        LOWRANK_UNROLL
+        for (int row = 0; row < ROWS; ++row) {
+            vector value = vector_load(v + row * TILE + j);
+            LOWRANK_UNROLL
+            for (int k = 0; k < ranks; ++k)
+                value = subtract ? value - c[k][row] * f[k] : value + c[k][row] * f[k];
+            vector_store(v + row * TILE + j, value);
+        }
+    }
+}
+
+/* lanes[k][row] += v[row] * basis[k], lane by lane. */
+LOWRANK_INLINE void tile_dot(const float *v, const float *basis, size_t stride, size_t count,
+                             float lanes[][ROWS][LANES], int ranks)
+{
+    for (size_t part = 0; part < LANES; part += WIDTH) {
+        vector sum[RANKS][ROWS];
+        LOWRANK_UNROLL
+        for (int k = 0; k < ranks; ++k)
+            LOWRANK_UNROLL
+            for (int row = 0; row < ROWS; ++row)
+                sum[k][row] = vector_load(lanes[k][row] + part);
+        for (size_t j = part; j < count; j += LANES) {
+            vector value[ROWS];
+            LOWRANK_UNROLL
+            for (int row = 0; row < ROWS; ++row)
+                value[row] = vector_load(v + row * TILE + j);
+            LOWRANK_UNROLL
+            for (int k = 0; k < ranks; ++k) {
+                vector b = vector_load(basis + (size_t)k * stride + j);
+                LOWRANK_UNROLL
+                for (int row = 0; row < ROWS; ++row)
+                    sum[k][row] += value[row] * b;
+            }
+        }
+        LOWRANK_UNROLL
+        for (int k = 0; k < ranks; ++k)
+            LOWRANK_UNROLL
+            for (int row = 0; row < ROWS; ++row)
+                vector_store(lanes[k][row] + part, sum[k][row]);
+    }
+}
+
+/* out[k] += sum over rows of coefficient[k][row] * v[row]. */
+LOWRANK_INLINE void tile_gather(const float *v, float coefficient[][ROWS], float *out,
+                                size_t stride, size_t count, int ranks)
+{
+    vector c[RANKS][ROWS];
+    LOWRANK_UNROLL
+    for (int k = 0; k < ranks; ++k)
+        LOWRANK_UNROLL
+        for (int row = 0; row < ROWS; ++row)
+            c[k][row] = vector_of(coefficient[k][row]);
+    for (size_t j = 0; j < count; j += WIDTH) {
+        vector value[ROWS];
+        LOWRANK_UNROLL
+        for (int row = 0; row < ROWS; ++row)
+            value[row] = vector_load(v + row * TILE + j);
+        LOWRANK_UNROLL
+        for (int k = 0; k < ranks; ++k) {
+            float *at = out + (size_t)k * stride + j;
+            vector sum = (value[0] * c[k][0] + value[1] * c[k][1]) +
+                         (value[2] * c[k][2] + value[3] * c[k][3]);
+            vector_store(at, vector_load(at) + sum);
+        }
+    }
+}
+
+/* `call` with the constant number of factor rows that are left from k on. */
+#define LOWRANK_BY_RANKS(rank, call)                                        \
+    for (size_t k = 0; k < (rank); k += RANKS)                              \
+        switch ((rank) - k) {                                               \
+        case 1: { enum { ranks = 1 }; call; break; }                        \
+        case 2: { enum { ranks = 2 }; call; break; }                        \
+        case 3: { enum { ranks = 3 }; call; break; }                        \
+        default: { enum { ranks = 4 }; call; }                              \
+        }
+
+/* Columns of four rows of a factor (rank x count), zeros beyond the end. */
+static void read_coefficients(float out[][ROWS], const float *factor, size_t stride, size_t first,
+                              size_t rows, size_t rank)
+{
+    for (size_t k = 0; k < rank; ++k)
+        for (size_t row = 0; row < ROWS; ++row)
+            out[k][row] = row < rows ? factor[k * stride + first + row] : 0.0f;
+}
+
+typedef struct tile {
+    size_t row, rows; /* rows <= ROWS from `row` on */
+    size_t col, cols; /* cols <= TILE from `col` on */
+} tile;
+
+/* Into v, zeros around; `from` NULL: all zeros. */
+static void tile_read(float *v, const float *from, size_t width, tile at)
+{
+    size_t padded = sw_lowrank_stride(at.cols);
+    for (size_t row = 0; row < ROWS; ++row) {
+        float *to = v + row * TILE;
+        size_t cols = from && row < at.rows ? at.cols : 0;
+        if (cols)
+            memcpy(to, from + (at.row + row) * width + at.col, cols * sizeof *to);
+        memset(to + cols, 0, (padded - cols) * sizeof *to);
+    }
+}
+
+static void tile_write(float *to, const float *v, size_t width, tile at)
+{
+    for (size_t row = 0; row < at.rows; ++row)
+        memcpy(to + (at.row + row) * width + at.col, v + row * TILE, at.cols * sizeof *v);
+}
+
+static void tile_add(float *v, const float *from, size_t width, tile at)
+{
+    for (size_t row = 0; row < at.rows; ++row) {
+        const float *restrict source = from + (at.row + row) * width + at.col;
+        float *restrict to = v + row * TILE;
+        for (size_t j = 0; j < at.cols; ++j)
+            to[j] = source[j] + to[j];
+    }
+}
+
+static void tile_sub_product(float *v, float left[][ROWS], const sw_lowrank *m, tile at)
+{
+    size_t stride = sw_lowrank_stride(m->cols), count = sw_lowrank_stride(at.cols);
+    LOWRANK_BY_RANKS(m->rank, tile_combine(v, left + k, m->right + k * stride + at.col, stride,
+                                           count, ranks, true))
+}
+
+/* One stage of v = gradient + (memory - leftᵀ right), for a tile of whole vectors: the first stage reads
+ * memory, the last one adds the gradient and may write memory. The next four rows are asked for
+ * meanwhile: a row is often a page, at whose end the processor's own prefetching stops. */
+LOWRANK_INLINE void tile_stage(float *v, float left[][ROWS], size_t k, const sw_lowrank *m, tile at,
+                               int ranks, bool first, bool last, bool write)
+{
+    size_t stride = sw_lowrank_stride(m->cols), place = at.row * m->cols + at.col;
+    const float *factor = m->right + k * stride + at.col, *gradient = m->gradient + place;
+    float *memory = m->memory + place;
+    vector c[RANKS][ROWS];
+    LOWRANK_UNROLL
+    for (int r = 0; r < ranks; ++r)
+        LOWRANK_UNROLL
+        for (size_t row = 0; row < ROWS; ++row)
+            c[r][row] = vector_of(left[k + (size_t)r][row]);
+    for (size_t j = 0; j < at.cols; j += WIDTH) {
+        vector f[RANKS];
+        LOWRANK_UNROLL
+        for (int r = 0; r < ranks; ++r)
+            f[r] = vector_load(factor + (size_t)r * stride + j);
+        LOWRANK_UNROLL
+        for (size_t row = 0; row < ROWS; ++row) {
+            size_t here = row * m->cols + j, ahead = (here + ROWS * m->cols) * sizeof(float);
+            vector value = vector_load(first ? memory + here : v + row * TILE + j);
+            if (first)
+                __builtin_prefetch((const void *)((uintptr_t)memory + ahead), 0, 2);
+            LOWRANK_UNROLL
+            for (int r = 0; r < ranks; ++r)
+                value -= c[r][row] * f[r];
+            if (last) {
+                __builtin_prefetch((const void *)((uintptr_t)gradient + ahead), 0, 2);
+                value = vector_load(gradient + here) + value;
+                if (write)
+                    vector_store(memory + here, value);
+            }
+            vector_store(v + row * TILE + j, value);
+        }
+    }
+}
+
+LOWRANK_INLINE void tile_stages(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
+                                bool write)
+{
+    if (m->rank <= RANKS) {
+        LOWRANK_BY_RANKS(m->rank, tile_stage(v, left, k, m, at, ranks, true, true, write))
+        return;
+    }
+    size_t stride = sw_lowrank_stride(m->cols), final = (m->rank - 1) / RANKS * RANKS;
+    tile_stage(v, left, 0, m, at, RANKS, true, false, false);
+    for (size_t k = RANKS; k < final; k += RANKS)
+        tile_combine(v, left + k, m->right + k * stride + at.col, stride, at.cols, RANKS, true);
+    switch (m->rank - final) {
+    case 1: tile_stage(v, left, final, m, at, 1, false, true, write); break;
+    case 2: tile_stage(v, left, final, m, at, 2, false, true, write); break;
+    case 3: tile_stage(v, left, final, m, at, 3, false, true, write); break;
+    default: tile_stage(v, left, final, m, at, 4, false, true, write);
+    }
+}
+
+/* v = gradient + (memory - leftᵀ right), and memory = v if `write`. */
+LOWRANK_INLINE void tile_value(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
+                               bool write)
+{
+    if (!m->memory) {
+        tile_read(v, m->gradient, m->cols, at);
+        return;
+    }
+    if (at.rows == ROWS && at.cols % LANES == 0) {
+        tile_stages(v, left, m, at, write);
+        return;
+    }
+    tile_read(v, m->memory, m->cols, at);
+    tile_sub_product(v, left, m, at);
+    tile_add(v, m->gradient, m->cols, at);
+    if (write)
+        tile_write(m->memory, v, m->cols, at);
+}
+
+static tile tile_at(const sw_lowrank *m, size_t row, size_t col)
+{
+    return (tile){row, m->rows - row < ROWS ? m->rows - row : ROWS, col,
+                  m->cols - col < TILE ? m->cols - col : TILE};
+}
+
+static float lanes_sum(const float *lanes)
+{
+    float sum[LANES];
+    memcpy(sum, lanes, sizeof sum);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i)
+            sum[i] += sum[i + half];
+    return sum[0];
+}
+
+/* ---- the passes ---- */
+
+static void lowrank_project(const sw_lowrank *m, const float *basis, float *out)
+{
+    size_t stride = sw_lowrank_stride(m->cols), out_stride = sw_lowrank_stride(m->rows);
+    float v[ROWS * TILE], left[SW_LOWRANK_RANK_MAX][ROWS];
+    float lanes[SW_LOWRANK_RANK_MAX][ROWS][LANES];
+    memset(out, 0, m->rank * out_stride * sizeof *out);
+    for (size_t row = 0; row < m->rows; row += ROWS) {
+        size_t rows = tile_at(m, row, 0).rows;
+        if (m->memory)
+            read_coefficients(left, m->left, out_stride, row, rows, m->rank);
+        memset(lanes, 0, m->rank * sizeof *lanes);
+        for (size_t col = 0; col < m->cols; col += TILE) {
+            tile at = tile_at(m, row, col);
+            size_t count = sw_lowrank_stride(at.cols);
+            tile_value(v, left, m, at, false);
+            LOWRANK_BY_RANKS(m->rank, tile_dot(v, basis + k * stride + col, stride, count,
+                                               lanes + k, ranks))
+        }
+        for (size_t k = 0; k < m->rank; ++k)
+            for (size_t i = 0; i < rows; ++i)
+                out[k * out_stride + row + i] = lanes_sum(lanes[k][i]);
+    }
+}
+
+static void lowrank_absorb(const sw_lowrank *m, const float *left_now, float *out)
+{
+    size_t stride = sw_lowrank_stride(m->cols), left_stride = sw_lowrank_stride(m->rows);
+    float v[ROWS * TILE], left[SW_LOWRANK_RANK_MAX][ROWS], now[SW_LOWRANK_RANK_MAX][ROWS];
+    memset(out, 0, m->rank * stride * sizeof *out);
+    for (size_t row = 0; row < m->rows; row += ROWS) {
+        size_t rows = tile_at(m, row, 0).rows;
+        if (m->memory)
+            read_coefficients(left, m->left, left_stride, row, rows, m->rank);
+        read_coefficients(now, left_now, left_stride, row, rows, m->rank);
+        for (size_t col = 0; col < m->cols; col += TILE) {
+            tile at = tile_at(m, row, col);
+            size_t count = sw_lowrank_stride(at.cols);
+            tile_value(v, left, m, at, true);
+            LOWRANK_BY_RANKS(m->rank,
+                             tile_gather(v, now + k, out + k * stride + col, stride, count, ranks))
+        }
+    }
+}
+
+/* out = leftᵀ right, or out += it, for a tile of whole vectors. */
+LOWRANK_INLINE void tile_expand(float *out, float left[][ROWS], const float *factor, size_t stride,
+                                size_t width, size_t count, int ranks, bool add)
+{
+    vector c[RANKS][ROWS];
+    LOWRANK_UNROLL
+    for (int k = 0; k < ranks; ++k)
+        LOWRANK_UNROLL
+        for (int row = 0; row < ROWS; ++row)
+            c[k][row] = vector_of(left[k][row]);
+    for (size_t j = 0; j < count; j += WIDTH) {
+        vector f[RANKS];
+        LOWRANK_UNROLL
+        for (int k = 0; k < ranks; ++k)
+            f[k] = vector_load(factor + (size_t)k * stride + j);
+        LOWRANK_UNROLL
+        for (size_t row = 0; row < ROWS; ++row) {
+            vector value = add ? vector_load(out + row * width + j) : (vector){0};
+            LOWRANK_UNROLL
+            for (int k = 0; k < ranks; ++k)
+                value += c[k][row] * f[k];
+            vector_store(out + row * width + j, value);
+        }
+    }
+}
+
+static void expand_whole(float *out, float left[][ROWS], const float *right, const sw_lowrank *m,
+                         tile at)
+{
+    size_t stride = sw_lowrank_stride(m->cols);
+    float *to = out + at.row * m->cols + at.col;
+    right += at.col;
+    if (m->rank >= RANKS)
+        tile_expand(to, left, right, stride, m->cols, at.cols, RANKS, false);
+    else
+        LOWRANK_BY_RANKS(m->rank,
+                         tile_expand(to, left, right, stride, m->cols, at.cols, ranks, false))
+    if (m->rank > RANKS) {
+        left += RANKS;
+        right += RANKS * stride;
+        LOWRANK_BY_RANKS(m->rank - RANKS, tile_expand(to, left + k, right + k * stride, stride,
+                                                      m->cols, at.cols, ranks, true))
+    }
+}
+
+static void lowrank_expand(float *out, const float *left, const float *right, size_t rows,
+                           size_t cols, size_t rank)
+{
+    const sw_lowrank m = {.rows = rows, .cols = cols, .rank = rank};
+    size_t stride = sw_lowrank_stride(cols), left_stride = sw_lowrank_stride(rows);
+    float v[ROWS * TILE], coefficient[SW_LOWRANK_RANK_MAX][ROWS];
+    for (size_t row = 0; row < rows; row += ROWS) {
+        read_coefficients(coefficient, left, left_stride, row, tile_at(&m, row, 0).rows, rank);
+        for (size_t col = 0; col < cols; col += TILE) {
+            tile at = tile_at(&m, row, col);
+            size_t count = sw_lowrank_stride(at.cols);
+            if (at.rows == ROWS && at.cols % LANES == 0) {
+                expand_whole(out, coefficient, right, &m, at);
+                continue;
+            }
+            tile_read(v, NULL, cols, at);
+            LOWRANK_BY_RANKS(rank, tile_combine(v, coefficient + k, right + k * stride + col,
+                                                stride, count, ranks, false))
+            tile_write(out, v, cols, at);
+        }
+    }
+}
+
+static void lowrank_error(const sw_lowrank *m, float *error)
+{
+    size_t left_stride = sw_lowrank_stride(m->rows);
+    float v[ROWS * TILE], left[SW_LOWRANK_RANK_MAX][ROWS];
+    for (size_t row = 0; row < m->rows; row += ROWS) {
+        read_coefficients(left, m->left, left_stride, row, tile_at(m, row, 0).rows, m->rank);
+        for (size_t col = 0; col < m->cols; col += TILE) {
+            tile at = tile_at(m, row, col);
+            tile_read(v, m->memory, m->cols, at);
+            tile_sub_product(v, left, m, at);
+            tile_write(error, v, m->cols, at);
+        }
+    }
+}
+
+/* ---- orthonormal rows ---- */
+
+static float row_dot(const float *a, const float *b, size_t stride)
+{
+    float lanes[LANES];
+    vector sum[LANES / WIDTH] = {{0}};
+    for (size_t j = 0; j < stride; j += LANES)
+        LOWRANK_UNROLL
+        for (size_t part = 0; part < LANES / WIDTH; ++part)
+            sum[part] += vector_load(a + j + part * WIDTH) * vector_load(b + j + part * WIDTH);
+    memcpy(lanes, sum, sizeof lanes);
+    return lanes_sum(lanes);
+}
+
+static void row_sub(float *a, const float *b, float factor, size_t stride)
+{
+    vector f = vector_of(factor);
+    for (size_t j = 0; j < stride; j += WIDTH)
+        vector_store(a + j, vector_load(a + j) - f * vector_load(b + j));
+}
+
+static void row_scale(float *a, float factor, size_t stride)
+{
+    for (size_t j = 0; j < stride; ++j)
+        a[j] *= factor;
+}
+
+/* The bits of the greatest magnitude, which order as the magnitudes do. */
+static uint32_t row_most(const float *a, size_t stride)
+{
+    uint32_t most = 0;
+    for (size_t j = 0; j < stride; ++j) {
+        uint32_t magnitude;
+        memcpy(&magnitude, a + j, sizeof magnitude);
+        magnitude &= 0x7fffffffu;
+        most = magnitude > most ? magnitude : most;
+    }
+    return most;
+}
+
+/* By powers of two to a greatest magnitude in [1, 2), so that no square leaves the range; false if
+ * that magnitude is zero or not finite. */
+static bool row_normalize_range(float *a, size_t stride)
+{
+    uint32_t most = row_most(a, stride), bits;
+    if (most == 0 || most >= 0x7f800000u)
+        return false;
+    for (; most >> 23 < 64; most = row_most(a, stride)) /* subnormals: three times at most */
+        row_scale(a, 0x1p64f, stride);
+    for (; most >> 23 > 190; most = row_most(a, stride))
+        row_scale(a, 0x1p-64f, stride);
+    float factor;
+    bits = (254u - (most >> 23)) << 23;
+    memcpy(&factor, &bits, sizeof factor);
+    row_scale(a, factor, stride);
+    return true;
+}
+
+/* splitmix64 (Steele, Lea, Flood 2014), as a function of the place alone. */
+static float random_at(uint64_t seed, uint64_t place)
+{
+    uint64_t z = seed + (place + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return (float)(int32_t)((z ^ (z >> 31)) >> 32) * 0x1p-31f;
+}
+
+/* Replacement number `attempt` of row k: random ones first, then unit vectors, of which at least one
+ * keeps 1 / sqrt(count) of its length whatever the k < count rows before it are. */
+static void row_reseed(float *a, size_t count, size_t stride, uint64_t seed, size_t k,
+                       size_t attempt)
+{
+    enum { RANDOM_ATTEMPTS = 4 };
+    memset(a, 0, stride * sizeof *a);
+    if (attempt >= RANDOM_ATTEMPTS) {
+        a[(attempt - RANDOM_ATTEMPTS) % count] = 1.0f;
+        return;
+    }
+    for (size_t j = 0; j < count; ++j)
+        a[j] = random_at(seed + k * 4u + attempt, j);
+}
+
+/* Takes the k rows before it out of row k; false if nothing but rounding is left. */
+static bool row_orthogonalize(float *factor, size_t k, size_t stride)
+{
+    const float negligible = 4e-6f; /* 32 units in the last place */
+    float *row = factor + k * stride;
+    float before = sqrtf(row_dot(row, row, stride)), first = before;
+    for (int sweep = 0; sweep < 5; ++sweep) {
+        for (size_t l = 0; l < k; ++l)
+            row_sub(row, factor + l * stride, row_dot(row, factor + l * stride, stride), stride);
+        float after = sqrtf(row_dot(row, row, stride));
+        if (!(after > negligible * first))
+            return false;
+        if (sweep >= 1 && after > 0.7f * before)
+            break;
+        before = after;
+    }
+    row_scale(row, 1.0f / sqrtf(row_dot(row, row, stride)), stride);
+    return true;
+}
+
+static void lowrank_orthonormalize(float *factor, size_t count, size_t rank, uint64_t seed)
+{
+    size_t stride = sw_lowrank_stride(count);
+    for (size_t k = 0; k < rank; ++k) {
+        float *row = factor + k * stride;
+        bool done = row_normalize_range(row, stride) && row_orthogonalize(factor, k, stride);
+        for (size_t attempt = 0; !done; ++attempt) {
+            row_reseed(row, count, stride, seed, k, attempt);
+            done = row_orthogonalize(factor, k, stride);
+        }
+    }
+}

@@ -1,0 +1,142 @@
+"""Compressors for wrap(..., compress=...): what travels instead of float32 gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._engine import block_record_bytes
+from .block_compression import BlockState
+from .compression_state import CompressionState
+from .exchange import Exchange
+from .hooks import int4_compress_hook, int8_compress_hook, powerSGD_hook, run_half
+from .powersgd import PowerSGDState
+
+__all__ = ["Bf16", "Compressor", "Fp16", "Int4", "Int8", "PowerSGD"]
+
+_Hook = Callable[[Any, Any], Any]
+
+
+class Compressor:
+    """Base of the compressors; all are frozen dataclasses, the same on every rank."""
+
+    def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
+        """State and communication hook over `exchange`."""
+        raise NotImplementedError
+
+
+class _Half(Compressor):
+    dtype: Any = None
+
+    def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
+        dtype = self.dtype
+        return exchange, lambda state, bucket: run_half(state, bucket, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp16(_Half):
+    """float16 on the wire, see hooks.fp16_compress_hook."""
+
+    dtype = torch.float16
+
+
+@dataclasses.dataclass(frozen=True)
+class Bf16(_Half):
+    """bfloat16 on the wire, see hooks.bf16_compress_hook."""
+
+    dtype = torch.bfloat16
+
+
+class _Block(Compressor):
+    bits = 0
+    block = 0
+    error_feedback = False
+
+    def __post_init__(self) -> None:
+        block_record_bytes(self.block, self.bits)
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(f"{type(self).__name__}: error_feedback must be True or False, got {self.error_feedback!r}")
+
+    def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
+        state = BlockState(None, self.bits, self.block, self.error_feedback)
+        state.use_exchange(exchange)
+        return state, int8_compress_hook if self.bits == 8 else int4_compress_hook
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(_Block):
+    """8-bit integers, one float32 scale a block of elements. See hooks.BlockState."""
+
+    block: int = 256
+    error_feedback: bool = False
+    bits = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(_Block):
+    """4-bit integers, one float32 scale a block of elements. See hooks.BlockState."""
+
+    block: int = 64
+    error_feedback: bool = True
+    bits = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(Compressor):
+    """Matrices of low rank. See hooks.PowerSGDState.
+
+    Parameters
+    ----------
+    rank : int
+        In [1, 256].
+    warmup_steps : int
+        Rounds that are averaged plainly first.
+    min_compression_rate : float
+        A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
+    error_feedback : bool
+    seed : int
+    """
+
+    rank: int = 4
+    warmup_steps: int = 0
+    min_compression_rate: float = 2
+    error_feedback: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._state()
+
+    def _state(self) -> PowerSGDState:
+        return PowerSGDState(
+            None,
+            self.rank,
+            start_powerSGD_iter=self.warmup_steps,
+            min_compression_rate=self.min_compression_rate,
+            use_error_feedback=self.error_feedback,
+            random_seed=self.seed,
+        )
+
+    def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
+        state: CompressionState = self._state()
+        state.use_exchange(exchange)
+        return state, powerSGD_hook
+
+
+def check_compressor(compress: Any, zero: int, reduce: str) -> None:
+    """TypeError or NotImplementedError with a sentence, before anything is made."""
+    if compress is None:
+        return
+    if reduce != "mean":
+        raise NotImplementedError(f"compress={compress} gives the mean over ranks: reduce must be 'mean', got {reduce!r}")
+    if not isinstance(compress, Compressor):
+        raise TypeError(
+            "compress must be None, sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), "
+            f"got {compress!r}"
+        )
+    if zero >= 2:
+        raise NotImplementedError(
+            f"compress={compress} at zero={zero} is not there yet: its exchange needs whole gradients, zero must be 0 or 1"
+        )

@@ -1,0 +1,200 @@
+"""The two-shot exchange of wire bytes, over torch.distributed's group or over the engine's communicator.
+
+A message has world_size equal slices. First shot: every rank gets its own slice of everybody's message. It folds them, in
+rank order, into the result of its slice. Second shot: everybody gets all results. So the fold of an element happens once,
+on one rank, and all ranks end with the same bytes. A rank sends 2 (W - 1) / W of its message in all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.dlpack import from_dlpack
+
+from ._engine import HostComm, fold
+
+_ALIGNMENT = 64
+
+
+class Exchange:
+    """begin() gives the message to fill, scatter() the W pieces to fold, result() where to, gather() the whole result.
+
+    What is returned stays valid until the next begin(); gather()'s until the next gather(). Every rank calls alike.
+
+    Attributes
+    ----------
+    rank, world_size : int
+    wire_bytes : int
+        Sent by this rank to others so far.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.wire_bytes = 0
+        self._slice_bytes = 0
+        self._whole = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self, slice_bytes: int) -> torch.Tensor:
+        """The message, uint8, world_size slices of slice_bytes; what was in it is anything."""
+        self._slice_bytes = slice_bytes
+        if self._whole.numel() < slice_bytes * self.world_size:
+            self._whole = torch.empty(slice_bytes * self.world_size, dtype=torch.uint8)
+        return self._message(slice_bytes)
+
+    def scatter(self) -> list[torch.Tensor]:
+        """Own slice of every rank's message, in rank order."""
+        self.wire_bytes += (self.world_size - 1) * self._slice_bytes
+        return self._scatter(self._slice_bytes)
+
+    def result(self) -> torch.Tensor:
+        """Where the fold of scatter()'s pieces goes, uint8."""
+        return self._result(self._slice_bytes)
+
+    def gather(self) -> torch.Tensor:
+        """All ranks' results in rank order, contiguous uint8."""
+        self.wire_bytes += (self.world_size - 1) * self._slice_bytes
+        whole = self._whole[: self._slice_bytes * self.world_size]
+        self._gather(whole, self._slice_bytes)
+        return whole
+
+    def _message(self, slice_bytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def _result(self, slice_bytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
+        raise NotImplementedError
+
+
+class GroupExchange(Exchange):
+    """Over a group of torch.distributed: all_to_all_single, all_gather. `group` None: the default group; without one, one rank."""
+
+    def __init__(self, group: Any) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        super().__init__(dist.get_rank(group) if joined else 0, dist.get_world_size(group) if joined else 1)
+        self._group = group
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(3)]
+
+    def _buffer(self, which: int, size_bytes: int) -> torch.Tensor:
+        if self._buffers[which].numel() < size_bytes:
+            self._buffers[which] = torch.empty(size_bytes, dtype=torch.uint8)
+        return self._buffers[which][:size_bytes]
+
+    def _message(self, slice_bytes: int) -> torch.Tensor:
+        return self._buffer(0, slice_bytes * self.world_size)
+
+    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
+        message = self._buffer(0, slice_bytes * self.world_size)
+        if self.world_size == 1:
+            return [message]
+        received = self._buffer(1, slice_bytes * self.world_size)
+        dist.all_to_all_single(received, message, group=self._group)
+        return list(received.split(slice_bytes))
+
+    def _result(self, slice_bytes: int) -> torch.Tensor:
+        return self._buffer(2, slice_bytes)
+
+    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
+        mine = self._buffer(2, slice_bytes)
+        if self.world_size == 1:
+            whole.copy_(mine)
+            return
+        single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        single(whole, mine, group=self._group)
+
+
+class HostExchange(Exchange):
+    """Over shared memory: a rank reads its pieces where the peers wrote them. Two barriers an exchange.
+
+    A rank's memory is its result, then its message, both at places that do not depend on the slice: after an exchange's second
+    barrier nobody reads messages any more, and after the next one's first barrier nobody reads results, so neither is ever
+    overwritten while a slower rank reads it.
+    """
+
+    def __init__(self, comm: HostComm) -> None:
+        super().__init__(comm.rank, comm.world_size)
+        self._comm = comm
+        self._capacity = 0
+        self._parts: list[torch.Tensor] = []
+
+    def _reserve(self, slice_bytes: int) -> None:
+        """Collective where it grows, and it grows alike on every rank."""
+        if slice_bytes <= self._capacity:
+            return
+        size = slice_bytes * (self.world_size + 1)
+        arena = self._comm.arena(size, "compressed gradients")
+        self._parts = [
+            from_dlpack(arena.tensor(0, "uint8", (size,), None, rank)) for rank in range(self.world_size)
+        ]
+        self._capacity = slice_bytes
+
+    def _message(self, slice_bytes: int) -> torch.Tensor:
+        self._reserve(slice_bytes)
+        return self._parts[self.rank][self._capacity : self._capacity + slice_bytes * self.world_size]
+
+    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
+        self._comm.barrier("compressed gradients")
+        begin = self._capacity + self.rank * slice_bytes
+        return [part[begin : begin + slice_bytes] for part in self._parts]
+
+    def _result(self, slice_bytes: int) -> torch.Tensor:
+        return self._parts[self.rank][:slice_bytes]
+
+    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
+        self._comm.barrier("compressed gradients")
+        for rank, part in enumerate(self._parts):
+            whole[rank * slice_bytes : (rank + 1) * slice_bytes].copy_(part[:slice_bytes])
+
+
+_exchanges: weakref.WeakKeyDictionary[Any, GroupExchange] = weakref.WeakKeyDictionary()
+_single: dict[None, GroupExchange] = {}
+
+
+def group_exchange(group: Any) -> GroupExchange:
+    """The exchange over a torch group, made once a group; None is the default group."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    table: Any = _single if group is None else _exchanges
+    if group not in table:
+        table[group] = GroupExchange(group)
+    return table[group]
+
+
+def slice_numel(numel: int, world_size: int) -> int:
+    """Elements of a slice that holds a share of `numel`, a multiple of what keeps slices aligned."""
+    share = -(-numel // world_size)
+    return max(_ALIGNMENT, -(-share // _ALIGNMENT) * _ALIGNMENT)
+
+
+def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
+    """begin()'s message, as elements of its dtype, averaged or summed over ranks in rank order; the whole of it.
+
+    Of one rank it is the message itself.
+    """
+    if exchange.world_size == 1:
+        return message
+    dtype = message.dtype
+    pieces = exchange.scatter()
+    result = exchange.result()
+    name = str(dtype).removeprefix("torch.")
+    fold(result.data_ptr(), [piece.data_ptr() for piece in pieces], result.numel() // dtype.itemsize, name, op)
+    return exchange.gather().view(dtype)
+
+
+def average_plain(exchange: Exchange, flat: torch.Tensor) -> None:
+    """The mean over ranks in place, in the dtype of `flat`, which is one-dimensional: no compression."""
+    if exchange.world_size == 1:
+        return
+    share = slice_numel(flat.numel(), exchange.world_size)
+    message = exchange.begin(share * flat.element_size()).view(flat.dtype)
+    message[: flat.numel()].copy_(flat)
+    message[flat.numel() :].zero_()
+    flat.copy_(fold_message(exchange, message, "mean")[: flat.numel()])

@@ -1,0 +1,240 @@
+"""PowerSGD over a bucket: one message of P and of everything small, one of Q."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ._engine import (
+    powersgd_absorb,
+    powersgd_decompress,
+    powersgd_error,
+    powersgd_init_basis,
+    powersgd_is_finite,
+    powersgd_project,
+    powersgd_stride,
+)
+from .compression_state import CompressionState
+from .exchange import average_plain, fold_message, slice_numel
+
+_RANK_MAX = 256
+
+
+class PowerSGDState(CompressionState):
+    """Settings and state of powerSGD_hook, with torch's arguments.
+
+    Parameters
+    ----------
+    process_group : ProcessGroup or None
+        None: the default group.
+    matrix_approximation_rank : int
+        In [1, 256]. A matrix takes min(rank, rows, columns) of it.
+    start_powerSGD_iter : int
+        Rounds that are averaged plainly first; may be 0.
+    min_compression_rate : float
+        A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
+    use_error_feedback, warm_start : bool
+    random_seed : int
+        Of the first basis; the same on every rank.
+    orthogonalization_epsilon, compression_stats_logging_frequency, batch_tensors_with_same_shape
+        Accepted for torch's sake, without effect: columns that vanish are replaced, nothing is logged, and one call covers
+        all matrices of a bucket.
+    named_parameters : iterable of (str, Parameter), optional
+        Names for state_dict().
+
+    Raises
+    ------
+    ValueError
+        A value out of range.
+
+    Notes
+    -----
+    The error is each rank's own, (I - P Pᵀ) v, so it does not grow with what other ranks send, and it is never written down:
+    memory holds v. A bucket whose P is not finite on some rank leaves the state as it was, on every rank, and its compressed
+    gradients are NaN; one whose P is finite and whose Q overflows starts afresh. Memory: one float32 an element, and 2 rank (rows + columns).
+    """
+
+    kind = "PowerSGD"
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803, torch's name
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        if not isinstance(matrix_approximation_rank, int) or not 1 <= matrix_approximation_rank <= _RANK_MAX:
+            raise ValueError(
+                f"PowerSGDState: matrix_approximation_rank must be in [1, {_RANK_MAX}], got {matrix_approximation_rank!r}"
+            )
+        if start_powerSGD_iter < 0:
+            raise ValueError(f"PowerSGDState: start_powerSGD_iter must be at least 0, got {start_powerSGD_iter!r}")
+        if not min_compression_rate >= 0:
+            raise ValueError(f"PowerSGDState: min_compression_rate must be at least 0, got {min_compression_rate!r}")
+        super().__init__(process_group, named_parameters)
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.compression_stats_logging_frequency = compression_stats_logging_frequency
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "matrix_approximation_rank": self.matrix_approximation_rank,
+            "min_compression_rate": self.min_compression_rate,
+            "use_error_feedback": self.use_error_feedback,
+            "warm_start": self.warm_start,
+        }
+
+    def uses_entries(self) -> bool:
+        return self.iter > self.start_powerSGD_iter
+
+    def errors(self) -> dict[str, torch.Tensor]:
+        """What this rank still owes, by parameter: rows x columns, float32. For tests and curiosity."""
+        found = {}
+        for name, entry in self._entries.items():
+            if "memory" not in entry:
+                continue
+            rows, cols = entry["memory"].shape
+            error = torch.empty(rows, cols)
+            row = (0, *(entry[key].data_ptr() for key in ("memory", "left", "right", "basis")))
+            powersgd_error([(*row, rows, cols, entry["left"].shape[0], 0)], [error.data_ptr()])
+            found[name] = error
+        return found
+
+    def average(self, bucket: Any) -> torch.Tensor:
+        """The bucket's buffer, averaged in place."""
+        buffer = bucket.buffer()
+        if self.iter < self.start_powerSGD_iter:
+            average_plain(self.exchange, buffer)
+        else:
+            flat = buffer if buffer.dtype == torch.float32 else buffer.float()
+            self._average_compressed(bucket, flat, buffer.storage_offset())
+            if flat is not buffer:
+                buffer.copy_(flat)
+        self.end_bucket(bucket.is_last())
+        return buffer
+
+    def _rank_of(self, rows: int, cols: int) -> int:
+        """0: not to be compressed."""
+        rank = min(rows, cols, self.matrix_approximation_rank)
+        return rank if (rows + cols) * rank * self.min_compression_rate < rows * cols else 0
+
+    def _average_compressed(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
+        matrices: list[_Matrix] = []
+        small: list[torch.Tensor] = []
+        for gradient, parameter in self.members(bucket):
+            offset = gradient.storage_offset() - base
+            part = flat[offset : offset + gradient.numel()]
+            rows = _rows_in_memory(gradient)
+            rank = self._rank_of(rows, gradient.numel() // rows) if rows else 0
+            if rank:
+                matrices.append(self._matrix(parameter, part, rows, rank))
+            elif part.numel():
+                small.append(part)
+        table = [matrix.row for matrix in matrices]
+        finite, q_places = self._exchange_p(table, matrices, small)
+        if finite and matrices:
+            finite = self._exchange_q(table, matrices, q_places)
+        if not finite:
+            for matrix in matrices:
+                matrix.part.fill_(math.nan)
+
+    def _matrix(self, parameter: torch.Tensor, part: torch.Tensor, rows: int, rank: int) -> _Matrix:
+        cols = part.numel() // rows
+        left, right = (rank, powersgd_stride(rows)), (rank, powersgd_stride(cols))
+        shapes = {"left": left, "right": right, "basis": right}
+        if self.use_error_feedback:
+            shapes["memory"] = (rows, cols)
+        entry, is_new = self.entry(parameter, shapes)
+        index = sum(map(ord, self.name_of(parameter)))  # equal on all ranks and in all runs, as hash() is not
+        seed = (self.random_seed * 1_000_003 + index * 8191 + (0 if self.warm_start else self.iter * 131)) & (2**63 - 1)
+        matrix = _Matrix(part, entry, rows, cols, rank, seed)
+        if is_new or not self.warm_start:
+            powersgd_init_basis([matrix.row])
+        return matrix
+
+    def _exchange_p(
+        self, table: list[Any], matrices: list[_Matrix], small: list[torch.Tensor]
+    ) -> tuple[bool, torch.Tensor]:
+        """P becomes orthonormal and Q this rank's own, unless some P is not finite; what is small is averaged."""
+        sizes = [matrix.left_numel for matrix in matrices]
+        head, total = sum(sizes), sum(sizes) + sum(part.numel() for part in small)
+        message = self.exchange.begin(4 * slice_numel(total, self.exchange.world_size)).view(torch.float32)
+        powersgd_project(table, _addresses(message, sizes))
+        at = head
+        for part in small:
+            message[at : at + part.numel()].copy_(part)
+            at += part.numel()
+        message[at:].zero_()
+        whole = fold_message(self.exchange, message, "mean")
+        at = head
+        for part in small:
+            part.copy_(whole[at : at + part.numel()])
+            at += part.numel()
+        own = torch.empty(sum(matrix.right_numel for matrix in matrices))
+        finite = powersgd_is_finite(whole.data_ptr(), head)
+        if finite:
+            powersgd_absorb(table, _addresses(whole, sizes), _addresses(own, [m.right_numel for m in matrices]))
+        return finite, own
+
+    def _exchange_q(self, table: list[Any], matrices: list[_Matrix], own: torch.Tensor) -> bool:
+        sizes = [matrix.right_numel for matrix in matrices]
+        message = self.exchange.begin(4 * slice_numel(own.numel(), self.exchange.world_size)).view(torch.float32)
+        message[: own.numel()].copy_(own)
+        message[own.numel() :].zero_()
+        whole = fold_message(self.exchange, message, "mean")
+        if not powersgd_is_finite(whole.data_ptr(), own.numel()):
+            for matrix in matrices:  # finite gradients whose sums leave the range: kept, they would do so for ever
+                for key in {"memory", "right"} & matrix.entry.keys():
+                    matrix.entry[key].zero_()
+            return False
+        powersgd_decompress(table, _addresses(whole, sizes))
+        return True
+
+
+class _Matrix:
+    """One gradient as rows x cols, and its row of the engine's table."""
+
+    def __init__(
+        self, part: torch.Tensor, entry: dict[str, torch.Tensor], rows: int, cols: int, rank: int, seed: int
+    ) -> None:
+        self.part = part
+        self.entry = entry
+        self.left_numel = entry["left"].numel()
+        self.right_numel = entry["right"].numel()
+        memory = entry["memory"].data_ptr() if "memory" in entry else 0
+        state = (entry["left"].data_ptr(), entry["right"].data_ptr(), entry["basis"].data_ptr())
+        self.row = (part.data_ptr(), memory, *state, rows, cols, rank, seed)
+
+
+def _addresses(message: torch.Tensor, sizes: list[int]) -> list[int]:
+    """Where pieces of `sizes` floats lie, one after the other."""
+    places, at = [], message.data_ptr()
+    for size in sizes:
+        places.append(at)
+        at += 4 * size
+    return places
+
+
+def _rows_in_memory(gradient: torch.Tensor) -> int:
+    """The outermost dimension's size in memory order; 0 for what has no two dimensions, or gaps."""
+    if gradient.dim() == 0 or gradient.numel() == 0:
+        return 0
+    order = sorted(range(gradient.dim()), key=lambda d: (-gradient.stride(d), gradient.shape[d] == 1))
+    ordered = gradient.permute(order)
+    return ordered.shape[0] if ordered.is_contiguous() else 0
