@@ -48,7 +48,9 @@ def verify(tensor: torch.Tensor, all_reduce: Callable[[], None], rank: int, worl
     tensor.zero_()
 
 
-def time_against_ceiling(rank: int, world_size: int, sizes: list[int], rounds: int, budget_s: float, library: str) -> list[Any]:
+def time_against_ceiling(
+    rank: int, world_size: int, sizes: list[int], rounds: int, budget_s: float, library: str
+) -> list[Any]:
     group = host_group(dist.group.WORLD, 60.0)  # closed when nobody holds it
     comm = group.comm
     run = ctypes.CDLL(library).ceiling_run
@@ -60,7 +62,11 @@ def time_against_ceiling(rank: int, world_size: int, sizes: list[int], rounds: i
         arms: dict[str, Callable[[], None]] = {"ours": pool.all_reduce}
         for index, name in enumerate(LOOPS):
             arms[name] = lambda index=index, pool=pool: run(index, pool.address, pool.nbytes)
-        results.append(common.interleave(arms, comm.barrier, rounds=rounds, budget_s=budget_s / len(sizes), repeat=repeats_of(size)))
+        results.append(
+            common.interleave(
+                arms, comm.barrier, rounds=rounds, budget_s=budget_s / len(sizes), repeat=repeats_of(size)
+            )
+        )
     return results
 
 
@@ -74,7 +80,15 @@ def time_against_gloo(rank: int, world_size: int, sizes: list[int], rounds: int,
         verify(pool.tensor, pool.all_reduce, rank, world_size)
         verify(private, gloo, rank, world_size)
         repeat = gloo_repeats(size)
-        results.append(common.interleave({"ours": pool.all_reduce, "gloo": gloo}, comm.barrier, rounds=rounds, budget_s=budget_s / len(sizes), repeat=repeat))
+        results.append(
+            common.interleave(
+                {"ours": pool.all_reduce, "gloo": gloo},
+                comm.barrier,
+                rounds=rounds,
+                budget_s=budget_s / len(sizes),
+                repeat=repeat,
+            )
+        )
     return results
 
 
@@ -97,17 +111,31 @@ def main() -> None:
     effort = (common.LEAST_ROUNDS, 1.0) if quick else (15, 12.0)  # rounds, seconds
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         library = str(Path(folder) / "ceiling.so")
-        subprocess.run(["gcc", "-O3", "-shared", "-fPIC", "-o", library, str(Path(__file__).with_name("ceiling.c"))], check=True)
+        subprocess.run(
+            ["gcc", "-O3", "-shared", "-fPIC", "-o", library, str(Path(__file__).with_name("ceiling.c"))], check=True
+        )
         sizes = [25 * MB, 100 * MB, 400 * MB]
         results = common.run_ranks(2, time_against_ceiling, sizes, *effort, library)
     for size, *ranks in zip(sizes, *results):
         times = common.timings(ranks, repeats_of(size))
         fastest = min(LOOPS, key=lambda name: min(times[name].every[:BEST_OF]))
         best, ours = min(times[fastest].every[:BEST_OF]), times["ours"]
-        report.add(f"pool W=2 {size_name(size)}", "ms", ours.median * 1e3, best * 1e3, f"streaming ceiling ({fastest})", goal=0.8,
-                   larger=True, samples=len(ours.kept), discarded=ours.discarded, disturbed=ours.disturbed, ours_spread=ours.spread,
-                   ours_undropped=ours.undropped_median * 1e3, ours_best=min(ours.every) * 1e3,
-                   ceiling_GBps=4 * size / best / 1e9)
+        report.add(
+            f"pool W=2 {size_name(size)}",
+            "ms",
+            ours.median * 1e3,
+            best * 1e3,
+            f"streaming ceiling ({fastest})",
+            goal=0.8,
+            larger=True,
+            samples=len(ours.kept),
+            discarded=ours.discarded,
+            disturbed=ours.disturbed,
+            ours_spread=ours.spread,
+            ours_undropped=ours.undropped_median * 1e3,
+            ours_best=min(ours.every) * 1e3,
+            ceiling_GBps=4 * size / best / 1e9,
+        )
     goals = {2: {64 * KB: 7, MB: 8, 25 * MB: 8, 100 * MB: 8}, 4: {MB: 5, 25 * MB: 5, 100 * MB: 5}}
     if quick:
         goals = {2: {64 * KB: 7, MB: 8, 25 * MB: 8}, 4: {25 * MB: 5}}
@@ -115,8 +143,14 @@ def main() -> None:
         results = common.run_ranks(world_size, time_against_gloo, list(by_size), *effort)
         for (size, goal), *ranks in zip(by_size.items(), *results):
             times = common.timings(ranks, gloo_repeats(size))
-            report.add_times(f"python W={world_size} {size_name(size)}", times["ours"], times["gloo"], "torch Gloo",
-                             goal=goal, larger=True)
+            report.add_times(
+                f"python W={world_size} {size_name(size)}",
+                times["ours"],
+                times["gloo"],
+                "torch Gloo",
+                goal=goal,
+                larger=True,
+            )
 
 
 if __name__ == "__main__":

@@ -113,7 +113,11 @@ def half_codec_arms(dtype: torch.dtype) -> Arms:
 
 CASES: dict[str, tuple[str, float, Callable[[], Arms]]] = {
     **{
-        f"PowerSGD r={rank}, 6 x 1024^2, hook": ("torch powerSGD_hook", 1.4 if rank == 1 else 4.0, lambda rank=rank: powersgd_arms(rank))
+        f"PowerSGD r={rank}, 6 x 1024^2, hook": (
+            "torch powerSGD_hook",
+            1.4 if rank == 1 else 4.0,
+            lambda rank=rank: powersgd_arms(rank),
+        )
         for rank in (1, 2, 4, 8)
     },
     "float16 hook, 25 MB": ("torch fp16_compress_hook", 2.0, lambda: half_hook_arms(torch.float16)),

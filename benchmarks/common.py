@@ -38,7 +38,11 @@ TIMEOUT_S = 300.0
 
 
 def run_ranks(
-    world_size: int, work: Callable[..., Any], *args: Any, watch: Callable[[Sequence[int]], None] | None = None, warm: bool = True
+    world_size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    watch: Callable[[Sequence[int]], None] | None = None,
+    warm: bool = True,
 ) -> list[Any]:
     """`work(rank, world_size, *args)` in fresh processes joined by Gloo on 127.0.0.1; the results in rank order.
 
@@ -51,7 +55,10 @@ def run_ranks(
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         store = os.path.join(folder, "store")
-        ranks = [context.Process(target=_run_rank, args=(rank, world_size, store, results, work, args)) for rank in range(world_size)]
+        ranks = [
+            context.Process(target=_run_rank, args=(rank, world_size, store, results, work, args))
+            for rank in range(world_size)
+        ]
         for process in ranks:
             process.start()
         try:
@@ -82,7 +89,9 @@ def _collect(ranks: Sequence[Any], results: Any, watch: Callable[[Sequence[int]]
     return [found[rank] for rank in range(len(ranks))]
 
 
-def _run_rank(rank: int, world_size: int, store: str, results: Any, work: Callable[..., Any], args: Sequence[Any]) -> None:
+def _run_rank(
+    rank: int, world_size: int, store: str, results: Any, work: Callable[..., Any], args: Sequence[Any]
+) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
@@ -140,7 +149,12 @@ def take_sample(work: Callable[[], Any], barrier: Callable[[], None], repeat: in
 
 
 def interleave(
-    arms: dict[str, Callable[[], Any]], barrier: Callable[[], None], *, rounds: int, budget_s: float, warmup: int = 2,
+    arms: dict[str, Callable[[], Any]],
+    barrier: Callable[[], None],
+    *,
+    rounds: int,
+    budget_s: float,
+    warmup: int = 2,
     repeat: dict[str, int] | int = 1,
 ) -> dict[str, list[RankSample]]:
     """`rounds` samples of each arm, the arms in turns and each round begun by another one. Fewer, but LEAST_ROUNDS at
@@ -232,29 +246,68 @@ class Report:
     json_path: Path | None
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, case: str, unit: str, ours: float, peer: float, peer_name: str, *, goal: float | None, larger: bool = False,
-            samples: int = 0, discarded: int = 0, **extra: Any) -> None:
+    def add(
+        self,
+        case: str,
+        unit: str,
+        ours: float,
+        peer: float,
+        peer_name: str,
+        *,
+        goal: float | None,
+        larger: bool = False,
+        samples: int = 0,
+        discarded: int = 0,
+        **extra: Any,
+    ) -> None:
         """`larger`: the ratio is a speedup, peer / ours, and its goal a least one; else ours / peer and a largest one.
         goal=None: the row stands beside others."""
         ratio = peer / ours if larger else ours / peer
         ok = None if goal is None else ratio >= goal if larger else ratio <= goal
         bound = None if goal is None else f"{'>=' if larger else '<='} {goal}"
-        row = {"bench": self.bench, "case": case, "unit": unit, "ours": _round(ours), "peer": _round(peer), "peer_name": peer_name,
-               "speedup" if larger else "ratio": _round(ratio), "goal": bound, "ok": ok,
-               "samples": samples, "discarded": discarded, **{key: _round(value) for key, value in extra.items()}}
+        row = {
+            "bench": self.bench,
+            "case": case,
+            "unit": unit,
+            "ours": _round(ours),
+            "peer": _round(peer),
+            "peer_name": peer_name,
+            "speedup" if larger else "ratio": _round(ratio),
+            "goal": bound,
+            "ok": ok,
+            "samples": samples,
+            "discarded": discarded,
+            **{key: _round(value) for key, value in extra.items()},
+        }
         self.rows.append(row)
         self._save()
         notes = " ".join(f"{key}={row[key]}" for key in extra)
         verdict = {True: "ok  ", False: "MISS", None: "    "}[ok]
-        print(f"{verdict} {case:<44} {_round(ours):>9} {unit:<3} against {_round(peer):>9}  "
-              f"{ratio:6.3f} {bound or '':<8} n={samples} dropped={discarded}  {peer_name}  {notes}", flush=True)
+        print(
+            f"{verdict} {case:<44} {_round(ours):>9} {unit:<3} against {_round(peer):>9}  "
+            f"{ratio:6.3f} {bound or '':<8} n={samples} dropped={discarded}  {peer_name}  {notes}",
+            flush=True,
+        )
 
-    def add_times(self, case: str, ours: Timing, peer: Timing, peer_name: str, *, unit: str = "ms", **extra: Any) -> None:
+    def add_times(
+        self, case: str, ours: Timing, peer: Timing, peer_name: str, *, unit: str = "ms", **extra: Any
+    ) -> None:
         scale = {"ms": 1e3, "us": 1e6}[unit]
-        self.add(case, unit, ours.median * scale, peer.median * scale, peer_name, samples=len(ours.kept) + len(peer.kept),
-                 discarded=ours.discarded + peer.discarded, disturbed=ours.disturbed + peer.disturbed,
-                 ours_spread=ours.spread, peer_spread=peer.spread,
-                 ours_undropped=ours.undropped_median * scale, peer_undropped=peer.undropped_median * scale, **extra)
+        self.add(
+            case,
+            unit,
+            ours.median * scale,
+            peer.median * scale,
+            peer_name,
+            samples=len(ours.kept) + len(peer.kept),
+            discarded=ours.discarded + peer.discarded,
+            disturbed=ours.disturbed + peer.disturbed,
+            ours_spread=ours.spread,
+            peer_spread=peer.spread,
+            ours_undropped=ours.undropped_median * scale,
+            peer_undropped=peer.undropped_median * scale,
+            **extra,
+        )
 
     def add_no_result(self, case: str, reason: str) -> None:
         """A row that says why there is no figure."""
@@ -279,8 +332,10 @@ def machine() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return (f"{model}, {CORES} cores, {memory:.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}, "
-            f"torch {torch.__version__}")
+    return (
+        f"{model}, {CORES} cores, {memory:.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}"
+    )
 
 
 def command() -> str:

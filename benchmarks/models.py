@@ -56,11 +56,15 @@ def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 def _mlp_batch(rank: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(100 + rank)
-    return torch.randn(MLP_BATCH, MLP_WIDTH, generator=generator), torch.randint(MLP_CLASSES, (MLP_BATCH,), generator=generator)
+    return torch.randn(MLP_BATCH, MLP_WIDTH, generator=generator), torch.randint(
+        MLP_CLASSES, (MLP_BATCH,), generator=generator
+    )
 
 
 def _gpt_batch(rank: int) -> tuple[Tensor, ...]:
-    tokens = torch.randint(VOCABULARY, (GPT_BATCH, GPT_CONTEXT + 1), generator=torch.Generator().manual_seed(100 + rank))
+    tokens = torch.randint(
+        VOCABULARY, (GPT_BATCH, GPT_CONTEXT + 1), generator=torch.Generator().manual_seed(100 + rank)
+    )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -75,6 +79,10 @@ def _cross_entropy(module: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 CASES = {
     "mlp": Case(_seeded(_mlp), _mlp_batch, _cross_entropy),
-    "gpt": Case(_seeded(lambda: GPT(context=GPT_CONTEXT, layers=GPT_LAYERS, width=GPT_WIDTH, heads=GPT_HEADS)), _gpt_batch, _cross_entropy),
+    "gpt": Case(
+        _seeded(lambda: GPT(context=GPT_CONTEXT, layers=GPT_LAYERS, width=GPT_WIDTH, heads=GPT_HEADS)),
+        _gpt_batch,
+        _cross_entropy,
+    ),
     "small": Case(_seeded(SmallParameters), _small_batch, lambda module, batch: module(*batch)),
 }

@@ -21,7 +21,15 @@ LAST_LINE = re.compile(r"demo: validation loss ([\d.]+) -> ([\d.]+) nats/byte, (
 LAUNCHERS = {
     "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
     "one process": [sys.executable],
-    "accelerate": [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
+    "accelerate": [
+        str(BIN / "accelerate"),
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+    ],
 }
 
 

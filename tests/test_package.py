@@ -28,9 +28,7 @@ print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
 
 
 def test_the_doctor_prints_a_block_and_succeeds():
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwright", "doctor"], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-m", "shardwright", "doctor"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("engine computes", "torch", "shared memory", "watching peers", "instruction"):
         assert word in done.stdout, done.stdout

@@ -1,12 +1,14 @@
-/* bytes.h - overflow-checked arithmetic on sizes, and the alignment every layout uses. Thread rule: any. */
+/* bytes.h - overflow-checked arithmetic on sizes, and the alignment every layout uses. Thread rule:
+ * any. */
 #ifndef SW_BASE_BYTES_H
 #define SW_BASE_BYTES_H
 
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Every parameter and every cut starts on such a boundary: it holds the widest vector, two cache lines
- * (the adjacent-line prefetcher pairs them), and keeps torch's vector bodies aligned at every cut. */
+/* Every parameter and every cut starts on such a boundary: it holds the widest vector, two cache
+ * lines (the adjacent-line prefetcher pairs them), and keeps torch's vector bodies aligned at every
+ * cut. */
 enum { SW_ALIGNMENT_BYTES = 128 };
 
 static inline bool sw_size_add(size_t a, size_t b, size_t *sum)

@@ -1,7 +1,8 @@
 /* status.h - how every function of the engine fails.
  *
- * Idea: the first function that knows the meaning writes one sentence (operation, argument, legal range,
- * value given); everyone above passes it on unchanged. Three macros do it and there is no fourth.
+ * Idea: the first function that knows the meaning writes one sentence (operation, argument, legal
+ * range, value given); everyone above passes it on unchanged. Three macros do it and there is no
+ * fourth.
  *
  * Thread rule: any; an sw_error belongs to one call chain.
  */
@@ -42,11 +43,11 @@ sw_status sw_error_set(sw_error *err, sw_status status, int detail, const char *
     SW_PRINTF(4, 5);
 
 #define SW_FAIL(err, status, ...) return sw_error_set((err), (status), -1, __VA_ARGS__)
-#define SW_TRY(expr)                        \
-    do {                                    \
-        sw_status sw_try_status_ = (expr);  \
-        if (sw_try_status_ != SW_OK)        \
-            return sw_try_status_;          \
+#define SW_TRY(expr)                       \
+    do {                                   \
+        sw_status sw_try_status_ = (expr); \
+        if (sw_try_status_ != SW_OK)       \
+            return sw_try_status_;         \
     } while (0)
 #define SW_TRY_GOTO(status, expr, label) \
     do {                                 \

@@ -6,9 +6,12 @@
 
 _Static_assert(sizeof(sw_board_page) <= SW_BOARD_PAGE_BYTES, "a rank's words fit its page");
 
-sw_status sw_board_init(sw_board *board, int rank, int world_size, uint8_t *const *pages, sw_error *err)
+sw_status sw_board_init(sw_board *board, int rank, int world_size, uint8_t *const *pages,
+                        sw_error *err)
 {
-    sw_board made = {.rank = rank, .world_size = world_size, .pages = calloc((size_t)world_size, sizeof *made.pages)};
+    sw_board made = {.rank = rank,
+                     .world_size = world_size,
+                     .pages = calloc((size_t)world_size, sizeof *made.pages)};
     if (made.pages && !pages)
         made.alone = calloc(1, sizeof *made.alone);
     if (!made.pages || (!pages && !made.alone)) {
@@ -50,14 +53,17 @@ bool sw_board_has_failure(const sw_board *board, uint64_t number, uint64_t step,
             if (board->world_size == 1)
                 *err = page->failure;
             else
-                (void)sw_error_set(err, page->failure.status, page->failure.detail, "rank %d: %.480s", r, page->failure.message);
+                (void)sw_error_set(err, page->failure.status, page->failure.detail,
+                                   "rank %d: %.480s", r, page->failure.message);
             return true;
         }
         if (atomic_load_explicit(&page->begun, memory_order_acquire) == number) {
             uint64_t theirs = atomic_load_explicit(&page->step, memory_order_relaxed);
             if (theirs != step) {
-                (void)sw_error_set(err, SW_E_MISMATCH, -1, "rank 0 saves step %" PRIu64 " while rank %d saves step %" PRIu64, step,
-                                   r, theirs);
+                (void)sw_error_set(err, SW_E_MISMATCH, -1,
+                                   "rank 0 saves step %" PRIu64
+                                   " while rank %d saves step %" PRIu64,
+                                   step, r, theirs);
                 return true;
             }
         }

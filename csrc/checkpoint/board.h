@@ -1,10 +1,11 @@
 /* board.h - a page a rank, seen by all: who failed, and what rank 0 decided.
  *
- * Idea: saves are numbered 1, 2, ... alike on every rank. A rank writes only its own page, a number last; so a number
- * read (acquire) says that the words before it belong to that save or to a later one. Rank 0 decides a save only once
- * every rank has acknowledged it or one has failed, and a rank leaves a save only after rank 0's decision. Rank 0 may
- * fail a few saves in a row before a sleeping peer looks: its last four verdicts stand side by side. No file is needed,
- * so it works when the disk is full.
+ * Idea: saves are numbered 1, 2, ... alike on every rank. A rank writes only its own page, a number
+ * last; so a number read (acquire) says that the words before it belong to that save or to a later
+ * one. Rank 0 decides a save only once every rank has acknowledged it or one has failed, and a rank
+ * leaves a save only after rank 0's decision. Rank 0 may fail a few saves in a row before a
+ * sleeping peer looks: its last four verdicts stand side by side. No file is needed, so it works
+ * when the disk is full.
  *
  * Thread rule: any; the memory outlives every user.
  */
@@ -18,7 +19,7 @@
 #include "base/status.h"
 
 typedef struct sw_board_page {
-    _Atomic uint64_t begun;   /* the save this rank began last, and its step */
+    _Atomic uint64_t begun; /* the save this rank began last, and its step */
     _Atomic uint64_t step;
     _Atomic uint64_t failed;  /* the save this rank failed last; reason in failure */
     _Atomic uint64_t decided; /* rank 0: the save it decided last */
@@ -35,13 +36,15 @@ typedef struct sw_board {
 } sw_board;
 
 /* `pages`: a zeroed page of SW_BOARD_PAGE_BYTES a rank; NULL at world size 1. */
-SW_MUST_USE sw_status sw_board_init(sw_board *board, int rank, int world_size, uint8_t *const *pages, sw_error *err);
+SW_MUST_USE sw_status sw_board_init(sw_board *board, int rank, int world_size,
+                                    uint8_t *const *pages, sw_error *err);
 void sw_board_fini(sw_board *board);
 
 void sw_board_begin(sw_board *board, uint64_t number, uint64_t step);
 /* Tells rank 0 that this rank failed save `number`. */
 void sw_board_fail(sw_board *board, uint64_t number, const sw_error *reason);
-/* Rank 0: whether a rank failed `number` or is at another step; *err then says which, in words for everybody. */
+/* Rank 0: whether a rank failed `number` or is at another step; *err then says which, in words for
+ * everybody. */
 bool sw_board_has_failure(const sw_board *board, uint64_t number, uint64_t step, sw_error *err);
 /* Rank 0: SW_OK or the error of save `number`. */
 void sw_board_decide(sw_board *board, uint64_t number, const sw_error *verdict);

@@ -8,8 +8,9 @@
 
 #include "platform/file.h"
 
-/* A file that its writers have synced already is synced again here: nothing left to do costs nothing, and a writer on
- * another client of a network file system is covered too. Its size is looked at on the way. */
+/* A file that its writers have synced already is synced again here: nothing left to do costs
+ * nothing, and a writer on another client of a network file system is covered too. Its size is
+ * looked at on the way. */
 static sw_status sync_files(const char *partial, const sw_manifest *manifest, sw_error *err)
 {
     char path[SW_PATH_BYTES];
@@ -24,7 +25,8 @@ static sw_status sync_files(const char *partial, const sw_manifest *manifest, sw
         SW_TRY(status);
         SW_TRY(closed);
         if (size_bytes != file->size_bytes)
-            SW_FAIL(err, SW_E_STATE, "'%s' has %llu bytes where %llu were written: someone else changed it", path,
+            SW_FAIL(err, SW_E_STATE,
+                    "'%s' has %llu bytes where %llu were written: someone else changed it", path,
                     (unsigned long long)size_bytes, (unsigned long long)file->size_bytes);
     }
     return SW_OK;
@@ -53,14 +55,17 @@ static bool has_nonce(const char *folder, const char *nonce)
     return same;
 }
 
-static sw_status trash_name(char trash[SW_PATH_BYTES], const char *folder, const char *nonce, sw_error *err)
+static sw_status trash_name(char trash[SW_PATH_BYTES], const char *folder, const char *nonce,
+                            sw_error *err)
 {
     if (snprintf(trash, SW_PATH_BYTES, "%s.%s.trash", folder, nonce) >= SW_PATH_BYTES)
-        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES, folder);
+        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES,
+                folder);
     return SW_OK;
 }
 
-/* A folder of that name is there already: in one step where the system can, so that there always is one. */
+/* A folder of that name is there already: in one step where the system can, so that there always is
+ * one. */
 static sw_status replace(const char *partial, const char *folder, const char *nonce, sw_error *err)
 {
     char trash[SW_PATH_BYTES];
@@ -87,7 +92,8 @@ static sw_status publish(const char *partial, const char *folder, const char *no
     return status;
 }
 
-sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *manifest, sw_error *err)
+sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *manifest,
+                    sw_error *err)
 {
     char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES], trash[SW_PATH_BYTES];
     SW_TRY(sw_path_join(ranks, partial, SW_RANKS_FOLDER, err));
@@ -107,7 +113,9 @@ void sw_retire(const char *const *folders, size_t count, const char *nonce)
 {
     char trash[SW_PATH_BYTES], parent[SW_PATH_BYTES];
     for (size_t i = 0; i < count; ++i)
-        if (trash_name(trash, folders[i], nonce, NULL) == SW_OK && sw_path_parent(folders[i], parent, NULL) == SW_OK &&
-            sw_file_rename(folders[i], trash, NULL) == SW_OK && sw_folder_sync(parent, NULL) == SW_OK)
+        if (trash_name(trash, folders[i], nonce, NULL) == SW_OK &&
+            sw_path_parent(folders[i], parent, NULL) == SW_OK &&
+            sw_file_rename(folders[i], trash, NULL) == SW_OK &&
+            sw_folder_sync(parent, NULL) == SW_OK)
             sw_folder_remove(trash);
 }

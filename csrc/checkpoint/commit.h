@@ -1,7 +1,8 @@
 /* commit.h - how a folder of files becomes a checkpoint, at one instant, and how old ones go.
  *
- * The order is the whole idea, and tests cut it at every call: all files durable, then the manifest inside, then the
- * folder's name, then the parent that holds the name, and only then does anything older disappear.
+ * The order is the whole idea, and tests cut it at every call: all files durable, then the manifest
+ * inside, then the folder's name, then the parent that holds the name, and only then does anything
+ * older disappear.
  *
  * Thread rule: owner only.
  */
@@ -13,12 +14,14 @@
 
 #define SW_RANKS_FOLDER "ranks"
 
-/* Makes `partial`, which holds every file of the complete `manifest`, the checkpoint `folder`. An existing folder of
- * that name is replaced in one step and retired. On an error before the name changed, nothing of `folder` changed. */
-SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *manifest, sw_error *err);
+/* Makes `partial`, which holds every file of the complete `manifest`, the checkpoint `folder`. An
+ * existing folder of that name is replaced in one step and retired. On an error before the name
+ * changed, nothing of `folder` changed. */
+SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder,
+                                const sw_manifest *manifest, sw_error *err);
 
-/* Renames each folder to <name>.<nonce>.trash, makes that durable, and unlinks. As far as it can: what it leaves behind
- * is no checkpoint, and the next writer removes it. */
+/* Renames each folder to <name>.<nonce>.trash, makes that durable, and unlinks. As far as it can:
+ * what it leaves behind is no checkpoint, and the next writer removes it. */
 void sw_retire(const char *const *folders, size_t count, const char *nonce);
 
 #endif

@@ -21,7 +21,8 @@ typedef struct reader {
 
 static sw_status wrong(const reader *r, const char *what)
 {
-    return sw_error_set(r->err, SW_E_INVALID, -1, "%s: byte %zu: %s", r->label, (size_t)(r->at - r->start), what);
+    return sw_error_set(r->err, SW_E_INVALID, -1, "%s: byte %zu: %s", r->label,
+                        (size_t)(r->at - r->start), what);
 }
 
 static void skip_space(reader *r)
@@ -245,7 +246,8 @@ static sw_status check_keys(reader *r, size_t index)
     sw_status status = SW_OK;
     for (size_t i = 1; i < count && status == SW_OK; ++i)
         if (strcmp(keys[i - 1], keys[i]) == 0)
-            status = sw_error_set(r->err, SW_E_INVALID, -1, "%s: the key '%.200s' stands twice", r->label, keys[i]);
+            status = sw_error_set(r->err, SW_E_INVALID, -1, "%s: the key '%.200s' stands twice",
+                                  r->label, keys[i]);
     free(keys);
     return status;
 }
@@ -289,10 +291,17 @@ static sw_status read_value(reader *r, int depth, const char *key)
     if (r->at == r->end)
         return wrong(r, "the text ends where a value was expected");
     switch (*r->at) {
-    case '{': node->kind = SW_JSON_OBJECT; return read_members(r, depth, index, '}');
-    case '[': node->kind = SW_JSON_ARRAY; return read_members(r, depth, index, ']');
-    case '"': node->kind = SW_JSON_STRING; return read_string(r, &node->text);
-    default: break;
+    case '{':
+        node->kind = SW_JSON_OBJECT;
+        return read_members(r, depth, index, '}');
+    case '[':
+        node->kind = SW_JSON_ARRAY;
+        return read_members(r, depth, index, ']');
+    case '"':
+        node->kind = SW_JSON_STRING;
+        return read_string(r, &node->text);
+    default:
+        break;
     }
     if (take(r, "null"))
         return SW_OK;
@@ -303,11 +312,17 @@ static sw_status read_value(reader *r, int depth, const char *key)
     return read_number(r, node);
 }
 
-sw_status sw_json_parse(const char *text, size_t size_bytes, const char *label, sw_json *json, sw_error *err)
+sw_status sw_json_parse(const char *text, size_t size_bytes, const char *label, sw_json *json,
+                        sw_error *err)
 {
     sw_json made = {.strings = malloc(size_bytes + 1)};
-    reader r = {.start = text, .at = text, .end = text + size_bytes, .string_at = made.strings, .label = label,
-                .json = &made, .err = err};
+    reader r = {.start = text,
+                .at = text,
+                .end = text + size_bytes,
+                .string_at = made.strings,
+                .label = label,
+                .json = &made,
+                .err = err};
     if (!made.strings)
         SW_FAIL(err, SW_E_MEMORY, "%s: no memory for %zu bytes of JSON", label, size_bytes);
     sw_status status = read_value(&r, 0, NULL);
@@ -342,7 +357,8 @@ const sw_json_node *sw_json_find(const sw_json_node *object, const char *key)
 static bool reserve(sw_text *text, size_t more)
 {
     size_t need;
-    if (text->is_out_of_memory || !sw_size_add(text->size_bytes, more, &need) || !sw_size_add(need, 1, &need)) {
+    if (text->is_out_of_memory || !sw_size_add(text->size_bytes, more, &need) ||
+        !sw_size_add(need, 1, &need)) {
         text->is_out_of_memory = true;
         return false;
     }
@@ -401,7 +417,8 @@ void sw_text_quote(sw_text *text, const char *value)
 sw_status sw_text_check(const sw_text *text, const char *label, sw_error *err)
 {
     if (text->is_out_of_memory || !text->data)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the text of %s after %zu bytes", label, text->size_bytes);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the text of %s after %zu bytes", label,
+                text->size_bytes);
     return SW_OK;
 }
 

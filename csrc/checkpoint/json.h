@@ -1,8 +1,10 @@
-/* json.h - strict JSON in, compact JSON out: for manifests and safetensors headers, which come from strangers.
+/* json.h - strict JSON in, compact JSON out: for manifests and safetensors headers, which come from
+ * strangers.
  *
- * Idea: a document is one array of nodes in reading order; a node knows how many nodes its value takes, so the next
- * sibling is `node + node->span` and nothing is linked. Strings are decoded into one buffer and end with a zero byte
- * (a zero byte inside one is refused). Refused too: duplicate keys, depth beyond 64, bytes after the value, broken UTF-8.
+ * Idea: a document is one array of nodes in reading order; a node knows how many nodes its value
+ * takes, so the next sibling is `node + node->span` and nothing is linked. Strings are decoded into
+ * one buffer and end with a zero byte (a zero byte inside one is refused). Refused too: duplicate
+ * keys, depth beyond 64, bytes after the value, broken UTF-8.
  *
  * Thread rule: owner only.
  */
@@ -27,8 +29,8 @@ typedef enum sw_json_kind {
 
 typedef struct sw_json_node {
     sw_json_kind kind;
-    size_t span;  /* nodes of this value, itself included */
-    size_t count; /* elements or members */
+    size_t span;      /* nodes of this value, itself included */
+    size_t count;     /* elements or members */
     const char *key;  /* of a member; borrowed from the document */
     const char *text; /* of a string; borrowed from the document */
     int64_t integer;  /* of an integer; 0 or 1 of a bool */
@@ -41,8 +43,10 @@ typedef struct sw_json {
     char *strings; /* owned */
 } sw_json;
 
-/* SW_E_INVALID says what is wrong and at which byte. `label` names the document in errors. On success, fini it. */
-SW_MUST_USE sw_status sw_json_parse(const char *text, size_t size_bytes, const char *label, sw_json *json, sw_error *err);
+/* SW_E_INVALID says what is wrong and at which byte. `label` names the document in errors. On
+ * success, fini it. */
+SW_MUST_USE sw_status sw_json_parse(const char *text, size_t size_bytes, const char *label,
+                                    sw_json *json, sw_error *err);
 void sw_json_fini(sw_json *json);
 
 /* The first child, valid when count > 0; and the sibling after `node`. */

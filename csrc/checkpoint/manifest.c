@@ -37,8 +37,8 @@ static uint64_t blocks_of(uint64_t size_bytes)
     return size_bytes / SW_BLOCK_BYTES + (size_bytes % SW_BLOCK_BYTES != 0);
 }
 
-static sw_status add_entry(sw_manifest *manifest, const char *path, uint64_t size_bytes, uint64_t block_count,
-                           sw_manifest_file **file, sw_error *err)
+static sw_status add_entry(sw_manifest *manifest, const char *path, uint64_t size_bytes,
+                           uint64_t block_count, sw_manifest_file **file, sw_error *err)
 {
     if (manifest->file_count == manifest->file_capacity) {
         size_t capacity = manifest->file_capacity ? 2 * manifest->file_capacity : 8;
@@ -48,25 +48,29 @@ static sw_status add_entry(sw_manifest *manifest, const char *path, uint64_t siz
         manifest->files = grown;
         manifest->file_capacity = capacity;
     }
-    sw_manifest_file made = {.path = strdup(path), .size_bytes = size_bytes, .block_count = block_count};
+    sw_manifest_file made = {
+        .path = strdup(path), .size_bytes = size_bytes, .block_count = block_count};
     made.crcs = calloc((size_t)block_count + 1, sizeof *made.crcs);
     made.is_written = calloc((size_t)block_count + 1, sizeof *made.is_written);
     if (!made.path || !made.crcs || !made.is_written) {
         free(made.path);
         free(made.crcs);
         free(made.is_written);
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the %" PRIu64 " block checksums of '%s'", block_count, path);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the %" PRIu64 " block checksums of '%s'",
+                block_count, path);
     }
     *file = &manifest->files[manifest->file_count++];
     **file = made;
     return SW_OK;
 }
 
-sw_status sw_manifest_add_file(sw_manifest *manifest, const char *path, uint64_t size_bytes, sw_error *err)
+sw_status sw_manifest_add_file(sw_manifest *manifest, const char *path, uint64_t size_bytes,
+                               sw_error *err)
 {
     sw_manifest_file *file;
     if (!sw_plan_is_path(path) || sw_manifest_find(manifest, path))
-        SW_FAIL(err, SW_E_INVALID, "manifest: '%.200s' is no path of a checkpoint, or stands twice", path);
+        SW_FAIL(err, SW_E_INVALID, "manifest: '%.200s' is no path of a checkpoint, or stands twice",
+                path);
     return add_entry(manifest, path, size_bytes, blocks_of(size_bytes), &file, err);
 }
 
@@ -78,7 +82,8 @@ const sw_manifest_file *sw_manifest_find(const sw_manifest *manifest, const char
     return NULL;
 }
 
-sw_status sw_manifest_add_block(sw_manifest *manifest, const char *path, uint64_t block, uint32_t crc, sw_error *err)
+sw_status sw_manifest_add_block(sw_manifest *manifest, const char *path, uint64_t block,
+                                uint32_t crc, sw_error *err)
 {
     const sw_manifest_file *file = sw_manifest_find(manifest, path);
     if (!file || block >= file->block_count || file->is_written[block])
@@ -89,7 +94,8 @@ sw_status sw_manifest_add_block(sw_manifest *manifest, const char *path, uint64_
     return SW_OK;
 }
 
-sw_status sw_manifest_merge(sw_manifest *manifest, const sw_manifest *acknowledgement, int rank, sw_error *err)
+sw_status sw_manifest_merge(sw_manifest *manifest, const sw_manifest *acknowledgement, int rank,
+                            sw_error *err)
 {
     char own[32];
     snprintf(own, sizeof own, "ranks/%05d.", rank);
@@ -98,14 +104,17 @@ sw_status sw_manifest_merge(sw_manifest *manifest, const sw_manifest *acknowledg
         const sw_manifest_file *known = sw_manifest_find(manifest, run->path);
         if (!known) {
             if (strncmp(run->path, own, strlen(own)) != 0)
-                SW_FAIL(err, SW_E_INVALID, "rank %d acknowledges '%.200s', which is not its own", rank, run->path);
+                SW_FAIL(err, SW_E_INVALID, "rank %d acknowledges '%.200s', which is not its own",
+                        rank, run->path);
             SW_TRY(sw_manifest_add_file(manifest, run->path, run->size_bytes, err));
         } else if (known->size_bytes != run->size_bytes) {
-            SW_FAIL(err, SW_E_MISMATCH, "rank %d wrote '%.200s' as %" PRIu64 " bytes, rank 0 as %" PRIu64, rank, run->path,
-                    run->size_bytes, known->size_bytes);
+            SW_FAIL(err, SW_E_MISMATCH,
+                    "rank %d wrote '%.200s' as %" PRIu64 " bytes, rank 0 as %" PRIu64, rank,
+                    run->path, run->size_bytes, known->size_bytes);
         }
         for (uint64_t b = 0; b < run->block_count; ++b)
-            SW_TRY(sw_manifest_add_block(manifest, run->path, run->first_block + b, run->crcs[b], err));
+            SW_TRY(sw_manifest_add_block(manifest, run->path, run->first_block + b, run->crcs[b],
+                                         err));
     }
     return SW_OK;
 }
@@ -124,7 +133,8 @@ sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err)
         sw_manifest_file *file = &manifest->files[i];
         for (uint64_t b = 0; b < file->block_count; ++b)
             if (!file->is_written[b])
-                SW_FAIL(err, SW_E_STATE, "no rank wrote block %" PRIu64 " of '%.200s'", b, file->path);
+                SW_FAIL(err, SW_E_STATE, "no rank wrote block %" PRIu64 " of '%.200s'", b,
+                        file->path);
         file->first_block = manifest->block_count;
         manifest->block_count += file->block_count;
     }
@@ -155,8 +165,9 @@ static void print_runs(sw_text *text, const sw_manifest_file *file, bool *is_fir
         while (end < file->block_count && file->is_written[end])
             end++;
         if (end > b || is_empty) {
-            sw_text_print(text, "%s\n{\"path\":\"%s\",\"bytes\":%" PRIu64 ",\"first_block\":%" PRIu64 ",", *is_first ? "" : ",",
-                          file->path, file->size_bytes, b);
+            sw_text_print(text,
+                          "%s\n{\"path\":\"%s\",\"bytes\":%" PRIu64 ",\"first_block\":%" PRIu64 ",",
+                          *is_first ? "" : ",", file->path, file->size_bytes, b);
             print_crcs(text, file->crcs + b, end - b);
             *is_first = false;
         }
@@ -165,11 +176,14 @@ static void print_runs(sw_text *text, const sw_manifest_file *file, bool *is_fir
     }
 }
 
-sw_status sw_manifest_print(const sw_manifest *manifest, bool is_acknowledgement, char **made, size_t *size_bytes, sw_error *err)
+sw_status sw_manifest_print(const sw_manifest *manifest, bool is_acknowledgement, char **made,
+                            size_t *size_bytes, sw_error *err)
 {
     sw_text text = {0};
     bool is_first = true;
-    sw_text_print(&text, "{\"format\":\"" FORMAT_NAME "\",\"version\":%d,\"step\":%" PRIu64 ",\"world_size\":%d,\"nonce\":\"%s\",",
+    sw_text_print(&text,
+                  "{\"format\":\"" FORMAT_NAME "\",\"version\":%d,\"step\":%" PRIu64
+                  ",\"world_size\":%d,\"nonce\":\"%s\",",
                   SW_MANIFEST_VERSION, manifest->step, manifest->world_size, manifest->nonce);
     if (manifest->has_metric)
         sw_text_print(&text, "\"metric\":%.17g,", manifest->metric);
@@ -214,18 +228,22 @@ static sw_status check_seal(const char *text, size_t size_bytes, const char *lab
     const size_t key = sizeof SEAL_KEY - 1, tail = key + 8 + 3;
     uint32_t stated = 0;
     if (size_bytes < tail || memcmp(text + size_bytes - tail, SEAL_KEY, key) != 0 ||
-        !read_hex8(text + size_bytes - 11, &stated) || memcmp(text + size_bytes - 3, "\"}\n", 3) != 0)
-        SW_FAIL(err, SW_E_INVALID, "%s is cut off or was changed: it does not end with its checksum", label);
+        !read_hex8(text + size_bytes - 11, &stated) ||
+        memcmp(text + size_bytes - 3, "\"}\n", 3) != 0)
+        SW_FAIL(err, SW_E_INVALID,
+                "%s is cut off or was changed: it does not end with its checksum", label);
     uint32_t found = sw_crc32c(0, text, size_bytes - tail);
     if (found != stated)
-        SW_FAIL(err, SW_E_INVALID, "%s was changed: its checksum is %08x, it states %08x", label, found, stated);
+        SW_FAIL(err, SW_E_INVALID, "%s was changed: its checksum is %08x, it states %08x", label,
+                found, stated);
     return SW_OK;
 }
 
 static bool get_integer(const sw_json_node *object, const char *key, int64_t least, int64_t *value)
 {
     const sw_json_node *node = sw_json_find(object, key);
-    if (!node || node->kind != SW_JSON_INTEGER || node->integer < least || node->integer >= INTEGER_MAX)
+    if (!node || node->kind != SW_JSON_INTEGER || node->integer < least ||
+        node->integer >= INTEGER_MAX)
         return false;
     *value = node->integer;
     return true;
@@ -237,19 +255,23 @@ static const char *get_string(const sw_json_node *object, const char *key)
     return node && node->kind == SW_JSON_STRING ? node->text : NULL;
 }
 
-static sw_status parse_file(const sw_json_node *node, bool is_acknowledgement, const char *label, sw_manifest *manifest,
-                            sw_error *err)
+static sw_status parse_file(const sw_json_node *node, bool is_acknowledgement, const char *label,
+                            sw_manifest *manifest, sw_error *err)
 {
     int64_t size = 0, first = 0;
     const char *path = get_string(node, "path"), *crcs = get_string(node, "crc32c");
     if (!path || !crcs || !sw_plan_is_path(path) || !get_integer(node, "bytes", 0, &size) ||
         (is_acknowledgement && !get_integer(node, "first_block", 0, &first)))
-        SW_FAIL(err, SW_E_INVALID, "%s: a file needs a path inside the folder, bytes and crc32c; got path '%.200s'", label,
-                path ? path : "");
+        SW_FAIL(err, SW_E_INVALID,
+                "%s: a file needs a path inside the folder, bytes and crc32c; got path '%.200s'",
+                label, path ? path : "");
     size_t digits = strlen(crcs);
     uint64_t count = digits / 8, whole = blocks_of((uint64_t)size);
-    if (digits % 8 || (is_acknowledgement ? (uint64_t)first > whole || count > whole - (uint64_t)first : count != whole))
-        SW_FAIL(err, SW_E_INVALID, "%s: '%.200s' has %" PRId64 " bytes and %zu digits of checksums", label, path, size, digits);
+    if (digits % 8 ||
+        (is_acknowledgement ? (uint64_t)first > whole || count > whole - (uint64_t)first
+                            : count != whole))
+        SW_FAIL(err, SW_E_INVALID, "%s: '%.200s' has %" PRId64 " bytes and %zu digits of checksums",
+                label, path, size, digits);
     sw_manifest_file *file = NULL;
     SW_TRY(add_entry(manifest, path, (uint64_t)size, count, &file, err));
     file->first_block = is_acknowledgement ? (uint64_t)first : manifest->block_count;
@@ -262,8 +284,8 @@ static sw_status parse_file(const sw_json_node *node, bool is_acknowledgement, c
     return SW_OK;
 }
 
-static sw_status parse_files(const sw_json_node *files, bool is_acknowledgement, const char *label, sw_manifest *manifest,
-                             sw_error *err)
+static sw_status parse_files(const sw_json_node *files, bool is_acknowledgement, const char *label,
+                             sw_manifest *manifest, sw_error *err)
 {
     if (!files || files->kind != SW_JSON_ARRAY)
         SW_FAIL(err, SW_E_INVALID, "%s: the list of files is missing", label);
@@ -271,30 +293,37 @@ static sw_status parse_files(const sw_json_node *files, bool is_acknowledgement,
     for (size_t i = 0; i < files->count; ++i, node = sw_json_next(node)) {
         SW_TRY(parse_file(node, is_acknowledgement, label, manifest, err));
         size_t last = manifest->file_count - 1;
-        if (!is_acknowledgement && last > 0 && strcmp(manifest->files[last - 1].path, manifest->files[last].path) >= 0)
-            SW_FAIL(err, SW_E_INVALID, "%s: files are not in the order of their paths at '%.200s'", label,
-                    manifest->files[last].path);
+        if (!is_acknowledgement && last > 0 &&
+            strcmp(manifest->files[last - 1].path, manifest->files[last].path) >= 0)
+            SW_FAIL(err, SW_E_INVALID, "%s: files are not in the order of their paths at '%.200s'",
+                    label, manifest->files[last].path);
     }
     return SW_OK;
 }
 
-static sw_status parse_root(const sw_json_node *root, bool is_acknowledgement, const char *label, sw_manifest *manifest,
-                            sw_error *err)
+static sw_status parse_root(const sw_json_node *root, bool is_acknowledgement, const char *label,
+                            sw_manifest *manifest, sw_error *err)
 {
     const char *format = get_string(root, "format"), *nonce = get_string(root, "nonce");
     int64_t version = 0, step = 0, world_size = 0, block_bytes = 0;
     if (!format || strcmp(format, FORMAT_NAME) != 0)
-        SW_FAIL(err, SW_E_INVALID, "%s: it is not the manifest of a checkpoint (format '%.64s')", label, format ? format : "");
+        SW_FAIL(err, SW_E_INVALID, "%s: it is not the manifest of a checkpoint (format '%.64s')",
+                label, format ? format : "");
     if (!get_integer(root, "version", 1, &version) || version > SW_MANIFEST_VERSION)
-        SW_FAIL(err, SW_E_UNSUPPORTED, "%s: it has version %" PRId64 ", this program reads up to %d: use a newer shardwright", label,
-                version, SW_MANIFEST_VERSION);
-    if (!get_integer(root, "step", 0, &step) || !get_integer(root, "world_size", 1, &world_size) || world_size > 1 << 20 ||
-        !get_integer(root, "block_bytes", 1, &block_bytes) || block_bytes != SW_BLOCK_BYTES || !nonce ||
-        !sw_manifest_is_nonce(nonce))
-        SW_FAIL(err, SW_E_INVALID, "%s: step, world_size, nonce or block_bytes (%d) is missing or out of range", label,
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "%s: it has version %" PRId64
+                ", this program reads up to %d: use a newer shardwright",
+                label, version, SW_MANIFEST_VERSION);
+    if (!get_integer(root, "step", 0, &step) || !get_integer(root, "world_size", 1, &world_size) ||
+        world_size > 1 << 20 || !get_integer(root, "block_bytes", 1, &block_bytes) ||
+        block_bytes != SW_BLOCK_BYTES || !nonce || !sw_manifest_is_nonce(nonce))
+        SW_FAIL(err, SW_E_INVALID,
+                "%s: step, world_size, nonce or block_bytes (%d) is missing or out of range", label,
                 SW_BLOCK_BYTES);
     const sw_json_node *metric = sw_json_find(root, "metric");
-    manifest->has_metric = metric && (metric->kind == SW_JSON_INTEGER || metric->kind == SW_JSON_NUMBER) && isfinite(metric->number);
+    manifest->has_metric = metric &&
+                           (metric->kind == SW_JSON_INTEGER || metric->kind == SW_JSON_NUMBER) &&
+                           isfinite(metric->number);
     manifest->metric = manifest->has_metric ? metric->number : 0;
     manifest->step = (uint64_t)step;
     manifest->world_size = (int)world_size;
@@ -302,8 +331,8 @@ static sw_status parse_root(const sw_json_node *root, bool is_acknowledgement, c
     return parse_files(sw_json_find(root, "files"), is_acknowledgement, label, manifest, err);
 }
 
-sw_status sw_manifest_parse(const char *text, size_t size_bytes, bool is_acknowledgement, const char *label,
-                            sw_manifest *manifest, sw_error *err)
+sw_status sw_manifest_parse(const char *text, size_t size_bytes, bool is_acknowledgement,
+                            const char *label, sw_manifest *manifest, sw_error *err)
 {
     sw_json json = {0};
     sw_manifest made = {0};

@@ -1,4 +1,5 @@
-/* plan.c - cutting by size, ordering by element width inside a file, headers on page boundaries, owners. */
+/* plan.c - cutting by size, ordering by element width inside a file, headers on page boundaries,
+ * owners. */
 #include "checkpoint/plan.h"
 
 #include <inttypes.h>
@@ -24,8 +25,8 @@ bool sw_plan_is_path(const char *path)
     int components = 1;
     size_t length = 0;
     for (const char *at = path; *at; ++at) {
-        bool is_plain = (*at >= 'a' && *at <= 'z') || (*at >= 'A' && *at <= 'Z') || (*at >= '0' && *at <= '9') || *at == '.' ||
-                        *at == '_' || *at == '-';
+        bool is_plain = (*at >= 'a' && *at <= 'z') || (*at >= 'A' && *at <= 'Z') ||
+                        (*at >= '0' && *at <= '9') || *at == '.' || *at == '_' || *at == '-';
         if (*at == '/' && length > 0) {
             components++;
             length = 0;
@@ -38,15 +39,17 @@ bool sw_plan_is_path(const char *path)
 
 static sw_status no_memory(const draft *d)
 {
-    SW_FAIL(d->err, SW_E_MEMORY, "no memory for the plan of a checkpoint (%zu files, %zu tensors)", d->plan->file_count,
-            d->plan->piece_count);
+    SW_FAIL(d->err, SW_E_MEMORY, "no memory for the plan of a checkpoint (%zu files, %zu tensors)",
+            d->plan->file_count, d->plan->piece_count);
 }
 
 static sw_status add_file(draft *d, const char *path, sw_plan_file **file)
 {
     sw_plan *plan = d->plan;
     if (!sw_plan_is_path(path))
-        SW_FAIL(d->err, SW_E_INVALID, "'%.200s' cannot name a file of a checkpoint: one or two parts of [A-Za-z0-9._-]", path);
+        SW_FAIL(d->err, SW_E_INVALID,
+                "'%.200s' cannot name a file of a checkpoint: one or two parts of [A-Za-z0-9._-]",
+                path);
     if (plan->file_count == d->file_capacity) {
         size_t capacity = d->file_capacity ? 2 * d->file_capacity : 8;
         sw_plan_file *grown = realloc(plan->files, capacity * sizeof *grown);
@@ -68,7 +71,8 @@ static size_t cut(const sw_plan_group *group, const uint64_t *sizes, size_t firs
 {
     uint64_t total = sizes[first];
     size_t end = first + 1;
-    while (end < group->tensor_count && (group->max_file_bytes == 0 || total + sizes[end] <= group->max_file_bytes))
+    while (end < group->tensor_count &&
+           (group->max_file_bytes == 0 || total + sizes[end] <= group->max_file_bytes))
         total += sizes[end++];
     return end;
 }
@@ -99,8 +103,9 @@ static sw_status finish_header(draft *d, sw_plan_file *file, sw_text *text)
     SW_TRY(sw_text_check(text, file->path, d->err));
     uint64_t length = text->size_bytes - 8;
     if (length > SW_SAFETENSORS_HEADER_MAX)
-        SW_FAIL(d->err, SW_E_INVALID, "'%s': names and shapes take %" PRIu64 " bytes, a safetensors header at most %d", file->path,
-                length, SW_SAFETENSORS_HEADER_MAX);
+        SW_FAIL(d->err, SW_E_INVALID,
+                "'%s': names and shapes take %" PRIu64 " bytes, a safetensors header at most %d",
+                file->path, length, SW_SAFETENSORS_HEADER_MAX);
     for (int i = 0; i < 8; ++i)
         text->data[i] = (char)(uint8_t)(length >> (8 * i));
     file->header = text->data;
@@ -108,8 +113,10 @@ static sw_status finish_header(draft *d, sw_plan_file *file, sw_text *text)
     return SW_OK;
 }
 
-/* Wider elements first, so that every tensor is aligned to its element; registration order otherwise. */
-static sw_status add_pieces(draft *d, sw_plan_file *file, const sw_plan_group *group, size_t first, size_t end, sw_text *text)
+/* Wider elements first, so that every tensor is aligned to its element; registration order
+ * otherwise. */
+static sw_status add_pieces(draft *d, sw_plan_file *file, const sw_plan_group *group, size_t first,
+                            size_t end, sw_text *text)
 {
     uint64_t data = 0;
     for (unsigned width = 8; width >= 1; width /= 2)
@@ -118,8 +125,8 @@ static sw_status add_pieces(draft *d, sw_plan_file *file, const sw_plan_group *g
             if (sw_safetensors_element_bytes(tensor->dtype) != width)
                 continue;
             print_entry(text, tensor, data, data + d->sizes[i]);
-            d->plan->pieces[d->plan->piece_count++] =
-                (sw_plan_piece){.source = d->next_source + i, .begin = data, .size_bytes = d->sizes[i]};
+            d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){
+                .source = d->next_source + i, .begin = data, .size_bytes = d->sizes[i]};
             data += d->sizes[i];
         }
     SW_TRY(finish_header(d, file, text));
@@ -146,8 +153,11 @@ static sw_status check_names(draft *d, const sw_plan_group *group)
     qsort(names, group->tensor_count, sizeof *names, compare_names);
     for (size_t i = 0; i < group->tensor_count && status == SW_OK; ++i)
         if (strcmp(names[i], "__metadata__") == 0 || (i > 0 && strcmp(names[i - 1], names[i]) == 0))
-            status = sw_error_set(d->err, SW_E_INVALID, -1, "%s: the tensor name '%.200s' is %s", group->stem, names[i],
-                                  i > 0 && strcmp(names[i - 1], names[i]) == 0 ? "used twice" : "reserved by safetensors");
+            status = sw_error_set(d->err, SW_E_INVALID, -1, "%s: the tensor name '%.200s' is %s",
+                                  group->stem, names[i],
+                                  i > 0 && strcmp(names[i - 1], names[i]) == 0
+                                      ? "used twice"
+                                      : "reserved by safetensors");
     free(names);
     return status;
 }
@@ -160,7 +170,8 @@ static sw_status add_group(draft *d, const sw_plan_group *group)
         return no_memory(d);
     for (size_t i = 0; i < group->tensor_count; ++i) {
         const sw_plan_tensor *tensor = &group->tensors[i];
-        SW_TRY(sw_safetensors_size(tensor->name, tensor->dtype, tensor->shape, tensor->ndim, &d->sizes[i], d->err));
+        SW_TRY(sw_safetensors_size(tensor->name, tensor->dtype, tensor->shape, tensor->ndim,
+                                   &d->sizes[i], d->err));
     }
     SW_TRY(check_names(d, group));
     size_t count = count_files(group, d->sizes), first = 0;
@@ -171,7 +182,8 @@ static sw_status add_group(draft *d, const sw_plan_group *group)
         if (count == 1 && !group->is_numbered)
             snprintf(path, sizeof path, "%s.safetensors", group->stem);
         else
-            snprintf(path, sizeof path, "%s-%05zu-of-%05zu.safetensors", group->stem, number, count);
+            snprintf(path, sizeof path, "%s-%05zu-of-%05zu.safetensors", group->stem, number,
+                     count);
         SW_TRY(add_file(d, path, &file));
         sw_text_append(&text, "\0\0\0\0\0\0\0\0", 8);
         sw_text_print(&text, "{\"__metadata__\":%s", group->metadata);
@@ -191,7 +203,8 @@ static sw_status add_text(draft *d, const sw_plan_text *text)
 {
     sw_plan_file *file = NULL;
     SW_TRY(add_file(d, text->path, &file));
-    d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){.source = d->next_source++, .size_bytes = text->size_bytes};
+    d->plan->pieces[d->plan->piece_count++] =
+        (sw_plan_piece){.source = d->next_source++, .size_bytes = text->size_bytes};
     file->piece_count = 1;
     file->size_bytes = text->size_bytes;
     return SW_OK;
@@ -233,8 +246,8 @@ static void pin_blocks(sw_plan *plan, const sw_plan_group *groups, size_t group_
     }
 }
 
-sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count, const sw_plan_text *texts, size_t text_count,
-                         sw_plan **plan, sw_error *err)
+sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count, const sw_plan_text *texts,
+                         size_t text_count, sw_plan **plan, sw_error *err)
 {
     draft d = {.plan = calloc(1, sizeof(sw_plan)), .err = err};
     sw_status status = SW_OK;
@@ -277,8 +290,8 @@ void sw_plan_destroy(sw_plan *plan)
     free(plan);
 }
 
-/* Rank r writes the free (not pinned) blocks [free_begin(r), free_begin(r + 1)): rank 0, which has the pinned ones too,
- * up to an equal share; the others the rest in equal runs. */
+/* Rank r writes the free (not pinned) blocks [free_begin(r), free_begin(r + 1)): rank 0, which has
+ * the pinned ones too, up to an equal share; the others the rest in equal runs. */
 static uint64_t free_begin(const sw_plan *plan, int rank, int world_size)
 {
     uint64_t all = plan->block_count - plan->pinned_count, world = (uint64_t)world_size;
@@ -291,11 +304,14 @@ static uint64_t free_begin(const sw_plan *plan, int rank, int world_size)
     return world_size == 1 ? all : first + (all - first) * (uint64_t)(rank - 1) / (world - 1);
 }
 
-sw_status sw_plan_owned(const sw_plan *plan, int rank, int world_size, uint64_t **blocks, size_t *count, sw_error *err)
+sw_status sw_plan_owned(const sw_plan *plan, int rank, int world_size, uint64_t **blocks,
+                        size_t *count, sw_error *err)
 {
-    uint64_t begin = free_begin(plan, rank, world_size), end = free_begin(plan, rank + 1, world_size), at = 0;
+    uint64_t begin = free_begin(plan, rank, world_size),
+             end = free_begin(plan, rank + 1, world_size), at = 0;
     size_t owned = 0;
-    uint64_t *made = malloc((size_t)(end - begin + (rank == 0 ? plan->pinned_count : 0) + 1) * sizeof *made);
+    uint64_t *made =
+        malloc((size_t)(end - begin + (rank == 0 ? plan->pinned_count : 0) + 1) * sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the list of %" PRIu64 " blocks", end - begin);
     for (uint64_t block = 0; block < plan->block_count; ++block) {
@@ -308,10 +324,12 @@ sw_status sw_plan_owned(const sw_plan *plan, int rank, int world_size, uint64_t 
     return SW_OK;
 }
 
-const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset, size_t *size_bytes)
+const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset,
+                                   size_t *size_bytes)
 {
     size_t low = 0, high = plan->file_count;
-    while (high - low > 1) { /* files without a block share a number with the next: the last of them has it */
+    while (high - low >
+           1) { /* files without a block share a number with the next: the last of them has it */
         size_t middle = low + (high - low) / 2;
         if (plan->files[middle].first_block <= block)
             low = middle;

@@ -1,9 +1,9 @@
 /* plan.h - which bytes stand where in which file, and which rank writes them. Arithmetic only.
  *
- * Idea: a file is a header and pieces; it is cut into blocks of 1 MiB; blocks are numbered through all files. A rank owns
- * a run of block numbers. Nothing but names, shapes, dtypes and max_file_bytes decides the bytes; the world size decides
- * only the owners. Example, 2 files of 5 and 3 blocks, block 7 pinned, W = 3: rank 0 owns 0 1 7, rank 1 owns 2 3,
- * rank 2 owns 4 5 6.
+ * Idea: a file is a header and pieces; it is cut into blocks of 1 MiB; blocks are numbered through
+ * all files. A rank owns a run of block numbers. Nothing but names, shapes, dtypes and
+ * max_file_bytes decides the bytes; the world size decides only the owners. Example, 2 files of 5
+ * and 3 blocks, block 7 pinned, W = 3: rank 0 owns 0 1 7, rank 1 owns 2 3, rank 2 owns 4 5 6.
  *
  * Thread rule: any; a plan does not change.
  */
@@ -41,8 +41,8 @@ typedef struct sw_plan_text { /* a file whose bytes are the caller's */
 } sw_plan_text;
 
 typedef struct sw_plan_piece {
-    size_t source;   /* number of the tensor through all groups; then of the text, counted on */
-    uint64_t begin;  /* in the file */
+    size_t source;  /* number of the tensor through all groups; then of the text, counted on */
+    uint64_t begin; /* in the file */
     uint64_t size_bytes;
 } sw_plan_piece;
 
@@ -65,17 +65,21 @@ typedef struct sw_plan {
     uint32_t digest; /* of paths, headers and sizes: equal plans have equal digests */
 } sw_plan;
 
-/* SW_E_INVALID: a dtype safetensors cannot name, a name twice in one group, a header beyond 100 MB, a bad path. */
-SW_MUST_USE sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count, const sw_plan_text *texts,
-                                     size_t text_count, sw_plan **plan, sw_error *err);
+/* SW_E_INVALID: a dtype safetensors cannot name, a name twice in one group, a header beyond 100 MB,
+ * a bad path. */
+SW_MUST_USE sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count,
+                                     const sw_plan_text *texts, size_t text_count, sw_plan **plan,
+                                     sw_error *err);
 void sw_plan_destroy(sw_plan *plan);
 
-/* The blocks that `rank` of `world_size` writes, ascending; *blocks is malloc'ed. Their union over ranks is every block, once. */
-SW_MUST_USE sw_status sw_plan_owned(const sw_plan *plan, int rank, int world_size, uint64_t **blocks, size_t *count,
-                                    sw_error *err);
+/* The blocks that `rank` of `world_size` writes, ascending; *blocks is malloc'ed. Their union over
+ * ranks is every block, once. */
+SW_MUST_USE sw_status sw_plan_owned(const sw_plan *plan, int rank, int world_size,
+                                    uint64_t **blocks, size_t *count, sw_error *err);
 
 /* The file of a block, and the block's place in it. */
-const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset, size_t *size_bytes);
+const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset,
+                                   size_t *size_bytes);
 
 /* One or two components of [A-Za-z0-9._-], none beginning with a dot, each at most 128 bytes. */
 bool sw_plan_is_path(const char *path);

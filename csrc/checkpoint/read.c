@@ -1,4 +1,5 @@
-/* read.c - one block at a time through a buffer that stays in the second-level cache: checked there, copied from there. */
+/* read.c - one block at a time through a buffer that stays in the second-level cache: checked
+ * there, copied from there. */
 #include "checkpoint/read.h"
 
 #include <fcntl.h>
@@ -20,7 +21,8 @@ typedef struct block_reader {
     uint8_t *buffer; /* owned; one block */
 } block_reader;
 
-/* A component in the middle of a path could be a link that leads out of the folder: `ranks` must be a folder itself. */
+/* A component in the middle of a path could be a link that leads out of the folder: `ranks` must be
+ * a folder itself. */
 static sw_status check_folders(const char *folder, const char *path, sw_error *err)
 {
     char part[SW_PATH_BYTES];
@@ -29,13 +31,15 @@ static sw_status check_folders(const char *folder, const char *path, sw_error *e
     if (!slash)
         return SW_OK;
     if (snprintf(part, sizeof part, "%s/%.*s", folder, (int)(slash - path), path) >= SW_PATH_BYTES)
-        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES, folder);
+        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES,
+                folder);
     if (lstat(part, &info) != 0 || !S_ISDIR(info.st_mode))
         SW_FAIL(err, SW_E_INVALID, "'%s' is not a folder", part);
     return SW_OK;
 }
 
-static sw_status open_listed(const char *folder, const sw_manifest_file *file, char path[SW_PATH_BYTES], int *fd, sw_error *err)
+static sw_status open_listed(const char *folder, const sw_manifest_file *file,
+                             char path[SW_PATH_BYTES], int *fd, sw_error *err)
 {
     uint64_t size_bytes = 0;
     SW_TRY(sw_path_join(path, folder, file->path, err));
@@ -44,7 +48,8 @@ static sw_status open_listed(const char *folder, const sw_manifest_file *file, c
     if (size_bytes != file->size_bytes) {
         close(*fd);
         *fd = -1;
-        SW_FAIL(err, SW_E_INVALID, "'%s' has %" PRIu64 " bytes, the manifest says %" PRIu64, path, size_bytes, file->size_bytes);
+        SW_FAIL(err, SW_E_INVALID, "'%s' has %" PRIu64 " bytes, the manifest says %" PRIu64, path,
+                size_bytes, file->size_bytes);
     }
     return SW_OK;
 }
@@ -97,20 +102,24 @@ static sw_status reader_open(block_reader *reader, const sw_manifest_file *file,
 }
 
 /* Block `number` of the open file to `destination`, checked there. */
-static sw_status load_block(block_reader *reader, uint64_t number, uint8_t *destination, size_t *size_bytes, sw_error *err)
+static sw_status load_block(block_reader *reader, uint64_t number, uint8_t *destination,
+                            size_t *size_bytes, sw_error *err)
 {
     uint64_t offset = number * SW_BLOCK_BYTES, left = reader->file->size_bytes - offset;
     size_t size = left < SW_BLOCK_BYTES ? (size_t)left : SW_BLOCK_BYTES;
     SW_TRY(sw_file_read_at(reader->fd, reader->path, destination, size, offset, err));
     uint32_t found = sw_crc32c(0, destination, size), stated = reader->file->crcs[number];
     if (found != stated)
-        SW_FAIL(err, SW_E_INVALID, "'%s' was changed or did not survive: block %" PRIu64 " (bytes %" PRIu64 " to %" PRIu64
-                ") has checksum %08x, the manifest says %08x", reader->path, number, offset, offset + size, found, stated);
+        SW_FAIL(err, SW_E_INVALID,
+                "'%s' was changed or did not survive: block %" PRIu64 " (bytes %" PRIu64
+                " to %" PRIu64 ") has checksum %08x, the manifest says %08x",
+                reader->path, number, offset, offset + size, found, stated);
     *size_bytes = size;
     return SW_OK;
 }
 
-static sw_status verify_range(block_reader *reader, const sw_manifest *manifest, uint64_t first, uint64_t end, sw_error *err)
+static sw_status verify_range(block_reader *reader, const sw_manifest *manifest, uint64_t first,
+                              uint64_t end, sw_error *err)
 {
     for (size_t i = 0; i < manifest->file_count; ++i) {
         const sw_manifest_file *file = &manifest->files[i];
@@ -124,7 +133,8 @@ static sw_status verify_range(block_reader *reader, const sw_manifest *manifest,
     return SW_OK;
 }
 
-sw_status sw_checkpoint_verify(const char *folder, const sw_manifest *manifest, uint64_t first, uint64_t end, sw_error *err)
+sw_status sw_checkpoint_verify(const char *folder, const sw_manifest *manifest, uint64_t first,
+                               uint64_t end, sw_error *err)
 {
     block_reader reader;
     SW_TRY(reader_init(&reader, folder, err));
@@ -133,7 +143,8 @@ sw_status sw_checkpoint_verify(const char *folder, const sw_manifest *manifest, 
     return status;
 }
 
-static sw_status read_ranges(block_reader *reader, const sw_read_range *ranges, size_t count, sw_error *err)
+static sw_status read_ranges(block_reader *reader, const sw_read_range *ranges, size_t count,
+                             sw_error *err)
 {
     uint64_t loaded = UINT64_MAX;
     for (size_t i = 0; i < count; ++i) {
@@ -145,7 +156,8 @@ static sw_status read_ranges(block_reader *reader, const sw_read_range *ranges, 
             if (block != loaded) /* neighbours share it */
                 SW_TRY(load_block(reader, block, reader->buffer, &size_bytes, err));
             loaded = block;
-            size_t piece = (size_t)(end - at < SW_BLOCK_BYTES - inside ? end - at : SW_BLOCK_BYTES - inside);
+            size_t piece =
+                (size_t)(end - at < SW_BLOCK_BYTES - inside ? end - at : SW_BLOCK_BYTES - inside);
             memcpy(to, reader->buffer + inside, piece);
             to += piece;
             at += piece;
@@ -154,8 +166,8 @@ static sw_status read_ranges(block_reader *reader, const sw_read_range *ranges, 
     return SW_OK;
 }
 
-sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest, const char *path, const sw_read_range *ranges,
-                             size_t range_count, sw_error *err)
+sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest, const char *path,
+                             const sw_read_range *ranges, size_t range_count, sw_error *err)
 {
     const sw_manifest_file *file = sw_manifest_find(manifest, path);
     uint64_t after = 0;
@@ -164,8 +176,12 @@ sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest, co
         SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no file '%.120s'", folder, path);
     for (size_t i = 0; i < range_count; ++i) {
         uint64_t end = 0;
-        if (ranges[i].begin < after || __builtin_add_overflow(ranges[i].begin, ranges[i].size_bytes, &end) || end > file->size_bytes)
-            SW_FAIL(err, SW_E_INVALID, "read of '%s': ranges must ascend inside its %" PRIu64 " bytes; number %zu is [%" PRIu64 ", +%zu)",
+        if (ranges[i].begin < after ||
+            __builtin_add_overflow(ranges[i].begin, ranges[i].size_bytes, &end) ||
+            end > file->size_bytes)
+            SW_FAIL(err, SW_E_INVALID,
+                    "read of '%s': ranges must ascend inside its %" PRIu64
+                    " bytes; number %zu is [%" PRIu64 ", +%zu)",
                     path, file->size_bytes, i, ranges[i].begin, ranges[i].size_bytes);
         after = end;
     }

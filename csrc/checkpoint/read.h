@@ -17,15 +17,19 @@ typedef struct sw_read_range { /* of one file */
     void *destination;
 } sw_read_range;
 
-/* Opens a checkpoint: reads its manifest and looks at the size of every file. SW_E_INVALID or SW_E_OS: it is none. */
+/* Opens a checkpoint: reads its manifest and looks at the size of every file. SW_E_INVALID or
+ * SW_E_OS: it is none. */
 SW_MUST_USE sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error *err);
 
-/* Checks blocks [first, end) of all files, in the manifest's numbering. SW_E_INVALID names the file and block. */
-SW_MUST_USE sw_status sw_checkpoint_verify(const char *folder, const sw_manifest *manifest, uint64_t first, uint64_t end,
-                                           sw_error *err);
+/* Checks blocks [first, end) of all files, in the manifest's numbering. SW_E_INVALID names the file
+ * and block. */
+SW_MUST_USE sw_status sw_checkpoint_verify(const char *folder, const sw_manifest *manifest,
+                                           uint64_t first, uint64_t end, sw_error *err);
 
-/* Fills `ranges` (ascending, no overlap) from file `path`. Blocks that no range touches are not read. */
-SW_MUST_USE sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest, const char *path,
-                                         const sw_read_range *ranges, size_t range_count, sw_error *err);
+/* Fills `ranges` (ascending, no overlap) from file `path`. Blocks that no range touches are not
+ * read. */
+SW_MUST_USE sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest,
+                                         const char *path, const sw_read_range *ranges,
+                                         size_t range_count, sw_error *err);
 
 #endif

@@ -1,7 +1,8 @@
 /* save.c - the saver: one save at a time, and the life of its threads.
  *
- * Thread 0 coordinates: it opens the folder, wakes the others to write, writes too, acknowledges and concludes. Threads
- * live as long as their save: an idle saver has none, so that a fork between saves copies none. */
+ * Thread 0 coordinates: it opens the folder, wakes the others to write, writes too, acknowledges
+ * and concludes. Threads live as long as their save: an idle saver has none, so that a fork between
+ * saves copies none. */
 #include "checkpoint/save.h"
 
 #include <errno.h>
@@ -12,11 +13,13 @@
 #include "checkpoint/save_job.h"
 #include "platform/clock.h"
 
-sw_status sw_saver_create(sw_board *board, const sw_saver_options *options, sw_saver **saver, sw_error *err)
+sw_status sw_saver_create(sw_board *board, const sw_saver_options *options, sw_saver **saver,
+                          sw_error *err)
 {
     pthread_condattr_t attributes;
     if (options->thread_count < 1 || options->thread_count > SW_SAVER_THREADS_MAX)
-        SW_FAIL(err, SW_E_INVALID, "saver: thread_count must be in [1, %d], not %d", SW_SAVER_THREADS_MAX, options->thread_count);
+        SW_FAIL(err, SW_E_INVALID, "saver: thread_count must be in [1, %d], not %d",
+                SW_SAVER_THREADS_MAX, options->thread_count);
     sw_saver *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a saver");
@@ -40,7 +43,8 @@ static void free_strings(char ***strings, size_t *count)
     *count = 0;
 }
 
-static sw_status copy_strings(const char *const *from, size_t count, char ***to, size_t *copied, sw_error *err)
+static sw_status copy_strings(const char *const *from, size_t count, char ***to, size_t *copied,
+                              sw_error *err)
 {
     *to = calloc(count + 1, sizeof **to);
     for (size_t i = 0; *to && i < count; ++i, ++*copied)
@@ -121,7 +125,8 @@ static void *coordinate(void *context)
     if (status == SW_OK)
         status = sw_save_acknowledge(saver, &own);
     if (status != SW_OK)
-        record_failure(saver, &own); /* a caller inside protect() has nothing to wait for any more */
+        record_failure(saver,
+                       &own); /* a caller inside protect() has nothing to wait for any more */
     else
         own = (sw_error){0};
     sw_save_conclude(saver, &own, &outcome);
@@ -136,20 +141,25 @@ static void *coordinate(void *context)
 static sw_status check_request(const sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     if (saver->is_running)
-        SW_FAIL(err, SW_E_STATE, "a save is under way, or its outcome was not asked for: call wait() first");
+        SW_FAIL(err, SW_E_STATE,
+                "a save is under way, or its outcome was not asked for: call wait() first");
     if (!sw_manifest_is_nonce(request->nonce))
-        SW_FAIL(err, SW_E_INVALID, "nonce must be 1 to %d of [0-9a-z], not '%.80s'", SW_NONCE_BYTES - 1, request->nonce);
+        SW_FAIL(err, SW_E_INVALID, "nonce must be 1 to %d of [0-9a-z], not '%.80s'",
+                SW_NONCE_BYTES - 1, request->nonce);
     return SW_OK;
 }
 
 static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     size_t length = strlen(request->folder);
-    if (length == 0 || request->folder[length - 1] == '/' || length + SW_NONCE_BYTES + 64 > SW_PATH_BYTES)
-        SW_FAIL(err, SW_E_INVALID, "folder must be a path of 1 to %d bytes that does not end with '/', not '%.200s'",
+    if (length == 0 || request->folder[length - 1] == '/' ||
+        length + SW_NONCE_BYTES + 64 > SW_PATH_BYTES)
+        SW_FAIL(err, SW_E_INVALID,
+                "folder must be a path of 1 to %d bytes that does not end with '/', not '%.200s'",
                 SW_PATH_BYTES - SW_NONCE_BYTES - 64, request->folder);
     snprintf(saver->folder, sizeof saver->folder, "%s", request->folder);
-    if (snprintf(saver->partial, sizeof saver->partial, "%s.%s.partial", request->folder, request->nonce) >= SW_PATH_BYTES)
+    if (snprintf(saver->partial, sizeof saver->partial, "%s.%s.partial", request->folder,
+                 request->nonce) >= SW_PATH_BYTES)
         SW_FAIL(err, SW_E_INVALID, "folder '%.200s' is too long", request->folder);
     saver->number = request->number;
     saver->bytes_total = saver->bytes_written = 0;
@@ -161,12 +171,15 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     saver->manifest.has_metric = request->has_metric;
     saver->manifest.metric = request->metric;
     snprintf(saver->manifest.nonce, sizeof saver->manifest.nonce, "%s", request->nonce);
-    SW_TRY(copy_strings(request->stale, request->stale_count, &saver->stale, &saver->stale_count, err));
-    SW_TRY(copy_strings(request->retired, request->retired_count, &saver->retired, &saver->retired_count, err));
+    SW_TRY(copy_strings(request->stale, request->stale_count, &saver->stale, &saver->stale_count,
+                        err));
+    SW_TRY(copy_strings(request->retired, request->retired_count, &saver->retired,
+                        &saver->retired_count, err));
     return sw_save_list_blocks(saver, request, err);
 }
 
-/* A flag a source of the shared plan, from a flag a range; NULL when everything is copied at once. */
+/* A flag a source of the shared plan, from a flag a range; NULL when everything is copied at once.
+ */
 static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_error *err)
 {
     *is_eager = NULL;
@@ -174,7 +187,8 @@ static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_
         return SW_OK;
     *is_eager = calloc(request->shared.plan->source_count + 1, sizeof **is_eager);
     if (!*is_eager)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the flags of %zu tensors", request->shared.plan->source_count);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the flags of %zu tensors",
+                request->shared.plan->source_count);
     for (size_t i = 0; request->is_eager && i < request->shared.source_count; ++i)
         (*is_eager)[request->shared.sources[i].source] |= request->is_eager[i];
     return SW_OK;
@@ -192,7 +206,8 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     SW_TRY_GOTO(status, sw_save_check_blocks(saver, &why), failed);
     SW_TRY_GOTO(status, list_eager(request, &is_eager, &why), failed);
     SW_TRY_GOTO(status, sw_save_claim_live(saver, is_eager, &claim, &why), failed);
-    SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why), failed);
+    SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
+                failed);
     saver->is_running = true;
     sw_save_copy(saver, &claim); /* while the first blocks are written already */
     sw_save_claim_fini(&claim);
@@ -216,7 +231,8 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
     sw_save_claim claim = {0};
     if (!saver->is_running)
         return SW_OK;
-    sw_status status = sw_save_check(saver, NULL) == SW_OK ? sw_save_claim_live(saver, NULL, &claim, &why) : SW_OK;
+    sw_status status =
+        sw_save_check(saver, NULL) == SW_OK ? sw_save_claim_live(saver, NULL, &claim, &why) : SW_OK;
     if (status == SW_OK) {
         sw_save_copy(saver, &claim);
     } else {
@@ -231,7 +247,8 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
 
 static struct timespec absolute(int64_t ns)
 {
-    return (struct timespec){.tv_sec = (time_t)(ns / 1000000000), .tv_nsec = (long)(ns % 1000000000)};
+    return (struct timespec){.tv_sec = (time_t)(ns / 1000000000),
+                             .tv_nsec = (long)(ns % 1000000000)};
 }
 
 sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_error *err)
@@ -262,7 +279,8 @@ void sw_saver_fail(sw_saver *saver, uint64_t number, const sw_error *reason)
     }
     sw_error verdict = *reason;
     if (saver->board->world_size > 1)
-        (void)sw_error_set(&verdict, reason->status, reason->detail, "rank 0: %.480s", reason->message);
+        (void)sw_error_set(&verdict, reason->status, reason->detail, "rank 0: %.480s",
+                           reason->message);
     sw_board_decide(saver->board, number, &verdict);
 }
 
@@ -278,11 +296,12 @@ void sw_saver_cancel(sw_saver *saver, const sw_error *reason)
 void sw_saver_progress(sw_saver *saver, sw_save_progress *progress)
 {
     pthread_mutex_lock(&saver->mutex);
-    *progress = (sw_save_progress){.bytes_total = saver->bytes_total,
-                                   .bytes_written = saver->bytes_written,
-                                   .staging_bytes = saver->stage.slot_count * (uint64_t)SW_BLOCK_BYTES,
-                                   .direct_bytes = saver->direct_bytes,
-                                   .is_busy = saver->is_running && !saver->is_over};
+    *progress =
+        (sw_save_progress){.bytes_total = saver->bytes_total,
+                           .bytes_written = saver->bytes_written,
+                           .staging_bytes = saver->stage.slot_count * (uint64_t)SW_BLOCK_BYTES,
+                           .direct_bytes = saver->direct_bytes,
+                           .is_busy = saver->is_running && !saver->is_over};
     pthread_mutex_unlock(&saver->mutex);
 }
 
@@ -291,7 +310,9 @@ void sw_saver_destroy(sw_saver *saver)
     if (!saver)
         return;
     if (saver->is_running) {
-        sw_error reason = {.status = SW_E_INTERRUPTED, .detail = -1, .message = "the save was given up: its Checkpointer was closed"};
+        sw_error reason = {.status = SW_E_INTERRUPTED,
+                           .detail = -1,
+                           .message = "the save was given up: its Checkpointer was closed"};
         if (sw_save_check(saver, NULL) == SW_OK)
             sw_saver_cancel(saver, &reason);
         else

@@ -1,10 +1,13 @@
-/* save.h - one save at a time: a snapshot on the caller's thread, everything else on threads of our own.
+/* save.h - one save at a time: a snapshot on the caller's thread, everything else on threads of our
+ * own.
  *
- * Idea: the job is a list of blocks that this rank owns, each live (its bytes are still the caller's), staged (copied),
- * or written. begin() copies what may change at once; protect() copies all that is still live, and so must come before
- * the caller changes anything: "copy" is begin and protect in one call, "lazy" leaves protect to the next optimizer step.
+ * Idea: the job is a list of blocks that this rank owns, each live (its bytes are still the
+ * caller's), staged (copied), or written. begin() copies what may change at once; protect() copies
+ * all that is still live, and so must come before the caller changes anything: "copy" is begin and
+ * protect in one call, "lazy" leaves protect to the next optimizer step.
  *
- * Thread rule: begin, protect, wait, fail: the owner's thread, one at a time. progress, cancel: any.
+ * Thread rule: begin, protect, wait, fail: the owner's thread, one at a time. progress, cancel:
+ * any.
  */
 #ifndef SW_CHECKPOINT_SAVE_H
 #define SW_CHECKPOINT_SAVE_H
@@ -25,8 +28,9 @@ typedef struct sw_save_source { /* bytes of a plan's source that this rank holds
 } sw_save_source;
 
 typedef struct sw_save_part {
-    const sw_plan *plan;           /* borrowed until the save is over */
-    const sw_save_source *sources; /* borrowed until protect(); ascending by (source, begin), no overlap */
+    const sw_plan *plan; /* borrowed until the save is over */
+    const sw_save_source
+        *sources; /* borrowed until protect(); ascending by (source, begin), no overlap */
     size_t source_count;
 } sw_save_part;
 
@@ -39,7 +43,8 @@ typedef struct sw_save_request {
     double metric;
     sw_save_part shared; /* equal plans on all ranks; this rank writes the blocks it owns */
     sw_save_part own;    /* this rank's alone; plan NULL: none */
-    const bool *is_eager; /* a flag a source of shared: copied at begin() even when lazy; NULL: none is */
+    const bool
+        *is_eager; /* a flag a source of shared: copied at begin() even when lazy; NULL: none is */
     bool is_lazy;
     const char *const *stale; /* rank 0: folders to remove before anything is written */
     size_t stale_count;
@@ -64,18 +69,22 @@ typedef struct sw_save_progress {
 typedef struct sw_saver sw_saver;
 
 /* `board` is borrowed until destroy. */
-SW_MUST_USE sw_status sw_saver_create(sw_board *board, const sw_saver_options *options, sw_saver **saver, sw_error *err);
+SW_MUST_USE sw_status sw_saver_create(sw_board *board, const sw_saver_options *options,
+                                      sw_saver **saver, sw_error *err);
 
-/* Takes the snapshot and starts the rest. SW_E_STATE while a save runs or its outcome was not taken by wait(). An error
- * here has been told to the other ranks. Cost: one read of the blocks owned, one write of staging. */
-SW_MUST_USE sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_error *err);
+/* Takes the snapshot and starts the rest. SW_E_STATE while a save runs or its outcome was not taken
+ * by wait(). An error here has been told to the other ranks. Cost: one read of the blocks owned,
+ * one write of staging. */
+SW_MUST_USE sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request,
+                                     sw_error *err);
 
 /* Copies what is still live. Nothing to do: a mutex. */
 SW_MUST_USE sw_status sw_saver_protect(sw_saver *saver, sw_error *err);
 
-/* Waits at most `timeout_ns` for the verdict. *is_over tells whether there is none to wait for any more; the outcome of
- * a save is returned once. */
-SW_MUST_USE sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_error *err);
+/* Waits at most `timeout_ns` for the verdict. *is_over tells whether there is none to wait for any
+ * more; the outcome of a save is returned once. */
+SW_MUST_USE sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over,
+                                    sw_error *err);
 
 /* Tells the others that this rank cannot begin save `number`. Not while a save runs. */
 void sw_saver_fail(sw_saver *saver, uint64_t number, const sw_error *reason);

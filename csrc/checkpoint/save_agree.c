@@ -1,7 +1,9 @@
-/* save_agree.c - how ranks that share a file system and a board, and nothing else, finish one save together.
+/* save_agree.c - how ranks that share a file system and a board, and nothing else, finish one save
+ * together.
  *
- * READY says that the files exist and which plan they follow; ack-<rank>.json what a rank wrote. Both carry the nonce in
- * their text, the folder carries it in its name. Waiting is looking again, after 1 to 20 ms. */
+ * READY says that the files exist and which plan they follow; ack-<rank>.json what a rank wrote.
+ * Both carry the nonce in their text, the folder carries it in its name. Waiting is looking again,
+ * after 1 to 20 ms. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -18,8 +20,8 @@ static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited
 {
     SW_TRY(sw_save_check(saver, err));
     if (sw_clock_now_ns() > saver->deadline_ns)
-        SW_FAIL(err, SW_E_TIMEOUT, "'%.300s': the deadline passed while rank %d waited for %s", saver->folder, saver->board->rank,
-                awaited);
+        SW_FAIL(err, SW_E_TIMEOUT, "'%.300s': the deadline passed while rank %d waited for %s",
+                saver->folder, saver->board->rank, awaited);
     sw_thread_sleep_ns(*pause_ns);
     *pause_ns = *pause_ns * 2 < LOOK_LAST_NS ? *pause_ns * 2 : LOOK_LAST_NS;
     return SW_OK;
@@ -27,7 +29,8 @@ static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited
 
 static void print_ready(const sw_saver *saver, char text[READY_BYTES])
 {
-    snprintf(text, READY_BYTES, "%s %08x %d\n", saver->manifest.nonce, saver->shared_part.plan->digest, saver->board->world_size);
+    snprintf(text, READY_BYTES, "%s %08x %d\n", saver->manifest.nonce,
+             saver->shared_part.plan->digest, saver->board->world_size);
 }
 
 static sw_status create_files(const sw_saver *saver, const sw_plan *plan, sw_error *err)
@@ -89,7 +92,8 @@ static sw_status await_folder(sw_saver *saver, sw_error *err)
     free(found);
     if (!same)
         SW_FAIL(err, SW_E_MISMATCH,
-                "'%.200s': this rank would write other files than rank 0: names, shapes, dtypes or max_file_bytes differ",
+                "'%.200s': this rank would write other files than rank 0: names, shapes, dtypes or "
+                "max_file_bytes differ",
                 saver->folder);
     return create_files(saver, saver->own_part.plan, err);
 }
@@ -99,7 +103,8 @@ sw_status sw_save_open(sw_saver *saver, sw_error *err)
     return saver->board->rank == 0 ? open_folder(saver, err) : await_folder(saver, err);
 }
 
-static sw_status acknowledgement_path(const sw_saver *saver, int rank, const char *suffix, char path[SW_PATH_BYTES], sw_error *err)
+static sw_status acknowledgement_path(const sw_saver *saver, int rank, const char *suffix,
+                                      char path[SW_PATH_BYTES], sw_error *err)
 {
     char name[48];
     snprintf(name, sizeof name, "ack-%05d.%s", rank, suffix);
@@ -113,7 +118,8 @@ sw_status sw_save_acknowledge(sw_saver *saver, sw_error *err)
     size_t size_bytes = 0;
     for (size_t i = 0; i < saver->block_count; ++i) {
         const sw_save_block *block = &saver->blocks[i];
-        SW_TRY(sw_manifest_add_block(&saver->manifest, block->file->path, block->offset / SW_BLOCK_BYTES, block->crc, err));
+        SW_TRY(sw_manifest_add_block(&saver->manifest, block->file->path,
+                                     block->offset / SW_BLOCK_BYTES, block->crc, err));
     }
     if (saver->board->rank == 0)
         return SW_OK;
@@ -137,7 +143,8 @@ static sw_status collect_one(sw_saver *saver, int rank, sw_error *err)
     snprintf(awaited, sizeof awaited, "rank %d to write its blocks", rank);
     SW_TRY(acknowledgement_path(saver, rank, "json", path, err));
     for (sw_error why;;) {
-        sw_status status = sw_file_read_whole(path, SW_MANIFEST_MAX_BYTES, &text, &size_bytes, &why);
+        sw_status status =
+            sw_file_read_whole(path, SW_MANIFEST_MAX_BYTES, &text, &size_bytes, &why);
         if (status == SW_OK)
             break;
         if (status != SW_E_OS || why.detail != ENOENT) {
@@ -151,9 +158,11 @@ static sw_status collect_one(sw_saver *saver, int rank, sw_error *err)
     sw_status status = sw_manifest_parse(text, size_bytes, true, path, &found, err);
     free(text);
     SW_TRY(status);
-    if (strcmp(found.nonce, saver->manifest.nonce) != 0 || found.world_size != saver->board->world_size)
-        status = sw_error_set(err, SW_E_MISMATCH, -1, "'%s' belongs to save %s of %d ranks, not to %s of %d", path, found.nonce,
-                              found.world_size, saver->manifest.nonce, saver->board->world_size);
+    if (strcmp(found.nonce, saver->manifest.nonce) != 0 ||
+        found.world_size != saver->board->world_size)
+        status = sw_error_set(
+            err, SW_E_MISMATCH, -1, "'%s' belongs to save %s of %d ranks, not to %s of %d", path,
+            found.nonce, found.world_size, saver->manifest.nonce, saver->board->world_size);
     if (status == SW_OK)
         status = sw_manifest_merge(&saver->manifest, &found, rank, err);
     sw_manifest_fini(&found);
@@ -191,7 +200,9 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
 static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
     long pause_ns = LOOK_FIRST_NS;
-    int64_t deadline_ns = saver->deadline_ns + (int64_t)VERDICT_GRACE_S * 1000000000; /* rank 0's own ends a moment later */
+    int64_t deadline_ns =
+        saver->deadline_ns +
+        (int64_t)VERDICT_GRACE_S * 1000000000; /* rank 0's own ends a moment later */
     if (own->status != SW_OK)
         sw_board_fail(saver->board, saver->number, own);
     while (!sw_board_is_decided(saver->board, saver->number, outcome)) {
@@ -201,11 +212,14 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
             *outcome = stop;
             return;
         }
-        if (sw_clock_now_ns() > deadline_ns || (own->status != SW_OK && sw_save_check(saver, &stop) == SW_E_INTERRUPTED)) {
+        if (sw_clock_now_ns() > deadline_ns ||
+            (own->status != SW_OK && sw_save_check(saver, &stop) == SW_E_INTERRUPTED)) {
             *outcome = *own;
             if (own->status == SW_OK)
-                (void)sw_error_set(outcome, SW_E_TIMEOUT, -1, "'%.300s': the deadline passed while rank %d waited for rank 0 to commit",
-                                   saver->folder, saver->board->rank);
+                (void)sw_error_set(
+                    outcome, SW_E_TIMEOUT, -1,
+                    "'%.300s': the deadline passed while rank %d waited for rank 0 to commit",
+                    saver->folder, saver->board->rank);
             return;
         }
         sw_thread_sleep_ns(pause_ns);

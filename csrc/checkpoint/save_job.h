@@ -61,25 +61,28 @@ struct sw_saver {
     size_t copying_count;
     int64_t next_write_ns; /* bandwidth */
     uint64_t bytes_total, bytes_written, direct_bytes;
-    sw_error failure;   /* the first of this rank's threads; status SW_OK: none */
+    sw_error failure; /* the first of this rank's threads; status SW_OK: none */
     sw_error outcome;
     bool is_running, is_over;
 };
 
 /* save_snapshot.c */
-SW_MUST_USE sw_status sw_save_list_blocks(sw_saver *saver, const sw_save_request *request, sw_error *err);
-/* That this rank holds every byte of its blocks: SW_E_STATE names one that it does not. What comes after cannot fail. */
+SW_MUST_USE sw_status sw_save_list_blocks(sw_saver *saver, const sw_save_request *request,
+                                          sw_error *err);
+/* That this rank holds every byte of its blocks: SW_E_STATE names one that it does not. What comes
+ * after cannot fail. */
 SW_MUST_USE sw_status sw_save_check_blocks(const sw_saver *saver, sw_error *err);
 /* The bytes of `block` to `destination`, and their checksum to block->crc. */
 void sw_save_fill(sw_save_block *block, uint8_t *destination);
 
 typedef struct sw_save_claim { /* live blocks that one thread is about to copy, and where to */
-    size_t *wanted;  /* owned; indices of blocks */
-    uint8_t **slots; /* owned list; the slots are the stage's */
+    size_t *wanted;            /* owned; indices of blocks */
+    uint8_t **slots;           /* owned list; the slots are the stage's */
     size_t count;
 } sw_save_claim;
 /* Marks the live blocks; those that touch an eager source alone when `is_eager` is not NULL. */
-SW_MUST_USE sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager, sw_save_claim *claim, sw_error *err);
+SW_MUST_USE sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager,
+                                         sw_save_claim *claim, sw_error *err);
 /* Copies them; each may be written from the moment that it is copied. */
 void sw_save_copy(sw_saver *saver, sw_save_claim *claim);
 void sw_save_claim_fini(sw_save_claim *claim);
@@ -90,9 +93,12 @@ void sw_save_await_copies(sw_saver *saver);
 SW_MUST_USE sw_status sw_save_write(sw_saver *saver, sw_error *err);
 
 /* save_agree.c */
-SW_MUST_USE sw_status sw_save_open(sw_saver *saver, sw_error *err);        /* folder, files, READY; or wait for it */
-SW_MUST_USE sw_status sw_save_acknowledge(sw_saver *saver, sw_error *err); /* what this rank wrote, durable, named */
-void sw_save_conclude(sw_saver *saver, const sw_error *own, sw_error *outcome); /* rank 0 commits or abandons; others wait */
+SW_MUST_USE sw_status sw_save_open(sw_saver *saver,
+                                   sw_error *err); /* folder, files, READY; or wait for it */
+SW_MUST_USE sw_status sw_save_acknowledge(sw_saver *saver,
+                                          sw_error *err); /* what this rank wrote, durable, named */
+void sw_save_conclude(sw_saver *saver, const sw_error *own,
+                      sw_error *outcome); /* rank 0 commits or abandons; others wait */
 
 /* save.c: SW_OK, or why this rank must stop: another thread's failure or a cancel. */
 SW_MUST_USE sw_status sw_save_check(sw_saver *saver, sw_error *err);

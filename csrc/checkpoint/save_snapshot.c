@@ -1,4 +1,5 @@
-/* save_snapshot.c - gathers a block from a header and from the ranges of memory that this rank holds. */
+/* save_snapshot.c - gathers a block from a header and from the ranges of memory that this rank
+ * holds. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -6,7 +7,8 @@
 #include "checkpoint/save_job.h"
 #include "kernels/crc32c.h"
 
-static sw_status list_part(sw_saver *saver, const sw_save_part *part, const uint64_t *owned, size_t count, sw_error *err)
+static sw_status list_part(sw_saver *saver, const sw_save_part *part, const uint64_t *owned,
+                           size_t count, sw_error *err)
 {
     for (size_t i = 0; i < count; ++i) {
         uint64_t number = owned ? owned[i] : i;
@@ -18,7 +20,8 @@ static sw_status list_part(sw_saver *saver, const sw_save_part *part, const uint
         saver->bytes_total += size_bytes;
     }
     for (size_t f = 0; f < part->plan->file_count; ++f)
-        SW_TRY(sw_manifest_add_file(&saver->manifest, part->plan->files[f].path, part->plan->files[f].size_bytes, err));
+        SW_TRY(sw_manifest_add_file(&saver->manifest, part->plan->files[f].path,
+                                    part->plan->files[f].size_bytes, err));
     return SW_OK;
 }
 
@@ -26,22 +29,28 @@ sw_status sw_save_list_blocks(sw_saver *saver, const sw_save_request *request, s
 {
     uint64_t *owned = NULL;
     size_t shared = 0, own = request->own.plan ? (size_t)request->own.plan->block_count : 0;
-    SW_TRY(sw_plan_owned(request->shared.plan, saver->board->rank, saver->board->world_size, &owned, &shared, err));
+    SW_TRY(sw_plan_owned(request->shared.plan, saver->board->rank, saver->board->world_size, &owned,
+                         &shared, err));
     size_t sources = request->shared.source_count + request->own.source_count;
     sw_status status = SW_OK;
     saver->blocks = calloc(shared + own + 1, sizeof *saver->blocks);
     saver->sources = calloc(sources + 1, sizeof *saver->sources);
     if (!saver->blocks || !saver->sources) {
-        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for a save of %zu blocks", shared + own);
+        status =
+            sw_error_set(err, SW_E_MEMORY, -1, "no memory for a save of %zu blocks", shared + own);
         goto free_owned;
     }
     if (request->shared.source_count)
-        memcpy(saver->sources, request->shared.sources, request->shared.source_count * sizeof *saver->sources);
+        memcpy(saver->sources, request->shared.sources,
+               request->shared.source_count * sizeof *saver->sources);
     if (request->own.source_count)
         memcpy(saver->sources + request->shared.source_count, request->own.sources,
                request->own.source_count * sizeof *saver->sources);
-    saver->shared_part = (sw_save_part){request->shared.plan, saver->sources, request->shared.source_count};
-    saver->own_part = (sw_save_part){request->own.plan, saver->sources + request->shared.source_count, request->own.source_count};
+    saver->shared_part =
+        (sw_save_part){request->shared.plan, saver->sources, request->shared.source_count};
+    saver->own_part =
+        (sw_save_part){request->own.plan, saver->sources + request->shared.source_count,
+                       request->own.source_count};
     SW_TRY_GOTO(status, list_part(saver, &saver->shared_part, owned, shared, err), free_owned);
     if (request->own.plan)
         status = list_part(saver, &saver->own_part, NULL, own, err);
@@ -57,7 +66,8 @@ static const sw_save_source *find_range(const sw_save_part *part, size_t source,
     while (low < high) {
         size_t middle = low + (high - low) / 2;
         const sw_save_source *range = &part->sources[middle];
-        if (range->source < source || (range->source == source && range->begin + range->size_bytes <= begin))
+        if (range->source < source ||
+            (range->source == source && range->begin + range->size_bytes <= begin))
             low = middle + 1;
         else
             high = middle;
@@ -66,12 +76,16 @@ static const sw_save_source *find_range(const sw_save_part *part, size_t source,
 }
 
 /* Whether the ranges hold bytes [begin, begin + size) of `source`. */
-static sw_status check_source(const sw_save_part *part, size_t source, uint64_t begin, uint64_t size, int rank, sw_error *err)
+static sw_status check_source(const sw_save_part *part, size_t source, uint64_t begin,
+                              uint64_t size, int rank, sw_error *err)
 {
-    const sw_save_source *range = find_range(part, source, begin), *end = part->sources + part->source_count;
+    const sw_save_source *range = find_range(part, source, begin),
+                         *end = part->sources + part->source_count;
     for (; size > 0; ++range) {
         if (range >= end || range->source != source || range->begin > begin)
-            SW_FAIL(err, SW_E_STATE, "rank %d does not hold byte %" PRIu64 " of tensor number %zu, which lies in a block it writes",
+            SW_FAIL(err, SW_E_STATE,
+                    "rank %d does not hold byte %" PRIu64
+                    " of tensor number %zu, which lies in a block it writes",
                     rank, begin, source);
         uint64_t left = range->begin + range->size_bytes - begin, piece = left < size ? left : size;
         begin += piece;
@@ -80,12 +94,14 @@ static sw_status check_source(const sw_save_part *part, size_t source, uint64_t 
     return SW_OK;
 }
 
-static void copy_source(const sw_save_part *part, size_t source, uint64_t begin, size_t size, uint8_t **destination, uint32_t *crc)
+static void copy_source(const sw_save_part *part, size_t source, uint64_t begin, size_t size,
+                        uint8_t **destination, uint32_t *crc)
 {
     for (const sw_save_source *range = find_range(part, source, begin); size > 0; ++range) {
         uint64_t left = range->begin + range->size_bytes - begin;
         size_t piece = left < size ? (size_t)left : size;
-        *crc = sw_crc32c_copy(*crc, *destination, (const uint8_t *)range->data + (begin - range->begin), piece);
+        *crc = sw_crc32c_copy(*crc, *destination,
+                              (const uint8_t *)range->data + (begin - range->begin), piece);
         *destination += piece;
         begin += piece;
         size -= piece;
@@ -114,7 +130,8 @@ static sw_status check_block(const sw_save_block *block, int rank, sw_error *err
         at = end < block->file->header_bytes ? end : block->file->header_bytes;
     for (size_t p = find_piece(plan, block->file, at); at < end; ++p) {
         const sw_plan_piece *piece = &plan->pieces[p];
-        uint64_t stop = piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
+        uint64_t stop =
+            piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
         SW_TRY(check_source(block->part, piece->source, at - piece->begin, stop - at, rank, err));
         at = stop;
     }
@@ -142,8 +159,10 @@ void sw_save_fill(sw_save_block *block, uint8_t *destination)
     }
     for (size_t p = find_piece(plan, file, at); at < end; ++p) {
         const sw_plan_piece *piece = &plan->pieces[p];
-        uint64_t stop = piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
-        copy_source(block->part, piece->source, at - piece->begin, (size_t)(stop - at), &destination, &crc);
+        uint64_t stop =
+            piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
+        copy_source(block->part, piece->source, at - piece->begin, (size_t)(stop - at),
+                    &destination, &crc);
         at = stop;
     }
     block->crc = crc;
@@ -183,7 +202,8 @@ void sw_save_claim_fini(sw_save_claim *claim)
     *claim = (sw_save_claim){0};
 }
 
-sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager, sw_save_claim *claim, sw_error *err)
+sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager, sw_save_claim *claim,
+                             sw_error *err)
 {
     sw_save_claim made = {.wanted = malloc((saver->block_count + 1) * sizeof *made.wanted),
                           .slots = calloc(saver->block_count + 1, sizeof *made.slots)};

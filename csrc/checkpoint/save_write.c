@@ -1,8 +1,9 @@
 /* save_write.c - threads take runs of neighbouring blocks and write each run at its place.
  *
- * Up to 8 MiB a write, so that two threads keep a disk busy. Whole pages go past the page cache; the last bytes of a file,
- * less than a page, through it: no two writes touch one page. Each thread syncs what it wrote before it turns to another
- * file; a failed fsync ends the save, and is never tried again on the same file. */
+ * Up to 8 MiB a write, so that two threads keep a disk busy. Whole pages go past the page cache;
+ * the last bytes of a file, less than a page, through it: no two writes touch one page. Each thread
+ * syncs what it wrote before it turns to another file; a failed fsync ends the save, and is never
+ * tried again on the same file. */
 #include <inttypes.h>
 #include <string.h>
 #include <unistd.h>
@@ -44,7 +45,8 @@ static sw_status open_file(writer *w, const sw_plan_file *file, sw_error *err)
 static size_t take_run_locked(sw_saver *saver, sw_save_block **first, bool *is_live)
 {
     size_t begin = saver->next_block, count = 0;
-    while (begin < saver->block_count && saver->blocks[begin].state == SW_BLOCK_COPYING) { /* the caller's: soon staged */
+    while (begin < saver->block_count &&
+           saver->blocks[begin].state == SW_BLOCK_COPYING) { /* the caller's: soon staged */
         pthread_cond_wait(&saver->changed, &saver->mutex);
         begin = saver->next_block;
         if (saver->failure.status != SW_OK)
@@ -56,7 +58,8 @@ static size_t take_run_locked(sw_saver *saver, sw_save_block **first, bool *is_l
     *is_live = (*first)->state == SW_BLOCK_LIVE;
     for (; count < SW_SAVE_RUN_BLOCKS && begin + count < saver->block_count; ++count) {
         sw_save_block *block = *first + count;
-        if (block->file != (*first)->file || block->offset != (*first)->offset + (uint64_t)count * SW_BLOCK_BYTES ||
+        if (block->file != (*first)->file ||
+            block->offset != (*first)->offset + (uint64_t)count * SW_BLOCK_BYTES ||
             block->state != (*is_live ? SW_BLOCK_LIVE : SW_BLOCK_STAGED))
             break;
         block->state = *is_live ? SW_BLOCK_COPYING : SW_BLOCK_TAKEN;
@@ -82,7 +85,8 @@ static sw_status copy_live(writer *w, sw_save_block *first, size_t count, sw_err
     return status;
 }
 
-static sw_status write_tail(const writer *w, const uint8_t *data, size_t size_bytes, uint64_t offset, sw_error *err)
+static sw_status write_tail(const writer *w, const uint8_t *data, size_t size_bytes,
+                            uint64_t offset, sw_error *err)
 {
     int fd = -1;
     struct iovec part = {.iov_base = (void *)(uintptr_t)data, .iov_len = size_bytes};
@@ -94,7 +98,8 @@ static sw_status write_tail(const writer *w, const uint8_t *data, size_t size_by
     return status == SW_OK ? closed : status;
 }
 
-static sw_status write_run(const writer *w, const sw_save_block *first, size_t count, bool is_live, sw_error *err)
+static sw_status write_run(const writer *w, const sw_save_block *first, size_t count, bool is_live,
+                           sw_error *err)
 {
     struct iovec parts[SW_SAVE_RUN_BLOCKS];
     const sw_save_block *last = &first[count - 1];
@@ -102,13 +107,15 @@ static sw_status write_run(const writer *w, const sw_save_block *first, size_t c
     const uint8_t *tail_data = NULL;
     for (size_t i = 0; i < count; ++i) {
         uint8_t *data = is_live ? w->bounce + i * SW_BLOCK_BYTES : first[i].slot;
-        parts[i] = (struct iovec){.iov_base = data, .iov_len = first[i].size_bytes - (&first[i] == last ? tail : 0)};
+        parts[i] = (struct iovec){.iov_base = data,
+                                  .iov_len = first[i].size_bytes - (&first[i] == last ? tail : 0)};
         tail_data = data + parts[i].iov_len;
     }
     int used = (int)count - (parts[count - 1].iov_len == 0);
     if (used > 0)
         SW_TRY(sw_file_write_at(w->fd, w->path, parts, used, first->offset, err));
-    return tail ? write_tail(w, tail_data, tail, last->offset + last->size_bytes - tail, err) : SW_OK;
+    return tail ? write_tail(w, tail_data, tail, last->offset + last->size_bytes - tail, err)
+                : SW_OK;
 }
 
 /* When this run may be followed by the next, under the bandwidth limit. */

@@ -27,7 +27,8 @@ static sw_status grow(sw_stage *stage, size_t count, sw_error *err)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu blocks of staging", count);
     uint8_t *base = NULL;
     SW_TRY(sw_pages_map(bytes, &base, err));
-    (void)madvise(base, bytes, MADV_HUGEPAGE); /* fewer faults in the first save; refused is as good */
+    (void)madvise(base, bytes,
+                  MADV_HUGEPAGE); /* fewer faults in the first save; refused is as good */
     (void)madvise(base, bytes, MADV_DONTFORK); /* a forked child must not copy it page by page */
     stage->regions[stage->region_count++] = (sw_stage_region){.base = base, .slot_count = count};
     for (size_t i = 0; i < count; ++i)
@@ -40,7 +41,8 @@ sw_status sw_stage_take(sw_stage *stage, size_t count, uint8_t **slots, sw_error
 {
     if (count > stage->free_count)
         SW_TRY(grow(stage, count - stage->free_count, err));
-    /* Slots come back in the order of the writes: sorted, neighbours in memory follow each other again. */
+    /* Slots come back in the order of the writes: sorted, neighbours in memory follow each other
+     * again. */
     if (stage->free_count > 1)
         qsort(stage->free_slots, stage->free_count, sizeof *stage->free_slots, compare_down);
     for (size_t i = 0; i < count; ++i)

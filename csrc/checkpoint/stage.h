@@ -1,7 +1,8 @@
 /* stage.h - warm memory for snapshots: slots of one block, kept between saves.
  *
- * The first save pays for the page faults; later ones find the pages. Slots of one request lie side by side as far as
- * the pool allows, so that a run of blocks is one write. Slots begin on a page, as O_DIRECT wants.
+ * The first save pays for the page faults; later ones find the pages. Slots of one request lie side
+ * by side as far as the pool allows, so that a run of blocks is one write. Slots begin on a page,
+ * as O_DIRECT wants.
  *
  * Thread rule: one at a time (the saver's mutex).
  */

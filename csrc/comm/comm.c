@@ -30,7 +30,7 @@ sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const 
 
 const char *sw_op_kind_name(sw_op_kind kind)
 {
-    static const char *const names[SW_OP_KIND_COUNT] = {"barrier", "all_reduce", "reduce_scatter", "all_gather",
-                                                        "broadcast"};
+    static const char *const names[SW_OP_KIND_COUNT] = {"barrier", "all_reduce", "reduce_scatter",
+                                                        "all_gather", "broadcast"};
     return (unsigned)kind < SW_OP_KIND_COUNT ? names[kind] : "invalid";
 }

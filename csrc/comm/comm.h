@@ -1,13 +1,14 @@
 /* comm.h - collectives as one table of functions, whatever carries the bytes.
  *
- * Idea: every rank issues the same operations in the same order; operation t has ticket t. An operation on
- * an arena is posted and completes while the caller computes (progress() helps it on); an operation on
- * private memory runs to its end. There is no progress thread: whoever calls, helps.
+ * Idea: every rank issues the same operations in the same order; operation t has ticket t. An
+ * operation on an arena is posted and completes while the caller computes (progress() helps it on);
+ * an operation on private memory runs to its end. There is no progress thread: whoever calls,
+ * helps.
  *
  * What it leaves out: how ranks find each other (shm.h, local.h), what a bucket is (reduce/).
  *
- * Thread rule: one at a time a communicator. Errors end the communicator: every later call repeats the
- * first error, on every rank the same sentence where ranks disagree.
+ * Thread rule: one at a time a communicator. Errors end the communicator: every later call repeats
+ * the first error, on every rank the same sentence where ranks disagree.
  */
 #ifndef SW_COMM_COMM_H
 #define SW_COMM_COMM_H
@@ -39,16 +40,17 @@ typedef struct sw_arena {
     uint32_t serial; /* counted from 1 by arena_create, so alike on all ranks */
 } sw_arena;
 
-/* What to fold, decided when every rank has posted: by the reducer, from the use bits beside the data. */
+/* What to fold, decided when every rank has posted: by the reducer, from the use bits beside the
+ * data. */
 typedef struct sw_fold_plan {
     void *context; /* borrowed until the operation is complete */
     /* Which ranks contribute (world_size flags) and the factor of SW_REDOP_MEAN. */
     void (*resolve)(void *context, bool *contributes, double *scale);
-    /* The next run of elements to fold at or after `cursor` and before `end`; false when there is none.
-     * Elements between runs keep their bits on every rank. */
+    /* The next run of elements to fold at or after `cursor` and before `end`; false when there is
+     * none. Elements between runs keep their bits on every rank. */
     bool (*next_run)(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel);
-    /* Before a run is folded: may change the contributions of any rank in elements [begin, begin + numel), which
-     * nobody but this rank reads. NULL: nothing to do. */
+    /* Before a run is folded: may change the contributions of any rank in elements [begin, begin +
+     * numel), which nobody but this rank reads. NULL: nothing to do. */
     void (*prepare_run)(void *context, size_t begin, size_t numel);
 } sw_fold_plan;
 
@@ -56,15 +58,19 @@ typedef struct sw_op {
     sw_op_kind kind;
     sw_dtype dtype;
     sw_redop redop;
-    int root;          /* broadcast only */
-    uint32_t subject;  /* what it is about, when several are alike: a serial that must agree; 0: the arena's */
-    uint32_t step, round; /* a caller's counters that must agree, except with a rank whose round is 0 */
-    size_t numel;      /* elements a rank; of the whole buffer */
+    int root;         /* broadcast only */
+    uint32_t subject; /* what it is about, when several are alike: a serial that must agree; 0: the
+                         arena's */
+    uint32_t step,
+        round;    /* a caller's counters that must agree, except with a rank whose round is 0 */
+    size_t numel; /* elements a rank; of the whole buffer */
     const sw_arena *arena; /* borrowed until complete; NULL: private memory at data */
     size_t offset_bytes;   /* into the arena */
     void *data;            /* borrowed until complete; private memory, this rank's */
-    void *result;             /* reduce_scatter on an arena: this rank's slice goes here; NULL: into the arena. Borrowed */
-    const sw_fold_plan *plan; /* borrowed until complete; NULL: fold everything, divide by world_size */
+    void *result; /* reduce_scatter on an arena: this rank's slice goes here; NULL: into the arena.
+                     Borrowed */
+    const sw_fold_plan
+        *plan; /* borrowed until complete; NULL: fold everything, divide by world_size */
     char label[SW_COMM_LABEL_BYTES]; /* must agree between ranks; named in errors */
 } sw_op;
 
@@ -85,8 +91,10 @@ typedef struct sw_comm_stats {
 typedef struct sw_comm sw_comm;
 
 typedef struct sw_comm_ops {
-    /* Collective. On failure every rank gets the same SW_E_MEMORY naming the rank that could not. */
-    sw_status (*arena_create)(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena, sw_error *err);
+    /* Collective. On failure every rank gets the same SW_E_MEMORY naming the rank that could not.
+     */
+    sw_status (*arena_create)(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
+                              sw_error *err);
     void (*arena_destroy)(sw_comm *comm, sw_arena *arena);
     /* Issues an operation on an arena. */
     sw_status (*post)(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err);
@@ -96,14 +104,16 @@ typedef struct sw_comm_ops {
     /* Runs an operation on private memory, or on an arena, to its end. */
     sw_status (*run)(sw_comm *comm, const sw_op *op, sw_error *err);
     /* Every rank's `size_bytes` bytes, in rank order, to `all` (world_size * size_bytes). */
-    sw_status (*gather)(sw_comm *comm, const void *mine, size_t size_bytes, void *all, const char *label, sw_error *err);
+    sw_status (*gather)(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
+                        const char *label, sw_error *err);
     /* Ends the communicator for every rank, with this sentence. */
     void (*abort)(sw_comm *comm, const sw_error *reason);
     /* "rank 2 (pid 4711 on host a)". */
     void (*peer)(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
     /* Whether no rank, as far as it can be seen without waiting, has met an error or left. */
     bool (*is_alive)(sw_comm *comm);
-    /* Tells the peers that this rank issues nothing more; memory stays until destroy. Every later call fails. */
+    /* Tells the peers that this rank issues nothing more; memory stays until destroy. Every later
+     * call fails. */
     void (*leave)(sw_comm *comm);
     void (*destroy)(sw_comm *comm);
 } sw_comm_ops;
@@ -122,9 +132,10 @@ struct sw_comm {
 /* Elements of a rank's slice of `numel` elements: equal, and every cut on SW_ALIGNMENT_BYTES. */
 size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);
 
-/* This rank cannot take its part in what its peers go on to (it has no memory for its tables): ends the
- * communicator, so that nobody waits for it, and says why on every rank. Returns `status`. */
-sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...) SW_PRINTF(4, 5);
+/* This rank cannot take its part in what its peers go on to (it has no memory for its tables): ends
+ * the communicator, so that nobody waits for it, and says why on every rank. Returns `status`. */
+sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...)
+    SW_PRINTF(4, 5);
 
 const char *sw_op_kind_name(sw_op_kind kind);
 

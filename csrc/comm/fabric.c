@@ -1,5 +1,5 @@
-/* fabric.c - tickets: issuing, comparing descriptors, progress in order. Waiting is in fabric_wait.c, what an
- * operation does to memory in fabric_execute.c. */
+/* fabric.c - tickets: issuing, comparing descriptors, progress in order. Waiting is in
+ * fabric_wait.c, what an operation does to memory in fabric_execute.c. */
 #include "comm/fabric.h"
 
 #include <stdio.h>
@@ -13,7 +13,8 @@
 
 enum { FORM_POOL = 0, FORM_SLOT = 1, SPIN_WITH_SPARE_CORES = 2000 };
 
-sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control **control, sw_error *err)
+sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control **control,
+                         sw_error *err)
 {
     size_t count = (size_t)world_size;
     fabric->comm.rank = rank;
@@ -25,8 +26,9 @@ sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control
     fabric->contributes = calloc(count, sizeof *fabric->contributes);
     if (!fabric->source || !fabric->destination || !fabric->contributes) {
         sw_error reason;
-        sw_error_set(&reason, SW_E_MEMORY, rank, "rank %d has no memory for the tables of a communicator of %d ranks",
-                     rank, world_size);
+        sw_error_set(&reason, SW_E_MEMORY, rank,
+                     "rank %d has no memory for the tables of a communicator of %d ranks", rank,
+                     world_size);
         return sw_fabric_end(fabric, &reason, err);
     }
     return SW_OK;
@@ -48,7 +50,8 @@ void sw_fabric_leave(sw_comm *comm)
     sw_control *own = fabric->control[comm->rank];
     if (fabric->ended != SW_OK)
         return;
-    fabric->ended = sw_error_set(&fabric->reason, SW_E_STATE, -1, "the communicator of rank %d was closed", comm->rank);
+    fabric->ended = sw_error_set(&fabric->reason, SW_E_STATE, -1,
+                                 "the communicator of rank %d was closed", comm->rank);
     atomic_store(&own->state, SW_MEMBER_LEFT);
     sw_futex_wake_all(&own->posted);
     sw_futex_wake_all(&own->done);
@@ -69,7 +72,8 @@ void sw_fabric_fini(sw_fabric *fabric)
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
 {
     const sw_control *control = ((sw_fabric *)comm)->control[rank];
-    snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, control->pid, control->host);
+    snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, control->pid,
+             control->host);
 }
 
 void sw_control_end(sw_control *control, const sw_error *reason)
@@ -106,7 +110,8 @@ static sw_status check_alive(const sw_fabric *fabric, sw_error *err)
 
 static void publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
 {
-    /* Sequentially consistent on both sides: either we see the sleeper, or it sees the new value. */
+    /* Sequentially consistent on both sides: either we see the sleeper, or it sees the new value.
+     */
     atomic_store(word, value);
     if (atomic_load(&own->waiters))
         sw_futex_wake_all(word);
@@ -119,18 +124,20 @@ static void describe_side(const sw_descriptor *d, char *text, size_t capacity)
         snprintf(detail, sizeof detail, ", %s of %llu %s", sw_redop_name((sw_redop)d->redop),
                  (unsigned long long)d->numel, sw_dtype_name((sw_dtype)d->dtype));
     else if (d->kind == SW_OP_BROADCAST)
-        snprintf(detail, sizeof detail, ", %llu bytes from rank %d", (unsigned long long)d->numel, (int)d->root);
+        snprintf(detail, sizeof detail, ", %llu bytes from rank %d", (unsigned long long)d->numel,
+                 (int)d->root);
     else if (d->kind == SW_OP_ALL_GATHER)
         snprintf(detail, sizeof detail, ", %llu bytes", (unsigned long long)d->numel);
     char place[64] = "", round[64] = "";
     if (d->form == FORM_POOL && d->kind != SW_OP_BARRIER)
-        snprintf(place, sizeof place, ", at byte %llu of shared memory %u", (unsigned long long)d->offset_bytes, d->subject);
+        snprintf(place, sizeof place, ", at byte %llu of shared memory %u",
+                 (unsigned long long)d->offset_bytes, d->subject);
     else if (d->chunk)
         snprintf(place, sizeof place, ", chunk %llu", (unsigned long long)d->chunk);
     if (d->round)
         snprintf(round, sizeof round, ", backward %u of step %u", d->round, d->step);
-    snprintf(text, capacity, "%s '%.*s'%s%s%s", sw_op_kind_name((sw_op_kind)d->kind), SW_COMM_LABEL_BYTES - 1, d->label,
-             detail, place, round);
+    snprintf(text, capacity, "%s '%.*s'%s%s%s", sw_op_kind_name((sw_op_kind)d->kind),
+             SW_COMM_LABEL_BYTES - 1, d->label, detail, place, round);
 }
 
 static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error *err)
@@ -142,7 +149,8 @@ static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error 
         bool counts = other->round != 0;
         if (counts && counting < 0)
             counting = r;
-        bool alike = memcmp(&fabric->control[0]->ring[at], other, offsetof(sw_descriptor, step)) == 0;
+        bool alike =
+            memcmp(&fabric->control[0]->ring[at], other, offsetof(sw_descriptor, step)) == 0;
         lowest = alike && counts ? counting : 0;
         const sw_descriptor *first = &fabric->control[lowest]->ring[at];
         if (alike && (!counts || (first->step == other->step && first->round == other->round)))
@@ -152,8 +160,8 @@ static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error 
         describe_side(first, one, sizeof one);
         describe_side(other, two, sizeof two);
         sw_error_set(&reason, SW_E_MISMATCH, r,
-                     "ranks disagree on collective %u: rank %d came with %s; rank %d came with %s", ticket, lowest, one, r,
-                     two);
+                     "ranks disagree on collective %u: rank %d came with %s; rank %d came with %s",
+                     ticket, lowest, one, r, two);
         return sw_fabric_end(fabric, &reason, err);
     }
     return SW_OK;
@@ -162,7 +170,8 @@ static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error 
 static bool all_posted(const sw_fabric *fabric, uint32_t ticket)
 {
     for (int r = 0; r < fabric->comm.world_size; ++r)
-        if (!sw_ticket_reached(atomic_load_explicit(&fabric->control[r]->posted, memory_order_acquire), ticket))
+        if (!sw_ticket_reached(
+                atomic_load_explicit(&fabric->control[r]->posted, memory_order_acquire), ticket))
             return false;
     return true;
 }
@@ -181,7 +190,8 @@ sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err)
     return SW_OK;
 }
 
-sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *ticket, sw_error *err)
+sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *ticket,
+                          sw_error *err)
 {
     sw_control *own = fabric->control[fabric->comm.rank];
     uint32_t next = fabric->posted + 1;
@@ -234,18 +244,21 @@ static sw_status check_op(const sw_fabric *fabric, const sw_op *op, sw_error *er
     size_t bytes;
     size_t element_bytes = sw_dtype_size_bytes(op->dtype);
     if ((unsigned)op->kind >= SW_OP_KIND_COUNT || element_bytes == 0)
-        SW_FAIL(err, SW_E_INVALID, "collective '%s': kind %d or dtype %d is out of range", op->label, (int)op->kind,
-                (int)op->dtype);
+        SW_FAIL(err, SW_E_INVALID, "collective '%s': kind %d or dtype %d is out of range",
+                op->label, (int)op->kind, (int)op->dtype);
     if (!sw_size_multiply(op->numel, element_bytes, &bytes))
-        SW_FAIL(err, SW_E_INVALID, "collective '%s': %zu elements overflow the address space", op->label, op->numel);
+        SW_FAIL(err, SW_E_INVALID, "collective '%s': %zu elements overflow the address space",
+                op->label, op->numel);
     if (op->kind == SW_OP_BROADCAST && (op->root < 0 || op->root >= fabric->comm.world_size))
         SW_FAIL(err, SW_E_INVALID, "broadcast '%s': root must be in [0, %d), got %d", op->label,
                 fabric->comm.world_size, op->root);
     if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER)
         SW_TRY(sw_redop_check(op->redop, op->dtype, err));
-    if (op->arena && (op->offset_bytes > op->arena->size_bytes || bytes > op->arena->size_bytes - op->offset_bytes))
-        SW_FAIL(err, SW_E_INVALID, "%s '%s': [%zu, +%zu) bytes leave the arena of %zu", sw_op_kind_name(op->kind),
-                op->label, op->offset_bytes, bytes, op->arena->size_bytes);
+    if (op->arena && (op->offset_bytes > op->arena->size_bytes ||
+                      bytes > op->arena->size_bytes - op->offset_bytes))
+        SW_FAIL(err, SW_E_INVALID, "%s '%s': [%zu, +%zu) bytes leave the arena of %zu",
+                sw_op_kind_name(op->kind), op->label, op->offset_bytes, bytes,
+                op->arena->size_bytes);
     return SW_OK;
 }
 
@@ -295,13 +308,14 @@ sw_status sw_fabric_run(sw_comm *comm, const sw_op *op, sw_error *err)
     }
     SW_TRY(check_op(fabric, op, err));
     if (op->kind == SW_OP_REDUCE_SCATTER || op->kind == SW_OP_ALL_GATHER)
-        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' needs memory of an arena", sw_op_kind_name(op->kind), op->label);
+        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' needs memory of an arena",
+                sw_op_kind_name(op->kind), op->label);
     count_operation(fabric, op);
     return run_through_slots(fabric, op, err);
 }
 
-sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all, const char *label,
-                           sw_error *err)
+sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
+                           const char *label, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
     size_t begin = 0;

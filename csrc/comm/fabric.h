@@ -1,4 +1,5 @@
-/* fabric.h - the protocol of ranks that share pages: two counters a rank, a ring of descriptors, slots.
+/* fabric.h - the protocol of ranks that share pages: two counters a rank, a ring of descriptors,
+ * slots.
  *
  *   posted[r] >= t   rank r's data and descriptor of operation t can be read
  *   done[r] >= t     rank r has read what it needs of operation t and has stored its slice
@@ -16,8 +17,8 @@
 #include "comm/comm.h"
 
 enum {
-    SW_FABRIC_RING = 128,       /* operations that may be in flight */
-    SW_FABRIC_SLOTS = 4,        /* private chunks that may be in flight */
+    SW_FABRIC_RING = 128,              /* operations that may be in flight */
+    SW_FABRIC_SLOTS = 4,               /* private chunks that may be in flight */
     SW_FABRIC_SLOT_BYTES = 128 * 1024, /* a chunk of W ranks stays in the L2 cache */
 };
 
@@ -27,7 +28,8 @@ typedef enum sw_member_state {
     SW_MEMBER_ENDED, /* met an error: `reason` says which */
 } sw_member_state;
 
-typedef struct sw_descriptor { /* compared byte by byte between ranks up to `step`: no padding, zeroed before use */
+typedef struct sw_descriptor { /* compared byte by byte between ranks up to `step`: no padding,
+                                  zeroed before use */
     uint32_t kind, dtype, redop, form;
     int32_t root;
     uint32_t subject;
@@ -42,8 +44,8 @@ typedef struct sw_control {
     _Alignas(128) _Atomic uint32_t posted; /* futex words; release by the owner, acquire by peers */
     _Alignas(128) _Atomic uint32_t done;
     _Alignas(128) _Atomic uint32_t waiters; /* peers asleep on either word; by the sleepers */
-    _Atomic uint32_t state;                 /* sw_member_state; released after `reason` is written */
-    int32_t pid;                            /* these three: before the first operation */
+    _Atomic uint32_t state; /* sw_member_state; released after `reason` is written */
+    int32_t pid;            /* these three: before the first operation */
     char host[64];
     sw_error reason; /* before state becomes ENDED */
     _Alignas(128) sw_descriptor ring[SW_FABRIC_RING];
@@ -58,44 +60,49 @@ typedef struct sw_pending {
 } sw_pending;
 
 typedef struct sw_fabric {
-    sw_comm comm; /* first: a fabric is a communicator */
+    sw_comm comm;         /* first: a fabric is a communicator */
     sw_control **control; /* owned array of world_size blocks; the blocks belong to the transport */
-    bool (*peer_ended)(struct sw_fabric *fabric, int rank); /* transport's: whether the process is gone */
+    bool (*peer_ended)(struct sw_fabric *fabric,
+                       int rank); /* transport's: whether the process is gone */
     int spin_count;
-    uint32_t posted, done; /* own counters, as published */
-    sw_status ended;       /* SW_OK while alive */
-    sw_error reason;       /* of `ended` */
+    uint32_t posted, done;              /* own counters, as published */
+    sw_status ended;                    /* SW_OK while alive */
+    sw_error reason;                    /* of `ended` */
     sw_pending pending[SW_FABRIC_RING]; /* by ticket modulo the ring */
-    const uint8_t **source; /* owned scratch, world_size pointers each */
+    const uint8_t **source;             /* owned scratch, world_size pointers each */
     uint8_t **destination;
     bool *contributes;
 } sw_fabric;
 
-/* Takes rank, world_size and blocks; the transport has filled pid and host of its own. On failure peers get the
- * same sentence. */
-SW_MUST_USE sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control **control, sw_error *err);
+/* Takes rank, world_size and blocks; the transport has filled pid and host of its own. On failure
+ * peers get the same sentence. */
+SW_MUST_USE sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size,
+                                     sw_control **control, sw_error *err);
 /* Leaves the group (peers that wait for this rank are told) and frees the scratch. */
 void sw_fabric_fini(sw_fabric *fabric);
 
 /* The members of sw_comm_ops that need no transport. */
-SW_MUST_USE sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err);
+SW_MUST_USE sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket,
+                                     sw_error *err);
 SW_MUST_USE sw_status sw_fabric_poll(sw_comm *comm, uint32_t ticket, bool *complete, sw_error *err);
 SW_MUST_USE sw_status sw_fabric_wait(sw_comm *comm, uint32_t ticket, sw_error *err);
 SW_MUST_USE sw_status sw_fabric_run(sw_comm *comm, const sw_op *op, sw_error *err);
-SW_MUST_USE sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
-                                       const char *label, sw_error *err);
+SW_MUST_USE sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes,
+                                       void *all, const char *label, sw_error *err);
 void sw_fabric_abort(sw_comm *comm, const sw_error *reason);
 void sw_fabric_leave(sw_comm *comm);
 bool sw_fabric_is_alive(sw_comm *comm);
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
 
-/* Tells whoever waits for the owner of `control` that it met `reason` and does nothing more. Once. */
+/* Tells whoever waits for the owner of `control` that it met `reason` and does nothing more. Once.
+ */
 void sw_control_end(sw_control *control, const sw_error *reason);
 
 /* Between the fabric's own files. */
 
 /* Issues a chunk: waits for room in the ring and the slots, copies private data in, publishes. */
-SW_MUST_USE sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *ticket, sw_error *err);
+SW_MUST_USE sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending,
+                                      uint32_t *ticket, sw_error *err);
 /* Folds or copies what operation `pending` asks of this rank; all ranks have posted it. */
 void sw_fabric_execute(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket);
 /* Does every operation that all ranks have posted, in order. */

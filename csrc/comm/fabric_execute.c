@@ -1,8 +1,9 @@
 /* fabric_execute.c - what an operation does to memory, once every rank has posted it.
  *
- * Pool form: a rank folds its own slice of all W buffers and stores the result into all of them, so n bytes
- * are read and n written by each rank, whatever W. Slot form: every rank folds the whole chunk, which is in
- * cache, into its own private memory: more arithmetic, one wait less. Both fold in rank order. */
+ * Pool form: a rank folds its own slice of all W buffers and stores the result into all of them, so
+ * n bytes are read and n written by each rank, whatever W. Slot form: every rank folds the whole
+ * chunk, which is in cache, into its own private memory: more arithmetic, one wait less. Both fold
+ * in rank order. */
 #include <string.h>
 
 #include "base/bytes.h"
@@ -11,34 +12,41 @@
 /* The part of an operation that this rank folds, in elements of the operation. */
 typedef struct fold_range {
     size_t begin, end;
-    bool slots;        /* sources are the slots of `ticket`; else the arena's parts */
-    bool everywhere;   /* store into every rank's part; else into this rank's alone, or into op.result */
+    bool slots;      /* sources are the slots of `ticket`; else the arena's parts */
+    bool everywhere; /* store into every rank's part; else into this rank's alone, or into op.result
+                      */
 } fold_range;
 
-static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket, const fold_range *range,
-                     size_t begin, size_t numel, double scale)
+static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
+                     const fold_range *range, size_t begin, size_t numel, double scale)
 {
     const sw_op *op = &pending->op;
     size_t element_bytes = sw_dtype_size_bytes(op->dtype);
     int sources = 0, destinations = 0;
     for (int r = 0; r < fabric->comm.world_size; ++r) {
-        uint8_t *part = range->slots ? fabric->control[r]->slot[ticket % SW_FABRIC_SLOTS] + (begin - pending->begin) * element_bytes
-                                     : op->arena->base[r] + op->offset_bytes + begin * element_bytes;
+        uint8_t *part = range->slots
+                            ? fabric->control[r]->slot[ticket % SW_FABRIC_SLOTS] +
+                                  (begin - pending->begin) * element_bytes
+                            : op->arena->base[r] + op->offset_bytes + begin * element_bytes;
         if (fabric->contributes[r])
             fabric->source[sources++] = part;
         if (!range->slots && !op->result && (range->everywhere || r == fabric->comm.rank))
             fabric->destination[destinations++] = part;
     }
     if (range->slots)
-        fabric->destination[destinations++] = (uint8_t *)op->data + (begin - pending->begin) * element_bytes;
+        fabric->destination[destinations++] =
+            (uint8_t *)op->data + (begin - pending->begin) * element_bytes;
     else if (op->result)
-        fabric->destination[destinations++] = (uint8_t *)op->result + (begin - range->begin) * element_bytes;
+        fabric->destination[destinations++] =
+            (uint8_t *)op->result + (begin - range->begin) * element_bytes;
     if (sources > 0)
         sw_kernels()->fold[op->dtype]((void *const *)fabric->destination, destinations,
-                                      (const void *const *)fabric->source, sources, numel, scale, op->redop);
+                                      (const void *const *)fabric->source, sources, numel, scale,
+                                      op->redop);
 }
 
-static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket, const fold_range *range)
+static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
+                 const fold_range *range)
 {
     const sw_fold_plan *plan = pending->op.plan;
     double scale = 1.0 / fabric->comm.world_size;
@@ -74,8 +82,9 @@ static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t 
         size_t offset = op->offset_bytes + range.begin * element_bytes;
         for (int r = 0; r < fabric->comm.world_size; ++r)
             if (r != fabric->comm.rank)
-                sw_copy_streaming(op->arena->base[r] + offset, op->arena->base[fabric->comm.rank] + offset,
-                       (range.end - range.begin) * element_bytes);
+                sw_copy_streaming(op->arena->base[r] + offset,
+                                  op->arena->base[fabric->comm.rank] + offset,
+                                  (range.end - range.begin) * element_bytes);
     }
 }
 
@@ -85,7 +94,8 @@ static void execute_slot(sw_fabric *fabric, const sw_pending *pending, uint32_t 
     size_t slot = ticket % SW_FABRIC_SLOTS;
     size_t bytes = pending->count * sw_dtype_size_bytes(op->dtype);
     if (op->kind == SW_OP_ALL_REDUCE) { /* of nothing, too: the plan may want to be resolved */
-        fold_range range = {.begin = pending->begin, .end = pending->begin + pending->count, .slots = true};
+        fold_range range = {
+            .begin = pending->begin, .end = pending->begin + pending->count, .slots = true};
         fold(fabric, pending, ticket, &range);
     } else if (bytes == 0) {
         return;

@@ -1,8 +1,9 @@
-/* fabric_wait.c - waiting that ends: for the word, for a death, for an error of a peer, for the deadline.
+/* fabric_wait.c - waiting that ends: for the word, for a death, for an error of a peer, for the
+ * deadline.
  *
- * A waiter spins a moment if cores are spare, then sleeps on the word it needs, in slices; between slices it
- * looks at what could keep that word from ever changing. It never sleeps on one rank while another is known
- * to be gone. */
+ * A waiter spins a moment if cores are spare, then sleeps on the word it needs, in slices; between
+ * slices it looks at what could keep that word from ever changing. It never sleeps on one rank
+ * while another is known to be gone. */
 #include <stdio.h>
 #include <string.h>
 
@@ -33,10 +34,12 @@ static bool is_missing(const sw_fabric *fabric, int rank, const wait_state *wait
 static void describe_wait(const sw_fabric *fabric, uint32_t ticket, char *text, size_t capacity)
 {
     const sw_descriptor *d = &fabric->control[fabric->comm.rank]->ring[ticket % SW_FABRIC_RING];
-    snprintf(text, capacity, "%s '%.*s'", sw_op_kind_name((sw_op_kind)d->kind), SW_COMM_LABEL_BYTES - 1, d->label);
+    snprintf(text, capacity, "%s '%.*s'", sw_op_kind_name((sw_op_kind)d->kind),
+             SW_COMM_LABEL_BYTES - 1, d->label);
 }
 
-static void list_missing(sw_fabric *fabric, const wait_state *wait, uint32_t ticket, char *text, size_t capacity)
+static void list_missing(sw_fabric *fabric, const wait_state *wait, uint32_t ticket, char *text,
+                         size_t capacity)
 {
     size_t used = 0;
     text[0] = '\0';
@@ -61,7 +64,8 @@ static int first_missing(const sw_fabric *fabric, const wait_state *wait, uint32
 }
 
 /* A peer that met an error, left, or died. Looked at only while something is missing. */
-static sw_status check_peers(sw_fabric *fabric, const wait_state *wait, uint32_t ticket, bool deaths, sw_error *err)
+static sw_status check_peers(sw_fabric *fabric, const wait_state *wait, uint32_t ticket,
+                             bool deaths, sw_error *err)
 {
     for (int r = 0; r < fabric->comm.world_size; ++r) {
         sw_control *control = fabric->control[r];
@@ -72,7 +76,8 @@ static sw_status check_peers(sw_fabric *fabric, const wait_state *wait, uint32_t
         uint32_t state = atomic_load(&control->state);
         if (state == SW_MEMBER_ENDED) {
             if (sw_ticket_reached(atomic_load(&control->done), ticket))
-                continue; /* it ended after all of its part here, whoever else is late: a later call gets that error */
+                continue; /* it ended after all of its part here, whoever else is late: a later call
+                             gets that error */
             if (first_missing(fabric, wait, ticket) < 0)
                 return SW_OK; /* what was missing has come meanwhile */
             reason = control->reason;
@@ -99,10 +104,12 @@ static sw_status check_clock(sw_fabric *fabric, wait_state *wait, uint32_t ticke
     int64_t waited = sw_clock_now_ns() - wait->begun_ns;
     char missing[320], what[160], message[SW_ERROR_MESSAGE_BYTES];
     if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context)) {
-        /* The caller takes its memory back, and with it what the operation borrowed: no later call may go on with it. */
+        /* The caller takes its memory back, and with it what the operation borrowed: no later call
+         * may go on with it. */
         sw_error reason;
         describe_wait(fabric, ticket, what, sizeof what);
-        sw_error_set(&reason, SW_E_COMM, comm->rank, "rank %d was interrupted while it waited in %s", comm->rank, what);
+        sw_error_set(&reason, SW_E_COMM, comm->rank,
+                     "rank %d was interrupted while it waited in %s", comm->rank, what);
         sw_fabric_end(fabric, &reason, NULL);
         SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while waiting for a peer");
     }
@@ -118,7 +125,8 @@ static sw_status check_clock(sw_fabric *fabric, wait_state *wait, uint32_t ticke
         return sw_fabric_end(fabric, &reason, err);
     }
     wait->warn_ns *= 2;
-    snprintf(message, sizeof message, "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s", comm->rank,
+    snprintf(message, sizeof message,
+             "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s", comm->rank,
              (double)waited * 1e-9, what, missing, (double)comm->timeout_ns * 1e-9);
     if (comm->hooks.log)
         comm->hooks.log(comm->hooks.context, message);
@@ -151,7 +159,8 @@ static bool spin_for(sw_fabric *fabric, int rank, const wait_state *wait, uint32
     return false;
 }
 
-/* What keeps `ticket` from being complete: first posts of the next operation to do here, then dones. */
+/* What keeps `ticket` from being complete: first posts of the next operation to do here, then
+ * dones. */
 static uint32_t next_obstacle(const sw_fabric *fabric, uint32_t ticket, wait_state *wait)
 {
     wait->for_post = !sw_ticket_reached(fabric->done, ticket);
@@ -177,7 +186,8 @@ static sw_status wait_until(sw_fabric *fabric, uint32_t ticket, bool by_all, sw_
             wait.warn_ns = fabric->comm.warn_after_ns;
         }
         sleep_on(fabric, rank, &wait, needed);
-        SW_TRY(check_peers(fabric, &wait, needed, sw_clock_now_ns() - wait.begun_ns > slice_ns, err));
+        SW_TRY(
+            check_peers(fabric, &wait, needed, sw_clock_now_ns() - wait.begun_ns > slice_ns, err));
         SW_TRY(check_clock(fabric, &wait, needed, err));
     }
 }
@@ -192,13 +202,16 @@ sw_status sw_fabric_poll(sw_comm *comm, uint32_t ticket, bool *complete, sw_erro
     sw_fabric *fabric = (sw_fabric *)comm;
     wait_state dones = {.for_post = false};
     SW_TRY(sw_fabric_progress(fabric, err));
-    *complete = sw_ticket_reached(fabric->done, ticket) && first_missing(fabric, &dones, ticket) < 0;
+    *complete =
+        sw_ticket_reached(fabric->done, ticket) && first_missing(fabric, &dones, ticket) < 0;
     return SW_OK;
 }
 
-/* A slot operation is complete for its caller when its own part is done; a pool operation when all are. */
+/* A slot operation is complete for its caller when its own part is done; a pool operation when all
+ * are. */
 sw_status sw_fabric_wait(sw_comm *comm, uint32_t ticket, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
-    return wait_until(fabric, ticket, fabric->pending[ticket % SW_FABRIC_RING].op.arena != NULL, err);
+    return wait_until(fabric, ticket, fabric->pending[ticket % SW_FABRIC_RING].op.arena != NULL,
+                      err);
 }

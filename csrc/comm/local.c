@@ -1,4 +1,5 @@
-/* local.c - control blocks and arenas are pages of this process; everything else is the fabric's. */
+/* local.c - control blocks and arenas are pages of this process; everything else is the fabric's.
+ */
 #include "comm/local.h"
 
 #include <stdio.h>
@@ -19,14 +20,15 @@ typedef struct local_comm {
 } local_comm;
 
 typedef struct arena_offer { /* what each rank tells the others of its part */
-    uint8_t *address; /* NULL: could not allocate */
+    uint8_t *address;        /* NULL: could not allocate */
     char message[128];
 } arena_offer;
 
 sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error *err)
 {
     if (world_size < 1 || world_size > SW_COMM_MAX_WORLD)
-        SW_FAIL(err, SW_E_INVALID, "local group: world_size must be in [1, %d], got %d", SW_COMM_MAX_WORLD, world_size);
+        SW_FAIL(err, SW_E_INVALID, "local group: world_size must be in [1, %d], got %d",
+                SW_COMM_MAX_WORLD, world_size);
     sw_local_group *made = calloc(1, sizeof *made);
     sw_control **control = calloc((size_t)world_size, sizeof *control);
     if (!made || !control) {
@@ -75,15 +77,18 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
     free(arena);
 }
 
-static sw_status check_offers(const arena_offer *offers, int world_size, const char *label, sw_error *err)
+static sw_status check_offers(const arena_offer *offers, int world_size, const char *label,
+                              sw_error *err)
 {
     for (int r = 0; r < world_size; ++r)
         if (!offers[r].address)
-            SW_FAIL(err, SW_E_MEMORY, "arena '%s': rank %d could not allocate: %s", label, r, offers[r].message);
+            SW_FAIL(err, SW_E_MEMORY, "arena '%s': rank %d could not allocate: %s", label, r,
+                    offers[r].message);
     return SW_OK;
 }
 
-static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena, sw_error *err)
+static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
+                              sw_error *err)
 {
     uint32_t serial = ++comm->arenas;
     size_t count = (size_t)comm->world_size;
@@ -94,7 +99,8 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     uint8_t **base = calloc(count, sizeof *base);
     arena_offer *offers = calloc(count, sizeof *offers);
     if (!made || !base || !offers) {
-        status = sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory for the tables of arena '%s'", label);
+        status = sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory for the tables of arena '%s'",
+                                 label);
         goto free_tables;
     }
     if (sw_pages_map(size_bytes, &mine.address, &cause) != SW_OK)
@@ -103,7 +109,8 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     SW_TRY_GOTO(status, check_offers(offers, comm->world_size, label, err), unmap);
     for (size_t r = 0; r < count; ++r)
         base[r] = offers[r].address;
-    *made = (sw_arena){.size_bytes = size_bytes, .base = base, .world_size = comm->world_size, .serial = serial};
+    *made = (sw_arena){
+        .size_bytes = size_bytes, .base = base, .world_size = comm->world_size, .serial = serial};
     free(offers);
     *arena = made;
     return SW_OK;
@@ -142,11 +149,13 @@ static const sw_comm_ops local_ops = {
 sw_status sw_local_comm_create(sw_local_group *group, int rank, sw_comm **comm, sw_error *err)
 {
     if (rank < 0 || rank >= group->world_size)
-        SW_FAIL(err, SW_E_INVALID, "local communicator: rank must be in [0, %d), got %d", group->world_size, rank);
+        SW_FAIL(err, SW_E_INVALID, "local communicator: rank must be in [0, %d), got %d",
+                group->world_size, rank);
     local_comm *made = calloc(1, sizeof *made);
     if (!made) {
         sw_error reason;
-        sw_error_set(&reason, SW_E_MEMORY, rank, "rank %d has no memory for a local communicator", rank);
+        sw_error_set(&reason, SW_E_MEMORY, rank, "rank %d has no memory for a local communicator",
+                     rank);
         sw_control_end(group->control[rank], &reason);
         SW_FAIL(err, SW_E_MEMORY, "%s", reason.message);
     }

@@ -25,17 +25,18 @@ typedef struct hello {
 typedef struct peer_link {
     int socket;  /* owned; -1: none (self) */
     int pidfd;   /* owned; -1: refused, then */
-    int lock_fd; /* owned: its control memfd, which it holds locked while it lives; -1: not needed */
+    int lock_fd; /* owned: its control memfd, which it holds locked while it lives; -1: not needed
+                  */
 } peer_link;
 
 typedef struct shm_comm {
-    sw_fabric fabric; /* first */
-    sw_control **control; /* owned, mapped blocks included */
-    peer_link *link;      /* owned, world_size */
-    int listener;         /* owned; -1 once connected */
-    int control_fd;       /* owned, and locked by this process while it is open */
-    int pidfd;            /* owned; on this process */
-    int owner_pid;        /* who may tell the group that it leaves */
+    sw_fabric fabric;             /* first */
+    sw_control **control;         /* owned, mapped blocks included */
+    peer_link *link;              /* owned, world_size */
+    int listener;                 /* owned; -1 once connected */
+    int control_fd;               /* owned, and locked by this process while it is open */
+    int pidfd;                    /* owned; on this process */
+    int owner_pid;                /* who may tell the group that it leaves */
     const char *const *addresses; /* borrowed while joining */
     sw_patience patience;         /* while joining */
 } shm_comm;
@@ -85,9 +86,10 @@ typedef struct arena_verdict {
     char message[244];
 } arena_verdict;
 
-/* Tells every rank whether `local` succeeded here, and fails everywhere alike if it did not somewhere. */
-static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_status local, const sw_error *cause,
-                       sw_error *err)
+/* Tells every rank whether `local` succeeded here, and fails everywhere alike if it did not
+ * somewhere. */
+static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_status local,
+                       const sw_error *cause, sw_error *err)
 {
     arena_verdict mine = {.size_bytes = size_bytes, .failed = local != SW_OK};
     arena_verdict *all = calloc((size_t)comm->world_size, sizeof *all);
@@ -98,12 +100,14 @@ static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_s
     sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);
     for (int r = 1; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].size_bytes != all[0].size_bytes)
-            status = sw_error_set(err, SW_E_MISMATCH, r, "arena '%s': rank 0 asks for %llu bytes, rank %d for %llu", label,
-                                  (unsigned long long)all[0].size_bytes, r, (unsigned long long)all[r].size_bytes);
+            status = sw_error_set(err, SW_E_MISMATCH, r,
+                                  "arena '%s': rank 0 asks for %llu bytes, rank %d for %llu", label,
+                                  (unsigned long long)all[0].size_bytes, r,
+                                  (unsigned long long)all[r].size_bytes);
     for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].failed)
-            status = sw_error_set(err, SW_E_MEMORY, r, "arena '%s' is not possible on rank %d: %s", label, r,
-                                  all[r].message);
+            status = sw_error_set(err, SW_E_MEMORY, r, "arena '%s' is not possible on rank %d: %s",
+                                  label, r, all[r].message);
     free(all);
     return status;
 }
@@ -123,7 +127,8 @@ static sw_status look_for_peer(void *context, sw_error *err)
     if (!peer_ended(&await->shm->fabric, await->rank))
         return SW_OK;
     sw_fabric_peer(comm, await->rank, peer);
-    return sw_error_set(err, SW_E_COMM, await->rank, "%s died or exited before it had passed its memory", peer);
+    return sw_error_set(err, SW_E_COMM, await->rank,
+                        "%s died or exited before it had passed its memory", peer);
 }
 
 static sw_status exchange_parts(shm_comm *shm, int fd, sw_arena *arena, sw_error *err)
@@ -133,14 +138,17 @@ static sw_status exchange_parts(shm_comm *shm, int fd, sw_arena *arena, sw_error
     uint64_t size_bytes = arena->size_bytes;
     for (int r = 0; r < comm->world_size; ++r)
         if (r != comm->rank)
-            SW_TRY(sw_socket_send(shm->link[r].socket, &size_bytes, sizeof size_bytes, &fd, 1, err));
+            SW_TRY(
+                sw_socket_send(shm->link[r].socket, &size_bytes, sizeof size_bytes, &fd, 1, err));
     for (int r = 0; r < comm->world_size; ++r) {
         int received = -1;
         if (r == comm->rank)
             continue;
         awaited await = {.shm = shm, .rank = r};
-        sw_patience patience = {.deadline_ns = deadline_ns, .look = look_for_peer, .context = &await};
-        SW_TRY(sw_socket_receive(shm->link[r].socket, &size_bytes, sizeof size_bytes, &received, 1, &patience, err));
+        sw_patience patience = {
+            .deadline_ns = deadline_ns, .look = look_for_peer, .context = &await};
+        SW_TRY(sw_socket_receive(shm->link[r].socket, &size_bytes, sizeof size_bytes, &received, 1,
+                                 &patience, err));
         sw_status status = sw_memfd_map(received, arena->size_bytes, &arena->base[r], err);
         close_fd(&received);
         SW_TRY(status);
@@ -158,7 +166,8 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
     free(arena);
 }
 
-static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena, sw_error *err)
+static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
+                              sw_error *err)
 {
     uint32_t serial = ++comm->arenas;
     shm_comm *shm = (shm_comm *)comm;
@@ -168,7 +177,10 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     sw_arena *made = calloc(1, sizeof *made);
     uint8_t **base = calloc((size_t)comm->world_size, sizeof *base);
     if (made && base) {
-        *made = (sw_arena){.size_bytes = size_bytes, .base = base, .world_size = comm->world_size, .serial = serial};
+        *made = (sw_arena){.size_bytes = size_bytes,
+                           .base = base,
+                           .world_size = comm->world_size,
+                           .serial = serial};
         status = sw_memfd_create(size_bytes, label, &fd, &cause);
         if (status == SW_OK)
             status = sw_memfd_map(fd, size_bytes, &base[comm->rank], &cause);
@@ -204,20 +216,25 @@ static const sw_comm_ops shm_ops = {
     .destroy = destroy,
 };
 
-static sw_status open_own(shm_comm *shm, const char *host, char address[SW_SOCKET_NAME_BYTES], sw_error *err)
+static sw_status open_own(shm_comm *shm, const char *host, char address[SW_SOCKET_NAME_BYTES],
+                          sw_error *err)
 {
     sw_comm *comm = &shm->fabric.comm;
     sw_control **own = &shm->control[comm->rank];
     /* A socket and a pidfd a peer, its memfd while it is mapped, and our own four. */
-    SW_TRY(sw_limits_check_descriptors((unsigned)comm->world_size * 2 + 6, "host communicator", err));
+    SW_TRY(
+        sw_limits_check_descriptors((unsigned)comm->world_size * 2 + 6, "host communicator", err));
     SW_TRY(sw_memfd_create(sizeof(sw_control), "host communicator", &shm->control_fd, err));
     SW_TRY(sw_memfd_map(shm->control_fd, sizeof(sw_control), (uint8_t **)own, err));
     (*own)->pid = (int32_t)getpid();
-    snprintf((*own)->host, sizeof (*own)->host, "%s", host);
+    snprintf((*own)->host, sizeof(*own)->host, "%s", host);
     shm->pidfd = sw_process_open_self();
     if (!sw_process_hold_lock(shm->control_fd) && shm->pidfd < 0)
-        SW_FAIL(err, SW_E_OS, "host communicator: neither a pidfd nor a file lock is allowed here, so that the death of "
-                "rank %d could not be seen", comm->rank);
+        SW_FAIL(err, SW_E_OS,
+                "host communicator: neither a pidfd nor a file lock is allowed here, so that the "
+                "death of "
+                "rank %d could not be seen",
+                comm->rank);
     return sw_socket_listen(comm->world_size, address, &shm->listener, err);
 }
 
@@ -225,10 +242,11 @@ sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm
                              char address[SW_SOCKET_NAME_BYTES], sw_error *err)
 {
     if (world_size < 1 || world_size > SW_COMM_MAX_WORLD)
-        SW_FAIL(err, SW_E_INVALID, "host communicator: world_size must be in [1, %d], got %d", SW_COMM_MAX_WORLD,
-                world_size);
+        SW_FAIL(err, SW_E_INVALID, "host communicator: world_size must be in [1, %d], got %d",
+                SW_COMM_MAX_WORLD, world_size);
     if (rank < 0 || rank >= world_size)
-        SW_FAIL(err, SW_E_INVALID, "host communicator: rank must be in [0, %d), got %d", world_size, rank);
+        SW_FAIL(err, SW_E_INVALID, "host communicator: rank must be in [0, %d), got %d", world_size,
+                rank);
     shm_comm *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a host communicator");
@@ -244,7 +262,8 @@ sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm
     made->link = calloc((size_t)world_size, sizeof *made->link);
     sw_status status = SW_E_MEMORY;
     if (!made->control || !made->link) {
-        sw_error_set(err, status, -1, "no memory for the peers of a host communicator of %d ranks", world_size);
+        sw_error_set(err, status, -1, "no memory for the peers of a host communicator of %d ranks",
+                     world_size);
     } else {
         for (int r = 0; r < world_size; ++r)
             made->link[r] = (peer_link){.socket = -1, .pidfd = -1, .lock_fd = -1};
@@ -278,8 +297,8 @@ static bool secrets_equal(const uint8_t *a, const uint8_t *b)
     return difference == 0;
 }
 
-/* Whether the ranks that have not called yet can still do so: each listens until it has joined, and it joins this
- * rank first. Called while this rank waits to be called. */
+/* Whether the ranks that have not called yet can still do so: each listens until it has joined, and
+ * it joins this rank first. Called while this rank waits to be called. */
 static sw_status look_for_callers(void *context, sw_error *err)
 {
     const shm_comm *shm = context;
@@ -292,26 +311,36 @@ static sw_status look_for_callers(void *context, sw_error *err)
         if (shm->link[r].socket >= 0)
             continue;
         if (sw_socket_connect(shm->addresses[r], &probe, &unreached) != SW_OK)
-            return sw_error_set(err, SW_E_COMM, r, "joining the ranks of this host: rank %d died or failed before it had "
-                                "joined", r);
+            return sw_error_set(
+                err, SW_E_COMM, r,
+                "joining the ranks of this host: rank %d died or failed before it had "
+                "joined",
+                r);
         close_fd(&probe);
     }
     return SW_OK;
 }
 
-/* Keeps a peer that has proved itself: its control page, and what tells of its end. Owns socket and fds. */
-static sw_status link_peer(shm_comm *shm, int socket, const hello *message, int fds[2], int expected, sw_error *err)
+/* Keeps a peer that has proved itself: its control page, and what tells of its end. Owns socket and
+ * fds. */
+static sw_status link_peer(shm_comm *shm, int socket, const hello *message, int fds[2],
+                           int expected, sw_error *err)
 {
     const sw_comm *comm = &shm->fabric.comm;
     sw_status status;
     int r = message->rank;
-    if (message->world_size != comm->world_size || message->control_bytes != sizeof(sw_control) || r < 0 ||
-        r >= comm->world_size || r == comm->rank || (expected >= 0 && r != expected) || shm->link[r].socket >= 0) {
-        status = sw_error_set(err, SW_E_COMM, r, "a peer joined as rank %d of %d, expected a rank not yet joined of %d (or "
-                              "another version)", r, message->world_size, comm->world_size);
+    if (message->world_size != comm->world_size || message->control_bytes != sizeof(sw_control) ||
+        r < 0 || r >= comm->world_size || r == comm->rank || (expected >= 0 && r != expected) ||
+        shm->link[r].socket >= 0) {
+        status =
+            sw_error_set(err, SW_E_COMM, r,
+                         "a peer joined as rank %d of %d, expected a rank not yet joined of %d (or "
+                         "another version)",
+                         r, message->world_size, comm->world_size);
         goto close_all;
     }
-    SW_TRY_GOTO(status, sw_memfd_map(fds[0], sizeof(sw_control), (uint8_t **)&shm->control[r], err), close_all);
+    SW_TRY_GOTO(status, sw_memfd_map(fds[0], sizeof(sw_control), (uint8_t **)&shm->control[r], err),
+                close_all);
     shm->link[r] = (peer_link){.socket = socket, .pidfd = -1, .lock_fd = -1};
     if (message->has_pidfd) {
         shm->link[r].pidfd = fds[1];
@@ -327,15 +356,17 @@ close_all:
     return status;
 }
 
-/* Takes a peer's hello from `socket` (owned from here on). `expected` -1: any rank not yet linked. Sets *accepted to
- * false, and no error, for a stranger: who does not know the secret, or hangs up (a peer's probe). */
-static sw_status receive_hello(shm_comm *shm, int socket, int expected, const uint8_t *secret, bool *accepted,
-                               sw_error *err)
+/* Takes a peer's hello from `socket` (owned from here on). `expected` -1: any rank not yet linked.
+ * Sets *accepted to false, and no error, for a stranger: who does not know the secret, or hangs up
+ * (a peer's probe). */
+static sw_status receive_hello(shm_comm *shm, int socket, int expected, const uint8_t *secret,
+                               bool *accepted, sw_error *err)
 {
     hello message;
     int fds[2];
     *accepted = false;
-    sw_status status = sw_socket_receive(socket, &message, sizeof message, fds, 2, &shm->patience, err);
+    sw_status status =
+        sw_socket_receive(socket, &message, sizeof message, fds, 2, &shm->patience, err);
     if (status == SW_OK && message.magic == HELLO_MAGIC && secrets_equal(message.secret, secret)) {
         *accepted = true;
         return link_peer(shm, socket, &message, fds, expected, err);
@@ -352,11 +383,14 @@ static sw_status name_peer(sw_status status, int rank, const char *step, sw_erro
     if (status == SW_OK || !err)
         return status;
     snprintf(cause, sizeof cause, "%.300s", err->message);
-    return sw_error_set(err, status, rank, "joining the ranks of this host: %s rank %d failed: %s", step, rank, cause);
+    return sw_error_set(err, status, rank, "joining the ranks of this host: %s rank %d failed: %s",
+                        step, rank, cause);
 }
 
-/* Lower ranks are called, higher ranks call: nobody waits before it has sent, so nobody waits crosswise. */
-static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t *secret, sw_error *err)
+/* Lower ranks are called, higher ranks call: nobody waits before it has sent, so nobody waits
+ * crosswise. */
+static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t *secret,
+                      sw_error *err)
 {
     sw_comm *comm = &shm->fabric.comm;
     bool accepted;
@@ -367,11 +401,14 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
     int opened = 0;
     for (; opened < comm->rank && status == SW_OK; ++opened) {
         called[opened] = -1;
-        status = name_peer(sw_socket_connect(addresses[opened], &called[opened], err), opened, "calling", err);
+        status = name_peer(sw_socket_connect(addresses[opened], &called[opened], err), opened,
+                           "calling", err);
         if (status == SW_OK)
-            status = name_peer(send_hello(shm, called[opened], secret, err), opened, "calling", err);
+            status =
+                name_peer(send_hello(shm, called[opened], secret, err), opened, "calling", err);
     }
-    for (int joined = comm->rank + 1; joined < comm->world_size && status == SW_OK; joined += accepted) {
+    for (int joined = comm->rank + 1; joined < comm->world_size && status == SW_OK;
+         joined += accepted) {
         int socket = -1;
         accepted = false;
         status = name_peer(sw_socket_accept(shm->listener, &shm->patience, &socket, err), joined,
@@ -388,7 +425,8 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
             close_fd(&called[r]);
             continue;
         }
-        status = name_peer(receive_hello(shm, called[r], r, secret, &accepted, err), r, "hearing from", err);
+        status = name_peer(receive_hello(shm, called[r], r, secret, &accepted, err), r,
+                           "hearing from", err);
         if (status == SW_OK && !accepted)
             status = sw_error_set(err, SW_E_COMM, r, "rank %d does not know the group's secret", r);
     }
@@ -396,12 +434,14 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
     return status;
 }
 
-sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const uint8_t *secret, sw_error *err)
+sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const uint8_t *secret,
+                              sw_error *err)
 {
     shm_comm *shm = (shm_comm *)comm;
     shm->addresses = addresses;
-    shm->patience = (sw_patience){
-        .deadline_ns = sw_clock_now_ns() + comm->timeout_ns, .look = look_for_callers, .context = shm};
+    shm->patience = (sw_patience){.deadline_ns = sw_clock_now_ns() + comm->timeout_ns,
+                                  .look = look_for_callers,
+                                  .context = shm};
     SW_TRY(join(shm, addresses, secret, err));
     close_fd(&shm->listener);
     return sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, shm->control, err);

@@ -1,8 +1,8 @@
-/* shm.h - a communicator whose ranks are processes of one host: memfds and pidfds passed over abstract Unix
- * sockets, the protocol of fabric.h on the mapped pages.
+/* shm.h - a communicator whose ranks are processes of one host: memfds and pidfds passed over
+ * abstract Unix sockets, the protocol of fabric.h on the mapped pages.
  *
- * Joining has two steps, because the addresses travel through somebody else's store: create listens and
- * names its address; connect is given all of them. Thread rule: one at a time a communicator.
+ * Joining has two steps, because the addresses travel through somebody else's store: create listens
+ * and names its address; connect is given all of them. Thread rule: one at a time a communicator.
  */
 #ifndef SW_COMM_SHM_H
 #define SW_COMM_SHM_H
@@ -12,16 +12,16 @@
 
 enum { SW_SHM_SECRET_BYTES = 16 };
 
-/* Allocates this rank's control memory and listens; `address` is what peers connect to. SW_E_MEMORY names
- * the limit that forbids even that. Set timeouts and hooks in *comm before connecting. */
+/* Allocates this rank's control memory and listens; `address` is what peers connect to. SW_E_MEMORY
+ * names the limit that forbids even that. Set timeouts and hooks in *comm before connecting. */
 SW_MUST_USE sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm **comm,
                                          char address[SW_SOCKET_NAME_BYTES], sw_error *err);
 
-/* Joins the peers: `addresses` has world_size names, `secret` SW_SHM_SECRET_BYTES bytes equal on all ranks.
- * SW_E_COMM names the first peer that is not reached (another host), SW_E_TIMEOUT the first that is late.
- * Cost: one message each way a pair of ranks. */
-SW_MUST_USE sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const uint8_t *secret,
-                                          sw_error *err);
+/* Joins the peers: `addresses` has world_size names, `secret` SW_SHM_SECRET_BYTES bytes equal on
+ * all ranks. SW_E_COMM names the first peer that is not reached (another host), SW_E_TIMEOUT the
+ * first that is late. Cost: one message each way a pair of ranks. */
+SW_MUST_USE sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses,
+                                          const uint8_t *secret, sw_error *err);
 
 /* How the deaths of peers are seen: "pidfd", or "file lock" where some rank was refused one. */
 const char *sw_shm_comm_watch(const sw_comm *comm);

@@ -12,7 +12,8 @@ sw_status sw_block_codec_check(const sw_block_codec *codec, sw_error *err)
         SW_FAIL(err, SW_E_INVALID, "block codec: bits must be 8 or 4, not %d", codec->bits);
     if (codec->block < SW_BLOCK_NUMEL_STEP || codec->block > SW_BLOCK_NUMEL_MAX ||
         codec->block % SW_BLOCK_NUMEL_STEP != 0)
-        SW_FAIL(err, SW_E_INVALID, "block codec: block must be a multiple of %d in [%d, %d], not %zu",
+        SW_FAIL(err, SW_E_INVALID,
+                "block codec: block must be a multiple of %d in [%d, %d], not %zu",
                 (int)SW_BLOCK_NUMEL_STEP, (int)SW_BLOCK_NUMEL_STEP, (int)SW_BLOCK_NUMEL_MAX,
                 codec->block);
     return SW_OK;

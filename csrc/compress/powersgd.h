@@ -1,14 +1,17 @@
-/* powersgd.h - one matrix under PowerSGD (Vogels, Karimireddy, Jaggi 2019), with local error feedback.
+/* powersgd.h - one matrix under PowerSGD (Vogels, Karimireddy, Jaggi 2019), with local error
+ * feedback.
  *
  * Idea: a step is three passes with two sums over ranks between them:
  *
- *   sw_powersgd_project      P = v Q            v = gradient + error of the last step, never written
+ *   sw_powersgd_project      P = v Q            v = gradient + error of the last step, never
+ * written
  *     ... the ranks' P are averaged ...
  *   sw_powersgd_absorb       P̂ = orthonormal P; own Q = vᵀ P̂; memory = v
  *     ... the ranks' own Q are averaged ...
  *   sw_powersgd_decompress   gradient = P̂ Qᵀ; the next step's basis = orthonormal Q
  *
- * Until absorb nothing of the state changes: a step whose averaged P is not finite simply stops there.
+ * Until absorb nothing of the state changes: a step whose averaged P is not finite simply stops
+ * there.
  *
  * Thread rule: one at a time for one matrix. Nothing is allocated; all memory is the caller's.
  */
@@ -27,7 +30,8 @@ typedef struct sw_powersgd {
     float *memory;   /* rows x cols; borrowed; NULL: no error feedback. Zeros at first */
     float *left;     /* rank x rows: P̂ of the last step. Zeros at first */
     float *right;    /* rank x cols: own Q of the last step. Zeros at first */
-    float *basis;    /* rank x cols: orthonormal Q of the last step; sw_powersgd_init_basis() at first */
+    float
+        *basis; /* rank x cols: orthonormal Q of the last step; sw_powersgd_init_basis() at first */
     size_t rows, cols, rank;
     uint64_t seed; /* of replacements in orthonormalisation; the same on every rank */
 } sw_powersgd;
@@ -40,8 +44,8 @@ SW_MUST_USE sw_status sw_powersgd_check(const sw_powersgd *matrix, sw_error *err
 void sw_powersgd_init_basis(const sw_powersgd *matrix);
 /* p (rank x rows) is written. */
 void sw_powersgd_project(const sw_powersgd *matrix, float *p);
-/* p: the ranks' average, which becomes P̂ in place; q (rank x cols) is written. left, right and memory
- * change. */
+/* p: the ranks' average, which becomes P̂ in place; q (rank x cols) is written. left, right and
+ * memory change. */
 void sw_powersgd_absorb(const sw_powersgd *matrix, float *p, float *q);
 /* q: the ranks' average. gradient and basis change. */
 void sw_powersgd_decompress(const sw_powersgd *matrix, const float *q);

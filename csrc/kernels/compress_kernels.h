@@ -5,8 +5,8 @@
  * matrix, whose error is never written down: memory M holds gradient plus error, and what was sent
  * of it, leftᵀ right, is subtracted wherever M is read. docs/design/compress.md has the maths.
  *
- * Every table gives the same bits: sums run over 16 lanes that are joined in one fixed order, and no
- * multiply-add is contracted.
+ * Every table gives the same bits: sums run over 16 lanes that are joined in one fixed order, and
+ * no multiply-add is contracted.
  *
  * Thread rule: any. Kernels keep no state.
  */
@@ -26,21 +26,23 @@ enum {
     SW_LOWRANK_RANK_MAX = 256,
 };
 
-/* wire[i] = round(source[i] * scale) to dtype, which is float16 or bfloat16. Cost: 6 bytes an element. */
+/* wire[i] = round(source[i] * scale) to dtype, which is float16 or bfloat16. Cost: 6 bytes an
+ * element. */
 typedef void sw_half_narrow_fn(uint16_t *wire, const float *source, size_t numel, float scale,
                                sw_dtype dtype);
 /* out[i] = wire[i], exactly. */
 typedef void sw_half_widen_fn(float *out, const uint16_t *wire, size_t numel, sw_dtype dtype);
 
-/* A record of `block` elements and `bits` 8 or 4: float32 scale, then block * bits / 8 bytes of codes
- * in [-127, 127] or [-7, 7], the lower half of a byte first. An element is scale * code; the codes of
- * a last record beyond numel are 0. A scale of NaN: the block met something that is not finite.
+/* A record of `block` elements and `bits` 8 or 4: float32 scale, then block * bits / 8 bytes of
+ * codes in [-127, 127] or [-7, 7], the lower half of a byte first. An element is scale * code; the
+ * codes of a last record beyond numel are 0. A scale of NaN: the block met something that is not
+ * finite.
  *
- * quantize: v = source + error (error NULL: v = source); scale = max |v| / 127 (or 7), code = v / scale
- *   to the nearest, ties to even. A block whose greatest magnitude is below 2^-120 becomes zeros.
- * dequantize: out = decoded, or out += decoded if `add`.
- * residual: error = (source + error) - decoded: to be called after quantize, with the same source.
- * records need no alignment. Cost: 4 or 8 bytes an element and those of the record. */
+ * quantize: v = source + error (error NULL: v = source); scale = max |v| / 127 (or 7), code = v /
+ * scale to the nearest, ties to even. A block whose greatest magnitude is below 2^-120 becomes
+ * zeros. dequantize: out = decoded, or out += decoded if `add`. residual: error = (source + error)
+ * - decoded: to be called after quantize, with the same source. records need no alignment. Cost: 4
+ * or 8 bytes an element and those of the record. */
 typedef void sw_block_quantize_fn(unsigned char *records, const float *source, const float *error,
                                   size_t numel, size_t block, int bits);
 typedef void sw_block_dequantize_fn(float *out, const unsigned char *records, size_t numel,
@@ -64,20 +66,21 @@ static inline size_t sw_lowrank_stride(size_t count)
     return (count + SW_LOWRANK_LANES - 1) / SW_LOWRANK_LANES * SW_LOWRANK_LANES;
 }
 
-/* out (rank x rows) = basis (rank x cols) vᵀ. Something not finite in v makes its column of `out` so.
- * Cost: 8 bytes and 4 * rank flops an element. */
+/* out (rank x rows) = basis (rank x cols) vᵀ. Something not finite in v makes its column of `out`
+ * so. Cost: 8 bytes and 4 * rank flops an element. */
 typedef void sw_lowrank_project_fn(const sw_lowrank *matrix, const float *basis, float *out);
-/* memory = v (if there is one), out (rank x cols) = left_now (rank x rows) v. `out` is not matrix->right.
- * Cost: 12 bytes and 4 * rank flops an element. */
+/* memory = v (if there is one), out (rank x cols) = left_now (rank x rows) v. `out` is not
+ * matrix->right. Cost: 12 bytes and 4 * rank flops an element. */
 typedef void sw_lowrank_absorb_fn(const sw_lowrank *matrix, const float *left_now, float *out);
 /* out (rows x cols) = leftᵀ right. Cost: 4 bytes and 2 * rank flops an element. */
 typedef void sw_lowrank_expand_fn(float *out, const float *left, const float *right, size_t rows,
                                   size_t cols, size_t rank);
 /* error (rows x cols) = memory - leftᵀ right; gradient is not read. */
 typedef void sw_lowrank_error_fn(const sw_lowrank *matrix, float *error);
-/* Makes the `rank` <= count rows of `factor` orthonormal, in order, by modified Gram-Schmidt in float32,
- * swept until a sweep leaves a row's length alone (twice at least). A row that is zero, not finite or
- * depends on those before it is replaced by a pseudo-random one of `seed`. Cost: rank^2 * count. */
+/* Makes the `rank` <= count rows of `factor` orthonormal, in order, by modified Gram-Schmidt in
+ * float32, swept until a sweep leaves a row's length alone (twice at least). A row that is zero,
+ * not finite or depends on those before it is replaced by a pseudo-random one of `seed`. Cost:
+ * rank^2 * count. */
 typedef void sw_lowrank_orthonormalize_fn(float *factor, size_t count, size_t rank, uint64_t seed);
 
 typedef struct sw_compress_kernels {

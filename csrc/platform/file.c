@@ -1,4 +1,5 @@
-/* file.c - one small function a system call: retried on EINTR, completed after a short count, and named. */
+/* file.c - one small function a system call: retried on EINTR, completed after a short count, and
+ * named. */
 #include "platform/file.h"
 
 #include <dirent.h>
@@ -50,8 +51,8 @@ sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_err
         code = ftruncate(fd, (off_t)size_bytes);
     if (code != 0) {
         code = errno;
-        return sw_error_set(err, SW_E_OS, code, "allocating %" PRIu64 " bytes for '%s' failed: %s", size_bytes, path,
-                            strerror(code));
+        return sw_error_set(err, SW_E_OS, code, "allocating %" PRIu64 " bytes for '%s' failed: %s",
+                            size_bytes, path, strerror(code));
     }
     return SW_OK;
 }
@@ -67,9 +68,11 @@ static sw_status check_regular(int fd, const char *path, uint64_t *size_bytes, s
     return SW_OK;
 }
 
-static sw_status open_existing(const char *path, int flags, int *fd, uint64_t *size_bytes, sw_error *err)
+static sw_status open_existing(const char *path, int flags, int *fd, uint64_t *size_bytes,
+                               sw_error *err)
 {
-    int opened = open_retried(path, flags | O_NONBLOCK); /* a pipe in a file's place must not block us */
+    int opened =
+        open_retried(path, flags | O_NONBLOCK); /* a pipe in a file's place must not block us */
     if (opened < 0)
         return fail_os(err, "opening", path);
     sw_status status = check_regular(opened, path, size_bytes, err);
@@ -107,8 +110,8 @@ static bool leave_direct(int fd)
     return flags >= 0 && (flags & O_DIRECT) && fcntl(fd, F_SETFL, flags & ~O_DIRECT) == 0;
 }
 
-sw_status sw_file_write_at(int fd, const char *path, struct iovec *parts, int part_count, uint64_t offset,
-                           sw_error *err)
+sw_status sw_file_write_at(int fd, const char *path, struct iovec *parts, int part_count,
+                           uint64_t offset, sw_error *err)
 {
     while (part_count > 0) {
         ssize_t count = pwritev(fd, parts, part_count, (off_t)offset);
@@ -119,7 +122,8 @@ sw_status sw_file_write_at(int fd, const char *path, struct iovec *parts, int pa
         if (count < 0)
             return fail_os(err, "writing", path);
         if (count == 0)
-            return sw_error_set(err, SW_E_OS, EIO, "writing '%s' stopped at byte %" PRIu64, path, offset);
+            return sw_error_set(err, SW_E_OS, EIO, "writing '%s' stopped at byte %" PRIu64, path,
+                                offset);
         offset += (uint64_t)count;
         while (part_count > 0 && (size_t)count >= parts->iov_len) {
             count -= (ssize_t)parts->iov_len;
@@ -134,7 +138,8 @@ sw_status sw_file_write_at(int fd, const char *path, struct iovec *parts, int pa
     return SW_OK;
 }
 
-sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_bytes, uint64_t offset, sw_error *err)
+sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_bytes, uint64_t offset,
+                          sw_error *err)
 {
     uint8_t *to = data;
     while (size_bytes > 0) {
@@ -144,7 +149,8 @@ sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_byte
         if (count < 0)
             return fail_os(err, "reading", path);
         if (count == 0)
-            return sw_error_set(err, SW_E_OS, EIO, "'%s' ends at byte %" PRIu64 ", %zu bytes too early", path, offset,
+            return sw_error_set(err, SW_E_OS, EIO,
+                                "'%s' ends at byte %" PRIu64 ", %zu bytes too early", path, offset,
                                 size_bytes);
         to += count;
         offset += (uint64_t)count;
@@ -172,7 +178,8 @@ sw_status sw_file_close(int *fd, const char *path, sw_error *err)
     return SW_OK;
 }
 
-sw_status sw_file_write_new(const char *path, const void *data, size_t size_bytes, bool sync, sw_error *err)
+sw_status sw_file_write_new(const char *path, const void *data, size_t size_bytes, bool sync,
+                            sw_error *err)
 {
     int fd = -1;
     struct iovec part = {.iov_base = (void *)(uintptr_t)data, .iov_len = size_bytes};
@@ -184,7 +191,8 @@ sw_status sw_file_write_new(const char *path, const void *data, size_t size_byte
     return status == SW_OK ? closed : status;
 }
 
-sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes, char **data, size_t *size_bytes, sw_error *err)
+sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes, char **data,
+                             size_t *size_bytes, sw_error *err)
 {
     int fd = -1;
     uint64_t size = 0;
@@ -192,13 +200,15 @@ sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes, char **data
     sw_status status;
     SW_TRY(sw_file_open_read(path, &fd, &size, err));
     if (size > limit_bytes) {
-        status = sw_error_set(err, SW_E_INVALID, -1, "'%s' has %" PRIu64 " bytes, more than the %" PRIu64 " allowed", path,
+        status = sw_error_set(err, SW_E_INVALID, -1,
+                              "'%s' has %" PRIu64 " bytes, more than the %" PRIu64 " allowed", path,
                               size, limit_bytes);
         goto close;
     }
     made = malloc((size_t)size + 1);
     if (!made) {
-        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the %" PRIu64 " bytes of '%s'", size, path);
+        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the %" PRIu64 " bytes of '%s'",
+                              size, path);
         goto close;
     }
     SW_TRY_GOTO(status, sw_file_read_at(fd, path, made, (size_t)size, 0, err), close);
@@ -225,7 +235,8 @@ sw_status sw_folder_create(const char *path, sw_error *err)
 
 sw_status sw_folder_sync(const char *path, sw_error *err)
 {
-    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); /* the user's own folder may be behind a link */
+    int fd = open(path, O_RDONLY | O_DIRECTORY |
+                            O_CLOEXEC); /* the user's own folder may be behind a link */
     if (fd < 0)
         return fail_os(err, "opening the folder", path);
     sw_status status = sw_file_sync(fd, path, err);
@@ -275,13 +286,15 @@ void sw_folder_remove(const char *path)
     remove_at(AT_FDCWD, path, 2);
 }
 
-sw_status sw_folder_list(const char *path, bool (*entry)(void *context, const char *name), void *context, sw_error *err)
+sw_status sw_folder_list(const char *path, bool (*entry)(void *context, const char *name),
+                         void *context, sw_error *err)
 {
     DIR *stream = opendir(path);
     if (!stream)
         return fail_os(err, "opening the folder", path);
     for (struct dirent *found; (found = readdir(stream));)
-        if (strcmp(found->d_name, ".") != 0 && strcmp(found->d_name, "..") != 0 && !entry(context, found->d_name))
+        if (strcmp(found->d_name, ".") != 0 && strcmp(found->d_name, "..") != 0 &&
+            !entry(context, found->d_name))
             break;
     closedir(stream);
     return SW_OK;
@@ -292,7 +305,8 @@ sw_status sw_path_parent(const char *path, char parent[SW_PATH_BYTES], sw_error 
     const char *slash = strrchr(path, '/');
     size_t length = slash ? (size_t)(slash - path) : 1;
     if (length >= SW_PATH_BYTES)
-        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes, not %zu", SW_PATH_BYTES, strlen(path));
+        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes, not %zu", SW_PATH_BYTES,
+                strlen(path));
     memcpy(parent, slash ? path : ".", length);
     parent[length] = '\0';
     if (length == 0)
@@ -300,10 +314,12 @@ sw_status sw_path_parent(const char *path, char parent[SW_PATH_BYTES], sw_error 
     return SW_OK;
 }
 
-sw_status sw_path_join(char path[SW_PATH_BYTES], const char *folder, const char *name, sw_error *err)
+sw_status sw_path_join(char path[SW_PATH_BYTES], const char *folder, const char *name,
+                       sw_error *err)
 {
     if (snprintf(path, SW_PATH_BYTES, "%s/%s", folder, name) >= SW_PATH_BYTES)
-        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: folder '%.200s', name '%.200s'", SW_PATH_BYTES,
-                folder, name);
+        SW_FAIL(err, SW_E_INVALID,
+                "a path must be shorter than %d bytes: folder '%.200s', name '%.200s'",
+                SW_PATH_BYTES, folder, name);
     return SW_OK;
 }

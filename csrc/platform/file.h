@@ -1,5 +1,6 @@
-/* file.h - files and folders, for what must survive a crash: every call is checked, every error names the
- * operation, the path and errno (detail). No file is opened through a link in the last component of its path.
+/* file.h - files and folders, for what must survive a crash: every call is checked, every error
+ * names the operation, the path and errno (detail). No file is opened through a link in the last
+ * component of its path.
  *
  * Thread rule: any; a descriptor belongs to one thread.
  */
@@ -18,23 +19,27 @@ enum { SW_FILE_ALIGNMENT_BYTES = 4096, SW_PATH_BYTES = 4096 };
 /* A new file for writing; SW_E_OS (EEXIST) when the name is taken. */
 SW_MUST_USE sw_status sw_file_create(const char *path, int *fd, sw_error *err);
 
-/* Gives the file its size and its disk space; only its size where the file system cannot allocate. */
-SW_MUST_USE sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_error *err);
+/* Gives the file its size and its disk space; only its size where the file system cannot allocate.
+ */
+SW_MUST_USE sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes,
+                                       sw_error *err);
 
-/* An existing regular file for writing; past the page cache when `direct` and the file system allows it. */
+/* An existing regular file for writing; past the page cache when `direct` and the file system
+ * allows it. */
 SW_MUST_USE sw_status sw_file_open_write(const char *path, bool direct, int *fd, sw_error *err);
 
 /* An existing regular file for reading, and its size. */
-SW_MUST_USE sw_status sw_file_open_read(const char *path, int *fd, uint64_t *size_bytes, sw_error *err);
+SW_MUST_USE sw_status sw_file_open_read(const char *path, int *fd, uint64_t *size_bytes,
+                                        sw_error *err);
 
-/* Writes all of `parts` (changed on the way) at `offset`. A descriptor opened past the page cache goes through it from
- * the moment that the system refuses an alignment. */
-SW_MUST_USE sw_status sw_file_write_at(int fd, const char *path, struct iovec *parts, int part_count, uint64_t offset,
-                                       sw_error *err);
+/* Writes all of `parts` (changed on the way) at `offset`. A descriptor opened past the page cache
+ * goes through it from the moment that the system refuses an alignment. */
+SW_MUST_USE sw_status sw_file_write_at(int fd, const char *path, struct iovec *parts,
+                                       int part_count, uint64_t offset, sw_error *err);
 
 /* Reads exactly `size_bytes`; SW_E_OS with EIO when the file ends before. */
-SW_MUST_USE sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_bytes, uint64_t offset,
-                                      sw_error *err);
+SW_MUST_USE sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_bytes,
+                                      uint64_t offset, sw_error *err);
 
 /* Whether writes to the descriptor go past the page cache. */
 bool sw_file_is_direct(int fd);
@@ -45,11 +50,13 @@ SW_MUST_USE sw_status sw_file_sync(int fd, const char *path, sw_error *err);
 SW_MUST_USE sw_status sw_file_close(int *fd, const char *path, sw_error *err);
 
 /* A new file with these bytes, durable when `sync`. */
-SW_MUST_USE sw_status sw_file_write_new(const char *path, const void *data, size_t size_bytes, bool sync, sw_error *err);
+SW_MUST_USE sw_status sw_file_write_new(const char *path, const void *data, size_t size_bytes,
+                                        bool sync, sw_error *err);
 
-/* The whole file in malloc'ed memory with a zero byte behind it; SW_E_INVALID when larger than `limit_bytes`. */
-SW_MUST_USE sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes, char **data, size_t *size_bytes,
-                                         sw_error *err);
+/* The whole file in malloc'ed memory with a zero byte behind it; SW_E_INVALID when larger than
+ * `limit_bytes`. */
+SW_MUST_USE sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes, char **data,
+                                         size_t *size_bytes, sw_error *err);
 
 bool sw_file_exists(const char *path);
 
@@ -64,14 +71,17 @@ SW_MUST_USE sw_status sw_file_exchange(const char *a, const char *b, bool *swapp
 /* Removes a folder, its files and its folders of files, as far as it can. */
 void sw_folder_remove(const char *path);
 
-/* Calls back with the name of each entry until it answers false. SW_E_OS when the folder cannot be read. */
-SW_MUST_USE sw_status sw_folder_list(const char *path, bool (*entry)(void *context, const char *name), void *context,
+/* Calls back with the name of each entry until it answers false. SW_E_OS when the folder cannot be
+ * read. */
+SW_MUST_USE sw_status sw_folder_list(const char *path,
+                                     bool (*entry)(void *context, const char *name), void *context,
                                      sw_error *err);
 
 /* The folder that holds `path`: "." where it has none. */
 SW_MUST_USE sw_status sw_path_parent(const char *path, char parent[SW_PATH_BYTES], sw_error *err);
 
 /* "folder/name"; SW_E_INVALID when that is too long. */
-SW_MUST_USE sw_status sw_path_join(char path[SW_PATH_BYTES], const char *folder, const char *name, sw_error *err);
+SW_MUST_USE sw_status sw_path_join(char path[SW_PATH_BYTES], const char *folder, const char *name,
+                                   sw_error *err);
 
 #endif

@@ -1,12 +1,13 @@
-/* futex.h - sleep on a 32-bit word that other processes may map, and wake its sleepers. Thread rule: any. */
+/* futex.h - sleep on a 32-bit word that other processes may map, and wake its sleepers. Thread
+ * rule: any. */
 #ifndef SW_PLATFORM_FUTEX_H
 #define SW_PLATFORM_FUTEX_H
 
 #include <stdatomic.h>
 #include <stdint.h>
 
-/* Sleeps while *word == expected, at most `timeout_ns`. Returns on wake, timeout, signal or a changed
- * word alike: the caller looks again. */
+/* Sleeps while *word == expected, at most `timeout_ns`. Returns on wake, timeout, signal or a
+ * changed word alike: the caller looks again. */
 void sw_futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t timeout_ns);
 
 /* Wakes all sleepers of `word`. */

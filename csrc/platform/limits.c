@@ -1,4 +1,5 @@
-/* limits.c - reads rlimits and the process's own cgroup (v2, or v1's memory controller at its usual place). */
+/* limits.c - reads rlimits and the process's own cgroup (v2, or v1's memory controller at its usual
+ * place). */
 #include "platform/limits.h"
 
 #include <dirent.h>
@@ -19,13 +20,15 @@ static uint64_t read_number(const char *path)
     if (!line || strncmp(line, "max", 3) == 0)
         return UINT64_MAX;
     unsigned long long value = strtoull(line, NULL, 10);
-    return value >= (UINT64_C(1) << 62) ? UINT64_MAX : value; /* v1 says "no limit" by a huge number */
+    return value >= (UINT64_C(1) << 62) ? UINT64_MAX
+                                        : value; /* v1 says "no limit" by a huge number */
 }
 
 /* Bytes of file cache that the kernel drops before it refuses memory. 0 if that cannot be read. */
 static uint64_t read_reclaimable(const char *folder)
 {
-    static const char *const keys[] = {"inactive_file ", "total_inactive_file "}; /* v2, v1 with its children */
+    static const char *const keys[] = {"inactive_file ",
+                                       "total_inactive_file "}; /* v2, v1 with its children */
     char path[700], line[128];
     uint64_t bytes = 0;
     snprintf(path, sizeof path, "%s/memory.stat", folder);
@@ -41,7 +44,8 @@ static uint64_t read_reclaimable(const char *folder)
 }
 
 /* What is left below one memory limit. */
-static void tighten(sw_limits *limits, const char *folder, const char *limit_name, const char *usage_name)
+static void tighten(sw_limits *limits, const char *folder, const char *limit_name,
+                    const char *usage_name)
 {
     char path[700];
     snprintf(path, sizeof path, "%s/%s", folder, limit_name);
@@ -53,20 +57,23 @@ static void tighten(sw_limits *limits, const char *folder, const char *limit_nam
     uint64_t cached = read_reclaimable(folder);
     usage -= cached < usage ? cached : usage;
     uint64_t left = usage < limit ? limit - usage : 0;
-    if (limits->memory_max_bytes == UINT64_MAX || left < limits->memory_max_bytes - limits->memory_current_bytes) {
+    if (limits->memory_max_bytes == UINT64_MAX ||
+        left < limits->memory_max_bytes - limits->memory_current_bytes) {
         limits->memory_max_bytes = limit;
         limits->memory_current_bytes = limit - left;
     }
 }
 
-/* From the group's own folder up to the root of its hierarchy: any of them may hold the tightest limit. In a
- * container the path may belong to the host; then only the root is there, and is the container's own. */
-static void read_hierarchy(sw_limits *limits, const char *root, const char *path, const char *limit_name,
-                           const char *usage_name)
+/* From the group's own folder up to the root of its hierarchy: any of them may hold the tightest
+ * limit. In a container the path may belong to the host; then only the root is there, and is the
+ * container's own. */
+static void read_hierarchy(sw_limits *limits, const char *root, const char *path,
+                           const char *limit_name, const char *usage_name)
 {
     char folder[640];
     snprintf(folder, sizeof folder, "%s%s", root, path);
-    for (size_t end = strlen(folder); end >= strlen(root); end = (size_t)(strrchr(folder, '/') - folder)) {
+    for (size_t end = strlen(folder); end >= strlen(root);
+         end = (size_t)(strrchr(folder, '/') - folder)) {
         folder[end] = '\0';
         tighten(limits, folder, limit_name, usage_name);
     }
@@ -85,8 +92,8 @@ static void read_cgroup(sw_limits *limits)
         if (strncmp(line, "0::/", 4) == 0)
             read_hierarchy(limits, "/sys/fs/cgroup", line + 3, "memory.max", "memory.current");
         else if (v1)
-            read_hierarchy(limits, "/sys/fs/cgroup/memory", v1 + strlen(":memory:"), "memory.limit_in_bytes",
-                           "memory.usage_in_bytes");
+            read_hierarchy(limits, "/sys/fs/cgroup/memory", v1 + strlen(":memory:"),
+                           "memory.limit_in_bytes", "memory.usage_in_bytes");
     }
     fclose(file);
 }
@@ -116,8 +123,9 @@ sw_status sw_limits_check_memory(size_t size_bytes, const char *label, sw_error 
     uint64_t used = limits.memory_current_bytes;
     uint64_t left = limits.memory_max_bytes > used ? limits.memory_max_bytes - used : 0;
     if (size_bytes > left)
-        SW_FAIL(err, SW_E_MEMORY, "%s needs %zu bytes of memory, the cgroup's memory.max leaves %" PRIu64, label, size_bytes,
-                left);
+        SW_FAIL(err, SW_E_MEMORY,
+                "%s needs %zu bytes of memory, the cgroup's memory.max leaves %" PRIu64, label,
+                size_bytes, left);
     return SW_OK;
 }
 
@@ -125,8 +133,9 @@ sw_status sw_limits_check_file(size_t size_bytes, const char *label, sw_error *e
 {
     uint64_t limit = read_rlimit(RLIMIT_FSIZE);
     if (size_bytes > limit)
-        SW_FAIL(err, SW_E_MEMORY, "%s needs %zu bytes of shared memory, RLIMIT_FSIZE allows %" PRIu64, label, size_bytes,
-                limit);
+        SW_FAIL(err, SW_E_MEMORY,
+                "%s needs %zu bytes of shared memory, RLIMIT_FSIZE allows %" PRIu64, label,
+                size_bytes, limit);
     return sw_limits_check_memory(size_bytes, label, err);
 }
 
@@ -147,10 +156,13 @@ sw_status sw_limits_check_descriptors(unsigned count, const char *label, sw_erro
     uint64_t limit = read_rlimit(RLIMIT_NOFILE);
     uint64_t open_now = limit == UINT64_MAX ? 0 : count_open_descriptors();
     if (open_now == UINT64_MAX)
-        SW_FAIL(err, SW_E_MEMORY, "%s needs %u descriptors, RLIMIT_NOFILE allows %" PRIu64 " and all are open", label, count,
-                limit);
+        SW_FAIL(err, SW_E_MEMORY,
+                "%s needs %u descriptors, RLIMIT_NOFILE allows %" PRIu64 " and all are open", label,
+                count, limit);
     if (limit != UINT64_MAX && open_now + count > limit)
-        SW_FAIL(err, SW_E_MEMORY, "%s needs %u descriptors, RLIMIT_NOFILE allows %" PRIu64 " and %" PRIu64 " are open", label,
-                count, limit, open_now);
+        SW_FAIL(err, SW_E_MEMORY,
+                "%s needs %u descriptors, RLIMIT_NOFILE allows %" PRIu64 " and %" PRIu64
+                " are open",
+                label, count, limit, open_now);
     return SW_OK;
 }

@@ -1,5 +1,5 @@
-/* memory.c - memfd with seals; see memory.h. Limits are compared with the need before the kernel says no in
- * ways that kill (SIGXFSZ beyond RLIMIT_FSIZE, SIGBUS on a full cgroup). */
+/* memory.c - memfd with seals; see memory.h. Limits are compared with the need before the kernel
+ * says no in ways that kill (SIGXFSZ beyond RLIMIT_FSIZE, SIGBUS on a full cgroup). */
 #include "platform/memory.h"
 
 #include <errno.h>
@@ -29,8 +29,8 @@
 
 enum { SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL };
 
-/* A huge page saves 511 of 512 address translations; measured on two cores of a virtual machine, a fold of
- * 104 MiB takes 0.70 of the time and a copy 0.55. Gathering one costs about 6 ms, once. */
+/* A huge page saves 511 of 512 address translations; measured on two cores of a virtual machine, a
+ * fold of 104 MiB takes 0.70 of the time and a copy 0.55. Gathering one costs about 6 ms, once. */
 static const size_t huge_page_bytes = 2u << 20, collapse_chunk_bytes = 32u << 20;
 static const int64_t collapse_budget_ns = INT64_C(2000000000);
 
@@ -40,24 +40,27 @@ sw_status sw_memfd_create(size_t size_bytes, const char *label, int *fd, sw_erro
     int made = (int)syscall(SYS_memfd_create, "shardwright", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (made < 0)
         return sw_error_set(err, errno == EMFILE || errno == ENFILE ? SW_E_MEMORY : SW_E_OS, errno,
-                            "%s: memfd_create of %zu bytes failed: %s", label, size_bytes, strerror(errno));
+                            "%s: memfd_create of %zu bytes failed: %s", label, size_bytes,
+                            strerror(errno));
     if (ftruncate(made, (off_t)size_bytes) != 0 || fcntl(made, F_ADD_SEALS, SIZE_SEALS) != 0) {
         int cause = errno;
         close(made);
-        return sw_error_set(err, SW_E_MEMORY, cause, "%s: sizing a memfd to %zu bytes failed: %s", label,
-                            size_bytes, strerror(cause));
+        return sw_error_set(err, SW_E_MEMORY, cause, "%s: sizing a memfd to %zu bytes failed: %s",
+                            label, size_bytes, strerror(cause));
     }
     *fd = made;
     return SW_OK;
 }
 
-/* An address range for `size_bytes`, on a huge page's boundary if it is that large. Owned: PROT_NONE pages. */
+/* An address range for `size_bytes`, on a huge page's boundary if it is that large. Owned:
+ * PROT_NONE pages. */
 static void *reserve(size_t size_bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     size_t slack = size_bytes >= huge_page_bytes ? huge_page_bytes - page : 0;
     size_t size = (size_bytes + page - 1) / page * page;
-    uint8_t *begin = mmap(NULL, size + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *begin =
+        mmap(NULL, size + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (begin == MAP_FAILED || slack == 0)
         return begin;
     size_t head = (huge_page_bytes - (uintptr_t)begin % huge_page_bytes) % huge_page_bytes;
@@ -74,7 +77,8 @@ static void *map_reserved(size_t size_bytes, int flags, int fd)
     void *range = reserve(size_bytes);
     if (range == MAP_FAILED)
         return range;
-    void *mapped = mmap(range, size_bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED | MAP_NORESERVE, fd, 0);
+    void *mapped =
+        mmap(range, size_bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED | MAP_NORESERVE, fd, 0);
     if (mapped == MAP_FAILED) {
         int cause = errno;
         munmap(range, size_bytes);
@@ -94,8 +98,8 @@ sw_status sw_memfd_map(int fd, size_t size_bytes, uint8_t **address, sw_error *e
                 (long long)status.st_size, size_bytes);
     void *mapped = map_reserved(size_bytes, MAP_SHARED, fd);
     if (mapped == MAP_FAILED)
-        return sw_error_set(err, SW_E_MEMORY, errno, "mapping %zu shared bytes failed: %s", size_bytes,
-                            strerror(errno));
+        return sw_error_set(err, SW_E_MEMORY, errno, "mapping %zu shared bytes failed: %s",
+                            size_bytes, strerror(errno));
     *address = mapped;
     return SW_OK;
 }
@@ -104,8 +108,8 @@ sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_error *err)
 {
     void *mapped = map_reserved(size_bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     if (mapped == MAP_FAILED)
-        return sw_error_set(err, SW_E_MEMORY, errno, "mapping %zu private bytes failed: %s", size_bytes,
-                            strerror(errno));
+        return sw_error_set(err, SW_E_MEMORY, errno, "mapping %zu private bytes failed: %s",
+                            size_bytes, strerror(errno));
     if (size_bytes >= huge_page_bytes)
         (void)madvise(mapped, size_bytes, MADV_HUGEPAGE);
     *address = mapped;
@@ -118,8 +122,9 @@ void sw_memory_unmap(uint8_t *address, size_t size_bytes)
         munmap(address, size_bytes);
 }
 
-/* Gathers the whole huge pages in [begin, end), which are present. Stops at the first refusal (an old kernel, or
- * memory in pieces) and when the time is spent: small pages do as well, only slower. */
+/* Gathers the whole huge pages in [begin, end), which are present. Stops at the first refusal (an
+ * old kernel, or memory in pieces) and when the time is spent: small pages do as well, only slower.
+ */
 static void collapse(uintptr_t begin, uintptr_t end)
 {
     int64_t deadline_ns = sw_clock_now_ns() + collapse_budget_ns;

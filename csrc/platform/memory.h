@@ -1,7 +1,7 @@
 /* memory.h - memory that other processes can map: sealed memfds.
  *
- * A memfd has no name in any file system, so a killed process leaves nothing behind; the seal on its size
- * means that no peer can make another's mapping fault by shrinking it.
+ * A memfd has no name in any file system, so a killed process leaves nothing behind; the seal on
+ * its size means that no peer can make another's mapping fault by shrinking it.
  *
  * Thread rule: any; a mapping belongs to its owner.
  */
@@ -13,11 +13,13 @@
 
 #include "base/status.h"
 
-/* A new memfd of `size_bytes` > 0, sealed against a change of size, close-on-exec. Pages come when touched.
- * SW_E_MEMORY names the limit that forbids it (RLIMIT_FSIZE, RLIMIT_NOFILE, memory.max). */
+/* A new memfd of `size_bytes` > 0, sealed against a change of size, close-on-exec. Pages come when
+ * touched. SW_E_MEMORY names the limit that forbids it (RLIMIT_FSIZE, RLIMIT_NOFILE, memory.max).
+ */
 SW_MUST_USE sw_status sw_memfd_create(size_t size_bytes, const char *label, int *fd, sw_error *err);
 
-/* Checks that `fd` is sealed and holds at least `size_bytes`, and maps it shared. The caller keeps fd. */
+/* Checks that `fd` is sealed and holds at least `size_bytes`, and maps it shared. The caller keeps
+ * fd. */
 SW_MUST_USE sw_status sw_memfd_map(int fd, size_t size_bytes, uint8_t **address, sw_error *err);
 
 /* Private zeroed pages, for one rank alone. Pages come when touched. */
@@ -26,9 +28,9 @@ SW_MUST_USE sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_erro
 /* Ends either mapping. NULL is allowed. */
 void sw_memory_unmap(uint8_t *address, size_t size_bytes);
 
-/* Makes the pages of a range present and writable now, so that the first step does not pay for them, and gathers
- * them into huge pages where the kernel can (Linux >= 6.1), for two seconds at most. A hint: failing is silent,
- * the pages then come when touched, or stay small. */
+/* Makes the pages of a range present and writable now, so that the first step does not pay for
+ * them, and gathers them into huge pages where the kernel can (Linux >= 6.1), for two seconds at
+ * most. A hint: failing is silent, the pages then come when touched, or stay small. */
 void sw_memory_populate(uint8_t *address, size_t size_bytes);
 
 #endif

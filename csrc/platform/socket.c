@@ -19,7 +19,8 @@ static const int64_t crowd_wait_ns = INT64_C(10000000000);
 sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *err)
 {
     if (syscall(SYS_getrandom, bytes, size_bytes, 0) != (long)size_bytes)
-        return sw_error_set(err, SW_E_OS, errno, "getrandom of %zu bytes failed: %s", size_bytes, strerror(errno));
+        return sw_error_set(err, SW_E_OS, errno, "getrandom of %zu bytes failed: %s", size_bytes,
+                            strerror(errno));
     return SW_OK;
 }
 
@@ -44,8 +45,8 @@ sw_status sw_socket_listen(int backlog, char name[SW_SOCKET_NAME_BYTES], int *fd
     uint64_t random[2];
     struct sockaddr_un address;
     SW_TRY(sw_random_fill(random, sizeof random, err));
-    snprintf(name, SW_SOCKET_NAME_BYTES, "shardwright-%016llx%016llx", (unsigned long long)random[0],
-             (unsigned long long)random[1]);
+    snprintf(name, SW_SOCKET_NAME_BYTES, "shardwright-%016llx%016llx",
+             (unsigned long long)random[0], (unsigned long long)random[1]);
     int made = make_socket();
     if (made < 0)
         return sw_error_set(err, SW_E_OS, errno, "socket failed: %s", strerror(errno));
@@ -53,7 +54,8 @@ sw_status sw_socket_listen(int backlog, char name[SW_SOCKET_NAME_BYTES], int *fd
     if (bind(made, (struct sockaddr *)&address, length) != 0 || listen(made, backlog) != 0) {
         int cause = errno;
         close(made);
-        return sw_error_set(err, SW_E_OS, cause, "listening on an abstract socket failed: %s", strerror(cause));
+        return sw_error_set(err, SW_E_OS, cause, "listening on an abstract socket failed: %s",
+                            strerror(cause));
     }
     *fd = made;
     return SW_OK;
@@ -69,7 +71,8 @@ sw_status sw_socket_connect(const char *name, int *fd, sw_error *err)
     if (connect(made, (struct sockaddr *)&address, length) != 0) {
         int cause = errno;
         close(made);
-        return sw_error_set(err, SW_E_COMM, -1, "nobody listens at %s on this host: %s", name, strerror(cause));
+        return sw_error_set(err, SW_E_COMM, -1, "nobody listens at %s on this host: %s", name,
+                            strerror(cause));
     }
     *fd = made;
     return SW_OK;
@@ -128,20 +131,23 @@ sw_status sw_socket_send(int fd, const void *bytes, size_t size_bytes, const int
     int64_t deadline_ns = sw_clock_now_ns() + crowd_wait_ns;
     for (;;) {
         sent = sendmsg(fd, &message, MSG_NOSIGNAL);
-        if (sent >= 0 || (errno != EINTR && errno != ETOOMANYREFS) || sw_clock_now_ns() > deadline_ns)
+        if (sent >= 0 || (errno != EINTR && errno != ETOOMANYREFS) ||
+            sw_clock_now_ns() > deadline_ns)
             break;
         if (errno == ETOOMANYREFS)
             (void)poll(NULL, 0, 1);
     }
     if (sent != (ssize_t)size_bytes)
-        return sw_error_set(err, SW_E_COMM, -1, "sending %zu bytes and %d descriptors to a peer failed: %s", size_bytes,
+        return sw_error_set(err, SW_E_COMM, -1,
+                            "sending %zu bytes and %d descriptors to a peer failed: %s", size_bytes,
                             fd_count, strerror(errno));
     return SW_OK;
 }
 
 static void take_descriptors(struct msghdr *message, int *fds, int fd_count)
 {
-    for (struct cmsghdr *header = CMSG_FIRSTHDR(message); header; header = CMSG_NXTHDR(message, header)) {
+    for (struct cmsghdr *header = CMSG_FIRSTHDR(message); header;
+         header = CMSG_NXTHDR(message, header)) {
         if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS)
             continue;
         int count = (int)((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
@@ -156,8 +162,8 @@ static void take_descriptors(struct msghdr *message, int *fds, int fd_count)
     }
 }
 
-sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *fds, int fd_count, const sw_patience *patience,
-                            sw_error *err)
+sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *fds, int fd_count,
+                            const sw_patience *patience, sw_error *err)
 {
     control_buffer control;
     struct iovec part = {.iov_base = bytes, .iov_len = size_bytes};
@@ -170,9 +176,11 @@ sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *fds, in
     SW_TRY(wait_readable(fd, patience, err));
     ssize_t received = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
     if (received < 0)
-        return sw_error_set(err, SW_E_COMM, -1, "receiving from a peer failed: %s", strerror(errno));
+        return sw_error_set(err, SW_E_COMM, -1, "receiving from a peer failed: %s",
+                            strerror(errno));
     take_descriptors(&message, fds, fd_count);
     if (received != (ssize_t)size_bytes)
-        SW_FAIL(err, SW_E_COMM, "a peer closed its socket (%zd of %zu bytes came)", received, size_bytes);
+        SW_FAIL(err, SW_E_COMM, "a peer closed its socket (%zd of %zu bytes came)", received,
+                size_bytes);
     return SW_OK;
 }

@@ -1,4 +1,5 @@
-/* thread.c - pthread_create with signals blocked, and the one system call that glibc does not wrap. */
+/* thread.c - pthread_create with signals blocked, and the one system call that glibc does not wrap.
+ */
 #include "platform/thread.h"
 
 #include <signal.h>
@@ -7,9 +8,14 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { IOPRIO_WHO_PROCESS = 1, IOPRIO_CLASS_IDLE = 3, IOPRIO_CLASS_SHIFT = 13 }; /* linux/ioprio.h */
+enum {
+    IOPRIO_WHO_PROCESS = 1,
+    IOPRIO_CLASS_IDLE = 3,
+    IOPRIO_CLASS_SHIFT = 13
+}; /* linux/ioprio.h */
 
-sw_status sw_thread_start(sw_thread *thread, void *(*body)(void *), void *argument, const char *name, sw_error *err)
+sw_status sw_thread_start(sw_thread *thread, void *(*body)(void *), void *argument,
+                          const char *name, sw_error *err)
 {
     sigset_t all, before;
     char short_name[16] = "";
@@ -19,7 +25,8 @@ sw_status sw_thread_start(sw_thread *thread, void *(*body)(void *), void *argume
     int code = pthread_create(&thread->handle, NULL, body, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code != 0)
-        return sw_error_set(err, SW_E_OS, code, "a thread for '%s' could not be started: %s", name, strerror(code));
+        return sw_error_set(err, SW_E_OS, code, "a thread for '%s' could not be started: %s", name,
+                            strerror(code));
     thread->is_started = true;
     pthread_setname_np(thread->handle, short_name);
     return SW_OK;
@@ -39,6 +46,7 @@ void sw_thread_lower_io_priority(void)
 
 void sw_thread_sleep_ns(long nanoseconds)
 {
-    struct timespec time = {.tv_sec = nanoseconds / 1000000000, .tv_nsec = nanoseconds % 1000000000};
+    struct timespec time = {.tv_sec = nanoseconds / 1000000000,
+                            .tv_nsec = nanoseconds % 1000000000};
     nanosleep(&time, NULL);
 }

@@ -12,15 +12,16 @@ typedef struct sw_thread {
     bool is_started;
 } sw_thread;
 
-/* Runs body(argument) with every signal blocked: handlers belong to the program's own threads. `name` is cut to
- * 15 bytes. SW_E_OS when the system has no thread left. */
-SW_MUST_USE sw_status sw_thread_start(sw_thread *thread, void *(*body)(void *), void *argument, const char *name,
-                                      sw_error *err);
+/* Runs body(argument) with every signal blocked: handlers belong to the program's own threads.
+ * `name` is cut to 15 bytes. SW_E_OS when the system has no thread left. */
+SW_MUST_USE sw_status sw_thread_start(sw_thread *thread, void *(*body)(void *), void *argument,
+                                      const char *name, sw_error *err);
 
 /* Waits for the thread's end; nothing when it was never started. */
 void sw_thread_join(sw_thread *thread);
 
-/* The calling thread's reads and writes yield to everybody else's, where the I/O scheduler knows priorities. */
+/* The calling thread's reads and writes yield to everybody else's, where the I/O scheduler knows
+ * priorities. */
 void sw_thread_lower_io_priority(void);
 
 /* Sleeps; a hint, may end early. */

@@ -1,12 +1,13 @@
 /* arena_type.c - shardwright._engine.Arena, and how its memory becomes tensors.
  *
- * A tensor over engine memory is made from a DLPack capsule whose deleter drops a reference on the Arena: the
- * pages live as long as the last tensor, whatever else is gone. */
+ * A tensor over engine memory is made from a DLPack capsule whose deleter drops a reference on the
+ * Arena: the pages live as long as the last tensor, whatever else is gone. */
 #include <stdlib.h>
 
 #include "python/engine.h"
 
-/* The part of DLPack's ABI (version 0, "dltensor") that a producer writes. dmlc/dlpack, dlpack.h. */
+/* The part of DLPack's ABI (version 0, "dltensor") that a producer writes. dmlc/dlpack, dlpack.h.
+ */
 typedef struct dl_tensor {
     void *data;
     struct {
@@ -27,21 +28,35 @@ typedef struct dl_managed_tensor {
     void (*deleter)(struct dl_managed_tensor *self);
 } dl_managed_tensor;
 
-enum { DL_CPU = 1, DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
+enum {
+    DL_CPU = 1,
+    DL_INT = 0,
+    DL_UINT = 1,
+    DL_FLOAT = 2,
+    DL_BFLOAT = 4,
+    DL_COMPLEX = 5,
+    DL_BOOL = 6
+};
 
 static uint8_t dl_code(sw_dtype dtype)
 {
     switch (dtype) {
-    case SW_DTYPE_BFLOAT16: return DL_BFLOAT;
+    case SW_DTYPE_BFLOAT16:
+        return DL_BFLOAT;
     case SW_DTYPE_INT8:
     case SW_DTYPE_INT16:
     case SW_DTYPE_INT32:
-    case SW_DTYPE_INT64: return DL_INT;
-    case SW_DTYPE_UINT8: return DL_UINT;
+    case SW_DTYPE_INT64:
+        return DL_INT;
+    case SW_DTYPE_UINT8:
+        return DL_UINT;
     case SW_DTYPE_COMPLEX64:
-    case SW_DTYPE_COMPLEX128: return DL_COMPLEX;
-    case SW_DTYPE_BOOL: return DL_BOOL;
-    default: return DL_FLOAT;
+    case SW_DTYPE_COMPLEX128:
+        return DL_COMPLEX;
+    case SW_DTYPE_BOOL:
+        return DL_BOOL;
+    default:
+        return DL_FLOAT;
     }
 }
 
@@ -85,12 +100,14 @@ static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_
     }
 }
 
-PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape, PyObject *strides)
+PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
+                                   PyObject *strides)
 {
     Py_ssize_t count = PySequence_Size(shape);
     if (count < 0)
         return NULL;
-    dl_managed_tensor *managed = calloc(1, sizeof *managed + 2 * (size_t)(count + 1) * sizeof(int64_t));
+    dl_managed_tensor *managed =
+        calloc(1, sizeof *managed + 2 * (size_t)(count + 1) * sizeof(int64_t));
     if (!managed)
         return PyErr_NoMemory();
     int64_t *sizes = (int64_t *)(managed + 1);
@@ -98,7 +115,8 @@ PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtyp
     managed->tensor.device.device_type = DL_CPU;
     managed->tensor.ndim = (int32_t)count;
     managed->tensor.dtype.code = dl_code(dtype);
-    managed->tensor.dtype.bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8);
+    managed->tensor.dtype.bits =
+        (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8);
     managed->tensor.dtype.lanes = 1;
     managed->tensor.shape = sizes;
     managed->tensor.strides = sizes + count;
@@ -110,8 +128,8 @@ PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtyp
     contiguous_strides(sizes, sizes + count, count);
     if (strides != Py_None) {
         if (PySequence_Size(strides) != count) {
-            PyErr_Format(PyExc_ValueError, "strides must have %zd values, as shape has, got %zd", count,
-                         PySequence_Size(strides));
+            PyErr_Format(PyExc_ValueError, "strides must have %zd values, as shape has, got %zd",
+                         count, PySequence_Size(strides));
             goto failed;
         }
         if (read_sizes(strides, sizes + count, count) < 0)
@@ -127,7 +145,8 @@ failed:
     return NULL;
 }
 
-PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena, sw_gradient_memory *memory)
+PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
+                                 sw_gradient_memory *memory)
 {
     arena_object *made = PyObject_New(arena_object, state->arena_type);
     if (!made)
@@ -177,7 +196,8 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
                             self->arena ? self->arena->world_size : 0, rank);
     sw_dtype dtype = sw_dtype_from_name(name);
     if (dtype == SW_DTYPE_COUNT)
-        return PyErr_Format(PyExc_ValueError, "Arena.tensor: dtype '%s' is not one the engine moves", name);
+        return PyErr_Format(PyExc_ValueError,
+                            "Arena.tensor: dtype '%s' is not one the engine moves", name);
     Py_ssize_t count = PySequence_Size(shape);
     size_t bytes = sw_dtype_size_bytes(dtype);
     for (Py_ssize_t i = 0; i < count; ++i) {
@@ -187,12 +207,15 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
         if (PyErr_Occurred())
             return NULL;
         if (__builtin_mul_overflow(bytes, size, &bytes))
-            return PyErr_Format(PyExc_ValueError, "Arena.tensor: shape overflows the address space");
+            return PyErr_Format(PyExc_ValueError,
+                                "Arena.tensor: shape overflows the address space");
     }
     if (count < 0)
         return NULL;
-    if (offset < 0 || (size_t)offset > arena_size(self) || bytes > arena_size(self) - (size_t)offset)
-        return PyErr_Format(PyExc_ValueError, "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", offset, bytes,
+    if (offset < 0 || (size_t)offset > arena_size(self) ||
+        bytes > arena_size(self) - (size_t)offset)
+        return PyErr_Format(PyExc_ValueError,
+                            "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", offset, bytes,
                             arena_size(self));
     uint8_t *base = rank == -1 ? arena_base(self) : self->arena->base[rank];
     return sw_py_dlpack_capsule_new(op, base + offset, dtype, shape, strides);
@@ -212,7 +235,8 @@ static PyObject *arena_get_address(PyObject *op, void *unused)
 
 static PyMethodDef arena_methods[] = {
     {"tensor", arena_tensor, METH_VARARGS,
-     "tensor(offset_bytes, dtype, shape, strides=None, rank=-1)\n--\n\nA DLPack capsule over this rank's part, or a peer's."},
+     "tensor(offset_bytes, dtype, shape, strides=None, rank=-1)\n--\n\nA DLPack capsule over this "
+     "rank's part, or a peer's."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -226,7 +250,8 @@ static PyType_Slot arena_slots[] = {
     {Py_tp_dealloc, arena_dealloc},
     {Py_tp_methods, arena_methods},
     {Py_tp_getset, arena_properties},
-    {Py_tp_doc, "Memory of one size on every rank, mapped by all of them. Made by HostComm.arena()."},
+    {Py_tp_doc,
+     "Memory of one size on every rank, mapped by all of them. Made by HostComm.arena()."},
     {0, NULL},
 };
 

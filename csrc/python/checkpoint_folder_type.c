@@ -7,8 +7,7 @@
 #include "python/engine.h"
 
 typedef struct folder_object {
-    PyObject_HEAD
-    char *path; /* owned */
+    PyObject_HEAD char *path; /* owned */
     sw_manifest manifest;
 } folder_object;
 
@@ -86,7 +85,8 @@ static PyObject *folder_read(PyObject *op, PyObject *args)
         return PyErr_NoMemory();
     for (size_t i = 0; i < count; ++i) {
         unsigned long long begin, size_bytes, address;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, (Py_ssize_t)i), "KKK", &begin, &size_bytes, &address)) {
+        if (!PyArg_ParseTuple(PyList_GetItem(list, (Py_ssize_t)i), "KKK", &begin, &size_bytes,
+                              &address)) {
             free(ranges);
             return NULL;
         }
@@ -102,7 +102,8 @@ static PyObject *folder_read(PyObject *op, PyObject *args)
 }
 
 /* Bytes [begin, begin + size) of a file in malloc'ed memory. */
-static sw_status read_part(const folder_object *self, const char *path, size_t size_bytes, uint8_t **data, sw_error *err)
+static sw_status read_part(const folder_object *self, const char *path, size_t size_bytes,
+                           uint8_t **data, sw_error *err)
 {
     sw_read_range range = {.size_bytes = size_bytes, .destination = malloc(size_bytes + 1)};
     if (!range.destination)
@@ -136,15 +137,18 @@ static PyObject *folder_read_bytes(PyObject *op, PyObject *args)
     return bytes;
 }
 
-static sw_status read_header(const folder_object *self, const char *path, sw_safetensors *found, uint8_t **header, sw_error *err)
+static sw_status read_header(const folder_object *self, const char *path, sw_safetensors *found,
+                             uint8_t **header, sw_error *err)
 {
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
     uint8_t *first = NULL;
     size_t header_bytes = 0;
     if (!file || file->size_bytes < 8)
-        SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no safetensors file '%.120s'", self->path, path);
+        SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no safetensors file '%.120s'",
+                self->path, path);
     SW_TRY(read_part(self, path, 8, &first, err));
-    sw_status status = sw_safetensors_header_size(first, file->size_bytes, path, &header_bytes, err);
+    sw_status status =
+        sw_safetensors_header_size(first, file->size_bytes, path, &header_bytes, err);
     free(first);
     SW_TRY(status);
     SW_TRY(read_part(self, path, header_bytes, header, err));
@@ -172,7 +176,8 @@ static PyObject *build_tensors(const sw_safetensors *found)
     for (size_t i = 0; list && i < found->entry_count; ++i) {
         const sw_safetensors_entry *entry = &found->entries[i];
         PyObject *shape = build_shape(entry->shape);
-        PyObject *item = shape ? Py_BuildValue("(ssNKK)", entry->name, entry->dtype, shape, (unsigned long long)entry->begin,
+        PyObject *item = shape ? Py_BuildValue("(ssNKK)", entry->name, entry->dtype, shape,
+                                               (unsigned long long)entry->begin,
                                                (unsigned long long)entry->size_bytes)
                                : NULL;
         if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
@@ -185,7 +190,8 @@ static PyObject *build_metadata(const sw_json_node *metadata)
 {
     PyObject *made = PyDict_New();
     const sw_json_node *member = metadata ? sw_json_first(metadata) : NULL;
-    for (size_t i = 0; made && metadata && i < metadata->count; ++i, member = sw_json_next(member)) {
+    for (size_t i = 0; made && metadata && i < metadata->count;
+         ++i, member = sw_json_next(member)) {
         PyObject *text = PyUnicode_FromString(member->text);
         if (!text || PyDict_SetItemString(made, member->key, text) < 0)
             ENGINE_CLEAR(made);
@@ -290,11 +296,16 @@ static PyObject *folder_get_block_count(PyObject *op, void *unused)
 }
 
 static PyMethodDef folder_methods[] = {
-    {"verify", folder_verify, METH_VARARGS, "verify(first, end)\n--\n\nChecks these blocks of all files."},
-    {"read", folder_read, METH_VARARGS, "read(path, ranges)\n--\n\nFills [(begin, nbytes, address)] from checked blocks."},
-    {"read_bytes", folder_read_bytes, METH_VARARGS, "read_bytes(path)\n--\n\nA whole file, checked."},
-    {"tensors", folder_tensors, METH_VARARGS, "tensors(path)\n--\n\n(metadata, [(name, dtype, shape, begin, nbytes)])."},
-    {"checksums", folder_checksums, METH_VARARGS, "checksums(path)\n--\n\nCRC32C of each block, as the manifest states."},
+    {"verify", folder_verify, METH_VARARGS,
+     "verify(first, end)\n--\n\nChecks these blocks of all files."},
+    {"read", folder_read, METH_VARARGS,
+     "read(path, ranges)\n--\n\nFills [(begin, nbytes, address)] from checked blocks."},
+    {"read_bytes", folder_read_bytes, METH_VARARGS,
+     "read_bytes(path)\n--\n\nA whole file, checked."},
+    {"tensors", folder_tensors, METH_VARARGS,
+     "tensors(path)\n--\n\n(metadata, [(name, dtype, shape, begin, nbytes)])."},
+    {"checksums", folder_checksums, METH_VARARGS,
+     "checksums(path)\n--\n\nCRC32C of each block, as the manifest states."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -314,7 +325,8 @@ static PyType_Slot folder_slots[] = {
     {Py_tp_dealloc, folder_dealloc},
     {Py_tp_methods, folder_methods},
     {Py_tp_getset, folder_properties},
-    {Py_tp_doc, "CheckpointFolder(path)\n--\n\nA checkpoint to read from: its manifest is sound and its files have their sizes."},
+    {Py_tp_doc, "CheckpointFolder(path)\n--\n\nA checkpoint to read from: its manifest is sound "
+                "and its files have their sizes."},
     {0, NULL},
 };
 

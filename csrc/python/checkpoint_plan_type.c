@@ -1,10 +1,12 @@
-/* checkpoint_plan_type.c - shardwright._engine.CheckpointPlan: names, shapes and sizes in, files and places out. */
+/* checkpoint_plan_type.c - shardwright._engine.CheckpointPlan: names, shapes and sizes in, files
+ * and places out. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "python/engine.h"
 
-typedef struct plan_input { /* what sw_plan_create() borrows while it runs; the strings live in Python objects */
+typedef struct plan_input { /* what sw_plan_create() borrows while it runs; the strings live in
+                               Python objects */
     sw_plan_group *groups;
     sw_plan_text *texts;
     sw_plan_tensor **tensors; /* a list a group */
@@ -48,7 +50,9 @@ static int read_tensors(PyObject *tensors, sw_plan_group *group, sw_plan_tensor 
 {
     Py_ssize_t count = PyList_Check(tensors) ? PyList_Size(tensors) : -1;
     if (count < 0) {
-        PyErr_SetString(PyExc_TypeError, "CheckpointPlan: tensors must be a list of (name, dtype, shape, pinned) tuples");
+        PyErr_SetString(
+            PyExc_TypeError,
+            "CheckpointPlan: tensors must be a list of (name, dtype, shape, pinned) tuples");
         return -1;
     }
     *list = calloc((size_t)count + 1, sizeof **list);
@@ -62,7 +66,8 @@ static int read_tensors(PyObject *tensors, sw_plan_group *group, sw_plan_tensor 
         sw_plan_tensor *tensor = &(*list)[i];
         PyObject *shape;
         int pinned;
-        if (!PyArg_ParseTuple(PyList_GetItem(tensors, i), "ssOp", &tensor->name, &tensor->dtype, &shape, &pinned) ||
+        if (!PyArg_ParseTuple(PyList_GetItem(tensors, i), "ssOp", &tensor->name, &tensor->dtype,
+                              &shape, &pinned) ||
             read_shape(shape, tensor) < 0)
             return -1;
         tensor->is_pinned = pinned != 0;
@@ -86,8 +91,8 @@ static int read_input(PyObject *groups, PyObject *texts, plan_input *input)
         PyObject *tensors;
         int numbered;
         unsigned long long max_file_bytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(groups, (Py_ssize_t)g), "spKsO", &group->stem, &numbered, &max_file_bytes,
-                              &group->metadata, &tensors) ||
+        if (!PyArg_ParseTuple(PyList_GetItem(groups, (Py_ssize_t)g), "spKsO", &group->stem,
+                              &numbered, &max_file_bytes, &group->metadata, &tensors) ||
             read_tensors(tensors, group, &input->tensors[g]) < 0)
             return -1;
         group->is_numbered = numbered != 0;
@@ -95,7 +100,8 @@ static int read_input(PyObject *groups, PyObject *texts, plan_input *input)
     }
     for (size_t i = 0; i < input->text_count; ++i) {
         unsigned long long size_bytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(texts, (Py_ssize_t)i), "sK", &input->texts[i].path, &size_bytes))
+        if (!PyArg_ParseTuple(PyList_GetItem(texts, (Py_ssize_t)i), "sK", &input->texts[i].path,
+                              &size_bytes))
             return -1;
         input->texts[i].size_bytes = size_bytes;
     }
@@ -114,7 +120,8 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     sw_status status = SW_E_INVALID;
     if (read_input(groups, texts, &input) == 0)
-        status = sw_plan_create(input.groups, input.group_count, input.texts, input.text_count, &plan, &err);
+        status = sw_plan_create(input.groups, input.group_count, input.texts, input.text_count,
+                                &plan, &err);
     input_fini(&input);
     if (status != SW_OK)
         return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(PyType_GetModuleState(type), &err);
@@ -140,12 +147,14 @@ static PyObject *describe_file(const sw_plan *plan, const sw_plan_file *file)
     PyObject *pieces = PyList_New((Py_ssize_t)file->piece_count);
     for (size_t i = 0; pieces && i < file->piece_count; ++i) {
         const sw_plan_piece *piece = &plan->pieces[file->first_piece + i];
-        PyObject *item = Py_BuildValue("(nKK)", (Py_ssize_t)piece->source, (unsigned long long)piece->begin,
-                                       (unsigned long long)piece->size_bytes);
+        PyObject *item =
+            Py_BuildValue("(nKK)", (Py_ssize_t)piece->source, (unsigned long long)piece->begin,
+                          (unsigned long long)piece->size_bytes);
         if (!item || PyList_SetItem(pieces, (Py_ssize_t)i, item) < 0)
             ENGINE_CLEAR(pieces);
     }
-    return pieces ? Py_BuildValue("(sKN)", file->path, (unsigned long long)file->size_bytes, pieces) : NULL;
+    return pieces ? Py_BuildValue("(sKN)", file->path, (unsigned long long)file->size_bytes, pieces)
+                  : NULL;
 }
 
 static PyObject *plan_files(PyObject *op, PyObject *unused)
@@ -188,7 +197,9 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "ii:needed", &rank, &world_size))
         return NULL;
     if (world_size < 1 || rank < 0 || rank >= world_size)
-        return PyErr_Format(PyExc_ValueError, "needed: rank must be in [0, world_size), got %d of %d", rank, world_size);
+        return PyErr_Format(PyExc_ValueError,
+                            "needed: rank must be in [0, world_size), got %d of %d", rank,
+                            world_size);
     if (sw_plan_owned(plan, rank, world_size, &blocks, &count, &err) != SW_OK)
         return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
     bool *needed = calloc(plan->source_count + 1, sizeof *needed);
@@ -207,8 +218,10 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
 }
 
 static PyMethodDef plan_methods[] = {
-    {"files", plan_files, METH_NOARGS, "files()\n--\n\n[(path, nbytes, [(source, begin, nbytes)])], in order."},
-    {"needed", plan_needed, METH_VARARGS, "needed(rank, world_size)\n--\n\nSources that lie in blocks of the rank."},
+    {"files", plan_files, METH_NOARGS,
+     "files()\n--\n\n[(path, nbytes, [(source, begin, nbytes)])], in order."},
+    {"needed", plan_needed, METH_VARARGS,
+     "needed(rank, world_size)\n--\n\nSources that lie in blocks of the rank."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -216,7 +229,8 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_methods, plan_methods},
-    {Py_tp_doc, "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a checkpoint."},
+    {Py_tp_doc,
+     "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a checkpoint."},
     {0, NULL},
 };
 

@@ -1,4 +1,5 @@
-/* checkpoint_saver_type.c - shardwright._engine.CheckpointSaver: arguments in, one call of the saver, errors out. */
+/* checkpoint_saver_type.c - shardwright._engine.CheckpointSaver: arguments in, one call of the
+ * saver, errors out. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -7,8 +8,7 @@
 #include "python/engine.h"
 
 typedef struct saver_object {
-    PyObject_HEAD
-    sw_board board;
+    PyObject_HEAD sw_board board;
     sw_saver *saver;        /* owned; NULL once closed */
     PyObject *arena;        /* owned; the board's memory, NULL at world size 1 */
     PyObject *shared, *own; /* owned plans of the present save */
@@ -34,7 +34,8 @@ static bool is_usable(saver_object *self)
 {
     const char *why = NULL;
     if (getpid() != self->owner_pid)
-        why = "this process was forked from the one that made the Checkpointer; only that one saves";
+        why =
+            "this process was forked from the one that made the Checkpointer; only that one saves";
     else if (!self->saver)
         why = "the Checkpointer was closed";
     if (why)
@@ -56,25 +57,32 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "CheckpointSaver: already initialised");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|O$ipK:CheckpointSaver", names, &rank, &world_size, &arena, &threads,
-                                     &direct, &bandwidth))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|O$ipK:CheckpointSaver", names, &rank,
+                                     &world_size, &arena, &threads, &direct, &bandwidth))
         return -1;
     if (arena != Py_None) {
         const arena_object *memory = (arena_object *)arena;
-        if (Py_TYPE(arena) != state->arena_type || !memory->arena || memory->arena->world_size != world_size ||
-            memory->owner->comm->rank != rank || memory->arena->size_bytes < SW_BOARD_PAGE_BYTES) {
-            PyErr_Format(PyExc_TypeError, "CheckpointSaver: board must be an Arena of these ranks with at least %d bytes",
-                         SW_BOARD_PAGE_BYTES);
+        if (Py_TYPE(arena) != state->arena_type || !memory->arena ||
+            memory->arena->world_size != world_size || memory->owner->comm->rank != rank ||
+            memory->arena->size_bytes < SW_BOARD_PAGE_BYTES) {
+            PyErr_Format(
+                PyExc_TypeError,
+                "CheckpointSaver: board must be an Arena of these ranks with at least %d bytes",
+                SW_BOARD_PAGE_BYTES);
             return -1;
         }
         pages = memory->arena->base;
     }
     if (world_size < 1 || rank < 0 || rank >= world_size || (world_size > 1 && !pages)) {
-        PyErr_Format(PyExc_ValueError, "CheckpointSaver: rank must be in [0, world_size), and several ranks need a board; got %d of %d",
+        PyErr_Format(PyExc_ValueError,
+                     "CheckpointSaver: rank must be in [0, world_size), and several ranks need a "
+                     "board; got %d of %d",
                      rank, world_size);
         return -1;
     }
-    sw_saver_options options = {.thread_count = threads, .use_direct = direct != 0, .bandwidth_bytes_per_second = bandwidth};
+    sw_saver_options options = {.thread_count = threads,
+                                .use_direct = direct != 0,
+                                .bandwidth_bytes_per_second = bandwidth};
     if (sw_board_init(&self->board, rank, world_size, pages, &err) != SW_OK ||
         sw_saver_create(&self->board, &options, &self->saver, &err) != SW_OK) {
         sw_board_fini(&self->board);
@@ -93,7 +101,9 @@ static void close_saver(saver_object *self)
 {
     sw_saver *saver = self->saver;
     self->saver = NULL;
-    if (saver && getpid() == self->owner_pid) { /* a forked child has no such threads: it leaves the memory alone */
+    if (saver &&
+        getpid() ==
+            self->owner_pid) { /* a forked child has no such threads: it leaves the memory alone */
         Py_BEGIN_ALLOW_THREADS
         sw_saver_destroy(saver);
         Py_END_ALLOW_THREADS
@@ -134,15 +144,19 @@ static int read_sources(PyObject *list, sw_save_source **sources, bool **is_eage
         Py_ssize_t source;
         unsigned long long begin, size_bytes, address;
         int eager;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nKKKp", &source, &begin, &size_bytes, &address, &eager))
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nKKKp", &source, &begin, &size_bytes,
+                              &address, &eager))
             return -1;
-        (*sources)[i] = (sw_save_source){(size_t)source, begin, size_bytes, (const void *)(uintptr_t)address};
+        (*sources)[i] =
+            (sw_save_source){(size_t)source, begin, size_bytes, (const void *)(uintptr_t)address};
         if (is_eager)
             (*is_eager)[i] = eager != 0;
-        if (source < 0 || (i > 0 && ((*sources)[i - 1].source > (size_t)source ||
-                                     ((*sources)[i - 1].source == (size_t)source &&
-                                      (*sources)[i - 1].begin + (*sources)[i - 1].size_bytes > begin)))) {
-            PyErr_Format(PyExc_ValueError, "begin: sources must ascend without overlap; number %zd does not", i);
+        if (source < 0 ||
+            (i > 0 && ((*sources)[i - 1].source > (size_t)source ||
+                       ((*sources)[i - 1].source == (size_t)source &&
+                        (*sources)[i - 1].begin + (*sources)[i - 1].size_bytes > begin)))) {
+            PyErr_Format(PyExc_ValueError,
+                         "begin: sources must ascend without overlap; number %zd does not", i);
             return -1;
         }
     }
@@ -188,8 +202,9 @@ static void keep_plans(saver_object *self, PyObject *shared, PyObject *own)
 
 static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"folder", "nonce", "number", "step", "metric", "shared", "shared_sources", "own", "own_sources", "lazy",
-                            "stale", "retired", "timeout_s", NULL};
+    static char *names[] = {"folder", "nonce",          "number",    "step",        "metric",
+                            "shared", "shared_sources", "own",       "own_sources", "lazy",
+                            "stale",  "retired",        "timeout_s", NULL};
     saver_object *self = (saver_object *)op;
     engine_state *state = sw_py_state_of(op);
     sw_save_request request = {0};
@@ -200,9 +215,10 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     double timeout_s;
     sw_error err = {0};
     sw_status status = SW_E_INVALID;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$ssKKOOO!OO!pO!O!d:begin", names, &request.folder, &request.nonce, &number, &step,
-                                     &metric, &shared, &PyList_Type, &shared_sources, &own, &PyList_Type, &own_sources, &lazy,
-                                     &PyList_Type, &stale, &PyList_Type, &retired, &timeout_s) ||
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "$ssKKOOO!OO!pO!O!d:begin", names, &request.folder, &request.nonce,
+            &number, &step, &metric, &shared, &PyList_Type, &shared_sources, &own, &PyList_Type,
+            &own_sources, &lazy, &PyList_Type, &stale, &PyList_Type, &retired, &timeout_s) ||
         !is_usable(self))
         return NULL;
     if (metric != Py_None) {
@@ -211,7 +227,8 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     if (PyErr_Occurred() || read_plan(state, shared, shared_sources, &request.shared) < 0 ||
         read_plan(state, own, own_sources, &request.own) < 0 ||
-        read_sources(shared_sources, &memory.shared, &memory.is_eager) < 0 || read_sources(own_sources, &memory.own, NULL) < 0 ||
+        read_sources(shared_sources, &memory.shared, &memory.is_eager) < 0 ||
+        read_sources(own_sources, &memory.own, NULL) < 0 ||
         read_strings(stale, &memory.stale) < 0 || read_strings(retired, &memory.retired) < 0)
         goto done;
     request.shared.sources = memory.shared;
@@ -305,19 +322,27 @@ static PyObject *saver_progress(PyObject *op, PyObject *unused)
     if (!is_usable(self))
         return NULL;
     sw_saver_progress(self->saver, &progress);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:N}", "bytes_total", (unsigned long long)progress.bytes_total, "bytes_written",
-                         (unsigned long long)progress.bytes_written, "staging_bytes", (unsigned long long)progress.staging_bytes,
-                         "direct_bytes", (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
+    return Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:N}", "bytes_total", (unsigned long long)progress.bytes_total,
+        "bytes_written", (unsigned long long)progress.bytes_written, "staging_bytes",
+        (unsigned long long)progress.staging_bytes, "direct_bytes",
+        (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
 }
 
 static PyMethodDef saver_methods[] = {
-    {"begin", (PyCFunction)(void (*)(void))saver_begin, METH_VARARGS | METH_KEYWORDS, "Takes the snapshot and starts the rest."},
+    {"begin", (PyCFunction)(void (*)(void))saver_begin, METH_VARARGS | METH_KEYWORDS,
+     "Takes the snapshot and starts the rest."},
     {"protect", saver_protect, METH_NOARGS, "protect()\n--\n\nCopies what is still live."},
-    {"wait", saver_wait, METH_VARARGS, "wait(timeout_s)\n--\n\nWhether nothing runs any more; raises a save's error once."},
-    {"fail", saver_fail, METH_VARARGS, "fail(number, message)\n--\n\nTells the others that this rank cannot begin the save."},
-    {"cancel", saver_cancel, METH_VARARGS, "cancel(message)\n--\n\nMakes a running save fail soon."},
-    {"progress", saver_progress, METH_NOARGS, "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
-    {"close", saver_close, METH_NOARGS, "close()\n--\n\nGives up a running save and frees everything."},
+    {"wait", saver_wait, METH_VARARGS,
+     "wait(timeout_s)\n--\n\nWhether nothing runs any more; raises a save's error once."},
+    {"fail", saver_fail, METH_VARARGS,
+     "fail(number, message)\n--\n\nTells the others that this rank cannot begin the save."},
+    {"cancel", saver_cancel, METH_VARARGS,
+     "cancel(message)\n--\n\nMakes a running save fail soon."},
+    {"progress", saver_progress, METH_NOARGS,
+     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
+    {"close", saver_close, METH_NOARGS,
+     "close()\n--\n\nGives up a running save and frees everything."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -325,7 +350,8 @@ static PyType_Slot saver_slots[] = {
     {Py_tp_init, saver_init},
     {Py_tp_dealloc, saver_dealloc},
     {Py_tp_methods, saver_methods},
-    {Py_tp_doc, "CheckpointSaver(rank, world_size, board=None, *, threads=2, direct=True, bandwidth=0)\n--\n\nOne save at a time."},
+    {Py_tp_doc, "CheckpointSaver(rank, world_size, board=None, *, threads=2, direct=True, "
+                "bandwidth=0)\n--\n\nOne save at a time."},
     {0, NULL},
 };
 

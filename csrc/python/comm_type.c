@@ -54,7 +54,8 @@ bool sw_py_comm_enter(comm_object *self)
     engine_state *state = sw_py_state_of((PyObject *)self);
     const char *why = NULL;
     if (getpid() != self->owner_pid)
-        why = "this process was forked from the one that joined the group; the engine works in that one only";
+        why = "this process was forked from the one that joined the group; the engine works in "
+              "that one only";
     else if (self->closed || !self->comm)
         why = "the communicator was closed";
     else if (!self->connected)
@@ -103,11 +104,12 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "HostComm: already initialised");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|$ddsO:HostComm", names, &rank, &world_size, &timeout_s,
-                                     &warn_after_s, &host, &log))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|$ddsO:HostComm", names, &rank, &world_size,
+                                     &timeout_s, &warn_after_s, &host, &log))
         return -1;
     if (!is_legal_period(timeout_s) || !is_legal_period(warn_after_s)) {
-        PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s and warn_after_s must be in (0, 1e9] seconds");
+        PyErr_SetString(PyExc_ValueError,
+                        "HostComm: timeout_s and warn_after_s must be in (0, 1e9] seconds");
         return -1;
     }
     self->owner_pid = getpid();
@@ -125,7 +127,8 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     self->comm->timeout_ns = (int64_t)(timeout_s * 1e9);
     self->comm->warn_after_ns = (int64_t)(warn_after_s * 1e9);
-    self->comm->hooks = (sw_comm_hooks){.context = self, .interrupted = is_interrupted, .log = log_message};
+    self->comm->hooks =
+        (sw_comm_hooks){.context = self, .interrupted = is_interrupted, .log = log_message};
     if (log != Py_None) {
         Py_INCREF(log);
         self->log = log;
@@ -188,10 +191,11 @@ static PyObject *comm_connect(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "Oy#O:connect", &addresses, &secret, &secret_bytes, &hosts))
         return NULL;
     if (secret_bytes != SW_SHM_SECRET_BYTES)
-        return PyErr_Format(PyExc_ValueError, "connect: secret must have %d bytes, got %zd", SW_SHM_SECRET_BYTES,
-                            secret_bytes);
+        return PyErr_Format(PyExc_ValueError, "connect: secret must have %d bytes, got %zd",
+                            SW_SHM_SECRET_BYTES, secret_bytes);
     if (!self->comm || self->closed || (self->connected && !self->group)) {
-        PyErr_SetString(sw_py_state_of(op)->error, "connect: the communicator is closed or has joined already");
+        PyErr_SetString(sw_py_state_of(op)->error,
+                        "connect: the communicator is closed or has joined already");
         return NULL;
     }
     int world_size = self->comm->world_size;
@@ -202,7 +206,8 @@ static PyObject *comm_connect(PyObject *op, PyObject *args)
     if (!names || !kept_hosts || !text)
         goto done;
     if (PyList_Size(names) != world_size || PyList_Size(kept_hosts) != world_size) {
-        PyErr_Format(PyExc_ValueError, "connect: addresses and hosts must have world_size = %d entries", world_size);
+        PyErr_Format(PyExc_ValueError,
+                     "connect: addresses and hosts must have world_size = %d entries", world_size);
         goto done;
     }
     for (int r = 0; r < world_size; ++r) {
@@ -244,7 +249,8 @@ static PyObject *comm_arena(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "n|s:arena", &size, &label))
         return NULL;
     if (size <= 0)
-        return PyErr_Format(PyExc_ValueError, "arena '%s': nbytes must be positive, got %zd", label, size);
+        return PyErr_Format(PyExc_ValueError, "arena '%s': nbytes must be positive, got %zd", label,
+                            size);
     if (!sw_py_comm_enter(self))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
@@ -286,8 +292,8 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_op operation = {.kind = SW_OP_ALL_REDUCE};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Ons|ssO:all_reduce", names, &address, &numel, &dtype, &redop,
-                                     &label, &arena))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Ons|ssO:all_reduce", names, &address, &numel,
+                                     &dtype, &redop, &label, &arena))
         return NULL;
     uint8_t *data = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred() || !parse_redop(redop, &operation.redop))
@@ -295,14 +301,16 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     set_label(&operation, label);
     operation.dtype = sw_dtype_from_name(dtype);
     if (operation.dtype == SW_DTYPE_COUNT || numel < 0)
-        return PyErr_Format(PyExc_ValueError, "all_reduce '%s': dtype '%s' or numel %zd is not legal", label, dtype,
+        return PyErr_Format(PyExc_ValueError,
+                            "all_reduce '%s': dtype '%s' or numel %zd is not legal", label, dtype,
                             numel);
     operation.numel = (size_t)numel;
     operation.data = data;
     if (arena != Py_None) {
-        if (Py_TYPE(arena) != sw_py_state_of(op)->arena_type || ((arena_object *)arena)->owner != self ||
-            !((arena_object *)arena)->arena)
-            return PyErr_Format(PyExc_TypeError, "all_reduce '%s': arena is not one of this communicator", label);
+        if (Py_TYPE(arena) != sw_py_state_of(op)->arena_type ||
+            ((arena_object *)arena)->owner != self || !((arena_object *)arena)->arena)
+            return PyErr_Format(PyExc_TypeError,
+                                "all_reduce '%s': arena is not one of this communicator", label);
         operation.arena = ((arena_object *)arena)->arena;
         operation.offset_bytes = (size_t)(data - operation.arena->base[self->comm->rank]);
     }
@@ -314,7 +322,8 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     return finish(self, status, &err);
 }
 
-/* Issues one all_gather a range, and waits for the last: ranges is a list of (offset_bytes, nbytes). */
+/* Issues one all_gather a range, and waits for the last: ranges is a list of (offset_bytes,
+ * nbytes). */
 static PyObject *comm_all_gather(PyObject *op, PyObject *args)
 {
     comm_object *self = (comm_object *)op;
@@ -324,11 +333,13 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args)
     sw_error err;
     sw_status status = SW_OK;
     uint32_t ticket = 0;
-    if (!PyArg_ParseTuple(args, "O!O|s:all_gather", sw_py_state_of(op)->arena_type, &arena, &sequence, &label))
+    if (!PyArg_ParseTuple(args, "O!O|s:all_gather", sw_py_state_of(op)->arena_type, &arena,
+                          &sequence, &label))
         return NULL;
     set_label(&operation, label);
     if (((arena_object *)arena)->owner != self || !((arena_object *)arena)->arena)
-        return PyErr_Format(PyExc_TypeError, "all_gather '%s': arena is not one of this communicator", label);
+        return PyErr_Format(PyExc_TypeError,
+                            "all_gather '%s': arena is not one of this communicator", label);
     operation.arena = ((arena_object *)arena)->arena;
     PyObject *ranges = PySequence_List(sequence);
     if (!ranges || !sw_py_comm_enter(self)) {
@@ -338,10 +349,12 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args)
     Py_ssize_t count = PyList_Size(ranges);
     for (Py_ssize_t i = 0; i < count && status == SW_OK; ++i) {
         Py_ssize_t offset, nbytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn;a range is (offset_bytes, nbytes)", &offset, &nbytes) ||
+        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn;a range is (offset_bytes, nbytes)",
+                              &offset, &nbytes) ||
             offset < 0 || nbytes < 0) {
             if (!PyErr_Occurred())
-                PyErr_Format(PyExc_ValueError, "all_gather '%s': range %zd must not be negative", label, i);
+                PyErr_Format(PyExc_ValueError, "all_gather '%s': range %zd must not be negative",
+                             label, i);
             Py_DECREF(ranges);
             sw_py_comm_leave(self);
             return NULL;
@@ -383,8 +396,8 @@ typedef struct byte_range {
 } byte_range;
 
 /* Small ranges share a message through `bounce`; large ones go by themselves. */
-static sw_status broadcast_ranges(sw_comm *comm, sw_op *operation, const byte_range *ranges, size_t count,
-                                  uint8_t *bounce, sw_error *err)
+static sw_status broadcast_ranges(sw_comm *comm, sw_op *operation, const byte_range *ranges,
+                                  size_t count, uint8_t *bounce, sw_error *err)
 {
     size_t i = 0;
     while (i < count) {
@@ -412,11 +425,13 @@ static sw_status broadcast_ranges(sw_comm *comm, sw_op *operation, const byte_ra
     return SW_OK;
 }
 
-static sw_status broadcast_all(sw_comm *comm, sw_op *operation, const byte_range *ranges, size_t count, sw_error *err)
+static sw_status broadcast_all(sw_comm *comm, sw_op *operation, const byte_range *ranges,
+                               size_t count, sw_error *err)
 {
     uint8_t *bounce = malloc(BOUNCE_BYTES);
     if (!bounce)
-        return sw_comm_give_up(comm, SW_E_MEMORY, err, "broadcast '%s': no memory", operation->label);
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "broadcast '%s': no memory",
+                               operation->label);
     sw_status status = broadcast_ranges(comm, operation, ranges, count, bounce, err);
     free(bounce);
     return status;
@@ -430,7 +445,9 @@ static byte_range *parse_ranges(PyObject *list, size_t *count)
         PyObject *item = PySequence_GetItem(list, i);
         PyObject *address;
         Py_ssize_t bytes;
-        if (!item || !PyTuple_Check(item) || !PyArg_ParseTuple(item, "On;a range is (address, nbytes)", &address, &bytes) || bytes < 0) {
+        if (!item || !PyTuple_Check(item) ||
+            !PyArg_ParseTuple(item, "On;a range is (address, nbytes)", &address, &bytes) ||
+            bytes < 0) {
             Py_XDECREF(item);
             if (!PyErr_Occurred())
                 PyErr_SetString(PyExc_ValueError, "broadcast: a range is (address, nbytes >= 0)");
@@ -487,7 +504,8 @@ static const uint8_t *gathered_data(const gathered *g, int rank)
     return g->all ? g->all + (size_t)rank * g->longest : g->envelopes[rank].bytes;
 }
 
-static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, const char *label, gathered *out, sw_error *err)
+static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, const char *label,
+                              gathered *out, sw_error *err)
 {
     size_t world_size = (size_t)comm->world_size;
     envelope mine = {.length = size};
@@ -503,7 +521,8 @@ static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, cons
     out->padded = calloc(1, out->longest);
     out->all = malloc(out->longest * world_size);
     if (!out->padded || !out->all)
-        return sw_comm_give_up(comm, SW_E_MEMORY, err, "all_gather '%s': no memory for %zu bytes a rank", label,
+        return sw_comm_give_up(comm, SW_E_MEMORY, err,
+                               "all_gather '%s': no memory for %zu bytes a rank", label,
                                out->longest);
     memcpy(out->padded, data, size);
     return comm->ops->gather(comm, out->padded, out->longest, out->all, label, err);
@@ -517,7 +536,8 @@ static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
     gathered out = {.longest = 0};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "y#|s:all_gather_bytes", &data, &size, &label) || !sw_py_comm_enter(self))
+    if (!PyArg_ParseTuple(args, "y#|s:all_gather_bytes", &data, &size, &label) ||
+        !sw_py_comm_enter(self))
         return NULL;
     int world_size = self->comm->world_size;
     Py_BEGIN_ALLOW_THREADS
@@ -548,7 +568,8 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
     sw_error reason;
     if (!PyArg_ParseTuple(args, "s:abort", &text) || !sw_py_comm_enter(self))
         return NULL;
-    sw_error_set(&reason, SW_E_COMM, self->comm->rank, "rank %d aborted the communicator: %.400s", self->comm->rank, text);
+    sw_error_set(&reason, SW_E_COMM, self->comm->rank, "rank %d aborted the communicator: %.400s",
+                 self->comm->rank, text);
     self->comm->ops->abort(self->comm, &reason);
     sw_py_comm_leave(self);
     Py_RETURN_NONE;
@@ -569,7 +590,8 @@ static PyObject *comm_stats(PyObject *op, PyObject *unused)
                          (unsigned long long)stats->operations[SW_OP_ALL_GATHER], "barrier",
                          (unsigned long long)stats->operations[SW_OP_BARRIER], "bytes_reduced",
                          (unsigned long long)stats->bytes_reduced, "bytes_staged",
-                         (unsigned long long)stats->bytes_staged, "waits", (unsigned long long)stats->waits, "wait_ns",
+                         (unsigned long long)stats->bytes_staged, "waits",
+                         (unsigned long long)stats->waits, "wait_ns",
                          (unsigned long long)stats->wait_ns);
 }
 
@@ -593,8 +615,9 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
     if (!peers)
         return NULL;
     const char *watch = self->group ? "none" : sw_shm_comm_watch(self->comm);
-    return Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->comm->rank, "world_size", self->comm->world_size,
-                         "transport", self->group ? "local" : "shm", "watch", watch, "peers", peers, "timeout_s",
+    return Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->comm->rank, "world_size",
+                         self->comm->world_size, "transport", self->group ? "local" : "shm",
+                         "watch", watch, "peers", peers, "timeout_s",
                          (double)self->comm->timeout_ns * 1e-9);
 }
 
@@ -612,7 +635,8 @@ static PyObject *comm_get_alive(PyObject *op, void *unused)
 {
     comm_object *self = (comm_object *)op;
     (void)unused;
-    return PyBool_FromLong(self->comm && !self->closed && self->connected && self->comm->ops->is_alive(self->comm));
+    return PyBool_FromLong(self->comm && !self->closed && self->connected &&
+                           self->comm->ops->is_alive(self->comm));
 }
 
 static PyObject *comm_get_timeout(PyObject *op, void *unused)
@@ -630,7 +654,8 @@ static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
     if (PyErr_Occurred())
         return -1;
     if (!is_legal_period(seconds) || !self->comm) {
-        PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s must be in (0, 1e9] seconds, of an open communicator");
+        PyErr_SetString(PyExc_ValueError,
+                        "HostComm: timeout_s must be in (0, 1e9] seconds, of an open communicator");
         return -1;
     }
     self->comm->timeout_ns = (int64_t)(seconds * 1e9);
@@ -638,17 +663,23 @@ static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
 }
 
 static PyMethodDef comm_methods[] = {
-    {"connect", comm_connect, METH_VARARGS, "connect(addresses, secret, hosts)\n--\n\nJoins the peers."},
+    {"connect", comm_connect, METH_VARARGS,
+     "connect(addresses, secret, hosts)\n--\n\nJoins the peers."},
     {"arena", comm_arena, METH_VARARGS, "arena(nbytes, label='arena')\n--\n\nCollective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
-     "all_reduce(address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn place."},
-    {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(ranges, root, label='broadcast')\n--\n\nOf bytes."},
+     "all_reduce(address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn "
+     "place."},
+    {"broadcast", comm_broadcast, METH_VARARGS,
+     "broadcast(ranges, root, label='broadcast')\n--\n\nOf bytes."},
     {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
      "all_gather_bytes(data, label='all_gather')\n--\n\nEvery rank's data."},
     {"all_gather", comm_all_gather, METH_VARARGS,
-     "all_gather(arena, ranges, label='all_gather')\n--\n\nEvery rank's slice of each range, to all ranks."},
-    {"barrier", comm_barrier, METH_VARARGS, "barrier(label='barrier')\n--\n\nWaits for every rank."},
-    {"abort", comm_abort, METH_VARARGS, "abort(reason)\n--\n\nEnds the communicator on every rank."},
+     "all_gather(arena, ranges, label='all_gather')\n--\n\nEvery rank's slice of each range, to "
+     "all ranks."},
+    {"barrier", comm_barrier, METH_VARARGS,
+     "barrier(label='barrier')\n--\n\nWaits for every rank."},
+    {"abort", comm_abort, METH_VARARGS,
+     "abort(reason)\n--\n\nEnds the communicator on every rank."},
     {"stats", comm_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
     {"describe", comm_describe, METH_NOARGS, "describe()\n--\n\nWhat was found and chosen."},
     {"close", comm_close, METH_NOARGS, "close()\n--\n\nLeaves the group."},
@@ -665,8 +696,12 @@ static PyGetSetDef comm_properties[] = {
 };
 
 static PyType_Slot comm_slots[] = {
-    {Py_tp_init, comm_init},         {Py_tp_dealloc, comm_dealloc}, {Py_tp_traverse, comm_traverse},
-    {Py_tp_clear, comm_clear},       {Py_tp_methods, comm_methods}, {Py_tp_getset, comm_properties},
+    {Py_tp_init, comm_init},
+    {Py_tp_dealloc, comm_dealloc},
+    {Py_tp_traverse, comm_traverse},
+    {Py_tp_clear, comm_clear},
+    {Py_tp_methods, comm_methods},
+    {Py_tp_getset, comm_properties},
     {Py_tp_doc, "The ranks of one host, joined through shared memory. One issuing thread a rank."},
     {0, NULL},
 };

@@ -1,8 +1,8 @@
 /* compress_module.c - the codecs and PowerSGD's passes, on addresses.
  *
- * Idea: the Python side (codecs.py, powersgd.py) owns the tensors, has checked dtype, device and layout, and
- * hands over addresses, as it does to the communicator; one call goes over all matrices of a bucket, without
- * the GIL.
+ * Idea: the Python side (codecs.py, powersgd.py) owns the tensors, has checked dtype, device and
+ * layout, and hands over addresses, as it does to the communicator; one call goes over all matrices
+ * of a bucket, without the GIL.
  */
 #include <stdlib.h>
 
@@ -54,11 +54,14 @@ static PyObject *block_encode(PyObject *module, PyObject *args)
     sw_block_codec codec;
     if (!PyArg_ParseTuple(args, "niKKKn:block_encode", &block, &bits, &records, &source, &error,
                           &numel) ||
-        codec_of(module, block, bits, &codec) < 0 || count_check("block_encode", "numel", numel) < 0)
+        codec_of(module, block, bits, &codec) < 0 ||
+        count_check("block_encode", "numel", numel) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS sw_block_encode(&codec, address_of(records), address_of(source),
-                                           address_of(error), (size_t)numel);
-    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    sw_block_encode(&codec, address_of(records), address_of(source), address_of(error),
+                    (size_t)numel);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
 /* Owned array of addresses; *count of them. NULL with an exception. */
@@ -95,11 +98,11 @@ static PyObject *block_fold(PyObject *module, PyObject *args)
     void **addresses = addresses_of(wires, &wire_count);
     if (!addresses)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS sw_block_fold(&codec, address_of(out),
-                                         (const unsigned char *const *)addresses,
-                                         (size_t)wire_count, (size_t)count, (float)scale,
-                                         address_of(residual));
-    Py_END_ALLOW_THREADS free(addresses);
+    Py_BEGIN_ALLOW_THREADS
+    sw_block_fold(&codec, address_of(out), (const unsigned char *const *)addresses,
+                  (size_t)wire_count, (size_t)count, (float)scale, address_of(residual));
+    Py_END_ALLOW_THREADS
+    free(addresses);
     Py_RETURN_NONE;
 }
 
@@ -124,11 +127,14 @@ static PyObject *block_decode(PyObject *module, PyObject *args)
     sw_block_codec codec;
     if (!PyArg_ParseTuple(args, "niKKKKn:block_decode", &block, &bits, &out, &records, &error, &own,
                           &numel) ||
-        codec_of(module, block, bits, &codec) < 0 || count_check("block_decode", "numel", numel) < 0)
+        codec_of(module, block, bits, &codec) < 0 ||
+        count_check("block_decode", "numel", numel) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS sw_block_decode(&codec, address_of(out), address_of(records),
-                                           address_of(error), address_of(own), (size_t)numel);
-    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    sw_block_decode(&codec, address_of(out), address_of(records), address_of(error),
+                    address_of(own), (size_t)numel);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
 /* ---- halves ---- */
@@ -144,11 +150,12 @@ static PyObject *half_encode(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "sKKnd:half_encode", &dtype, &wire, &source, &numel, &scale) ||
         count_check("half_encode", "numel", numel) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS status = sw_half_encode(sw_dtype_from_name(dtype), address_of(wire),
-                                                   address_of(source), (size_t)numel, (float)scale,
-                                                   &err);
-    Py_END_ALLOW_THREADS if (status != SW_OK) return sw_py_raise(PyModule_GetState(module), &err,
-                                                                 NULL);
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_half_encode(sw_dtype_from_name(dtype), address_of(wire), address_of(source),
+                            (size_t)numel, (float)scale, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise(PyModule_GetState(module), &err, NULL);
     Py_RETURN_NONE;
 }
 
@@ -162,10 +169,12 @@ static PyObject *half_decode(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "sKKn:half_decode", &dtype, &out, &wire, &numel) ||
         count_check("half_decode", "numel", numel) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS status = sw_half_decode(sw_dtype_from_name(dtype), address_of(out),
-                                                   address_of(wire), (size_t)numel, &err);
-    Py_END_ALLOW_THREADS if (status != SW_OK) return sw_py_raise(PyModule_GetState(module), &err,
-                                                                 NULL);
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_half_decode(sw_dtype_from_name(dtype), address_of(out), address_of(wire),
+                            (size_t)numel, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise(PyModule_GetState(module), &err, NULL);
     Py_RETURN_NONE;
 }
 
@@ -234,8 +243,8 @@ static bool matrices_init(PyObject *module, PyObject *args, const char *format, 
         PyErr_NoMemory();
         return false;
     }
-    bool ok = read_addresses(p, "p", all->count, &all->p) &&
-              read_addresses(q, "q", all->count, &all->q);
+    bool ok =
+        read_addresses(p, "p", all->count, &all->p) && read_addresses(q, "q", all->count, &all->q);
     for (Py_ssize_t i = 0; ok && i < all->count; ++i) {
         PyObject *row = PySequence_GetItem(rows, i);
         ok = row && read_matrix(module, row, &all->at[i]);
@@ -247,19 +256,23 @@ static bool matrices_init(PyObject *module, PyObject *args, const char *format, 
 }
 
 /* One function of the module: `call` on each matrix i. */
-#define POWERSGD_FUNCTION(name, format, call)                                                 \
-    static PyObject *name(PyObject *module, PyObject *args)                                   \
-    {                                                                                         \
-        matrices all;                                                                         \
-        if (!matrices_init(module, args, format, &all))                                       \
-            return NULL;                                                                      \
-        Py_BEGIN_ALLOW_THREADS for (Py_ssize_t i = 0; i < all.count; ++i) call;               \
-        Py_END_ALLOW_THREADS matrices_fini(&all);                                             \
-        Py_RETURN_NONE;                                                                       \
+#define POWERSGD_FUNCTION(name, format, call)               \
+    static PyObject *name(PyObject *module, PyObject *args) \
+    {                                                       \
+        matrices all;                                       \
+        if (!matrices_init(module, args, format, &all))     \
+            return NULL;                                    \
+        Py_BEGIN_ALLOW_THREADS                              \
+        for (Py_ssize_t i = 0; i < all.count; ++i)          \
+            call;                                           \
+        Py_END_ALLOW_THREADS                                \
+        matrices_fini(&all);                                \
+        Py_RETURN_NONE;                                     \
     }
 
 POWERSGD_FUNCTION(powersgd_init_basis, "O:powersgd_init_basis", sw_powersgd_init_basis(&all.at[i]))
-POWERSGD_FUNCTION(powersgd_project, "OO:powersgd_project", sw_powersgd_project(&all.at[i], all.p[i]))
+POWERSGD_FUNCTION(powersgd_project, "OO:powersgd_project",
+                  sw_powersgd_project(&all.at[i], all.p[i]))
 POWERSGD_FUNCTION(powersgd_absorb, "OOO:powersgd_absorb",
                   sw_powersgd_absorb(&all.at[i], all.p[i], all.q[i]))
 POWERSGD_FUNCTION(powersgd_decompress, "OO:powersgd_decompress",
@@ -285,21 +298,28 @@ static PyObject *powersgd_stride(PyObject *module, PyObject *count)
 }
 
 static PyMethodDef compress_functions[] = {
-    {"block_record_bytes", block_record_bytes, METH_VARARGS, "block_record_bytes(block, bits)\n--\n\nOf one block."},
+    {"block_record_bytes", block_record_bytes, METH_VARARGS,
+     "block_record_bytes(block, bits)\n--\n\nOf one block."},
     {"block_encode", block_encode, METH_VARARGS,
      "block_encode(block, bits, records, source, error, numel)\n--\n\nQuantizes an array."},
     {"block_fold", block_fold, METH_VARARGS,
-     "block_fold(block, bits, out, wires, count, scale, residual)\n--\n\nThe owner's fold of records."},
+     "block_fold(block, bits, out, wires, count, scale, residual)\n--\n\nThe owner's fold of "
+     "records."},
     {"block_is_finite", block_is_finite, METH_VARARGS,
      "block_is_finite(block, bits, records, count)\n--\n\nWhether no block met infinity or NaN."},
     {"block_decode", block_decode, METH_VARARGS,
-     "block_decode(block, bits, out, records, error, own, numel)\n--\n\nDecodes, and keeps the rest."},
+     "block_decode(block, bits, out, records, error, own, numel)\n--\n\nDecodes, and keeps the "
+     "rest."},
     {"half_encode", half_encode, METH_VARARGS,
      "half_encode(dtype, wire, source, numel, scale)\n--\n\nScales and rounds in one pass."},
-    {"half_decode", half_decode, METH_VARARGS, "half_decode(dtype, out, wire, numel)\n--\n\nWidens."},
-    {"powersgd_stride", powersgd_stride, METH_O, "powersgd_stride(count)\n--\n\nElements of a factor's row."},
-    {"powersgd_init_basis", powersgd_init_basis, METH_VARARGS, "powersgd_init_basis(matrices)\n--\n\nA first basis."},
-    {"powersgd_project", powersgd_project, METH_VARARGS, "powersgd_project(matrices, p)\n--\n\nP = v Q."},
+    {"half_decode", half_decode, METH_VARARGS,
+     "half_decode(dtype, out, wire, numel)\n--\n\nWidens."},
+    {"powersgd_stride", powersgd_stride, METH_O,
+     "powersgd_stride(count)\n--\n\nElements of a factor's row."},
+    {"powersgd_init_basis", powersgd_init_basis, METH_VARARGS,
+     "powersgd_init_basis(matrices)\n--\n\nA first basis."},
+    {"powersgd_project", powersgd_project, METH_VARARGS,
+     "powersgd_project(matrices, p)\n--\n\nP = v Q."},
     {"powersgd_absorb", powersgd_absorb, METH_VARARGS,
      "powersgd_absorb(matrices, p, q)\n--\n\nOrthonormalizes P; Q = vᵀ P; keeps v."},
     {"powersgd_decompress", powersgd_decompress, METH_VARARGS,

@@ -1,7 +1,8 @@
 /* engine.h - what the files of the extension module share. Limited API of CPython 3.10 only.
  *
- * Idea: plain C first (csrc/reduce, csrc/comm), then the object, its methods, its slots; one type a file. No
- * global state: exceptions and types live in the module's state. The GIL is released around whatever may wait.
+ * Idea: plain C first (csrc/reduce, csrc/comm), then the object, its methods, its slots; one type a
+ * file. No global state: exceptions and types live in the module's state. The GIL is released
+ * around whatever may wait.
  *
  * Thread rule: with the GIL held, unless said.
  */
@@ -30,11 +31,10 @@ typedef struct engine_state {
 } engine_state;
 
 typedef struct comm_object {
-    PyObject_HEAD
-    sw_comm *comm;         /* owned; NULL once closed */
-    sw_local_group *group; /* owned; at world size 1 */
-    PyObject *log;         /* owned; NULL: none */
-    PyObject *hosts;       /* owned list of str; NULL before connect */
+    PyObject_HEAD sw_comm *comm; /* owned; NULL once closed */
+    sw_local_group *group;       /* owned; at world size 1 */
+    PyObject *log;               /* owned; NULL: none */
+    PyObject *hosts;             /* owned list of str; NULL before connect */
     char address[64];
     long owner_pid;
     Py_ssize_t users; /* arenas and reducers that need comm: close() waits for the last of them */
@@ -42,18 +42,19 @@ typedef struct comm_object {
 } comm_object;
 
 typedef struct arena_object { /* memory with an owner: an arena, or the gradients of a reducer */
-    PyObject_HEAD
-    comm_object *owner;         /* owned */
-    sw_arena *arena;            /* owned; or */
-    sw_gradient_memory *memory; /* owned */
+    PyObject_HEAD comm_object *owner; /* owned */
+    sw_arena *arena;                  /* owned; or */
+    sw_gradient_memory *memory;       /* owned */
 } arena_object;
 
 /* errors.c */
 int sw_py_errors_init(PyObject *module, engine_state *state);
-/* Sets the Python exception for `err` and returns NULL. `comm` may be NULL: it names the peer's host. */
+/* Sets the Python exception for `err` and returns NULL. `comm` may be NULL: it names the peer's
+ * host. */
 PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_object *comm);
 
-/* CheckpointError, with `errno` (None unless the system refused something); MemoryError as such. Returns NULL. */
+/* CheckpointError, with `errno` (None unless the system refused something); MemoryError as such.
+ * Returns NULL. */
 PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
 
 /* module.c */
@@ -61,8 +62,8 @@ engine_state *sw_py_state_of(PyObject *self); /* of an instance of one of our ty
 
 /* comm_type.c */
 extern PyType_Spec sw_py_comm_type_spec;
-/* Marks the communicator as in use by this thread; false with an exception when it is closed, not joined,
- * used by another thread, or inherited by a forked child. */
+/* Marks the communicator as in use by this thread; false with an exception when it is closed, not
+ * joined, used by another thread, or inherited by a forked child. */
 bool sw_py_comm_enter(comm_object *self);
 void sw_py_comm_leave(comm_object *self);
 void sw_py_comm_acquire(comm_object *self);
@@ -71,9 +72,11 @@ void sw_py_comm_release(comm_object *self);
 /* arena_type.c */
 extern PyType_Spec sw_py_arena_type_spec;
 /* Steals `arena` or `memory` on success. */
-PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena, sw_gradient_memory *memory);
+PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
+                                 sw_gradient_memory *memory);
 /* "DLPack capsule over numel elements at `address`; `owner` lives as long as its tensor. */
-PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape, PyObject *strides);
+PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
+                                   PyObject *strides);
 
 /* reducer_type.c, hook_type.c */
 extern PyType_Spec sw_py_reducer_type_spec;
@@ -91,8 +94,7 @@ int sw_py_reducer_take_gradient(struct reducer_object *self, size_t index, PyObj
 
 /* checkpoint_plan_type.c, checkpoint_saver_type.c, checkpoint_folder_type.c */
 typedef struct plan_object {
-    PyObject_HEAD
-    sw_plan *plan; /* owned */
+    PyObject_HEAD sw_plan *plan; /* owned */
 } plan_object;
 extern PyType_Spec sw_py_checkpoint_plan_type_spec;
 extern PyType_Spec sw_py_checkpoint_saver_type_spec;
@@ -110,15 +112,17 @@ typedef struct tensor_view {
     uint8_t code, bits;
     const int64_t *shape, *strides; /* borrowed from the tensor */
 } tensor_view;
-/* torch's DLPack C exchange table, from type(tensor); NULL (no exception) where it does not exist. */
+/* torch's DLPack C exchange table, from type(tensor); NULL (no exception) where it does not exist.
+ */
 const void *sw_py_tensor_exchange_table(PyObject *tensor);
-/* false, with no exception, when the tensor cannot be seen that way (sparse, ...). A lazy conjugation or negation is
- * not seen: the bytes are those before it. */
+/* false, with no exception, when the tensor cannot be seen that way (sparse, ...). A lazy
+ * conjugation or negation is not seen: the bytes are those before it. */
 bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
 
-/* The same with every way in: through `table` if it is not NULL, else through data_ptr(), shape and stride(). False
- * with an exception when the tensor has no such memory (sparse, ...) or a dtype or device that is not ours: the
- * sentence begins with `what`. Shape and strides are borrowed from the tensor or from `out` itself. */
+/* The same with every way in: through `table` if it is not NULL, else through data_ptr(), shape and
+ * stride(). False with an exception when the tensor has no such memory (sparse, ...) or a dtype or
+ * device that is not ours: the sentence begins with `what`. Shape and strides are borrowed from the
+ * tensor or from `out` itself. */
 enum { SW_PY_TENSOR_DIMS_MAX = 64 }; /* torch's own limit */
 typedef struct tensor_reading {
     void *data;
@@ -128,8 +132,10 @@ typedef struct tensor_reading {
     const int64_t *shape, *strides;
     int64_t own[2 * SW_PY_TENSOR_DIMS_MAX];
 } tensor_reading;
-bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index, tensor_reading *out);
-/* Same shape; same strides (of dimensions longer than one); one memory range without gaps or overlaps. */
+bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index,
+                       tensor_reading *out);
+/* Same shape; same strides (of dimensions longer than one); one memory range without gaps or
+ * overlaps. */
 bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_same_strides(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_is_dense(const tensor_reading *a);
@@ -141,11 +147,11 @@ int sw_py_optim_functions_add(PyObject *module);
 int sw_py_compress_functions_add(PyObject *module);
 
 /* Drops *object into NULL first, so that a destructor cannot see it. */
-#define ENGINE_CLEAR(object)                      \
-    do {                                          \
+#define ENGINE_CLEAR(object)                          \
+    do {                                              \
         PyObject *engine_old_ = (PyObject *)(object); \
-        (object) = NULL;                          \
-        Py_XDECREF(engine_old_);                  \
+        (object) = NULL;                              \
+        Py_XDECREF(engine_old_);                      \
     } while (0)
 
 #endif

@@ -3,7 +3,8 @@
 
 #include "python/engine.h"
 
-static PyObject *add_exception(PyObject *module, const char *qualified, const char *doc, PyObject *bases)
+static PyObject *add_exception(PyObject *module, const char *qualified, const char *doc,
+                               PyObject *bases)
 {
     PyObject *made = PyErr_NewExceptionWithDoc(qualified, doc, bases, NULL);
     if (made && PyModule_AddObjectRef(module, strrchr(qualified, '.') + 1, made) < 0)
@@ -13,30 +14,35 @@ static PyObject *add_exception(PyObject *module, const char *qualified, const ch
 
 int sw_py_errors_init(PyObject *module, engine_state *state)
 {
-    state->error = add_exception(module, "shardwright.Error",
-                                 "Base of the engine's errors: ranks that disagree, a move the state does not allow.",
-                                 PyExc_RuntimeError);
+    state->error = add_exception(
+        module, "shardwright.Error",
+        "Base of the engine's errors: ranks that disagree, a move the state does not allow.",
+        PyExc_RuntimeError);
     if (!state->error)
         return -1;
-    state->comm_error = add_exception(module, "shardwright.CommError",
-                                      "A peer died or left. `rank`: the peer, -1 if unknown; `host`: its host name.",
-                                      state->error);
+    state->comm_error = add_exception(
+        module, "shardwright.CommError",
+        "A peer died or left. `rank`: the peer, -1 if unknown; `host`: its host name.",
+        state->error);
     if (!state->comm_error)
         return -1;
     PyObject *bases = PyTuple_Pack(2, state->comm_error, PyExc_TimeoutError);
     if (!bases)
         return -1;
-    state->comm_timeout_error =
-        add_exception(module, "shardwright.CommTimeoutError", "A peer did not come before the deadline.", bases);
+    state->comm_timeout_error = add_exception(module, "shardwright.CommTimeoutError",
+                                              "A peer did not come before the deadline.", bases);
     Py_DECREF(bases);
-    state->checkpoint_error = add_exception(module, "shardwright.CheckpointError",
-                                            "A checkpoint could not be written or read. `errno`: of the system, or None.", state->error);
+    state->checkpoint_error =
+        add_exception(module, "shardwright.CheckpointError",
+                      "A checkpoint could not be written or read. `errno`: of the system, or None.",
+                      state->error);
     if (!state->comm_timeout_error || !state->checkpoint_error)
         return -1;
     return PyObject_SetAttrString(state->checkpoint_error, "errno", Py_None);
 }
 
-/* Messages may quote names of any language, cut to fit: never a decoding error instead of the one to tell. */
+/* Messages may quote names of any language, cut to fit: never a decoding error instead of the one
+ * to tell. */
 static PyObject *decode(const char *message)
 {
     return PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
@@ -85,19 +91,30 @@ static PyObject *raise_os(const sw_error *err)
 PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_object *comm)
 {
     switch (err->status) {
-    case SW_E_INVALID: raise_plain(PyExc_ValueError, err->message); break;
-    case SW_E_MEMORY: raise_plain(PyExc_MemoryError, err->message); break;
-    case SW_E_UNSUPPORTED: raise_plain(PyExc_NotImplementedError, err->message); break;
-    case SW_E_OS: return raise_os(err);
-    case SW_E_COMM: return raise_comm(state->comm_error, err, comm);
-    case SW_E_TIMEOUT: return raise_comm(state->comm_timeout_error, err, comm);
+    case SW_E_INVALID:
+        raise_plain(PyExc_ValueError, err->message);
+        break;
+    case SW_E_MEMORY:
+        raise_plain(PyExc_MemoryError, err->message);
+        break;
+    case SW_E_UNSUPPORTED:
+        raise_plain(PyExc_NotImplementedError, err->message);
+        break;
+    case SW_E_OS:
+        return raise_os(err);
+    case SW_E_COMM:
+        return raise_comm(state->comm_error, err, comm);
+    case SW_E_TIMEOUT:
+        return raise_comm(state->comm_timeout_error, err, comm);
     case SW_E_INTERRUPTED:
         if (!PyErr_Occurred())
             PyErr_SetNone(PyExc_KeyboardInterrupt);
         break;
     case SW_OK:
     case SW_E_STATE:
-    case SW_E_MISMATCH: raise_plain(state->error, err->message); break;
+    case SW_E_MISMATCH:
+        raise_plain(state->error, err->message);
+        break;
     }
     return NULL;
 }

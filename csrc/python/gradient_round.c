@@ -147,8 +147,10 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
         failed = reducer_raise(self, sw_reducer_mark(self->reducer, index, task, &advance, &err),
                                &err) < 0;
     if (!failed && advance) { /* only what may fold or wait gives the GIL away */
-        Py_BEGIN_ALLOW_THREADS status = sw_reducer_advance(self->reducer, &err);
-        Py_END_ALLOW_THREADS failed = reducer_raise(self, status, &err) < 0;
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_advance(self->reducer, &err);
+        Py_END_ALLOW_THREADS
+        failed = reducer_raise(self, status, &err) < 0;
     }
     Py_XDECREF(grad);
     sw_py_comm_leave(self->comm);
@@ -219,16 +221,18 @@ static int run_callbacks(reducer_object *self)
     return 0;
 }
 
-/* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each, and may
- * use the communicator itself. */
+/* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each, and
+ * may use the communicator itself. */
 static int finish_with_callback(reducer_object *self)
 {
     sw_error err;
     sw_status status;
     if (!sw_py_comm_enter(self->comm))
         return -1;
-    Py_BEGIN_ALLOW_THREADS status = sw_reducer_exchange_use(self->reducer, &err);
-    Py_END_ALLOW_THREADS sw_py_comm_leave(self->comm);
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_exchange_use(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    sw_py_comm_leave(self->comm);
     return reducer_raise(self, status, &err) < 0 ? -1 : run_callbacks(self);
 }
 
@@ -247,8 +251,10 @@ static int finish_round(reducer_object *self)
     }
     int failed = fill(self) < 0;
     if (!failed && !self->bucket_callback) {
-        Py_BEGIN_ALLOW_THREADS status = sw_reducer_finish(self->reducer, &err);
-        Py_END_ALLOW_THREADS failed = reducer_raise(self, status, &err) < 0;
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_finish(self->reducer, &err);
+        Py_END_ALLOW_THREADS
+        failed = reducer_raise(self, status, &err) < 0;
     }
     sw_py_comm_leave(self->comm);
     if (!failed && self->bucket_callback)
@@ -264,8 +270,10 @@ static int abandon(reducer_object *self)
         return reducer_raise(self, sw_reducer_abandon(self->reducer, &err), &err);
     if (!sw_py_comm_enter(self->comm))
         return -1;
-    Py_BEGIN_ALLOW_THREADS status = sw_reducer_abandon(self->reducer, &err);
-    Py_END_ALLOW_THREADS sw_py_comm_leave(self->comm);
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_abandon(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    sw_py_comm_leave(self->comm);
     return reducer_raise(self, status, &err);
 }
 
@@ -367,8 +375,10 @@ PyObject *sw_py_round_shadow(PyObject *op, PyObject *unused)
     if (reducer_check_ready(self) < 0 || !sw_py_comm_enter(self->comm))
         return NULL;
     self->pending_forward = false;
-    Py_BEGIN_ALLOW_THREADS status = sw_reducer_shadow(self->reducer, &err);
-    Py_END_ALLOW_THREADS sw_py_comm_leave(self->comm);
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_shadow(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    sw_py_comm_leave(self->comm);
     if (reducer_raise(self, status, &err) < 0)
         return NULL;
     return none_or_null(self->bucket_callback ? shadow_callbacks(self) : 0);

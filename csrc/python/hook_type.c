@@ -1,12 +1,12 @@
-/* hook_type.c - the post-accumulate-grad hook of one parameter: a small callable that knows its reducer by a
- * link, so that a hook which torch keeps on a tensor does not keep the engine alive. */
+/* hook_type.c - the post-accumulate-grad hook of one parameter: a small callable that knows its
+ * reducer by a link, so that a hook which torch keeps on a tensor does not keep the engine alive.
+ */
 #include <stdlib.h>
 
 #include "python/engine.h"
 
 typedef struct hook_object {
-    PyObject_HEAD
-    reducer_link *link; /* counted */
+    PyObject_HEAD reducer_link *link; /* counted */
     size_t index;
 } hook_object;
 
@@ -24,7 +24,8 @@ static PyObject *hook_call(PyObject *op, PyObject *param)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef hook_method = {"gradient_hook", hook_call, METH_O, "Takes the gradient of one parameter."};
+static PyMethodDef hook_method = {"gradient_hook", hook_call, METH_O,
+                                  "Takes the gradient of one parameter."};
 
 PyObject *sw_py_hook_object_new(engine_state *state, reducer_link *link, size_t index)
 {

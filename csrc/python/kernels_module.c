@@ -1,4 +1,5 @@
-/* kernels_module.c - the module's functions: instruction sets, the fold itself for tests, limits, self_test. */
+/* kernels_module.c - the module's functions: instruction sets, the fold itself for tests, limits,
+ * self_test. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,7 +51,8 @@ static PyObject *fold(PyObject *module, PyObject *args)
     const char *dtype_name, *op_name;
     const void *source[64];
     sw_error err;
-    if (!PyArg_ParseTuple(args, "OOnss:fold", &destination, &sources, &numel, &dtype_name, &op_name))
+    if (!PyArg_ParseTuple(args, "OOnss:fold", &destination, &sources, &numel, &dtype_name,
+                          &op_name))
         return NULL;
     Py_ssize_t count = PySequence_Size(sources);
     sw_dtype dtype = sw_dtype_from_name(dtype_name);
@@ -58,8 +60,10 @@ static PyObject *fold(PyObject *module, PyObject *args)
     while (op < SW_REDOP_COUNT && strcmp(sw_redop_name(op), op_name) != 0)
         op++;
     if (count < 1 || count > 64 || numel < 0 || dtype == SW_DTYPE_COUNT || op == SW_REDOP_COUNT)
-        return PyErr_Format(PyExc_ValueError, "fold: 1 to 64 sources, a dtype and an op of the engine; got %zd, %s, %s",
-                            count, dtype_name, op_name);
+        return PyErr_Format(
+            PyExc_ValueError,
+            "fold: 1 to 64 sources, a dtype and an op of the engine; got %zd, %s, %s", count,
+            dtype_name, op_name);
     if (sw_redop_check(op, dtype, &err) != SW_OK)
         return sw_py_raise(PyModule_GetState(module), &err, NULL);
     for (Py_ssize_t i = 0; i < count; ++i) {
@@ -70,7 +74,8 @@ static PyObject *fold(PyObject *module, PyObject *args)
     void *target = PyLong_AsVoidPtr(destination);
     if (PyErr_Occurred())
         return NULL;
-    sw_kernels()->fold[dtype](&target, 1, source, (int)count, (size_t)numel, 1.0 / (double)count, op);
+    sw_kernels()->fold[dtype](&target, 1, source, (int)count, (size_t)numel, 1.0 / (double)count,
+                              op);
     Py_RETURN_NONE;
 }
 
@@ -87,9 +92,10 @@ static PyObject *host_limits(PyObject *module, PyObject *unused)
     (void)module;
     (void)unused;
     sw_limits_read(&limits);
-    return Py_BuildValue("{s:N,s:N,s:N,s:N}", "memory_max_bytes", limit_value(limits.memory_max_bytes),
-                         "memory_current_bytes", limit_value(limits.memory_current_bytes), "fsize_bytes",
-                         limit_value(limits.file_size_bytes), "nofile", limit_value(limits.open_files));
+    return Py_BuildValue(
+        "{s:N,s:N,s:N,s:N}", "memory_max_bytes", limit_value(limits.memory_max_bytes),
+        "memory_current_bytes", limit_value(limits.memory_current_bytes), "fsize_bytes",
+        limit_value(limits.file_size_bytes), "nofile", limit_value(limits.open_files));
 }
 
 typedef struct test_rank {
@@ -104,8 +110,12 @@ static void *run_test_rank(void *argument)
 {
     test_rank *self = argument;
     sw_comm *comm = NULL;
-    sw_op op = {.kind = SW_OP_ALL_REDUCE, .dtype = SW_DTYPE_FLOAT32, .redop = SW_REDOP_SUM, .numel = SELF_TEST_NUMEL,
-                .data = self->data, .label = "self test"};
+    sw_op op = {.kind = SW_OP_ALL_REDUCE,
+                .dtype = SW_DTYPE_FLOAT32,
+                .redop = SW_REDOP_SUM,
+                .numel = SELF_TEST_NUMEL,
+                .data = self->data,
+                .label = "self test"};
     self->status = sw_local_comm_create(self->group, self->rank, &comm, &self->err);
     if (self->status == SW_OK)
         self->status = comm->ops->run(comm, &op, &self->err);
@@ -178,12 +188,18 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
 }
 
 PyMethodDef sw_py_kernel_functions[] = {
-    {"instruction_sets", instruction_sets, METH_NOARGS, "instruction_sets()\n--\n\nTables that run here, best last."},
-    {"instruction_set", instruction_set, METH_NOARGS, "instruction_set()\n--\n\nThe table in force."},
-    {"force_instruction_set", force_instruction_set, METH_VARARGS, "force_instruction_set(name)\n--\n\nDebug entry."},
-    {"fold", fold, METH_VARARGS, "fold(destination, sources, numel, dtype, op)\n--\n\nThe kernel, on addresses."},
-    {"crc32c", crc32c, METH_VARARGS, "crc32c(address, nbytes)\n--\n\nThe checksum that checkpoints use."},
+    {"instruction_sets", instruction_sets, METH_NOARGS,
+     "instruction_sets()\n--\n\nTables that run here, best last."},
+    {"instruction_set", instruction_set, METH_NOARGS,
+     "instruction_set()\n--\n\nThe table in force."},
+    {"force_instruction_set", force_instruction_set, METH_VARARGS,
+     "force_instruction_set(name)\n--\n\nDebug entry."},
+    {"fold", fold, METH_VARARGS,
+     "fold(destination, sources, numel, dtype, op)\n--\n\nThe kernel, on addresses."},
+    {"crc32c", crc32c, METH_VARARGS,
+     "crc32c(address, nbytes)\n--\n\nThe checksum that checkpoints use."},
     {"host_limits", host_limits, METH_NOARGS, "host_limits()\n--\n\nWhat this process may take."},
-    {"self_test", self_test, METH_NOARGS, "self_test()\n--\n\nA threaded all_reduce; Error when it is wrong."},
+    {"self_test", self_test, METH_NOARGS,
+     "self_test()\n--\n\nA threaded all_reduce; Error when it is wrong."},
     {NULL, NULL, 0, NULL},
 };

@@ -15,7 +15,8 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
 static int module_exec(PyObject *module)
 {
     engine_state *state = PyModule_GetState(module);
-    if (sw_py_errors_init(module, state) < 0 || add_type(module, &sw_py_arena_type_spec, &state->arena_type) < 0 ||
+    if (sw_py_errors_init(module, state) < 0 ||
+        add_type(module, &sw_py_arena_type_spec, &state->arena_type) < 0 ||
         add_type(module, &sw_py_comm_type_spec, &state->comm_type) < 0 ||
         add_type(module, &sw_py_reducer_type_spec, &state->reducer_type) < 0 ||
         add_type(module, &sw_py_hook_type_spec, &state->hook_type) < 0 ||

@@ -260,8 +260,8 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
     options.amsgrad = given[LIST_MAXIMUM] != Py_None;
     if (step_call_init(&call, given) && read_runs(&call)) {
         if (PyList_Size(call.mismatched) == 0) {
-            Py_BEGIN_ALLOW_THREADS status =
-                sw_adam_step(&options, call.runs, (size_t)call.count, &err);
+            Py_BEGIN_ALLOW_THREADS
+            status = sw_adam_step(&options, call.runs, (size_t)call.count, &err);
             Py_END_ALLOW_THREADS
         }
         if (status != SW_OK) {
@@ -301,8 +301,8 @@ static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *keywords)
         for (Py_ssize_t i = 0; i < call.count; ++i)
             call.runs[i].step = first ? 1 : 2;
         if (PyList_Size(call.mismatched) == 0) {
-            Py_BEGIN_ALLOW_THREADS status =
-                sw_sgd_step(&options, call.runs, (size_t)call.count, &err);
+            Py_BEGIN_ALLOW_THREADS
+            status = sw_sgd_step(&options, call.runs, (size_t)call.count, &err);
             Py_END_ALLOW_THREADS
         }
         if (status != SW_OK)
@@ -344,11 +344,12 @@ static PyObject *norm_sum(PyObject *module, PyObject *tensors)
         arrays[i] = (sw_norm_array){seen.data, seen.numel, seen.dtype};
     }
     sw_norm_init(&sum);
-    Py_BEGIN_ALLOW_THREADS status = sw_norm_add(&sum, arrays, (size_t)count, &err);
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_norm_add(&sum, arrays, (size_t)count, &err);
     sw_norm_close(&sum);
-    Py_END_ALLOW_THREADS result = status == SW_OK
-                                      ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum)
-                                      : sw_py_raise(PyModule_GetState(module), &err, NULL);
+    Py_END_ALLOW_THREADS
+    result = status == SW_OK ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum)
+                             : sw_py_raise(PyModule_GetState(module), &err, NULL);
 done:
     free(arrays);
     Py_XDECREF(held);

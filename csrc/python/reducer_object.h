@@ -17,9 +17,10 @@ typedef struct reducer_object {
         *views; /* owned lists; NULL before attach. The list of views is the caller's own */
     PyObject *hook_tables; /* owned list: where torch keeps the hooks of each parameter, or None */
     PyObject *copy, *open, *renew, *task_id, *bucket_callback; /* owned callables or NULL */
-    bool sliced;                /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the gradients */
-    PyObject *grad_name;                                       /* owned: "grad" */
-    const void *exchange;                                      /* torch's table, or NULL */
+    bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
+                    gradients */
+    PyObject *grad_name;     /* owned: "grad" */
+    const void *exchange;    /* torch's table, or NULL */
     tensor_view *shapes;     /* owned: layout of each view, to compare a gradient's with */
     Py_ssize_t *hook_counts; /* owned: hooks of each parameter when ours was the last */
     unsigned long long copies;
@@ -65,8 +66,8 @@ static inline int reducer_check_ready(reducer_object *self)
 int sw_py_sliced_take(reducer_object *self, size_t index, int64_t task, PyObject *param);
 int sw_py_sliced_finish(reducer_object *self);
 
-/* gradient_round.c: whether somebody else has hooked a parameter's gradient after us; whether `grad` lies in memory just as
- * `shape`, so that its bytes can be copied as they are. */
+/* gradient_round.c: whether somebody else has hooked a parameter's gradient after us; whether
+ * `grad` lies in memory just as `shape`, so that its bytes can be copied as they are. */
 bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index);
 bool sw_py_gradient_has_layout(const tensor_view *grad, const tensor_view *shape);
 

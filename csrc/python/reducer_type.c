@@ -85,9 +85,11 @@ static int create(reducer_object *self, specs *s, const sw_reducer_options *opti
     sw_status status;
     if (!sw_py_comm_enter(self->comm))
         return -1;
-    Py_BEGIN_ALLOW_THREADS status = sw_reducer_create(self->comm->comm, s->params, s->names,
-                                                      s->count, options, &self->reducer, &err);
-    Py_END_ALLOW_THREADS sw_py_comm_leave(self->comm);
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_create(self->comm->comm, s->params, s->names, s->count, options,
+                               &self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    sw_py_comm_leave(self->comm);
     if (reducer_raise(self, status, &err) < 0)
         return -1;
     /* The Arena object becomes the memory's owner; the reducer goes on borrowing it. */
@@ -98,7 +100,8 @@ static int create(reducer_object *self, specs *s, const sw_reducer_options *opti
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",  "parameters", "bucket_cap_bytes", "transport", "reduce", "sliced", "label", NULL};
+    static char *names[] = {
+        "comm", "parameters", "bucket_cap_bytes", "transport", "reduce", "sliced", "label", NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *comm, *parameters;
     Py_ssize_t cap = 25 * 1024 * 1024;
@@ -256,8 +259,9 @@ static PyObject *reducer_result(PyObject *op, PyObject *position)
     uint8_t *address = sw_reducer_result(self->reducer, index, &numel);
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)numel);
-    PyObject *made = shape ? sw_py_dlpack_capsule_new(self->memory, address,
-                                                      layout->bucket[layout->place[index].bucket].dtype, shape, Py_None)
+    PyObject *made = shape ? sw_py_dlpack_capsule_new(
+                                 self->memory, address,
+                                 layout->bucket[layout->place[index].bucket].dtype, shape, Py_None)
                            : NULL;
     Py_XDECREF(shape);
     return made;
@@ -312,7 +316,8 @@ static PyObject *reducer_place(PyObject *op, PyObject *position)
     if (read_index(self, position, &index) < 0)
         return NULL;
     const sw_layout_place *place = &sw_reducer_layout(self->reducer)->place[index];
-    return Py_BuildValue("nnn", (Py_ssize_t)place->bucket, (Py_ssize_t)place->begin, (Py_ssize_t)place->numel);
+    return Py_BuildValue("nnn", (Py_ssize_t)place->bucket, (Py_ssize_t)place->begin,
+                         (Py_ssize_t)place->numel);
 }
 
 /* (offset_bytes, numel, dtype, trainable) of a bucket. */
@@ -321,8 +326,8 @@ static PyObject *reducer_bucket_shape(PyObject *op, PyObject *position)
     const sw_layout_bucket *bucket;
     if (read_bucket((reducer_object *)op, position, &bucket) < 0)
         return NULL;
-    return Py_BuildValue("nnsO", (Py_ssize_t)bucket->offset_bytes, (Py_ssize_t)bucket->numel, sw_dtype_name(bucket->dtype),
-                         bucket->trainable ? Py_True : Py_False);
+    return Py_BuildValue("nnsO", (Py_ssize_t)bucket->offset_bytes, (Py_ssize_t)bucket->numel,
+                         sw_dtype_name(bucket->dtype), bucket->trainable ? Py_True : Py_False);
 }
 
 /* Takes `*slot` over from a counted reference. */
@@ -336,8 +341,11 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
 {
     free(self->shapes);
     free(self->hook_counts);
-    self->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(self->sliced ? self->params : self->views, 0)) : NULL;
-    self->shapes = self->exchange && !self->sliced ? calloc((size_t)count, sizeof *self->shapes) : NULL;
+    self->exchange = count ? sw_py_tensor_exchange_table(
+                                 PyList_GetItem(self->sliced ? self->params : self->views, 0))
+                           : NULL;
+    self->shapes =
+        self->exchange && !self->sliced ? calloc((size_t)count, sizeof *self->shapes) : NULL;
     self->hook_counts = calloc((size_t)count + 1, sizeof *self->hook_counts);
     self->hook_tables = PyList_New(count);
     if (!self->hook_counts || !self->hook_tables) {
@@ -522,13 +530,15 @@ static PyObject *reducer_get(PyObject *op, void *which)
 static PyMethodDef reducer_methods[] = {
     {"gradient", reducer_gradient, METH_VARARGS,
      "gradient(index, shape, strides=None)\n--\n\nA DLPack capsule."},
-    {"result", reducer_result, METH_O, "result(index)\n--\n\nA DLPack capsule over this rank's slice of a mean."},
+    {"result", reducer_result, METH_O,
+     "result(index)\n--\n\nA DLPack capsule over this rank's slice of a mean."},
     {"bucket", reducer_bucket, METH_O,
      "bucket(bucket)\n--\n\nA DLPack capsule over a whole bucket."},
     {"bucket_parameters", reducer_bucket_parameters, METH_O,
      "bucket_parameters(bucket)\n--\n\nIndices, in memory order."},
     {"bucket_dtype", reducer_bucket_dtype, METH_O, "bucket_dtype(bucket)\n--\n\nIts element type."},
-    {"place", reducer_place, METH_O, "place(index)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
+    {"place", reducer_place, METH_O,
+     "place(index)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
     {"bucket_shape", reducer_bucket_shape, METH_O,
      "bucket_shape(bucket)\n--\n\n(offset_bytes, numel, dtype, trainable)."},
     {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
@@ -556,7 +566,8 @@ static PyMethodDef reducer_methods[] = {
      "set_bucket_callback(callback)\n--\n\nA user's communication hook, or None."},
     {"used_by_any", reducer_used_by_any, METH_O,
      "used_by_any(index)\n--\n\nWhether some rank used it."},
-    {"is_used", reducer_is_used, METH_O, "is_used(index)\n--\n\nWhether this rank used it since the last round."},
+    {"is_used", reducer_is_used, METH_O,
+     "is_used(index)\n--\n\nWhether this rank used it since the last round."},
     {"mark_unfrozen", reducer_mark_unfrozen, METH_O,
      "mark_unfrozen(index)\n--\n\nLets its bucket take part."},
     {"stats", reducer_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},

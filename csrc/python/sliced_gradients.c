@@ -1,10 +1,11 @@
 /* sliced_gradients.c - rounds in which only this rank's slices of the means are kept (zero >= 2).
  *
- * `.grad` is then None, a tensor of autograd's own, or the parameter's ShardedGradient, which has no memory but may hold a
- * pending tensor: what backwards have added since the last round. A contribution is taken out of `.grad` into the bucket's
- * slot as soon as the slot is free, and at the latest when the bucket is sent; the ShardedGradient is put back when the round
- * ends. A gradient taken out of a ShardedGradient that was not cleared is marked as standing: the owners of slices add the
- * old mean to it. */
+ * `.grad` is then None, a tensor of autograd's own, or the parameter's ShardedGradient, which has
+ * no memory but may hold a pending tensor: what backwards have added since the last round. A
+ * contribution is taken out of `.grad` into the bucket's slot as soon as the slot is free, and at
+ * the latest when the bucket is sent; the ShardedGradient is put back when the round ends. A
+ * gradient taken out of a ShardedGradient that was not cleared is marked as standing: the owners of
+ * slices add the old mean to it. */
 #include <string.h>
 
 #include "kernels/kernels.h"
@@ -17,14 +18,16 @@ static sw_dtype dtype_of(const reducer_object *self, size_t index)
 }
 
 /* memory = gradient, or memory += gradient. */
-static int write_gradient(reducer_object *self, size_t index, PyObject *param, PyObject *grad, bool add)
+static int write_gradient(reducer_object *self, size_t index, PyObject *param, PyObject *grad,
+                          bool add)
 {
     tensor_view seen, shape;
     sw_dtype dtype = dtype_of(self, index);
     size_t numel = sw_reducer_layout(self->reducer)->place[index].numel;
     void *memory = sw_reducer_address(self->reducer, index);
     if (self->exchange && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
-        sw_py_tensor_view_get(self->exchange, param, &shape) && sw_py_gradient_has_layout(&seen, &shape)) {
+        sw_py_tensor_view_get(self->exchange, param, &shape) &&
+        sw_py_gradient_has_layout(&seen, &shape)) {
         const void *sources[] = {memory, seen.data};
         if (add)
             sw_kernels()->fold[dtype](&memory, 1, sources, 2, numel, 1, SW_REDOP_SUM);
@@ -34,18 +37,21 @@ static int write_gradient(reducer_object *self, size_t index, PyObject *param, P
     }
     self->copies++;
     PyObject *position = PyLong_FromSize_t(index);
-    PyObject *result = position ? PyObject_CallFunctionObjArgs(self->copy, position, grad, add ? Py_True : Py_False, NULL)
+    PyObject *result = position ? PyObject_CallFunctionObjArgs(self->copy, position, grad,
+                                                               add ? Py_True : Py_False, NULL)
                                 : NULL;
     Py_XDECREF(position);
     Py_XDECREF(result);
     return result ? 0 : -1;
 }
 
-/* What changes nothing when a mean is added to it: -0.0, since -0.0 + x is x for every x, and 0.0 + -0.0 is not. */
+/* What changes nothing when a mean is added to it: -0.0, since -0.0 + x is x for every x, and 0.0 +
+ * -0.0 is not. */
 static void write_nothing(reducer_object *self, size_t index)
 {
     sw_dtype dtype = dtype_of(self, index);
-    size_t bytes = sw_reducer_layout(self->reducer)->place[index].numel * sw_dtype_size_bytes(dtype);
+    size_t bytes =
+        sw_reducer_layout(self->reducer)->place[index].numel * sw_dtype_size_bytes(dtype);
     size_t real_bytes = sw_dtype_size_bytes(dtype);
     uint8_t *memory = sw_reducer_address(self->reducer, index);
     if (dtype == SW_DTYPE_COMPLEX64 || dtype == SW_DTYPE_COMPLEX128)
@@ -56,11 +62,13 @@ static void write_nothing(reducer_object *self, size_t index)
         memory[i] = 0x80;
 }
 
-static int place_source(reducer_object *self, size_t index, PyObject *param, PyObject *source, bool add, bool standing)
+static int place_source(reducer_object *self, size_t index, PyObject *param, PyObject *source,
+                        bool add, bool standing)
 {
     if (source != Py_None)
         return write_gradient(self, index, param, source, add);
-    size_t bytes = sw_reducer_layout(self->reducer)->place[index].numel * sw_dtype_size_bytes(dtype_of(self, index));
+    size_t bytes = sw_reducer_layout(self->reducer)->place[index].numel *
+                   sw_dtype_size_bytes(dtype_of(self, index));
     if (!add && standing)
         write_nothing(self, index);
     else if (!add && bytes)
@@ -91,7 +99,8 @@ static int place(reducer_object *self, size_t index)
     PyObject *source = cleared < 0 ? NULL : ours ? PyObject_GetAttrString(view, "_pending") : grad;
     if (!ours)
         Py_XINCREF(source);
-    /* A second gradient of one backward adds to the first; private buckets hold the standing mean themselves. */
+    /* A second gradient of one backward adds to the first; private buckets hold the standing mean
+     * themselves. */
     bool add = sw_reducer_is_placed(self->reducer, index) || (standing && !pool);
     int failed = !source || place_source(self, index, param, source, add, standing && pool) < 0;
     if (!failed && ours && source != Py_None)
@@ -148,7 +157,8 @@ int sw_py_sliced_take(reducer_object *self, size_t index, int64_t task, PyObject
     Py_DECREF(grad);
     if (none)
         return 0;
-    if (reducer_raise(self, sw_reducer_mark_ready(self->reducer, index, task, &ahead, &err), &err) < 0)
+    if (reducer_raise(self, sw_reducer_mark_ready(self->reducer, index, task, &ahead, &err), &err) <
+        0)
         return -1;
     if (sw_reducer_can_place(self->reducer, index) && place(self, index) < 0)
         return -1;
@@ -160,9 +170,11 @@ static int put_back(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;
     for (size_t i = 0; i < count; ++i) {
-        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i), *view = PyList_GetItem(self->views, (Py_ssize_t)i);
-        if (sw_reducer_used_by_any(self->reducer, i) && (PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
-                                                         PyObject_SetAttr(param, self->grad_name, view) < 0))
+        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i),
+                 *view = PyList_GetItem(self->views, (Py_ssize_t)i);
+        if (sw_reducer_used_by_any(self->reducer, i) &&
+            (PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
+             PyObject_SetAttr(param, self->grad_name, view) < 0))
             return -1;
     }
     return 0;

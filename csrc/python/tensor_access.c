@@ -1,5 +1,6 @@
-/* tensor_access.c - where a torch tensor's data lies, without torch's headers: DLPack's C exchange table, which
- * torch puts on the tensor type from 2.10 on. Older torch has none, and callers fall back to Python. */
+/* tensor_access.c - where a torch tensor's data lies, without torch's headers: DLPack's C exchange
+ * table, which torch puts on the tensor type from 2.10 on. Older torch has none, and callers fall
+ * back to Python. */
 #include <string.h>
 
 #include "python/engine.h"
@@ -26,7 +27,8 @@ typedef struct exchange_table { /* dmlc/dlpack, dlpack.h: DLPackExchangeAPI, maj
 
 const void *sw_py_tensor_exchange_table(PyObject *tensor)
 {
-    PyObject *capsule = PyObject_GetAttrString((PyObject *)Py_TYPE(tensor), "__dlpack_c_exchange_api__");
+    PyObject *capsule =
+        PyObject_GetAttrString((PyObject *)Py_TYPE(tensor), "__dlpack_c_exchange_api__");
     const exchange_table *table = NULL;
     if (capsule && PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
         table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -72,11 +74,15 @@ static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
         return SW_DTYPE_BFLOAT16;
     if (code != DL_FLOAT)
         return SW_DTYPE_COUNT;
-    return bits == 32 ? SW_DTYPE_FLOAT32 : bits == 16 ? SW_DTYPE_FLOAT16 : bits == 64 ? SW_DTYPE_FLOAT64 : SW_DTYPE_COUNT;
+    return bits == 32   ? SW_DTYPE_FLOAT32
+           : bits == 16 ? SW_DTYPE_FLOAT16
+           : bits == 64 ? SW_DTYPE_FLOAT64
+                        : SW_DTYPE_COUNT;
 }
 
 /* "grads[3] must be <wanted>, not <what attribute `name` of it says>". Always false. */
-static bool refuse(PyObject *tensor, const char *what, Py_ssize_t index, const char *wanted, const char *name)
+static bool refuse(PyObject *tensor, const char *what, Py_ssize_t index, const char *wanted,
+                   const char *name)
 {
     PyObject *value = PyObject_GetAttrString(tensor, name);
     PyObject *text = value ? PyObject_Str(value) : NULL;
@@ -117,7 +123,8 @@ static PyObject *call_without_arguments(PyObject *object, const char *name)
     return result;
 }
 
-static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index, tensor_reading *out)
+static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index,
+                            tensor_reading *out)
 {
     PyObject *text = NULL, *address = NULL;
     const char *name = attribute_text(tensor, "device", &text);
@@ -128,7 +135,8 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
     if (!on_cpu)
         return refuse(tensor, what, index, "on the CPU", "device");
     name = attribute_text(tensor, "dtype", &text);
-    out->dtype = name && strncmp(name, "torch.", 6) == 0 ? sw_dtype_from_name(name + 6) : SW_DTYPE_COUNT;
+    out->dtype =
+        name && strncmp(name, "torch.", 6) == 0 ? sw_dtype_from_name(name + 6) : SW_DTYPE_COUNT;
     Py_XDECREF(text);
     address = call_without_arguments(tensor, "data_ptr");
     out->data = address ? PyLong_AsVoidPtr(address) : NULL;
@@ -138,7 +146,8 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
         return refuse(tensor, what, index, "a dense tensor", "layout");
     }
     out->ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), out->own);
-    int strides = read_integers(call_without_arguments(tensor, "stride"), out->own + SW_PY_TENSOR_DIMS_MAX);
+    int strides =
+        read_integers(call_without_arguments(tensor, "stride"), out->own + SW_PY_TENSOR_DIMS_MAX);
     out->shape = out->own;
     out->strides = out->own + SW_PY_TENSOR_DIMS_MAX;
     if (out->ndim < 0 || strides != out->ndim) {
@@ -148,7 +157,8 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
     return true;
 }
 
-bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index, tensor_reading *out)
+bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index,
+                       tensor_reading *out)
 {
     tensor_view view;
     if (sw_py_tensor_view_get(table, tensor, &view) && view.device_type == DL_CPU) {
@@ -160,8 +170,8 @@ bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py
     } else if (!read_by_methods(tensor, what, index, out)) {
         return false;
     }
-    if (out->dtype != SW_DTYPE_FLOAT32 && out->dtype != SW_DTYPE_BFLOAT16 && out->dtype != SW_DTYPE_FLOAT16 &&
-        out->dtype != SW_DTYPE_FLOAT64)
+    if (out->dtype != SW_DTYPE_FLOAT32 && out->dtype != SW_DTYPE_BFLOAT16 &&
+        out->dtype != SW_DTYPE_FLOAT16 && out->dtype != SW_DTYPE_FLOAT64)
         return refuse(tensor, what, index, "float32, bfloat16 or float16", "dtype");
     out->numel = 1;
     for (int d = 0; d < out->ndim; ++d)
@@ -171,7 +181,8 @@ bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py
 
 bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b)
 {
-    return a->ndim == b->ndim && memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape) == 0;
+    return a->ndim == b->ndim &&
+           memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape) == 0;
 }
 
 bool sw_py_tensor_same_strides(const tensor_reading *a, const tensor_reading *b)

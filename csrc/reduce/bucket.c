@@ -10,8 +10,8 @@
 tail *sw_bucket_tail(const bucket *b, int rank)
 {
     const sw_reducer *reducer = b->reducer;
-    return (tail *)(void *)(reducer->memory->tails->base[rank] + reducer->parity * reducer->tail_stride_bytes +
-                            b->tail_offset_bytes);
+    return (tail *)(void *)(reducer->memory->tails->base[rank] +
+                            reducer->parity * reducer->tail_stride_bytes + b->tail_offset_bytes);
 }
 
 void sw_bucket_read_tails(bucket *b, bool *contributes, int *abandoned_by)
@@ -89,8 +89,8 @@ void sw_bucket_own_slice(const bucket *b, size_t *begin, size_t *end)
     *end = *begin + width;
 }
 
-/* Adds the standing mean to the contributions that include it, in [begin, begin + numel) of this rank's slice: only this
- * rank reads those, and nobody writes them until it is done. */
+/* Adds the standing mean to the contributions that include it, in [begin, begin + numel) of this
+ * rank's slice: only this rank reads those, and nobody writes them until it is done. */
 static void plan_prepare_run(void *context, size_t begin, size_t numel)
 {
     const bucket *b = context;
@@ -99,13 +99,17 @@ static void plan_prepare_run(void *context, size_t begin, size_t numel)
     size_t element_bytes = sw_dtype_size_bytes(b->op.dtype), slice_begin, slice_end;
     sw_bucket_own_slice(b, &slice_begin, &slice_end);
     for (size_t i = 0; b->any_standing && i < shape->count; ++i) {
-        const sw_layout_place *place = &reducer->layout.place[reducer->layout.order[shape->first + i]];
-        size_t from = sw_size_max(begin, place->begin), to = sw_size_min(begin + numel, place->begin + place->numel);
+        const sw_layout_place *place =
+            &reducer->layout.place[reducer->layout.order[shape->first + i]];
+        size_t from = sw_size_max(begin, place->begin),
+               to = sw_size_min(begin + numel, place->begin + place->numel);
         for (int r = 0; from < to && r < reducer->comm->world_size; ++r) {
             if (!sw_bit_is_set(sw_bucket_tail(b, r)->bits + sw_words_of(shape->count), i))
                 continue;
-            void *part = reducer->memory->arena->base[r] + b->op.offset_bytes + from * element_bytes;
-            const void *sources[] = {(const uint8_t *)b->op.result + (from - slice_begin) * element_bytes, part};
+            void *part =
+                reducer->memory->arena->base[r] + b->op.offset_bytes + from * element_bytes;
+            const void *sources[] = {
+                (const uint8_t *)b->op.result + (from - slice_begin) * element_bytes, part};
             sw_kernels()->fold[b->op.dtype](&part, 1, sources, 2, to - from, 1, SW_REDOP_SUM);
         }
     }
@@ -117,8 +121,9 @@ void sw_bucket_name(bucket *b, const char *label)
     const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
     const char *first = reducer->names[reducer->layout.order[shape->first]];
     const char *last = reducer->names[reducer->layout.order[shape->first + shape->count - 1]];
-    snprintf(b->op.label, sizeof b->op.label, "bucket %zu of %.*s, %.*s to %.*s", b->index, sw_text_fit(label, 16), label,
-             sw_text_fit(first, 24), first, sw_text_fit(last, 24), last);
+    snprintf(b->op.label, sizeof b->op.label, "bucket %zu of %.*s, %.*s to %.*s", b->index,
+             sw_text_fit(label, 16), label, sw_text_fit(first, 24), first, sw_text_fit(last, 24),
+             last);
 }
 
 void sw_bucket_write_tail(bucket *b)

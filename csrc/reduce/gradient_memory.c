@@ -27,18 +27,21 @@ static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_
         snprintf(mine, sizeof mine, "%.127s", cause.message);
     char *all = calloc((size_t)comm->world_size, sizeof mine);
     if (!all)
-        return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory to agree on the gradients of '%s'", label);
+        return sw_comm_give_up(comm, SW_E_MEMORY, err,
+                               "no memory to agree on the gradients of '%s'", label);
     sw_status status = comm->ops->gather(comm, mine, sizeof mine, all, label, err);
     for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (all[(size_t)r * sizeof mine])
-            status = sw_error_set(err, SW_E_MEMORY, r, "the gradients of '%s' do not fit on rank %d: %s", label, r,
-                                  all + (size_t)r * sizeof mine);
+            status =
+                sw_error_set(err, SW_E_MEMORY, r, "the gradients of '%s' do not fit on rank %d: %s",
+                             label, r, all + (size_t)r * sizeof mine);
     free(all);
     return status;
 }
 
 /* A rank that has no memory for its slices alone: the others are told, since they are done here. */
-static sw_status make_results(sw_gradient_memory *memory, size_t size_bytes, const char *label, sw_error *err)
+static sw_status make_results(sw_gradient_memory *memory, size_t size_bytes, const char *label,
+                              sw_error *err)
 {
     sw_error cause;
     if (sw_limits_check_memory(size_bytes, label, &cause) != SW_OK ||
@@ -48,14 +51,15 @@ static sw_status make_results(sw_gradient_memory *memory, size_t size_bytes, con
     return SW_OK;
 }
 
-static sw_status make_buckets(sw_gradient_memory *memory, const sw_gradient_sizes *sizes, sw_transport wanted,
-                              const char *label, sw_error *err)
+static sw_status make_buckets(sw_gradient_memory *memory, const sw_gradient_sizes *sizes,
+                              sw_transport wanted, const char *label, sw_error *err)
 {
     sw_comm *comm = memory->comm;
     memory->size_bytes = sw_size_max(sizes->pool, SW_ALIGNMENT_BYTES);
     if (wanted != SW_TRANSPORT_STAGED) {
         sw_error cause;
-        sw_status status = comm->ops->arena_create(comm, memory->size_bytes, label, &memory->arena, &cause);
+        sw_status status =
+            comm->ops->arena_create(comm, memory->size_bytes, label, &memory->arena, &cause);
         if (status == SW_OK) {
             memory->transport = SW_TRANSPORT_POOL;
             memory->base = memory->arena->base[comm->rank];
@@ -76,15 +80,20 @@ static sw_status make_buckets(sw_gradient_memory *memory, const sw_gradient_size
     return make_private(memory, label, err);
 }
 
-sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *sizes, sw_transport wanted,
-                                    const char *label, sw_gradient_memory **memory, sw_error *err)
+sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *sizes,
+                                    sw_transport wanted, const char *label,
+                                    sw_gradient_memory **memory, sw_error *err)
 {
     sw_status status;
     sw_gradient_memory *made = calloc(1, sizeof *made);
     if (!made)
-        return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory for the gradients of '%s'", label);
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory for the gradients of '%s'",
+                               label);
     made->comm = comm;
-    SW_TRY_GOTO(status, comm->ops->arena_create(comm, sw_size_max(sizes->tails, SW_ALIGNMENT_BYTES), label, &made->tails, err), destroy);
+    SW_TRY_GOTO(status,
+                comm->ops->arena_create(comm, sw_size_max(sizes->tails, SW_ALIGNMENT_BYTES), label,
+                                        &made->tails, err),
+                destroy);
     SW_TRY_GOTO(status, make_buckets(made, sizes, wanted, label, err), destroy);
     if (sizes->results > 0 && made->transport == SW_TRANSPORT_POOL)
         SW_TRY_GOTO(status, make_results(made, sizes->results, label, err), destroy);

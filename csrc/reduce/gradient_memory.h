@@ -1,8 +1,9 @@
 /* gradient_memory.h - where buckets and their use bits live, and which transport that allows.
  *
- * pool: the buckets are an arena, folded in place by all ranks. staged: they are this rank's own pages and
- * travel through the communicator's slots. The use bits are an arena in both (they are small). The choice
- * is the group's: an arena that fails on one rank fails on all, with the same sentence.
+ * pool: the buckets are an arena, folded in place by all ranks. staged: they are this rank's own
+ * pages and travel through the communicator's slots. The use bits are an arena in both (they are
+ * small). The choice is the group's: an arena that fails on one rank fails on all, with the same
+ * sentence.
  *
  * Thread rule: owner only.
  */
@@ -18,26 +19,28 @@ typedef enum sw_transport {
 } sw_transport;
 
 typedef struct sw_gradient_memory {
-    sw_comm *comm;       /* borrowed: it outlives this */
-    sw_arena *arena;     /* owned; NULL when staged */
-    sw_arena *tails;     /* owned */
-    uint8_t *base;       /* this rank's buckets: in the arena, or owned private pages */
+    sw_comm *comm;   /* borrowed: it outlives this */
+    sw_arena *arena; /* owned; NULL when staged */
+    sw_arena *tails; /* owned */
+    uint8_t *base;   /* this rank's buckets: in the arena, or owned private pages */
     size_t size_bytes;
-    uint8_t *results;    /* owned private pages: this rank's slices of the means; NULL: they stay in the buckets */
+    uint8_t *results; /* owned private pages: this rank's slices of the means; NULL: they stay in
+                         the buckets */
     size_t result_bytes;
     sw_transport transport; /* what was chosen */
     char why[SW_ERROR_MESSAGE_BYTES];
 } sw_gradient_memory;
 
 typedef struct sw_gradient_sizes { /* in bytes */
-    size_t pool, staged; /* of the buckets, by transport */
-    size_t results;      /* of this rank's slices, apart from the buckets; in a pool only. 0: none */
-    size_t tails;        /* of use bits */
+    size_t pool, staged;           /* of the buckets, by transport */
+    size_t results; /* of this rank's slices, apart from the buckets; in a pool only. 0: none */
+    size_t tails;   /* of use bits */
 } sw_gradient_sizes;
 
 /* Collective. Everything is zeroed, pages come when touched. */
-SW_MUST_USE sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *sizes, sw_transport wanted,
-                                                const char *label, sw_gradient_memory **memory, sw_error *err);
+SW_MUST_USE sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *sizes,
+                                                sw_transport wanted, const char *label,
+                                                sw_gradient_memory **memory, sw_error *err);
 void sw_gradient_memory_destroy(sw_gradient_memory *memory);
 
 const char *sw_transport_name(sw_transport transport);

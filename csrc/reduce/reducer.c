@@ -1,10 +1,11 @@
 /* reducer.c - see reducer.h and docs/design/reduce.md.
  *
- * Sliced (options.sliced, in a pool): only this rank's slices of the means are kept, apart from the buckets, and the
- * buckets share a ring: a bucket waits until all ranks are done with those of the same round that lie where it does. A
- * gradient that comes too early for its place stays where autograd put it (ready, but not placed). A rank that did not
- * clear its gradients contributes the standing mean plus what is new: the owner of a slice adds its mean to that rank's
- * contribution before it folds (standing bits). */
+ * Sliced (options.sliced, in a pool): only this rank's slices of the means are kept, apart from the
+ * buckets, and the buckets share a ring: a bucket waits until all ranks are done with those of the
+ * same round that lie where it does. A gradient that comes too early for its place stays where
+ * autograd put it (ready, but not placed). A rank that did not clear its gradients contributes the
+ * standing mean plus what is new: the owner of a slice adds its mean to that rank's contribution
+ * before it folds (standing bits). */
 #include "reduce/reducer.h"
 
 #include <stdlib.h>
@@ -29,7 +30,8 @@ static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *opt
         b->index = i;
         b->tail_offset_bytes = offset;
         b->tail_bytes = sizeof(tail) + 2 * sw_words_of(shape->count) * sizeof(uint32_t);
-        offset += (b->tail_bytes + SW_ALIGNMENT_BYTES - 1) / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES;
+        offset +=
+            (b->tail_bytes + SW_ALIGNMENT_BYTES - 1) / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES;
         b->any = calloc(sw_words_of(shape->count) + 1, sizeof *b->any);
         if (!b->any)
             SW_FAIL(err, SW_E_MEMORY, "reducer of '%s': no memory for use bits", label);
@@ -53,8 +55,9 @@ static size_t bucket_bytes(const bucket *b)
     return b->op.numel * sw_dtype_size_bytes(b->op.dtype);
 }
 
-/* Gives the buckets of a ring their places in it, one after the other, and each the last bucket before it that lies there
- * too. The ring has room for the largest and one more of the usual size. Returns its bytes. */
+/* Gives the buckets of a ring their places in it, one after the other, and each the last bucket
+ * before it that lies there too. The ring has room for the largest and one more of the usual size.
+ * Returns its bytes. */
 static size_t lay_ring(sw_reducer *reducer, bool with_frozen)
 {
     size_t largest = 0, total = 0, at = 0;
@@ -77,7 +80,8 @@ static size_t lay_ring(sw_reducer *reducer, bool with_frozen)
         at += bytes;
         for (size_t k = i; k-- > 0 && !b->before;) {
             bucket *other = &reducer->buckets[k];
-            if ((other->takes_part || with_frozen) && other->op.offset_bytes < b->op.offset_bytes + bytes &&
+            if ((other->takes_part || with_frozen) &&
+                other->op.offset_bytes < b->op.offset_bytes + bytes &&
                 b->op.offset_bytes < other->op.offset_bytes + bucket_bytes(other))
                 b->before = other;
         }
@@ -114,7 +118,8 @@ static void bind_ring(sw_reducer *reducer)
 
 static void bind_memory(sw_reducer *reducer)
 {
-    size_t begin = 0, end = 0; /* bytes to populate: neighbouring buckets that take part, as one range */
+    size_t begin = 0,
+           end = 0; /* bytes to populate: neighbouring buckets that take part, as one range */
     bool pool = reducer->memory->transport == SW_TRANSPORT_POOL;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
@@ -144,7 +149,8 @@ static void bind_memory(sw_reducer *reducer)
     sw_memory_populate(reducer->memory->base + begin, end - begin);
 }
 
-static sw_status copy_names(sw_reducer *reducer, const char *const *names, size_t count, sw_error *err)
+static sw_status copy_names(sw_reducer *reducer, const char *const *names, size_t count,
+                            sw_error *err)
 {
     for (size_t i = 0; i < count; ++i) {
         size_t length = strlen(names[i]) + 1;
@@ -157,23 +163,26 @@ static sw_status copy_names(sw_reducer *reducer, const char *const *names, size_
 }
 
 /* All that needs no peer. */
-static sw_status prepare(sw_reducer *reducer, const sw_layout_param *params, const char *const *names,
-                         size_t param_count, const sw_reducer_options *options, sw_error *err)
+static sw_status prepare(sw_reducer *reducer, const sw_layout_param *params,
+                         const char *const *names, size_t param_count,
+                         const sw_reducer_options *options, sw_error *err)
 {
-    SW_TRY(sw_layout_init(&reducer->layout, params, param_count, reducer->comm->world_size, options->bucket_cap_bytes,
-                          err));
+    SW_TRY(sw_layout_init(&reducer->layout, params, param_count, reducer->comm->world_size,
+                          options->bucket_cap_bytes, err));
     reducer->buckets = calloc(reducer->layout.bucket_count + 1, sizeof *reducer->buckets);
     reducer->params = calloc(param_count + 1, sizeof *reducer->params);
     reducer->names = calloc(param_count + 1, sizeof *reducer->names);
-    reducer->contributors = calloc((size_t)reducer->comm->world_size, sizeof *reducer->contributors);
+    reducer->contributors =
+        calloc((size_t)reducer->comm->world_size, sizeof *reducer->contributors);
     if (!reducer->buckets || !reducer->params || !reducer->names || !reducer->contributors)
         SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu parameters", param_count);
     SW_TRY(copy_names(reducer, names, param_count, err));
     return init_buckets(reducer, options, err);
 }
 
-sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const char *const *names, size_t param_count,
-                            const sw_reducer_options *options, sw_reducer **reducer, sw_error *err)
+sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const char *const *names,
+                            size_t param_count, const sw_reducer_options *options,
+                            sw_reducer **reducer, sw_error *err)
 {
     sw_error cause;
     sw_reducer *made = calloc(1, sizeof *made);
@@ -182,7 +191,8 @@ sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const 
     made->comm = comm;
     made->contributes = true;
     sw_status status = prepare(made, params, names, param_count, options, &cause);
-    if (status == SW_E_MEMORY) { /* here alone: the peers go on to the gradients' memory. An illegal table is everybody's */
+    if (status == SW_E_MEMORY) { /* here alone: the peers go on to the gradients' memory. An illegal
+                                    table is everybody's */
         sw_comm_give_up(comm, status, err, "%s", cause.message);
         goto destroy;
     }
@@ -195,7 +205,8 @@ sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const 
     made->cap_bytes = options->bucket_cap_bytes;
     sw_gradient_sizes sizes = sizes_of(made);
     SW_TRY_GOTO(status,
-                sw_gradient_memory_create(comm, &sizes, options->transport, options->label, &made->memory, err),
+                sw_gradient_memory_create(comm, &sizes, options->transport, options->label,
+                                          &made->memory, err),
                 destroy);
     bind_memory(made);
     *reducer = made;
@@ -212,14 +223,16 @@ sw_gradient_memory *sw_reducer_take_memory(sw_reducer *reducer)
     return memory;
 }
 
-/* Peers fold with what was posted, and wait for this rank's part of it: its memory must not go in silence. */
+/* Peers fold with what was posted, and wait for this rank's part of it: its memory must not go in
+ * silence. */
 static void give_up_posted(sw_reducer *reducer)
 {
     for (size_t i = 0; reducer->state == SW_ROUND_OPEN && i < reducer->layout.bucket_count; ++i) {
         const bucket *b = &reducer->buckets[i];
         if (b->state != BUCKET_POSTED || !b->op.arena)
             continue; /* a bucket that is done on all ranks needs nothing more */
-        (void)sw_comm_give_up(reducer->comm, SW_E_COMM, NULL, "%s was dropped in the middle of a backward", b->op.label);
+        (void)sw_comm_give_up(reducer->comm, SW_E_COMM, NULL,
+                              "%s was dropped in the middle of a backward", b->op.label);
         return;
     }
 }
@@ -291,8 +304,10 @@ static bucket *bucket_of(const sw_reducer *reducer, size_t param)
 uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param)
 {
     const sw_layout_bucket *shape = &reducer->layout.bucket[reducer->layout.place[param].bucket];
-    size_t offset = reducer->ring ? bucket_of(reducer, param)->op.offset_bytes : shape->offset_bytes;
-    return reducer->memory->base + offset + reducer->layout.place[param].begin * sw_dtype_size_bytes(shape->dtype);
+    size_t offset =
+        reducer->ring ? bucket_of(reducer, param)->op.offset_bytes : shape->offset_bytes;
+    return reducer->memory->base + offset +
+           reducer->layout.place[param].begin * sw_dtype_size_bytes(shape->dtype);
 }
 
 uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *numel)
@@ -301,13 +316,15 @@ uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *nume
     const sw_layout_place *place = &reducer->layout.place[param];
     size_t element_bytes = sw_dtype_size_bytes(b->op.dtype), begin, end;
     sw_bucket_own_slice(b, &begin, &end);
-    size_t from = sw_size_max(begin, place->begin), to = sw_size_min(end, place->begin + place->numel);
+    size_t from = sw_size_max(begin, place->begin),
+           to = sw_size_min(end, place->begin + place->numel);
     *numel = from < to ? to - from : 0;
     if (*numel == 0)
         from = begin;
     if (reducer->ring)
         return reducer->memory->results + b->result_offset_bytes + (from - begin) * element_bytes;
-    return reducer->memory->base + reducer->layout.bucket[b->index].offset_bytes + from * element_bytes;
+    return reducer->memory->base + reducer->layout.bucket[b->index].offset_bytes +
+           from * element_bytes;
 }
 
 void sw_reducer_unfreeze(sw_reducer *reducer, size_t param)
@@ -386,7 +403,8 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
         b->pending = reducer->layout.bucket[i].count;
         b->unplaced = 0;
     }
-    while (reducer->next_bucket < reducer->layout.bucket_count && !reducer->buckets[reducer->next_bucket].takes_part)
+    while (reducer->next_bucket < reducer->layout.bucket_count &&
+           !reducer->buckets[reducer->next_bucket].takes_part)
         reducer->next_bucket++;
     return SW_OK;
 }
@@ -416,14 +434,16 @@ static sw_status post_bucket(bucket *b, sw_error *err)
     return reducer->comm->ops->run(reducer->comm, &b->op, err);
 }
 
-/* Posts, in index order, what is complete; staged buckets wait for the end, where blocking costs nothing. */
+/* Posts, in index order, what is complete; staged buckets wait for the end, where blocking costs
+ * nothing. */
 static sw_status post_ready(sw_reducer *reducer, sw_error *err)
 {
     for (; reducer->next_bucket < reducer->layout.bucket_count; ++reducer->next_bucket) {
         bucket *b = &reducer->buckets[reducer->next_bucket];
         if (!b->takes_part)
             continue;
-        if (b->pending > 0 || b->unplaced > 0 || b->pinned || !b->op.arena || reducer->stats.rounds == 0 || reducer->defer_all)
+        if (b->pending > 0 || b->unplaced > 0 || b->pinned || !b->op.arena ||
+            reducer->stats.rounds == 0 || reducer->defer_all)
             return SW_OK;
         reducer->stats.buckets_early++;
         SW_TRY(post_bucket(b, err));
@@ -431,7 +451,8 @@ static sw_status post_ready(sw_reducer *reducer, sw_error *err)
     return SW_OK;
 }
 
-sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err)
+sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task, bool *advance,
+                                sw_error *err)
 {
     bucket *b = bucket_of(reducer, param);
     param_state *state = &reducer->params[param];
@@ -442,8 +463,10 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
     if (b->state != BUCKET_FILLING) {
         b->pinned = true;
         SW_FAIL(err, SW_E_STATE,
-                "parameter '%s' got a second gradient in one backward after %s was sent; from the next backward on "
-                "this bucket waits for the end of the backward: clear the gradients and run the step again",
+                "parameter '%s' got a second gradient in one backward after %s was sent; from the "
+                "next backward on "
+                "this bucket waits for the end of the backward: clear the gradients and run the "
+                "step again",
                 reducer->names[param], b->op.label);
     }
     if (state->ready || task != reducer->task)
@@ -468,7 +491,8 @@ void sw_reducer_place(sw_reducer *reducer, size_t param, bool standing)
     state->standing |= standing;
 }
 
-sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err)
+sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance,
+                          sw_error *err)
 {
     SW_TRY(sw_reducer_mark_ready(reducer, param, task, advance, err));
     if (reducer->state == SW_ROUND_OPEN)
@@ -493,7 +517,8 @@ bool sw_reducer_is_waiting(const sw_reducer *reducer, size_t *bucket_index)
 
 bool sw_reducer_next_unsent(const sw_reducer *reducer, size_t *bucket_index)
 {
-    for (*bucket_index = reducer->next_bucket; *bucket_index < reducer->layout.bucket_count; ++*bucket_index)
+    for (*bucket_index = reducer->next_bucket; *bucket_index < reducer->layout.bucket_count;
+         ++*bucket_index)
         if (reducer->buckets[*bucket_index].takes_part)
             return true;
     return false;
@@ -586,7 +611,8 @@ static int abandoned_by(sw_reducer *reducer)
 {
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         for (int r = 0; r < reducer->comm->world_size; ++r)
-            if (reducer->buckets[i].takes_part && sw_bucket_tail(&reducer->buckets[i], r)->abandoned)
+            if (reducer->buckets[i].takes_part &&
+                sw_bucket_tail(&reducer->buckets[i], r)->abandoned)
                 return r;
     return -1;
 }
@@ -598,7 +624,8 @@ static sw_status check_abandoned(sw_reducer *reducer, sw_error *err)
         char peer[SW_COMM_PEER_BYTES];
         reducer->comm->ops->peer(reducer->comm, rank, peer);
         return sw_error_set(err, SW_E_MISMATCH, rank,
-                            "%s left a backward unfinished (an exception was raised in it there), while rank %d finished it; "
+                            "%s left a backward unfinished (an exception was raised in it there), "
+                            "while rank %d finished it; "
                             "the gradients of this round must not be used",
                             peer, reducer->comm->rank);
     }
@@ -632,8 +659,10 @@ sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err)
         return SW_OK;
     }
     reducer->abandoned = true;
-    /* Where a user's hook owns the buckets, peers wait at the exchange of use bits, not at the buckets. */
-    sw_status status = reducer->defer_all ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
+    /* Where a user's hook owns the buckets, peers wait at the exchange of use bits, not at the
+     * buckets. */
+    sw_status status =
+        reducer->defer_all ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
     reducer->abandoned = false;
     reducer->state = SW_ROUND_CLOSED;
     reducer->stats.abandoned++;
@@ -644,7 +673,8 @@ sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err)
 {
     SW_TRY(sw_reducer_open(reducer, -1, true, err));
     reducer->contributes = false;
-    sw_status status = reducer->defer_all ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
+    sw_status status =
+        reducer->defer_all ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
     reducer->contributes = true;
     reducer->state = SW_ROUND_CLOSED;
     return status;

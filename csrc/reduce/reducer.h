@@ -1,7 +1,9 @@
-/* reducer.h - rounds: the gradients of all ranks become their mean, bucket after bucket in index order.
+/* reducer.h - rounds: the gradients of all ranks become their mean, bucket after bucket in index
+ * order.
  *
- * What a round is, and what must never happen in one, is in docs/design/reduce.md. This file knows memory,
- * use bits and order; what a `.grad` is, and when a backward begins and ends, is the binding's.
+ * What a round is, and what must never happen in one, is in docs/design/reduce.md. This file knows
+ * memory, use bits and order; what a `.grad` is, and when a backward begins and ends, is the
+ * binding's.
  *
  * Thread rule: one at a time, together with its communicator.
  */
@@ -30,13 +32,16 @@ typedef struct sw_reducer_options {
     size_t bucket_cap_bytes;
     sw_transport transport;
     bool sums;   /* the sum of the contributions instead of their mean */
-    bool sliced; /* keep this rank's slices of the means alone (in a pool; private buckets stay whole) */
+    bool sliced; /* keep this rank's slices of the means alone (in a pool; private buckets stay
+                    whole) */
     const char *label; /* of the model, in messages; copied */
 } sw_reducer_options;
 
-/* Collective. `names`: one a parameter, copied. The tables must be equal on all ranks (checked by the caller). */
-SW_MUST_USE sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const char *const *names,
-                                        size_t param_count, const sw_reducer_options *options, sw_reducer **reducer,
+/* Collective. `names`: one a parameter, copied. The tables must be equal on all ranks (checked by
+ * the caller). */
+SW_MUST_USE sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params,
+                                        const char *const *names, size_t param_count,
+                                        const sw_reducer_options *options, sw_reducer **reducer,
                                         sw_error *err);
 /* Leaves the memory to its own owner: see sw_reducer_take_memory. */
 void sw_reducer_destroy(sw_reducer *reducer);
@@ -52,40 +57,51 @@ sw_round_state sw_reducer_state(const sw_reducer *reducer);
 int64_t sw_reducer_task(const sw_reducer *reducer);
 const char *sw_reducer_name(const sw_reducer *reducer, size_t param);
 
-/* First byte of a parameter's contribution; its bytes are place[param].numel elements. Sliced: in this round, while
- * sw_reducer_can_place(). */
+/* First byte of a parameter's contribution; its bytes are place[param].numel elements. Sliced: in
+ * this round, while sw_reducer_can_place(). */
 uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param);
 /* First byte of this rank's slice of a parameter's mean; *numel elements, 0 if it owns none. */
 uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *numel);
 /* Makes a frozen parameter's bucket take part from the next round on. */
 void sw_reducer_unfreeze(sw_reducer *reducer, size_t param);
 
-/* Counts a step of the optimizer: rounds are numbered from it, and ranks compare both numbers in each round. */
+/* Counts a step of the optimizer: rounds are numbered from it, and ranks compare both numbers in
+ * each round. */
 void sw_reducer_count_step(sw_reducer *reducer);
 /* Counts from 0 again: on all ranks, where some have taken steps without others (join). */
 void sw_reducer_forget_steps(sw_reducer *reducer);
 
 /* Opens a round for graph task `task`. The state must be CLOSED. */
-SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, sw_error *err);
+SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised,
+                                      sw_error *err);
 
-/* Parameter `param` got its gradient, which lies in its memory (except in a LOCAL round), by a hook in graph
- * task `task`. Never waits; *advance tells that sw_reducer_advance() has something to do. */
-SW_MUST_USE sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err);
-/* The same in two steps, for a gradient that cannot be placed yet: `param` has its gradient somewhere; */
-SW_MUST_USE sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task, bool *advance, sw_error *err);
-/* and now it lies in its memory. `standing`: the contribution is that plus the standing mean (sliced, in a pool). */
+/* Parameter `param` got its gradient, which lies in its memory (except in a LOCAL round), by a hook
+ * in graph task `task`. Never waits; *advance tells that sw_reducer_advance() has something to do.
+ */
+SW_MUST_USE sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task,
+                                      bool *advance, sw_error *err);
+/* The same in two steps, for a gradient that cannot be placed yet: `param` has its gradient
+ * somewhere; */
+SW_MUST_USE sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
+                                            bool *advance, sw_error *err);
+/* and now it lies in its memory. `standing`: the contribution is that plus the standing mean
+ * (sliced, in a pool). */
 void sw_reducer_place(sw_reducer *reducer, size_t param, bool standing);
-/* Whether the memory of `param` may be written in this round: false while its slot belongs to an earlier bucket. */
+/* Whether the memory of `param` may be written in this round: false while its slot belongs to an
+ * earlier bucket. */
 bool sw_reducer_can_place(const sw_reducer *reducer, size_t param);
-/* Whether the next bucket to send has all its gradients, not all of them placed, and a free slot. */
+/* Whether the next bucket to send has all its gradients, not all of them placed, and a free slot.
+ */
 bool sw_reducer_is_waiting(const sw_reducer *reducer, size_t *bucket);
-/* At the end of a backward, bucket by bucket: the next to send; its slot, once it is free (waits); sent. */
+/* At the end of a backward, bucket by bucket: the next to send; its slot, once it is free (waits);
+ * sent. */
 bool sw_reducer_next_unsent(const sw_reducer *reducer, size_t *bucket);
 SW_MUST_USE sw_status sw_reducer_reserve(sw_reducer *reducer, size_t bucket, sw_error *err);
 SW_MUST_USE sw_status sw_reducer_send(sw_reducer *reducer, size_t bucket, sw_error *err);
 
-/* Parameter `param` is used, and its gradient stays where it is until the end of the backward, because others may
- * still change it; so does its bucket, from now on. false if that was sent already. */
+/* Parameter `param` is used, and its gradient stays where it is until the end of the backward,
+ * because others may still change it; so does its bucket, from now on. false if that was sent
+ * already. */
 bool sw_reducer_pin(sw_reducer *reducer, size_t param);
 /* Posts, in order, the buckets that are complete, and helps on those under way. */
 SW_MUST_USE sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err);
@@ -97,16 +113,17 @@ bool sw_reducer_takes_part(const sw_reducer *reducer, size_t param);
 /* Whether the bucket of `param` was already sent in this round. */
 bool sw_reducer_is_sent(const sw_reducer *reducer, size_t param);
 
-/* Ends a round whose gradients all lie in place: sends the rest, waits. SW_E_MISMATCH names a rank that
- * abandoned it. In a LOCAL round: ends it only. */
+/* Ends a round whose gradients all lie in place: sends the rest, waits. SW_E_MISMATCH names a rank
+ * that abandoned it. In a LOCAL round: ends it only. */
 SW_MUST_USE sw_status sw_reducer_finish(sw_reducer *reducer, sw_error *err);
-/* Ends a round that an exception left open: peers get in step, nothing is folded. Waits for them. */
+/* Ends a round that an exception left open: peers get in step, nothing is folded. Waits for them.
+ */
 SW_MUST_USE sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err);
-/* A whole round in which this rank contributes nothing. Where a user's hook owns the buckets, only the use bits are
- * exchanged. */
+/* A whole round in which this rank contributes nothing. Where a user's hook owns the buckets, only
+ * the use bits are exchanged. */
 SW_MUST_USE sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err);
-/* For a user's communication hook, in place of finish: exchanges the use bits (one barrier) and ends the
- * round; the buckets are the caller's to reduce. SW_E_MISMATCH as finish. */
+/* For a user's communication hook, in place of finish: exchanges the use bits (one barrier) and
+ * ends the round; the buckets are the caller's to reduce. SW_E_MISMATCH as finish. */
 SW_MUST_USE sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err);
 
 /* Nothing is posted before the end of a backward: a user's hook will own the buckets. */

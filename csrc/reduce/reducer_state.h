@@ -1,9 +1,10 @@
-/* reducer_state.h - what a reducer is made of: shared by reducer.c (rounds) and bucket.c (what a rank says beside a bucket's
- * data, and what is folded of it). Not for others.
+/* reducer_state.h - what a reducer is made of: shared by reducer.c (rounds) and bucket.c (what a
+ * rank says beside a bucket's data, and what is folded of it). Not for others.
  *
- * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it abandoned the
- * round, and two bits a parameter. Tails are doubled by the round's parity: a rank may post the next
- * round while a peer still reads this one's, but not the one after, because that needs the peer's done.
+ * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it
+ * abandoned the round, and two bits a parameter. Tails are doubled by the round's parity: a rank
+ * may post the next round while a peer still reads this one's, but not the one after, because that
+ * needs the peer's done.
  *
  * Thread rule: as reducer.h.
  */
@@ -23,10 +24,12 @@ typedef struct bucket {
     struct sw_reducer *reducer; /* borrowed: the plan's context */
     size_t index;
     size_t tail_offset_bytes, tail_bytes; /* in the tails arena, of the even parity */
-    size_t pending, unplaced;             /* parameters not ready yet in this round; and ready, but not placed */
-    size_t result_offset_bytes;           /* sliced: of this rank's slice in the results */
-    struct bucket *before;                /* ring: the last bucket before this one that lies where it does; NULL: none. Borrowed */
-    uint32_t *any;                        /* owned: use bits of all ranks together */
+    size_t pending,
+        unplaced; /* parameters not ready yet in this round; and ready, but not placed */
+    size_t result_offset_bytes; /* sliced: of this rank's slice in the results */
+    struct bucket *before; /* ring: the last bucket before this one that lies where it does; NULL:
+                              none. Borrowed */
+    uint32_t *any;         /* owned: use bits of all ranks together */
     sw_fold_plan plan;
     sw_op op;
     uint32_t ticket;
@@ -77,8 +80,8 @@ static inline bool sw_bit_is_set(const uint32_t *bits, size_t i)
 tail *sw_bucket_tail(const bucket *b, int rank);
 /* Says what this rank has to say, before the bucket is posted. */
 void sw_bucket_write_tail(bucket *b);
-/* Reads every rank's tail of this round: who contributes (world_size flags), which parameters anybody used, and which
- * rank abandoned it, -1 for none. */
+/* Reads every rank's tail of this round: who contributes (world_size flags), which parameters
+ * anybody used, and which rank abandoned it, -1 for none. */
 void sw_bucket_read_tails(bucket *b, bool *contributes, int *abandoned_by);
 /* This rank's slice of a bucket, in elements of it. */
 void sw_bucket_own_slice(const bucket *b, size_t *begin, size_t *end);

@@ -7,12 +7,18 @@ static const struct {
     const char *name;
     size_t size_bytes;
 } dtypes[SW_DTYPE_COUNT] = {
-    [SW_DTYPE_FLOAT32] = {"float32", 4},     [SW_DTYPE_FLOAT64] = {"float64", 8},
-    [SW_DTYPE_FLOAT16] = {"float16", 2},     [SW_DTYPE_BFLOAT16] = {"bfloat16", 2},
-    [SW_DTYPE_INT8] = {"int8", 1},           [SW_DTYPE_UINT8] = {"uint8", 1},
-    [SW_DTYPE_INT16] = {"int16", 2},         [SW_DTYPE_INT32] = {"int32", 4},
-    [SW_DTYPE_INT64] = {"int64", 8},         [SW_DTYPE_COMPLEX64] = {"complex64", 8},
-    [SW_DTYPE_COMPLEX128] = {"complex128", 16}, [SW_DTYPE_BOOL] = {"bool", 1},
+    [SW_DTYPE_FLOAT32] = {"float32", 4},
+    [SW_DTYPE_FLOAT64] = {"float64", 8},
+    [SW_DTYPE_FLOAT16] = {"float16", 2},
+    [SW_DTYPE_BFLOAT16] = {"bfloat16", 2},
+    [SW_DTYPE_INT8] = {"int8", 1},
+    [SW_DTYPE_UINT8] = {"uint8", 1},
+    [SW_DTYPE_INT16] = {"int16", 2},
+    [SW_DTYPE_INT32] = {"int32", 4},
+    [SW_DTYPE_INT64] = {"int64", 8},
+    [SW_DTYPE_COMPLEX64] = {"complex64", 8},
+    [SW_DTYPE_COMPLEX128] = {"complex128", 16},
+    [SW_DTYPE_BOOL] = {"bool", 1},
 };
 
 static int in_range(sw_dtype dtype)

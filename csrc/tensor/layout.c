@@ -37,7 +37,8 @@ static bool cut(cutter *c)
         const sw_layout_param *param = &c->params[i];
         size_t *open = &c->open[(size_t)param->dtype * 2 + param->trainable];
         if (*open == 0) {
-            layout->bucket[layout->bucket_count] = (sw_layout_bucket){.dtype = param->dtype, .trainable = param->trainable};
+            layout->bucket[layout->bucket_count] =
+                (sw_layout_bucket){.dtype = param->dtype, .trainable = param->trainable};
             *open = ++layout->bucket_count;
         }
         sw_layout_bucket *bucket = &layout->bucket[*open - 1];
@@ -61,7 +62,8 @@ static bool finish(sw_layout *layout, int world_size)
         bucket->first = at;
         at += bucket->count;
         bucket->count = 0; /* counted again while listing */
-        size_t share = bucket->numel / (size_t)world_size + (bucket->numel % (size_t)world_size != 0);
+        size_t share =
+            bucket->numel / (size_t)world_size + (bucket->numel % (size_t)world_size != 0);
         if (!sw_size_round_up(share * element_bytes, SW_ALIGNMENT_BYTES, &slice) ||
             !sw_size_multiply(slice, (size_t)world_size, &bytes))
             return false;
@@ -79,14 +81,15 @@ static bool finish(sw_layout *layout, int world_size)
     return true;
 }
 
-sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_t param_count, int world_size,
-                         size_t cap_bytes, sw_error *err)
+sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_t param_count,
+                         int world_size, size_t cap_bytes, sw_error *err)
 {
     cutter c = {.params = params, .layout = layout, .cap_bytes = cap_bytes};
     memset(layout, 0, sizeof *layout);
     for (size_t i = 0; i < param_count; ++i)
         if (sw_dtype_size_bytes(params[i].dtype) == 0)
-            SW_FAIL(err, SW_E_INVALID, "layout: parameter %zu has no supported dtype (%d)", i, (int)params[i].dtype);
+            SW_FAIL(err, SW_E_INVALID, "layout: parameter %zu has no supported dtype (%d)", i,
+                    (int)params[i].dtype);
     layout->param_count = param_count;
     layout->place = calloc(param_count + 1, sizeof *layout->place);
     layout->bucket = calloc(param_count + 1, sizeof *layout->bucket);
@@ -97,7 +100,8 @@ sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_
     }
     if (!cut(&c) || !finish(layout, world_size)) {
         sw_layout_fini(layout);
-        SW_FAIL(err, SW_E_INVALID, "layout: the gradients of %zu parameters overflow the address space", param_count);
+        SW_FAIL(err, SW_E_INVALID,
+                "layout: the gradients of %zu parameters overflow the address space", param_count);
     }
     return SW_OK;
 }

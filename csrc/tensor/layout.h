@@ -1,7 +1,7 @@
 /* layout.h - where every gradient lies: arithmetic only, no memory, no ranks' state.
  *
- * Parameters in reverse registration order are cut into buckets of one dtype, trainable and frozen apart;
- * every bucket is W equal rank slices, every parameter and every cut on a 128-byte boundary:
+ * Parameters in reverse registration order are cut into buckets of one dtype, trainable and frozen
+ * apart; every bucket is W equal rank slices, every parameter and every cut on a 128-byte boundary:
  *
  *     W = 3, cap 1 KiB, float32: fc2.bias 10, fc2.weight 300 | fc1.bias 20, fc1.weight 200
  *     bucket 0: fc2.bias at element 0, fc2.weight at 32, 332 elements -> slices of 128, 384 in all
@@ -47,10 +47,11 @@ typedef struct sw_layout {
     size_t trainable_bytes;   /* of the buckets that hold gradients from the start */
 } sw_layout;
 
-/* Cuts. `cap_bytes` >= 1 closes a bucket once its parameters reach it: the one that reaches it is its last.
- * SW_E_INVALID on a size that overflows; SW_E_MEMORY. */
-SW_MUST_USE sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_t param_count, int world_size,
-                                     size_t cap_bytes, sw_error *err);
+/* Cuts. `cap_bytes` >= 1 closes a bucket once its parameters reach it: the one that reaches it is
+ * its last. SW_E_INVALID on a size that overflows; SW_E_MEMORY. */
+SW_MUST_USE sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params,
+                                     size_t param_count, int world_size, size_t cap_bytes,
+                                     sw_error *err);
 void sw_layout_fini(sw_layout *layout);
 
 #endif

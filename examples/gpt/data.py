@@ -23,9 +23,7 @@ HELD_OUT_EVERY = 10  # documents
 VALIDATION_ROWS = 128
 
 
-def load(
-    options: argparse.Namespace, rank: int, world_size: int
-) -> tuple[TrainingBatches, tuple[Tensor, Tensor]]:
+def load(options: argparse.Namespace, rank: int, world_size: int) -> tuple[TrainingBatches, tuple[Tensor, Tensor]]:
     """Return this rank's training batches and its validation inputs and targets."""
     if options.batch_size < world_size:
         raise SystemExit(f"--batch-size must be {world_size} (the ranks) or more")
@@ -40,9 +38,7 @@ def load_corpus() -> tuple[Tensor, Tensor]:
     documents = [topics[name].encode() for name in sorted(topics)]
     # _sysconfigdata_* describes the machine, not the language: it differs between builds.
     sources = Path(sysconfig.get_path("stdlib")).glob("*.py")
-    documents += [
-        path.read_bytes() for path in sorted(sources) if not path.name.startswith("_sysconfigdata")
-    ]
+    documents += [path.read_bytes() for path in sorted(sources) if not path.name.startswith("_sysconfigdata")]
     training = [text for i, text in enumerate(documents) if (i + 1) % HELD_OUT_EVERY]
     validation = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     return _as_tensor(training), _as_tensor(validation)
@@ -75,9 +71,7 @@ class TrainingBatches:
         The same on every rank.
     """
 
-    def __init__(
-        self, text: Tensor, *, batch_size: int, context: int, rank: int, world_size: int, seed: int
-    ) -> None:
+    def __init__(self, text: Tensor, *, batch_size: int, context: int, rank: int, world_size: int, seed: int) -> None:
         self.text = text
         self.batch_size = batch_size
         self.context = context
@@ -90,9 +84,7 @@ class TrainingBatches:
         return windows_at(self.text, offsets[self.share], self.context)
 
 
-def validation_windows(
-    text: Tensor, *, count: int, context: int, rank: int, world_size: int
-) -> tuple[Tensor, Tensor]:
+def validation_windows(text: Tensor, *, count: int, context: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """Return this rank's share of ``count`` windows spread evenly over the held-out text."""
     offsets = torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
     return windows_at(text, offsets[rank::world_size], context)

@@ -184,7 +184,15 @@ class HostComm:
         """
     def arena(self, nbytes: int, label: str) -> Arena:
         """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate."""
-    def all_reduce(self, address: int, numel: int, dtype: str, op: str = "sum", label: str = "all_reduce", arena: Arena | None = None) -> None:
+    def all_reduce(
+        self,
+        address: int,
+        numel: int,
+        dtype: str,
+        op: str = "sum",
+        label: str = "all_reduce",
+        arena: Arena | None = None,
+    ) -> None:
         """In place, `numel` elements at `address`. Zero-copy when `arena` is given, in which the range must lie; else staged."""
     def broadcast(self, ranges: Sequence[tuple[int, int]], root: int, label: str = "broadcast") -> None:
         """Bytes of `ranges` (address, nbytes) of `root` to the same ranges of all."""

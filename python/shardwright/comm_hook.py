@@ -107,7 +107,9 @@ class HookRunner:
         used = [self._used_by_any(index) for index in bucket.indices]
         kept = [(view, view.clone()) for view, is_used in zip(bucket.views, used) if not is_used]
         bucket.clear_padding()
-        argument = GradBucket(self._position, bucket.flat, bucket.offsets, bucket.views, bucket.parameters, is_last, used)
+        argument = GradBucket(
+            self._position, bucket.flat, bucket.offsets, bucket.views, bucket.parameters, is_last, used
+        )
         result = _value_of(self._hook(self._state, argument))
         if result.numel() != bucket.flat.numel():
             raise Error(

@@ -130,11 +130,12 @@ def check_compressor(compress: Any, zero: int, reduce: str) -> None:
     if compress is None:
         return
     if reduce != "mean":
-        raise NotImplementedError(f"compress={compress} gives the mean over ranks: reduce must be 'mean', got {reduce!r}")
+        raise NotImplementedError(
+            f"compress={compress} gives the mean over ranks: reduce must be 'mean', got {reduce!r}"
+        )
     if not isinstance(compress, Compressor):
         raise TypeError(
-            "compress must be None, sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), "
-            f"got {compress!r}"
+            f"compress must be None, sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}"
         )
     if zero >= 2:
         raise NotImplementedError(

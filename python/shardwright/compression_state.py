@@ -66,7 +66,9 @@ class CompressionState:
         """In place of the process group."""
         self._exchange = exchange
 
-    def entry(self, parameter: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, torch.Tensor], bool]:
+    def entry(
+        self, parameter: torch.Tensor, shapes: dict[str, tuple[int, ...]]
+    ) -> tuple[dict[str, torch.Tensor], bool]:
         """The parameter's tensors, float32 of `shapes`, and whether they are new (zeros)."""
         name = self.name_of(parameter)
         if name not in self._entries:
@@ -221,8 +223,6 @@ def _joined(entries: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
         made["right"].zero_()
     if "memory" in made:
         rows, cols = made["memory"].shape
-        owed = [
-            e["memory"].double() - e["left"][:, :rows].double().T @ e["right"][:, :cols].double() for e in entries
-        ]
+        owed = [e["memory"].double() - e["left"][:, :rows].double().T @ e["right"][:, :cols].double() for e in entries]
         made["memory"] = torch.stack(owed).mean(0).float()
     return made

@@ -190,7 +190,13 @@ class DistributedDataParallel(TorchDDP):
             "forward_sync_buffers": self.forward_sync_buffers,
         }
         self._replica = Replica(
-            self.module, group, options, frozenset(self.parameters_to_ignore), _reads_sync_flag(self), settings, self._zero
+            self.module,
+            group,
+            options,
+            frozenset(self.parameters_to_ignore),
+            _reads_sync_flag(self),
+            settings,
+            self._zero,
         )
         self._retire = weakref.finalize(self, self._replica.retire)
         self._retire.atexit = False

@@ -36,7 +36,12 @@ class DriftCheck:
     """
 
     def __init__(
-        self, module: torch.nn.Module, table: ParameterTable, ignored: frozenset[str], *, pinned: bool = False,
+        self,
+        module: torch.nn.Module,
+        table: ParameterTable,
+        ignored: frozenset[str],
+        *,
+        pinned: bool = False,
         shared: bool = False,
     ) -> None:
         self._table = table

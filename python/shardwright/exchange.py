@@ -131,9 +131,7 @@ class HostExchange(Exchange):
             return
         size = slice_bytes * (self.world_size + 1)
         arena = self._comm.arena(size, "compressed gradients")
-        self._parts = [
-            from_dlpack(arena.tensor(0, "uint8", (size,), None, rank)) for rank in range(self.world_size)
-        ]
+        self._parts = [from_dlpack(arena.tensor(0, "uint8", (size,), None, rank)) for rank in range(self.world_size)]
         self._capacity = slice_bytes
 
     def _message(self, slice_bytes: int) -> torch.Tensor:

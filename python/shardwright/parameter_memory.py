@@ -204,6 +204,3 @@ def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         same.copy_(tensor)
         tensor = same
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-

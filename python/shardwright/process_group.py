@@ -45,7 +45,9 @@ class HostGroup:
         self.world_size = dist.get_world_size(group) if group is not None else 1
         failure = ""
         try:
-            self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=socket.gethostname(), log=_logger.warning)
+            self.comm = HostComm(
+                self.rank, self.world_size, timeout_s=timeout_s, host=socket.gethostname(), log=_logger.warning
+            )
         except (MemoryError, OSError) as error:
             failure = str(error)
         addresses, secret, hosts = self._exchange(group, failure)
@@ -80,7 +82,8 @@ class HostGroup:
                 raise comm_error(
                     f"rank 0 runs on host {hosts[0]} and rank {rank} on host {hosts[rank]}: the bridge between hosts "
                     "does not exist yet, so all ranks of a process group must run on one host",
-                    rank, hosts[rank],
+                    rank,
+                    hosts[rank],
                 )
 
     def close(self) -> None:
@@ -149,7 +152,9 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
         process_group = device_mesh.get_group()
     if process_group is not None:
         if dist.get_rank(process_group) < 0:
-            raise ValueError("this rank is not part of the process group given; wrap the module on the group's ranks only")
+            raise ValueError(
+                "this rank is not part of the process group given; wrap the module on the group's ranks only"
+            )
         return process_group
     if not dist.is_available():
         return None

@@ -72,7 +72,9 @@ class Replica:
         self.reducer = Reducer(
             group.comm,
             self.table.rows(),
-            bucket_cap_bytes=min(options.bucket_cap_bytes, _SLICED_CAP_BYTES) if zero >= 2 else options.bucket_cap_bytes,
+            bucket_cap_bytes=min(options.bucket_cap_bytes, _SLICED_CAP_BYTES)
+            if zero >= 2
+            else options.bucket_cap_bytes,
             transport=options.chosen_transport,
             reduce=options.reduce,
             sliced=zero >= 2,

@@ -164,7 +164,9 @@ class ShardedGradient(torch.Tensor):
 
 def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     if not isinstance(grad, ShardedGradient) or isinstance(other, ShardedGradient) or alpha != 1:
-        raise Error("a gradient of which this rank keeps a slice takes a backward's gradient and nothing else: see sw.full_gradients")
+        raise Error(
+            "a gradient of which this rank keeps a slice takes a backward's gradient and nothing else: see sw.full_gradients"
+        )
     grad._pending = other.clone() if grad._pending is None else grad._pending + other
     return grad
 
@@ -172,7 +174,9 @@ def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
 def _scaled(name: str) -> Callable[..., Any]:
     def scale(grad: Any, factor: Any) -> Any:
         if isinstance(factor, torch.Tensor) and (isinstance(factor, ShardedGradient) or factor.numel() != 1):
-            raise Error("a gradient of which this rank keeps a slice is scaled by one number only: see sw.full_gradients")
+            raise Error(
+                "a gradient of which this rank keeps a slice is scaled by one number only: see sw.full_gradients"
+            )
         getattr(grad._held, name)(factor)
         if grad._pending is not None:
             grad._pending = getattr(grad._pending.clone(), name)(factor)
@@ -205,7 +209,10 @@ def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, 
 
 
 def _norms(grads: Any, order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
-    return [_norm(g, order, dtype=dtype) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order) for g in grads]
+    return [
+        _norm(g, order, dtype=dtype) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order)
+        for g in grads
+    ]
 
 
 def _each(name: str) -> Callable[..., Any]:

@@ -221,7 +221,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 value = memory_order(value, parameter)[low:high].clone()
-            elif isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.numel() == 1 and key != "step":
+            elif (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.numel() == 1
+                and key != "step"
+            ):
                 value = value.reshape(1).clone()
             elif isinstance(value, torch.Tensor):
                 value = value.clone()
@@ -307,7 +312,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 positions.setdefault(self._index[id(parameter)], len(positions))
         groups = [
-            {**{k: v for k, v in g.items() if k != "params"}, "params": [positions[self._index[id(p)]] for p in g["params"]]}
+            {
+                **{k: v for k, v in g.items() if k != "params"},
+                "params": [positions[self._index[id(p)]] for p in g["params"]],
+            }
             for g in self.param_groups
         ]
         state = {position: self._gather_state(index) for index, position in positions.items()}
@@ -363,7 +371,10 @@ def _cast(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """As torch's own loading does: floating state takes the parameter's dtype, but for the count of steps."""
     return {
         key: value.to(parameter.dtype)
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step" and parameter.is_floating_point()
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and key != "step"
+        and parameter.is_floating_point()
         else value
         for key, value in state.items()
     }
@@ -400,4 +411,6 @@ def _difference(tables: list[Any]) -> str:
             a, b = ours[1].get(key), theirs[1].get(key)
             if a != b:
                 return f"ranks disagree about the optimizer: group {position} has {key}={a} on rank 0, {key}={b} on rank {other}"
-    return f"ranks disagree about the optimizer: {len(tables[0])} groups on rank 0, {len(tables[other])} on rank {other}"
+    return (
+        f"ranks disagree about the optimizer: {len(tables[0])} groups on rank 0, {len(tables[other])} on rank {other}"
+    )

@@ -1,5 +1,6 @@
-/* checkpoint_case.h - what the C tests of checkpoints save, and how they look at what lies in a directory. The value of
- * every byte tells the step and its place, so that a mixture of two saves shows. */
+/* checkpoint_case.h - what the C tests of checkpoints save, and how they look at what lies in a
+ * directory. The value of every byte tells the step and its place, so that a mixture of two saves
+ * shows. */
 #ifndef CHECKPOINT_CASE_H
 #define CHECKPOINT_CASE_H
 
@@ -65,7 +66,8 @@ static inline sw_status case_plan(sw_plan **plan, sw_error *err)
     for (size_t i = 0; i < CASE_TENSORS; ++i) {
         shapes[i][0] = case_model[i].rows;
         shapes[i][1] = case_model[i].columns;
-        tensors[i] = (sw_plan_tensor){case_model[i].name, case_model[i].dtype, shapes[i], 2, case_model[i].is_pinned};
+        tensors[i] = (sw_plan_tensor){case_model[i].name, case_model[i].dtype, shapes[i], 2,
+                                      case_model[i].is_pinned};
     }
     sw_plan_group group = {"model", false, 0, "{\"format\":\"pt\"}", tensors, CASE_TENSORS};
     return sw_plan_create(&group, 1, NULL, 0, plan, err);
@@ -126,14 +128,24 @@ static inline void *case_save(void *argument)
     snprintf(own_path, sizeof own_path, "ranks/%05d.json", self->rank);
     case_fill(&data, self->step, self->rank);
     sw_plan_text text = {own_path, data.own.size_bytes};
-    self->status = sw_board_init(&board, self->rank, self->world_size, self->world_size > 1 ? self->pages : NULL, &self->err);
+    self->status = sw_board_init(&board, self->rank, self->world_size,
+                                 self->world_size > 1 ? self->pages : NULL, &self->err);
     if (self->status != SW_OK || sw_saver_create(&board, &options, &saver, &self->err) != SW_OK ||
-        case_plan(&shared, &self->err) != SW_OK || sw_plan_create(NULL, 0, &text, 1, &own, &self->err) != SW_OK)
+        case_plan(&shared, &self->err) != SW_OK ||
+        sw_plan_create(NULL, 0, &text, 1, &own, &self->err) != SW_OK)
         exit(90);
-    sw_save_request request = {.folder = folder, .nonce = self->nonce, .number = self->number, .step = (uint64_t)self->step,
-                               .shared = {shared, data.sources, CASE_TENSORS}, .own = {own, &data.own, 1},
-                               .is_lazy = self->is_lazy, .stale = self->stale, .stale_count = self->stale_count,
-                               .retired = self->retired, .retired_count = self->retired_count, .timeout_ns = 20000000000};
+    sw_save_request request = {.folder = folder,
+                               .nonce = self->nonce,
+                               .number = self->number,
+                               .step = (uint64_t)self->step,
+                               .shared = {shared, data.sources, CASE_TENSORS},
+                               .own = {own, &data.own, 1},
+                               .is_lazy = self->is_lazy,
+                               .stale = self->stale,
+                               .stale_count = self->stale_count,
+                               .retired = self->retired,
+                               .retired_count = self->retired_count,
+                               .timeout_ns = 20000000000};
     self->status = sw_saver_begin(saver, &request, &self->err);
     if (self->status == SW_OK && sw_saver_protect(saver, &self->err) == SW_OK)
         for (size_t i = 0; i < CASE_TENSORS; ++i)
@@ -148,7 +160,8 @@ static inline void *case_save(void *argument)
     return NULL;
 }
 
-/* A save by `world_size` threads; the first rank's outcome, to err too. Every rank must have the same. */
+/* A save by `world_size` threads; the first rank's outcome, to err too. Every rank must have the
+ * same. */
 static inline sw_status case_save_together(case_rank settings, sw_error *err)
 {
     static uint8_t memory[CASE_WORLD_MAX][SW_BOARD_PAGE_BYTES] __attribute__((aligned(4096)));
@@ -170,7 +183,8 @@ static inline sw_status case_save_together(case_rank settings, sw_error *err)
     for (int r = 0; r < settings.world_size; ++r)
         pthread_join(threads[r], NULL);
     for (int r = 1; r < settings.world_size; ++r)
-        if (ranks[r].status != ranks[0].status || strcmp(ranks[r].err.message, ranks[0].err.message) != 0) {
+        if (ranks[r].status != ranks[0].status ||
+            strcmp(ranks[r].err.message, ranks[0].err.message) != 0) {
             printf("rank %d: %s\nrank 0: %s\n", r, ranks[r].err.message, ranks[0].err.message);
             exit(92);
         }
@@ -178,7 +192,8 @@ static inline sw_status case_save_together(case_rank settings, sw_error *err)
     return ranks[0].status;
 }
 
-/* Whether `folder` is a checkpoint that passes, and holds the very bytes of its step; *step is then set. */
+/* Whether `folder` is a checkpoint that passes, and holds the very bytes of its step; *step is then
+ * set. */
 static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
 {
     sw_manifest manifest = {0};
@@ -186,7 +201,8 @@ static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
     if (sw_checkpoint_open(folder, &manifest, err) != SW_OK)
         return false;
     sw_plan *plan = NULL;
-    if (sw_checkpoint_verify(folder, &manifest, 0, manifest.block_count, err) != SW_OK || case_plan(&plan, err) != SW_OK)
+    if (sw_checkpoint_verify(folder, &manifest, 0, manifest.block_count, err) != SW_OK ||
+        case_plan(&plan, err) != SW_OK)
         right = false;
     for (size_t p = 0; right && p < plan->piece_count; ++p) {
         const sw_plan_piece *piece = &plan->pieces[p];
@@ -194,8 +210,10 @@ static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
         sw_read_range range = {piece->begin, piece->size_bytes, bytes};
         if (sw_checkpoint_read(folder, &manifest, "model.safetensors", &range, 1, err) != SW_OK)
             right = false;
-        if (right && memcmp(bytes, case_bytes((int)manifest.step, piece->source), piece->size_bytes) != 0) {
-            printf("%s: a passing checkpoint holds a wrong byte in tensor %zu\n", folder, piece->source);
+        if (right &&
+            memcmp(bytes, case_bytes((int)manifest.step, piece->source), piece->size_bytes) != 0) {
+            printf("%s: a passing checkpoint holds a wrong byte in tensor %zu\n", folder,
+                   piece->source);
             exit(93); /* a silent corruption */
         }
         free(bytes);
@@ -206,8 +224,10 @@ static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
     return right;
 }
 
-/* The highest step among valid checkpoints called step-NNNNNN in `directory`; 0 if none. Names of others to `left`. */
-static inline int case_newest(const char *directory, char left[CASE_NAMES_MAX][SW_PATH_BYTES], size_t *left_count)
+/* The highest step among valid checkpoints called step-NNNNNN in `directory`; 0 if none. Names of
+ * others to `left`. */
+static inline int case_newest(const char *directory, char left[CASE_NAMES_MAX][SW_PATH_BYTES],
+                              size_t *left_count)
 {
     int newest = 0;
     DIR *stream = opendir(directory);
@@ -231,7 +251,8 @@ static inline int case_newest(const char *directory, char left[CASE_NAMES_MAX][S
     return newest;
 }
 
-static inline int case_remove(const char *path, const struct stat *info, int kind, struct FTW *place)
+static inline int case_remove(const char *path, const struct stat *info, int kind,
+                              struct FTW *place)
 {
     (void)info;
     (void)kind;

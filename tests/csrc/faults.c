@@ -6,8 +6,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <sys/mman.h>
-#include <unistd.h>
 #include <sys/types.h>
+#include <unistd.h>
 
 void *__real_malloc(size_t size);
 void *__real_calloc(size_t count, size_t size);

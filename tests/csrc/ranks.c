@@ -19,8 +19,9 @@ static void *run_rank(void *argument)
 {
     thread_start *start = argument;
     rank_context *self = &start->context;
-    if (!start->bare && !check(sw_local_comm_create(self->group, self->rank, &self->comm, &self->err) == SW_OK,
-                               "a communicator: %s", self->err.message)) {
+    if (!start->bare &&
+        !check(sw_local_comm_create(self->group, self->rank, &self->comm, &self->err) == SW_OK,
+               "a communicator: %s", self->err.message)) {
         exit(1); /* the others would wait at the meeting */
     }
     if (self->comm)
@@ -39,13 +40,17 @@ static void run(rank_body *body, int world_size, const void *shared, bool bare)
     pthread_barrier_t meeting;
     sw_local_group *group = NULL;
     sw_error err;
-    if (!check(sw_local_group_create(world_size, &group, &err) == SW_OK, "a group: %s", err.message))
+    if (!check(sw_local_group_create(world_size, &group, &err) == SW_OK, "a group: %s",
+               err.message))
         return;
     pthread_barrier_init(&meeting, NULL, (unsigned)world_size);
     for (int r = 0; r < world_size; ++r) {
         starts[r] = (thread_start){.body = body, .bare = bare};
-        starts[r].context = (rank_context){
-            .group = group, .meeting = &meeting, .rank = r, .world_size = world_size, .shared = shared};
+        starts[r].context = (rank_context){.group = group,
+                                           .meeting = &meeting,
+                                           .rank = r,
+                                           .world_size = world_size,
+                                           .shared = shared};
         if (pthread_create(&threads[r], NULL, run_rank, &starts[r]) != 0) {
             fprintf(stderr, "no thread\n");
             exit(1);
@@ -74,11 +79,14 @@ void ranks_meet(rank_context *self)
 
 void ranks_sleep_ms(int milliseconds)
 {
-    struct timespec pause = {.tv_sec = milliseconds / 1000, .tv_nsec = (long)(milliseconds % 1000) * 1000000};
+    struct timespec pause = {.tv_sec = milliseconds / 1000,
+                             .tv_nsec = (long)(milliseconds % 1000) * 1000000};
     nanosleep(&pause, NULL);
 }
 
 float ranks_value(int rank, size_t i, int step)
 {
-    return (float)((i * 2654435761u + (unsigned)rank * 40503u + (unsigned)step * 977u) % 20011u) / 7.0f - 1000.0f;
+    return (float)((i * 2654435761u + (unsigned)rank * 40503u + (unsigned)step * 977u) % 20011u) /
+               7.0f -
+           1000.0f;
 }

@@ -1,7 +1,7 @@
 /* ranks.h - ranks as threads of a local group, and values whose fold is known.
  *
- * Threads share the arenas themselves, so whoever destroys one first calls ranks_meet(): it needs no communicator,
- * and a rank that failed comes to it as well. Thread rule: each function says.
+ * Threads share the arenas themselves, so whoever destroys one first calls ranks_meet(): it needs
+ * no communicator, and a rank that failed comes to it as well. Thread rule: each function says.
  */
 #ifndef SW_TEST_RANKS_H
 #define SW_TEST_RANKS_H
@@ -24,7 +24,8 @@ typedef struct rank_context {
 
 typedef void rank_body(rank_context *self);
 
-/* Runs `body` on `world_size` threads to their end, each with a communicator of a fresh group. Owner only. */
+/* Runs `body` on `world_size` threads to their end, each with a communicator of a fresh group.
+ * Owner only. */
 void ranks_run_all(rank_body *body, int world_size, const void *shared);
 /* The same without communicators: the body makes its own. */
 void ranks_run_bare(rank_body *body, int world_size, const void *shared);

@@ -1,10 +1,12 @@
-/* test_checkpoint_crash.c - a save is cut at every call that changes a file system, in every way that calls can be cut.
+/* test_checkpoint_crash.c - a save is cut at every call that changes a file system, in every way
+ * that calls can be cut.
  *
- * This program defines the calls itself (the linker prefers it over the C library) and counts those of a save that
- * replaces an older checkpoint. At call n: the process dies before it, or after it, or in the middle of a write; or it
- * fails with EIO or ENOSPC; or the power goes: what was not synced is dropped or kept at random, file contents and names
- * alike. The law: the newest valid checkpoint is then the older or the new one, whole; the new one if the save said so;
- * and the next save succeeds and clears what was left. A valid checkpoint with a wrong byte exits with 93. */
+ * This program defines the calls itself (the linker prefers it over the C library) and counts those
+ * of a save that replaces an older checkpoint. At call n: the process dies before it, or after it,
+ * or in the middle of a write; or it fails with EIO or ENOSPC; or the power goes: what was not
+ * synced is dropped or kept at random, file contents and names alike. The law: the newest valid
+ * checkpoint is then the older or the new one, whole; the new one if the save said so; and the next
+ * save succeeds and clears what was left. A valid checkpoint with a wrong byte exits with 93. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -17,13 +19,29 @@
 
 #include "checkpoint_case.h"
 
-typedef enum fault { FAULT_NONE, FAULT_DIE_BEFORE, FAULT_DIE_AFTER, FAULT_TEAR, FAULT_EIO, FAULT_ENOSPC, FAULT_COUNT } fault;
+typedef enum fault {
+    FAULT_NONE,
+    FAULT_DIE_BEFORE,
+    FAULT_DIE_AFTER,
+    FAULT_TEAR,
+    FAULT_EIO,
+    FAULT_ENOSPC,
+    FAULT_COUNT
+} fault;
 
 enum { DIED = 77, OPS_MAX = 4096, NODES_MAX = 256, NAME_BYTES = 256 };
 
 /* ---- what is recorded for the power cut ---- */
 
-typedef enum op_kind { OP_LINK, OP_UNLINK, OP_RENAME, OP_EXCHANGE, OP_WRITE, OP_SIZE, OP_SYNC } op_kind;
+typedef enum op_kind {
+    OP_LINK,
+    OP_UNLINK,
+    OP_RENAME,
+    OP_EXCHANGE,
+    OP_WRITE,
+    OP_SIZE,
+    OP_SYNC
+} op_kind;
 
 typedef struct op {
     op_kind kind;
@@ -58,12 +76,24 @@ static bool may_go_on(bool *is_last, bool *tear)
     pthread_mutex_lock(&guard);
     if (++cut.seen == cut.at) {
         switch (cut.kind) {
-        case FAULT_DIE_BEFORE: _exit(DIED);
-        case FAULT_DIE_AFTER: *is_last = true; break;
-        case FAULT_TEAR: *tear = true; break;
-        case FAULT_EIO: errno = EIO; go_on = false; break;
-        case FAULT_ENOSPC: errno = ENOSPC; go_on = false; break;
-        default: break;
+        case FAULT_DIE_BEFORE:
+            _exit(DIED);
+        case FAULT_DIE_AFTER:
+            *is_last = true;
+            break;
+        case FAULT_TEAR:
+            *tear = true;
+            break;
+        case FAULT_EIO:
+            errno = EIO;
+            go_on = false;
+            break;
+        case FAULT_ENOSPC:
+            errno = ENOSPC;
+            go_on = false;
+            break;
+        default:
+            break;
         }
     }
     pthread_mutex_unlock(&guard);
@@ -79,16 +109,16 @@ static void *real(const char *name)
 }
 
 #define REAL(type, name) ((type)(uintptr_t)real(name))
-#define GUARDED(failure, call)                \
-    do {                                      \
-        bool is_last_, tear_;                 \
-        if (!may_go_on(&is_last_, &tear_))    \
-            return failure;                   \
-        if (tear_)                            \
-            _exit(DIED);                      \
-        result = (call);                      \
-        if (is_last_)                         \
-            _exit(DIED);                      \
+#define GUARDED(failure, call)             \
+    do {                                   \
+        bool is_last_, tear_;              \
+        if (!may_go_on(&is_last_, &tear_)) \
+            return failure;                \
+        if (tear_)                         \
+            _exit(DIED);                   \
+        result = (call);                   \
+        if (is_last_)                      \
+            _exit(DIED);                   \
     } while (0)
 
 static ino_t node_of(const char *path, bool *is_folder)
@@ -122,7 +152,8 @@ static const char *base_of(const char *path)
     return slash ? slash + 1 : path;
 }
 
-static op *record(op_kind kind, ino_t node, ino_t folder, bool is_folder, const char *name, const char *other)
+static op *record(op_kind kind, ino_t node, ino_t folder, bool is_folder, const char *name,
+                  const char *other)
 {
     if (!is_recording || op_count == OPS_MAX)
         return NULL;
@@ -249,7 +280,8 @@ int unlinkat(int folder, const char *path, int flags)
     bool is_folder;
     GUARDED(-1, REAL(unlinkat_type *, "unlinkat")(folder, path, flags));
     if (result == 0)
-        record(OP_UNLINK, 0, folder == AT_FDCWD ? folder_of(path) : node_of_fd(folder, &is_folder), false, base_of(path), "");
+        record(OP_UNLINK, 0, folder == AT_FDCWD ? folder_of(path) : node_of_fd(folder, &is_folder),
+               false, base_of(path), "");
     return result;
 }
 
@@ -267,14 +299,15 @@ long syscall(long number, ...)
         return REAL(syscall_type *, "syscall")(number, a[0], a[1], a[2], a[3], a[4], a[5]);
     GUARDED(-1, REAL(syscall_type *, "syscall")(number, a[0], a[1], a[2], a[3], a[4]));
     if (result == 0)
-        record(OP_EXCHANGE, 0, folder_of((const char *)(uintptr_t)a[1]), true, base_of((const char *)(uintptr_t)a[1]),
-               base_of((const char *)(uintptr_t)a[3]));
+        record(OP_EXCHANGE, 0, folder_of((const char *)(uintptr_t)a[1]), true,
+               base_of((const char *)(uintptr_t)a[1]), base_of((const char *)(uintptr_t)a[3]));
     return result;
 }
 
 /* ---- dying and failing ---- */
 
-/* Sanitizers make a fork slow; the thread sanitizer has none after threads. They look at one pass of each kind. */
+/* Sanitizers make a fork slow; the thread sanitizer has none after threads. They look at one pass
+ * of each kind. */
 #if defined(__SANITIZE_THREAD__)
 enum { IS_SLOW = 1, CAN_FORK = 0 };
 #elif defined(__SANITIZE_ADDRESS__)
@@ -287,13 +320,22 @@ static char directory[64];
 static int cases;
 static uint64_t saves;
 
-static sw_status save_step(int step, const char *const *stale, size_t stale_count, const char *const *retired,
-                           size_t retired_count, int world_size, sw_error *err)
+static sw_status save_step(int step, const char *const *stale, size_t stale_count,
+                           const char *const *retired, size_t retired_count, int world_size,
+                           sw_error *err)
 {
     char nonce[32];
     snprintf(nonce, sizeof nonce, "p%dn%llu", (int)getpid(), (unsigned long long)++saves);
-    case_rank settings = {.world_size = world_size, .step = step, .directory = directory, .number = 1, .nonce = nonce, .stale = stale,
-                          .stale_count = stale_count, .retired = retired, .retired_count = retired_count, .thread_count = 1,
+    case_rank settings = {.world_size = world_size,
+                          .step = step,
+                          .directory = directory,
+                          .number = 1,
+                          .nonce = nonce,
+                          .stale = stale,
+                          .stale_count = stale_count,
+                          .retired = retired,
+                          .retired_count = retired_count,
+                          .thread_count = 1,
                           .is_direct = true};
     return case_save_together(settings, err);
 }
@@ -311,7 +353,8 @@ static void fresh_directory(void)
 
 static void die_badly(const char *what, fault kind, int at, int newest, const char *detail)
 {
-    printf("FAILED: %s: fault %d at call %d: newest is step %d; %s\n", what, (int)kind, at, newest, detail);
+    printf("FAILED: %s: fault %d at call %d: newest is step %d; %s\n", what, (int)kind, at, newest,
+           detail);
     exit(1);
 }
 
@@ -335,7 +378,8 @@ static int run_cut(fault kind, int at, int step, int world_size)
     int state;
     waitpid(child, &state, 0);
     if (!WIFEXITED(state) || WEXITSTATUS(state) > DIED)
-        die_badly("the child broke", kind, at, 0, WIFEXITED(state) ? "it found a wrong byte or differing ranks" : "a signal");
+        die_badly("the child broke", kind, at, 0,
+                  WIFEXITED(state) ? "it found a wrong byte or differing ranks" : "a signal");
     return WEXITSTATUS(state);
 }
 
@@ -475,17 +519,21 @@ static void copy_disk(disk *to, const disk *from)
         }
 }
 
-/* A name that this change needs and that is not there means that an earlier change was lost: then this one is, too. */
+/* A name that this change needs and that is not there means that an earlier change was lost: then
+ * this one is, too. */
 static void apply(disk *d, const op *change)
 {
     node *folder = change->folder ? disk_node(d, change->folder, true) : NULL;
-    entry *a = folder ? find_entry(folder, change->name) : NULL, *b = folder ? find_entry(folder, change->other) : NULL;
+    entry *a = folder ? find_entry(folder, change->name) : NULL,
+          *b = folder ? find_entry(folder, change->other) : NULL;
     switch (change->kind) {
     case OP_LINK:
         disk_node(d, change->node, change->is_folder);
         set_entry(disk_node(d, change->folder, true), change->name, change->node);
         break;
-    case OP_UNLINK: drop_entry(folder, change->name); break;
+    case OP_UNLINK:
+        drop_entry(folder, change->name);
+        break;
     case OP_RENAME:
         if (a) {
             set_entry(folder, change->other, a->node);
@@ -499,16 +547,22 @@ static void apply(disk *d, const op *change)
             b->node = number;
         }
         break;
-    case OP_WRITE: write_node(disk_node(d, change->node, false), change->offset, change->data, change->size); break;
-    case OP_SIZE: write_node(disk_node(d, change->node, false), change->size, NULL, 0); break;
-    case OP_SYNC: break;
+    case OP_WRITE:
+        write_node(disk_node(d, change->node, false), change->offset, change->data, change->size);
+        break;
+    case OP_SIZE:
+        write_node(disk_node(d, change->node, false), change->size, NULL, 0);
+        break;
+    case OP_SYNC:
+        break;
     }
 }
 
 static bool is_synced(size_t index, size_t end)
 {
     const op *change = &ops[index];
-    ino_t number = change->kind == OP_WRITE || change->kind == OP_SIZE ? change->node : change->folder;
+    ino_t number =
+        change->kind == OP_WRITE || change->kind == OP_SIZE ? change->node : change->folder;
     for (size_t i = index + 1; i < end; ++i)
         if (ops[i].kind == OP_SYNC && ops[i].node == number)
             return true;
@@ -520,7 +574,10 @@ static void materialise(disk *d, ino_t number, const char *path)
     node *found = disk_node(d, number, false);
     if (!found->is_folder) {
         FILE *file = fopen(path, "wb");
-        if (!file || fwrite(found->data ? found->data : (uint8_t *)"", 1, found->size, file) != found->size || fclose(file) != 0)
+        if (!file ||
+            fwrite(found->data ? found->data : (uint8_t *)"", 1, found->size, file) !=
+                found->size ||
+            fclose(file) != 0)
             exit(98);
         return;
     }
@@ -532,7 +589,8 @@ static void materialise(disk *d, ino_t number, const char *path)
     }
 }
 
-/* mode 0: nothing unsynced survives; 1: all of it; 2: each change by chance; 3: a prefix by chance */
+/* mode 0: nothing unsynced survives; 1: all of it; 2: each change by chance; 3: a prefix by chance
+ */
 static void cut_power(size_t end, int mode, unsigned *seed, bool was_saved, int step)
 {
     static char left[CASE_NAMES_MAX][SW_PATH_BYTES];
@@ -540,14 +598,16 @@ static void cut_power(size_t end, int mode, unsigned *seed, bool was_saved, int 
     size_t left_count, prefix = (size_t)rand_r(seed) % (end + 1);
     copy_disk(&after, &before);
     for (size_t i = 0; i < end; ++i)
-        if (is_synced(i, end) || mode == 1 || (mode == 2 && rand_r(seed) % 2) || (mode == 3 && i < prefix))
+        if (is_synced(i, end) || mode == 1 || (mode == 2 && rand_r(seed) % 2) ||
+            (mode == 3 && i < prefix))
             apply(&after, &ops[i]);
     snprintf(path, sizeof path, "%s.cut", directory);
     case_clear(path);
     materialise(&after, before.nodes[0].number, path);
     int newest = case_newest(path, left, &left_count);
     if ((newest != 1 && newest != step) || (was_saved && newest != step))
-        die_badly(was_saved ? "power cut after the save" : "power cut", FAULT_NONE, (int)end, newest, "");
+        die_badly(was_saved ? "power cut after the save" : "power cut", FAULT_NONE, (int)end,
+                  newest, "");
     case_clear(path);
     cases++;
 }

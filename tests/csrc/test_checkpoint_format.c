@@ -1,9 +1,10 @@
-/* test_checkpoint_format.c - checksums, JSON, safetensors headers, manifests and plans: known answers, laws over many random
- * inputs, and texts that are cut off at every byte, changed at every byte, or made of random pieces. */
+/* test_checkpoint_format.c - checksums, JSON, safetensors headers, manifests and plans: known
+ * answers, laws over many random inputs, and texts that are cut off at every byte, changed at every
+ * byte, or made of random pieces. */
 #include <inttypes.h>
 
-#include "checkpoint_case.h"
 #include "checkpoint/json.h"
+#include "checkpoint_case.h"
 #include "kernels/crc32c.h"
 
 static int failed;
@@ -30,18 +31,23 @@ static void checksums(void)
     uint8_t zeros[32] = {0}, ones[32];
     memset(ones, 0xff, sizeof ones);
     check(sw_crc32c(0, "123456789", 9) == 0xe3069283, "check value", "");
-    check(sw_crc32c(0, zeros, 32) == 0x8a9136aa && sw_crc32c(0, ones, 32) == 0x62a8ab43, "RFC 3720 B.4", "");
+    check(sw_crc32c(0, zeros, 32) == 0x8a9136aa && sw_crc32c(0, ones, 32) == 0x62a8ab43,
+          "RFC 3720 B.4", "");
     check(sw_crc32c(0x1234, NULL, 0) == 0x1234, "nothing", "");
     for (int i = 0; i < SIZE + 64; ++i)
         data[i] = (uint8_t)rand_r(&seed);
     for (int round = 0; round < 400; ++round) {
-        size_t begin = chance(64), size = round < 300 ? chance(300) : chance(SIZE - 64), cut = chance(size + 1);
+        size_t begin = chance(64), size = round < 300 ? chance(300) : chance(SIZE - 64),
+               cut = chance(size + 1);
         memset(copy, 0x5a, SIZE + 64);
         uint32_t whole = sw_crc32c(7, data + begin, size);
         check(whole == sw_crc32c_portable(7, data + begin, size), "table and instruction", "");
-        check(whole == sw_crc32c(sw_crc32c(7, data + begin, cut), data + begin + cut, size - cut), "in two parts", "");
+        check(whole == sw_crc32c(sw_crc32c(7, data + begin, cut), data + begin + cut, size - cut),
+              "in two parts", "");
         check(whole == sw_crc32c_copy(7, copy + 3, data + begin, size), "with a copy", "");
-        check(memcmp(copy + 3, data + begin, size) == 0 && copy[2] == 0x5a && copy[3 + size] == 0x5a, "the copy", "");
+        check(memcmp(copy + 3, data + begin, size) == 0 && copy[2] == 0x5a &&
+                  copy[3 + size] == 0x5a,
+              "the copy", "");
     }
     free(data);
     free(copy);
@@ -58,12 +64,50 @@ static bool is_json(const char *text)
 
 static void json_texts(void)
 {
-    static const char *const good[] = {"null", " [1, -2.5e3 ,\"x\\u00e9\\ud83d\\ude00\\n\"] ", "{}", "[]", "{\"a\":{\"b\":[true,false,null]}}",
-                                       "123456789012345678901234567890", "\"\xc3\xa9\"", "0", "-0"};
-    static const char *const bad[] = {"", " ", "[", "]", "[1,]", "[1 2]", "{\"a\"}", "{\"a\":1,}", "{a:1}", "01", "1.", ".5", "1e", "+1",
-                                      "nul", "\"", "\"\\", "\"\\x\"", "\"\\u12\"", "\"\\ud800\"", "\"\\udc00\"", "\"\\u0000\"", "\"\t\"",
-                                      "\"\xff\"", "\"\xc0\xaf\"", "\"\xed\xa0\x80\"", "\"\xf4\x90\x80\x80\"", "\"\xe2\x82\"", "1 1",
-                                      "{\"a\":1,\"b\":2,\"a\":3}", "NaN", "Infinity", "[\"a\":1]", "{\"a\":1]", "-"};
+    static const char *const good[] = {"null",
+                                       " [1, -2.5e3 ,\"x\\u00e9\\ud83d\\ude00\\n\"] ",
+                                       "{}",
+                                       "[]",
+                                       "{\"a\":{\"b\":[true,false,null]}}",
+                                       "123456789012345678901234567890",
+                                       "\"\xc3\xa9\"",
+                                       "0",
+                                       "-0"};
+    static const char *const bad[] = {"",
+                                      " ",
+                                      "[",
+                                      "]",
+                                      "[1,]",
+                                      "[1 2]",
+                                      "{\"a\"}",
+                                      "{\"a\":1,}",
+                                      "{a:1}",
+                                      "01",
+                                      "1.",
+                                      ".5",
+                                      "1e",
+                                      "+1",
+                                      "nul",
+                                      "\"",
+                                      "\"\\",
+                                      "\"\\x\"",
+                                      "\"\\u12\"",
+                                      "\"\\ud800\"",
+                                      "\"\\udc00\"",
+                                      "\"\\u0000\"",
+                                      "\"\t\"",
+                                      "\"\xff\"",
+                                      "\"\xc0\xaf\"",
+                                      "\"\xed\xa0\x80\"",
+                                      "\"\xf4\x90\x80\x80\"",
+                                      "\"\xe2\x82\"",
+                                      "1 1",
+                                      "{\"a\":1,\"b\":2,\"a\":3}",
+                                      "NaN",
+                                      "Infinity",
+                                      "[\"a\":1]",
+                                      "{\"a\":1]",
+                                      "-"};
     for (size_t i = 0; i < sizeof good / sizeof good[0]; ++i)
         check(is_json(good[i]), "is JSON", good[i]);
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; ++i)
@@ -75,12 +119,18 @@ static void json_texts(void)
     check(!is_json(deep), "depth", "");
     sw_json json = {0};
     sw_error err = {0};
-    const char *text = "{\"k\\n\":[10,{\"x\":\"y\"},2.5],\"last\":9223372036854775807,\"more\":9223372036854775808}";
+    const char *text = "{\"k\\n\":[10,{\"x\":\"y\"},2.5],\"last\":9223372036854775807,\"more\":"
+                       "9223372036854775808}";
     check(sw_json_parse(text, strlen(text), "text", &json, &err) == SW_OK, "parse", err.message);
-    const sw_json_node *list = sw_json_find(json.nodes, "k\n"), *last = sw_json_find(json.nodes, "last");
+    const sw_json_node *list = sw_json_find(json.nodes, "k\n"),
+                       *last = sw_json_find(json.nodes, "last");
     const sw_json_node *more = sw_json_find(json.nodes, "more");
-    check(list && list->count == 3 && last && last->kind == SW_JSON_INTEGER && last->integer == INT64_MAX, "values", "");
-    check(more && more->kind == SW_JSON_NUMBER && more->number > 9e18 && !sw_json_find(json.nodes, "none"), "values", "");
+    check(list && list->count == 3 && last && last->kind == SW_JSON_INTEGER &&
+              last->integer == INT64_MAX,
+          "values", "");
+    check(more && more->kind == SW_JSON_NUMBER && more->number > 9e18 &&
+              !sw_json_find(json.nodes, "none"),
+          "values", "");
     check(list && sw_json_find(sw_json_next(sw_json_first(list)), "x") != NULL, "siblings", "");
     sw_json_fini(&json);
 }
@@ -95,7 +145,8 @@ static bool is_safetensors(const char *entries, uint64_t data, char *message)
     for (int i = 0; i < 8; ++i)
         header[i] = (uint8_t)((uint64_t)length >> (8 * i));
     memcpy(header + 8, entries, length);
-    sw_status status = sw_safetensors_read(header, length + 8, length + 8 + data, "file", &found, &err);
+    sw_status status =
+        sw_safetensors_read(header, length + 8, length + 8 + data, "file", &found, &err);
     snprintf(message, SW_ERROR_MESSAGE_BYTES, "%s", err.message);
     sw_safetensors_fini(&found);
     return status == SW_OK;
@@ -112,51 +163,77 @@ static void safetensors_headers(void)
         {"{}", 0, NULL},
         {"{\"__metadata__\":{\"a\":\"b\"}}", 0, NULL},
         {"{\"x\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}}", 24, NULL},
-        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[2,6]},\"y\":{\"dtype\":\"BF16\",\"shape\":[1],\"data_offsets\":[0,2]}}", 6, NULL},
-        {"{\"x\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[4,4]},\"y\":{\"dtype\":\"I32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, NULL},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[2,6]},\"y\":{\"dtype\":\"BF16\","
+         "\"shape\":[1],\"data_offsets\":[0,2]}}",
+         6, NULL},
+        {"{\"x\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[4,4]},\"y\":{\"dtype\":\"I32\","
+         "\"shape\":[1],\"data_offsets\":[0,4]}}",
+         4, NULL},
         {"[]", 0, "no JSON object"},
         {"{}", 1, "the last tensor ends"},
         {"{\"__metadata__\":{\"a\":1}}", 0, "is no string"},
         {"{\"x\":{\"dtype\":\"F31\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "no dtype 'F31'"},
-        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,7]}}", 7, "dtype and shape make 8 bytes"},
-        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 4, "leave the 4 bytes"},
-        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,0]}}", 8, "leave the 8 bytes"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,7]}}", 7,
+         "dtype and shape make 8 bytes"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 4,
+         "leave the 4 bytes"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,0]}}", 8,
+         "leave the 8 bytes"},
         {"{\"x\":{\"dtype\":\"F32\",\"shape\":[-2],\"data_offsets\":[0,8]}}", 8, "at least 0"},
-        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296,4294967296],\"data_offsets\":[0,0]}}", 0, "more than 2^53"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296,4294967296],\"data_offsets\":["
+         "0,0]}}",
+         0, "more than 2^53"},
         {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1.5],\"data_offsets\":[0,4]}}", 4, "no integer"},
-        {"{\"x\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},\"y\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[1,3]}}", 3, "the one before ends"},
-        {"{\"x\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"y\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[2,3]}}", 3, "the one before ends"},
-        {"{\"x\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"x\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[1,2]}}", 2, "stands twice"},
+        {"{\"x\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},\"y\":{\"dtype\":\"U8\","
+         "\"shape\":[2],\"data_offsets\":[1,3]}}",
+         3, "the one before ends"},
+        {"{\"x\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"y\":{\"dtype\":\"U8\","
+         "\"shape\":[1],\"data_offsets\":[2,3]}}",
+         3, "the one before ends"},
+        {"{\"x\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"x\":{\"dtype\":\"U8\","
+         "\"shape\":[1],\"data_offsets\":[1,2]}}",
+         2, "stands twice"},
         {"{\"x\":7}", 0, "are needed"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
         bool sound = is_safetensors(cases[i].entries, cases[i].data, message);
-        check(sound == !cases[i].why && (sound || strstr(message, cases[i].why)), cases[i].entries, message);
+        check(sound == !cases[i].why && (sound || strstr(message, cases[i].why)), cases[i].entries,
+              message);
     }
     uint8_t large[8] = {0x01, 0xe1, 0xf5, 0x05}; /* 100,000,001 */
     size_t bytes;
     sw_error err = {0};
-    check(sw_safetensors_header_size(large, UINT64_C(1) << 40, "file", &bytes, &err) == SW_E_INVALID, "100 MB", err.message);
+    check(sw_safetensors_header_size(large, UINT64_C(1) << 40, "file", &bytes, &err) ==
+              SW_E_INVALID,
+          "100 MB", err.message);
     memset(large, 0xff, 8);
-    check(sw_safetensors_header_size(large, UINT64_MAX, "file", &bytes, &err) == SW_E_INVALID, "2^64", err.message);
+    check(sw_safetensors_header_size(large, UINT64_MAX, "file", &bytes, &err) == SW_E_INVALID,
+          "2^64", err.message);
 }
 
 static char *print_case(bool is_acknowledgement, size_t *size)
 {
-    sw_manifest manifest = {.step = 12, .world_size = 3, .nonce = "abc9", .has_metric = true, .metric = 0.125};
+    sw_manifest manifest = {
+        .step = 12, .world_size = 3, .nonce = "abc9", .has_metric = true, .metric = 0.125};
     sw_error err = {0};
     char *text = NULL;
     bool made = sw_manifest_add_file(&manifest, "ranks/00001.json", 10, &err) == SW_OK &&
-                sw_manifest_add_file(&manifest, "model.safetensors", 3 * (uint64_t)SW_BLOCK_BYTES + 1, &err) == SW_OK &&
+                sw_manifest_add_file(&manifest, "model.safetensors",
+                                     3 * (uint64_t)SW_BLOCK_BYTES + 1, &err) == SW_OK &&
                 sw_manifest_add_file(&manifest, "empty", 0, &err) == SW_OK;
     for (uint64_t b = 0; b < 4; ++b)
         if (b != 2 || !is_acknowledgement)
-            made = made && sw_manifest_add_block(&manifest, "model.safetensors", b, 0xdeadbeef + (uint32_t)b, &err) == SW_OK;
+            made = made && sw_manifest_add_block(&manifest, "model.safetensors", b,
+                                                 0xdeadbeef + (uint32_t)b, &err) == SW_OK;
     made = made && sw_manifest_add_block(&manifest, "ranks/00001.json", 0, 5, &err) == SW_OK;
-    check(sw_manifest_add_block(&manifest, "ranks/00001.json", 0, 5, &err) != SW_OK, "a block twice", err.message);
-    check(sw_manifest_add_block(&manifest, "model.safetensors", 4, 5, &err) != SW_OK, "a block beyond", err.message);
-    check((sw_manifest_complete(&manifest, &err) == SW_OK) == !is_acknowledgement, "completeness", err.message);
-    check(made && sw_manifest_print(&manifest, is_acknowledgement, &text, size, &err) == SW_OK, "print", err.message);
+    check(sw_manifest_add_block(&manifest, "ranks/00001.json", 0, 5, &err) != SW_OK,
+          "a block twice", err.message);
+    check(sw_manifest_add_block(&manifest, "model.safetensors", 4, 5, &err) != SW_OK,
+          "a block beyond", err.message);
+    check((sw_manifest_complete(&manifest, &err) == SW_OK) == !is_acknowledgement, "completeness",
+          err.message);
+    check(made && sw_manifest_print(&manifest, is_acknowledgement, &text, size, &err) == SW_OK,
+          "print", err.message);
     sw_manifest_fini(&manifest);
     return text;
 }
@@ -194,25 +271,52 @@ static bool survives_change(const char *text, size_t size, const char *from, con
 static void manifests(void)
 {
     static const char *const changes[][2] = {
-        {"shardwright.checkpoint", "other"}, {"\"version\":1", "\"version\":2"}, {"\"version\":1", "\"version\":0"}, {"\"step\":12", "\"step\":-1"},
-        {"\"step\":12", "\"step\":1.5"}, {"\"step\":12", "\"stop\":12"}, {"\"world_size\":3", "\"world_size\":0"}, {"abc9", "ABC"}, {"abc9", ""},
-        {"1048576", "1048577"}, {"\"empty\"", "\"../empty\""}, {"\"empty\"", "\"/empty\""}, {"\"empty\"", "\"a/../b\""}, {"\"empty\"", "\"a/b/c\""},
-        {"\"empty\"", "\".hidden\""}, {"\"empty\"", "\"ranks/.x\""}, {"\"empty\"", "\"\""}, {"\"empty\"", "\"a//b\""}, {"\"empty\"", "\"a/\""},
-        {"\"empty\"", "\"a b\""}, {"\"empty\"", "\"zzz\""}, {"\"empty\"", "\"model.safetensors\""}, {"\"bytes\":10", "\"bytes\":1048577"},
-        {"\"bytes\":10", "\"bytes\":-10"}, {"\"bytes\":10", "\"bytes\":9007199254740993"}, {"deadbeef", "deadbee"}, {"deadbeef", "deadbeeg"},
-        {"deadbeef", "DEADBEEF"}, {"\"files\"", "\"filez\""},
+        {"shardwright.checkpoint", "other"},
+        {"\"version\":1", "\"version\":2"},
+        {"\"version\":1", "\"version\":0"},
+        {"\"step\":12", "\"step\":-1"},
+        {"\"step\":12", "\"step\":1.5"},
+        {"\"step\":12", "\"stop\":12"},
+        {"\"world_size\":3", "\"world_size\":0"},
+        {"abc9", "ABC"},
+        {"abc9", ""},
+        {"1048576", "1048577"},
+        {"\"empty\"", "\"../empty\""},
+        {"\"empty\"", "\"/empty\""},
+        {"\"empty\"", "\"a/../b\""},
+        {"\"empty\"", "\"a/b/c\""},
+        {"\"empty\"", "\".hidden\""},
+        {"\"empty\"", "\"ranks/.x\""},
+        {"\"empty\"", "\"\""},
+        {"\"empty\"", "\"a//b\""},
+        {"\"empty\"", "\"a/\""},
+        {"\"empty\"", "\"a b\""},
+        {"\"empty\"", "\"zzz\""},
+        {"\"empty\"", "\"model.safetensors\""},
+        {"\"bytes\":10", "\"bytes\":1048577"},
+        {"\"bytes\":10", "\"bytes\":-10"},
+        {"\"bytes\":10", "\"bytes\":9007199254740993"},
+        {"deadbeef", "deadbee"},
+        {"deadbeef", "deadbeeg"},
+        {"deadbeef", "DEADBEEF"},
+        {"\"files\"", "\"filez\""},
     };
     size_t size = 0;
     char *text = print_case(false, &size);
     sw_manifest found = {0};
     check(is_manifest(text, size, false, &found), "reads what it wrote", "");
     const sw_manifest_file *model = sw_manifest_find(&found, "model.safetensors");
-    check(found.step == 12 && found.world_size == 3 && strcmp(found.nonce, "abc9") == 0 && found.metric == 0.125, "fields", "");
-    check(found.file_count == 3 && found.block_count == 5 && model && model->crcs[3] == 0xdeadbeef + 3 && model->first_block == 0, "files", "");
+    check(found.step == 12 && found.world_size == 3 && strcmp(found.nonce, "abc9") == 0 &&
+              found.metric == 0.125,
+          "fields", "");
+    check(found.file_count == 3 && found.block_count == 5 && model &&
+              model->crcs[3] == 0xdeadbeef + 3 && model->first_block == 0,
+          "files", "");
     sw_manifest_fini(&found);
     for (size_t i = 0; i < sizeof changes / sizeof changes[0]; ++i)
         check(!survives_change(text, size, changes[i][0], changes[i][1]), "refused", changes[i][1]);
-    check(survives_change(text, size, "\"step\":12", "\"step\":12,\"new\":[1]"), "unknown keys are ignored", "");
+    check(survives_change(text, size, "\"step\":12", "\"step\":12,\"new\":[1]"),
+          "unknown keys are ignored", "");
     for (size_t end = 0; end < size; ++end)
         check(!is_manifest(text, end, false, &found), "cut off", "");
     for (size_t at = 0; at < size; ++at)
@@ -223,27 +327,41 @@ static void manifests(void)
         }
     free(text);
     text = print_case(true, &size);
-    check(is_manifest(text, size, true, &found) && found.file_count == 4, "an acknowledgement lists runs", text);
+    check(is_manifest(text, size, true, &found) && found.file_count == 4,
+          "an acknowledgement lists runs", text);
     sw_manifest whole = {.step = 12, .world_size = 3, .nonce = "abc9"};
     sw_error err = {0};
-    check(sw_manifest_add_file(&whole, "model.safetensors", 3 * (uint64_t)SW_BLOCK_BYTES + 1, &err) == SW_OK &&
-              sw_manifest_add_file(&whole, "empty", 0, &err) == SW_OK, "add", err.message);
-    check(sw_manifest_merge(&whole, &found, 2, &err) == SW_E_INVALID && strstr(err.message, "ranks/00001.json"), "a stranger's file", err.message);
+    check(sw_manifest_add_file(&whole, "model.safetensors", 3 * (uint64_t)SW_BLOCK_BYTES + 1,
+                               &err) == SW_OK &&
+              sw_manifest_add_file(&whole, "empty", 0, &err) == SW_OK,
+          "add", err.message);
+    check(sw_manifest_merge(&whole, &found, 2, &err) == SW_E_INVALID &&
+              strstr(err.message, "ranks/00001.json"),
+          "a stranger's file", err.message);
     sw_manifest_fini(&whole);
-    check(sw_manifest_add_file(&whole, "model.safetensors", 3 * (uint64_t)SW_BLOCK_BYTES + 1, &err) == SW_OK &&
-              sw_manifest_add_file(&whole, "empty", 0, &err) == SW_OK && sw_manifest_merge(&whole, &found, 1, &err) == SW_OK, "merge", err.message);
-    check(sw_manifest_complete(&whole, &err) == SW_E_STATE && strstr(err.message, "block 2 of 'model.safetensors'"), "a hole", err.message);
+    check(sw_manifest_add_file(&whole, "model.safetensors", 3 * (uint64_t)SW_BLOCK_BYTES + 1,
+                               &err) == SW_OK &&
+              sw_manifest_add_file(&whole, "empty", 0, &err) == SW_OK &&
+              sw_manifest_merge(&whole, &found, 1, &err) == SW_OK,
+          "merge", err.message);
+    check(sw_manifest_complete(&whole, &err) == SW_E_STATE &&
+              strstr(err.message, "block 2 of 'model.safetensors'"),
+          "a hole", err.message);
     sw_manifest_fini(&whole);
     sw_manifest_fini(&found);
     free(text);
 }
 
-/* Random edits of sound texts: no crash, no overrun (the sanitizers look), and JSON that is read keeps to its buffer. */
+/* Random edits of sound texts: no crash, no overrun (the sanitizers look), and JSON that is read
+ * keeps to its buffer. */
 static void fuzz(int rounds)
 {
-    static const char *const pieces[] = {"{", "}", "[", "]", ",", ":", "\"", "\\", "\\u", "0", "-", "e", "9", "null", "data_offsets", "\xff", " "};
+    static const char *const pieces[] = {"{",   "}", "[", "]", ",", ":",    "\"",           "\\",
+                                         "\\u", "0", "-", "e", "9", "null", "data_offsets", "\xff",
+                                         " "};
     static const char *const texts[] = {
-        "{\"__metadata__\":{\"format\":\"pt\"},\"x\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]},\"y\\n\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[24,25]}}",
+        "{\"__metadata__\":{\"format\":\"pt\"},\"x\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_"
+        "offsets\":[0,24]},\"y\\n\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[24,25]}}",
         "{\"a\":[1,2.5,{\"b\":\"\\u00e9\\ud83d\\ude00\"}],\"c\":null}",
     };
     for (int round = 0; round < rounds; ++round) {
@@ -284,7 +402,8 @@ static void fuzz(int rounds)
     }
 }
 
-static void check_plan(const sw_plan *plan, const sw_plan_tensor *tensors, size_t count, uint64_t limit)
+static void check_plan(const sw_plan *plan, const sw_plan_tensor *tensors, size_t count,
+                       uint64_t limit)
 {
     bool *seen = calloc(count + 1, sizeof *seen);
     for (size_t f = 0; f < plan->file_count; ++f) {
@@ -292,13 +411,16 @@ static void check_plan(const sw_plan *plan, const sw_plan_tensor *tensors, size_
         sw_safetensors found = {0};
         sw_error err = {0};
         uint64_t data = file->size_bytes - file->header_bytes;
-        check(file->header_bytes % 4096 == 0 && (data <= limit || file->piece_count == 1), "size", file->path);
-        check(sw_safetensors_read((uint8_t *)file->header, file->header_bytes, file->size_bytes, file->path, &found, &err) == SW_OK,
+        check(file->header_bytes % 4096 == 0 && (data <= limit || file->piece_count == 1), "size",
+              file->path);
+        check(sw_safetensors_read((uint8_t *)file->header, file->header_bytes, file->size_bytes,
+                                  file->path, &found, &err) == SW_OK,
               "a strict reader reads it", err.message);
         for (size_t p = 0; p < file->piece_count; ++p) {
             const sw_plan_piece *piece = &plan->pieces[file->first_piece + p];
             unsigned width = sw_safetensors_element_bytes(tensors[piece->source].dtype);
-            check(!seen[piece->source] && piece->begin % width == 0, "once, and aligned to its element", tensors[piece->source].name);
+            check(!seen[piece->source] && piece->begin % width == 0,
+                  "once, and aligned to its element", tensors[piece->source].name);
             seen[piece->source] = true;
         }
         sw_safetensors_fini(&found);
@@ -343,12 +465,14 @@ static void plans(void)
             shapes[i][0] = (int64_t)chance(700);
             shapes[i][1] = (int64_t)chance(900);
             snprintf(names[i], sizeof names[i], "layer.%zu.\"w\\", i);
-            tensors[i] = (sw_plan_tensor){names[i], dtypes[chance(7)], shapes[i], (int)chance(3), chance(6) == 0};
+            tensors[i] = (sw_plan_tensor){names[i], dtypes[chance(7)], shapes[i], (int)chance(3),
+                                          chance(6) == 0};
         }
         sw_plan_group group = {"model", round % 2, limit, "{}", tensors, count};
         sw_plan *plan = NULL, *again = NULL;
         sw_error err = {0};
-        check(sw_plan_create(&group, 1, NULL, 0, &plan, &err) == SW_OK && sw_plan_create(&group, 1, NULL, 0, &again, &err) == SW_OK,
+        check(sw_plan_create(&group, 1, NULL, 0, &plan, &err) == SW_OK &&
+                  sw_plan_create(&group, 1, NULL, 0, &again, &err) == SW_OK,
               "plan", err.message);
         check(plan->digest == again->digest, "digest", "");
         check_plan(plan, tensors, count, limit);
@@ -360,15 +484,21 @@ static void plans(void)
     sw_plan_group group = {"model", false, 0, "{}", twice, 2};
     sw_plan *plan = NULL;
     sw_error err = {0};
-    check(sw_plan_create(&group, 1, NULL, 0, &plan, &err) == SW_E_INVALID && strstr(err.message, "used twice"), "a name twice", err.message);
+    check(sw_plan_create(&group, 1, NULL, 0, &plan, &err) == SW_E_INVALID &&
+              strstr(err.message, "used twice"),
+          "a name twice", err.message);
     twice[1].name = "__metadata__";
-    check(sw_plan_create(&group, 1, NULL, 0, &plan, &err) == SW_E_INVALID && strstr(err.message, "reserved"), "a reserved name", err.message);
+    check(sw_plan_create(&group, 1, NULL, 0, &plan, &err) == SW_E_INVALID &&
+              strstr(err.message, "reserved"),
+          "a reserved name", err.message);
     twice[1].name = "y";
     twice[1].dtype = "F4";
     check(sw_plan_create(&group, 1, NULL, 0, &plan, &err) == SW_E_INVALID, "a dtype", err.message);
     group.tensor_count = 1;
     group.stem = "../x";
-    check(sw_plan_create(&group, 1, NULL, 0, &plan, &err) == SW_E_INVALID && strstr(err.message, "cannot name a file"), "a path", err.message);
+    check(sw_plan_create(&group, 1, NULL, 0, &plan, &err) == SW_E_INVALID &&
+              strstr(err.message, "cannot name a file"),
+          "a path", err.message);
 }
 
 int main(void)

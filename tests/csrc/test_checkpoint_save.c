@@ -1,5 +1,5 @@
-/* test_checkpoint_save.c - ranks as threads save one checkpoint: the same bytes for every world size, form and number of
- * threads; one sentence on every rank where they cannot. */
+/* test_checkpoint_save.c - ranks as threads save one checkpoint: the same bytes for every world
+ * size, form and number of threads; one sentence on every rank where they cannot. */
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -43,8 +43,14 @@ static void every_form_writes_the_same_bytes(void)
             case_clear(directory);
             mkdir(directory, 0777);
             snprintf(nonce, sizeof nonce, "n%d", ++saves);
-            case_rank settings = {.world_size = world, .step = 7, .directory = directory, .number = 1, .nonce = nonce,
-                                  .is_direct = form & 1, .is_lazy = (form & 2) != 0, .thread_count = form & 4 ? 3 : 1};
+            case_rank settings = {.world_size = world,
+                                  .step = 7,
+                                  .directory = directory,
+                                  .number = 1,
+                                  .nonce = nonce,
+                                  .is_direct = form & 1,
+                                  .is_lazy = (form & 2) != 0,
+                                  .thread_count = form & 4 ? 3 : 1};
             check(case_save_together(settings, &err) == SW_OK, "a save", err.message);
             snprintf(path, sizeof path, "%s/step-000007", directory);
             check(case_is_valid(path, &step, &err) && step == 7, "it is valid", err.message);
@@ -71,18 +77,24 @@ static void a_missing_range_is_named_on_every_rank(void)
     case_fill(&data, 1, 0);
     data.sources[1].size_bytes -= 1; /* its last byte is elsewhere */
     check(case_plan(&plan, &err) == SW_OK && sw_board_init(&board, 0, 1, NULL, &err) == SW_OK &&
-              sw_saver_create(&board, &options, &saver, &err) == SW_OK, "set up", err.message);
-    sw_save_request request = {.folder = "/dev/null/x", .nonce = "n", .number = 1, .shared = {plan, data.sources, CASE_TENSORS},
+              sw_saver_create(&board, &options, &saver, &err) == SW_OK,
+          "set up", err.message);
+    sw_save_request request = {.folder = "/dev/null/x",
+                               .nonce = "n",
+                               .number = 1,
+                               .shared = {plan, data.sources, CASE_TENSORS},
                                .timeout_ns = 1000000000};
     check(sw_saver_begin(saver, &request, &err) == SW_E_STATE, "begin", err.message);
-    check(strstr(err.message, "rank 0 does not hold byte 1710799 of tensor number 1") != NULL, "sentence", err.message);
+    check(strstr(err.message, "rank 0 does not hold byte 1710799 of tensor number 1") != NULL,
+          "sentence", err.message);
     data.sources[1].size_bytes += 1;
     check(sw_saver_begin(saver, &request, &err) == SW_OK, "begins again", err.message);
     bool is_over = false;
     sw_status status = SW_OK;
     while (!is_over && status == SW_OK)
         status = sw_saver_wait(saver, 1000000000, &is_over, &err);
-    check(status == SW_E_OS && strstr(err.message, "/dev/null/x.n.partial") != NULL, "no folder can be made", err.message);
+    check(status == SW_E_OS && strstr(err.message, "/dev/null/x.n.partial") != NULL,
+          "no folder can be made", err.message);
     check(sw_saver_wait(saver, 0, &is_over, &err) == SW_OK && is_over, "told once", err.message);
     sw_saver_destroy(saver);
     sw_board_fini(&board);
@@ -119,8 +131,14 @@ static void split_ranges_make_the_same_block(void)
     case_clear(directory);
     mkdir(directory, 0777);
     snprintf(folder, sizeof folder, "%s/step-000007", directory);
-    check(sw_board_init(&board, 0, 1, NULL, &err) == SW_OK && sw_saver_create(&board, &options, &saver, &err) == SW_OK, "set up", "");
-    sw_save_request request = {.folder = folder, .nonce = "n", .number = 1, .step = 7, .shared = {plan, ranges, CASE_TENSORS + 3},
+    check(sw_board_init(&board, 0, 1, NULL, &err) == SW_OK &&
+              sw_saver_create(&board, &options, &saver, &err) == SW_OK,
+          "set up", "");
+    sw_save_request request = {.folder = folder,
+                               .nonce = "n",
+                               .number = 1,
+                               .step = 7,
+                               .shared = {plan, ranges, CASE_TENSORS + 3},
                                .timeout_ns = 10000000000};
     sw_status status = sw_saver_begin(saver, &request, &err);
     while (!is_over && status == SW_OK)
@@ -148,10 +166,16 @@ static void a_full_disk_is_an_error_before_the_first_byte(void)
     limit.rlim_cur = 1 << 20;
     signal(SIGXFSZ, SIG_IGN);
     setrlimit(RLIMIT_FSIZE, &limit);
-    case_rank settings = {.world_size = 3, .step = 7, .directory = directory, .number = 1, .nonce = "n", .thread_count = 1};
+    case_rank settings = {.world_size = 3,
+                          .step = 7,
+                          .directory = directory,
+                          .number = 1,
+                          .nonce = "n",
+                          .thread_count = 1};
     sw_status status = case_save_together(settings, &err);
     setrlimit(RLIMIT_FSIZE, &before);
-    check(status == SW_E_OS && strstr(err.message, "allocating 1715515 bytes") != NULL && strstr(err.message, "File too large") != NULL,
+    check(status == SW_E_OS && strstr(err.message, "allocating 1715515 bytes") != NULL &&
+              strstr(err.message, "File too large") != NULL,
           "one sentence", err.message);
     left = case_newest(directory, names, &count);
     check(left == 0 && count == 0, "nothing is left", directory);
@@ -174,13 +198,18 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
     mkdir(directory, 0777);
     snprintf(folder, sizeof folder, "%s/step-000001", directory);
     check(case_plan(&plan, &err) == SW_OK && sw_board_init(&board, 0, 2, pages, &err) == SW_OK &&
-              sw_saver_create(&board, &options, &saver, &err) == SW_OK, "set up", err.message);
-    sw_save_request request = {.folder = folder, .nonce = "n", .number = 1, .shared = {plan, data.sources, CASE_TENSORS},
+              sw_saver_create(&board, &options, &saver, &err) == SW_OK,
+          "set up", err.message);
+    sw_save_request request = {.folder = folder,
+                               .nonce = "n",
+                               .number = 1,
+                               .shared = {plan, data.sources, CASE_TENSORS},
                                .timeout_ns = 200000000};
     sw_status status = sw_saver_begin(saver, &request, &err);
     while (!is_over && status == SW_OK)
         status = sw_saver_wait(saver, 1000000000, &is_over, &err);
-    check(status == SW_E_TIMEOUT && strstr(err.message, "rank 1 to write its blocks") != NULL, "deadline", err.message);
+    check(status == SW_E_TIMEOUT && strstr(err.message, "rank 1 to write its blocks") != NULL,
+          "deadline", err.message);
     sw_saver_destroy(saver);
     sw_board_fini(&board);
     sw_plan_destroy(plan);

@@ -1,8 +1,8 @@
 /* test_codec.c - halves and block-scaled integers: every table against a naive codec, bit for bit;
  * bounds, what is not finite, guards, odd tails, errors.
  *
- * Bounds: a block of greatest magnitude a is off by at most a/254 (8 bits) or a/14 (4 bits) an element,
- * and by what the three float32 roundings add, 2^-22 of a. */
+ * Bounds: a block of greatest magnitude a is off by at most a/254 (8 bits) or a/14 (4 bits) an
+ * element, and by what the three float32 roundings add, 2^-22 of a. */
 #include "optim_oracle.h"
 
 #include "compress/codec.h"
@@ -144,7 +144,8 @@ static void check_halves(sw_dtype dtype, size_t numel, size_t offset)
     array_randomize(&source, true, false);
     float scale = 1.0f / 3.0f;
     expect(sw_half_encode(dtype, wire.data, (float *)(void *)source.data, numel, scale, NULL) ==
-               SW_OK, "encode");
+               SW_OK,
+           "encode");
     expect(sw_half_decode(dtype, (float *)(void *)out.data, wire.data, numel, NULL) == SW_OK,
            "decode");
     for (size_t i = 0; i < numel; ++i) {
@@ -170,7 +171,8 @@ static void check_errors(void)
         expect(strstr(err.message, i < 4 ? "[32, 4096]" : "8 or 4") != NULL, "the legal range");
     }
     expect(sw_half_encode(SW_DTYPE_FLOAT32, NULL, NULL, 0, 1.0f, &err) == SW_E_INVALID &&
-               strstr(err.message, "not float32") != NULL, "a half of another dtype");
+               strstr(err.message, "not float32") != NULL,
+           "a half of another dtype");
 }
 
 int main(void)

@@ -1,5 +1,5 @@
-/* test_copy.c - sw_copy_streaming moves exactly its bytes: at every misalignment, around each threshold, with
- * guard bytes on both sides. */
+/* test_copy.c - sw_copy_streaming moves exactly its bytes: at every misalignment, around each
+ * threshold, with guard bytes on both sides. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +10,8 @@ enum { GUARD = 0xA5, MARGIN = 128, LARGEST = 1 << 20 };
 
 static int failures;
 
-static void check_copy(uint8_t *to, uint8_t *from, size_t to_offset, size_t from_offset, size_t size)
+static void check_copy(uint8_t *to, uint8_t *from, size_t to_offset, size_t from_offset,
+                       size_t size)
 {
     memset(to, GUARD, LARGEST + 4 * MARGIN);
     for (size_t i = 0; i < size; ++i)
@@ -22,7 +23,8 @@ static void check_copy(uint8_t *to, uint8_t *from, size_t to_offset, size_t from
     for (size_t i = MARGIN + to_offset + size; i < LARGEST + 4 * MARGIN; ++i)
         wrong |= to[i] != GUARD;
     if (wrong) {
-        printf("copy of %zu bytes, offsets %zu and %zu: wrong bytes\n", size, to_offset, from_offset);
+        printf("copy of %zu bytes, offsets %zu and %zu: wrong bytes\n", size, to_offset,
+               from_offset);
         failures++;
     }
 }
@@ -30,7 +32,8 @@ static void check_copy(uint8_t *to, uint8_t *from, size_t to_offset, size_t from
 int main(void)
 {
     uint8_t *to = malloc(LARGEST + 4 * MARGIN), *from = malloc(LARGEST + 4 * MARGIN);
-    const size_t sizes[] = {0, 1, 63, 64, 65, 4095, 262143, 262144, 262145, 262207, 262208, 524287, 1048576};
+    const size_t sizes[] = {0,      1,      63,     64,     65,     4095,   262143,
+                            262144, 262145, 262207, 262208, 524287, 1048576};
     const size_t offsets[] = {0, 1, 4, 15, 16, 60, 63};
     if (!to || !from)
         return 2;

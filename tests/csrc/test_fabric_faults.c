@@ -1,8 +1,10 @@
-/* test_fabric_faults.c - what a rank is told when another leaves, fails, is late or disagrees; and the counters: more
- * operations than the ring has entries, tickets beyond 32 bits, slots used again.
+/* test_fabric_faults.c - what a rank is told when another leaves, fails, is late or disagrees; and
+ * the counters: more operations than the ring has entries, tickets beyond 32 bits, slots used
+ * again.
  *
- * Most tests drive three ranks from one thread, through posts and polls that do not wait, so the order of events is
- * the test's own. Where a rank has to wait, ranks are threads. W = 3: with two ranks, "a peer" is always the same. */
+ * Most tests drive three ranks from one thread, through posts and polls that do not wait, so the
+ * order of events is the test's own. Where a rank has to wait, ranks are threads. W = 3: with two
+ * ranks, "a peer" is always the same. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +14,11 @@
 #include "platform/clock.h"
 #include "ranks.h"
 
-enum { WORLD = 3, ARENA_BYTES = 512 * 128, PROMPT_MS = 10000 /* far below the deadline, far above a loaded machine's turn */ };
+enum {
+    WORLD = 3,
+    ARENA_BYTES = 512 * 128,
+    PROMPT_MS = 10000 /* far below the deadline, far above a loaded machine's turn */
+};
 
 /* Three ranks of one thread, and an arena made by hand. */
 typedef struct rig {
@@ -31,7 +37,8 @@ static bool rig_init(rig *r)
         return false;
     for (int i = 0; i < WORLD; ++i) {
         r->base[i] = calloc(1, ARENA_BYTES);
-        if (!check(r->base[i] && sw_local_comm_create(r->group, i, &r->comm[i], &err) == SW_OK, "%s", err.message))
+        if (!check(r->base[i] && sw_local_comm_create(r->group, i, &r->comm[i], &err) == SW_OK,
+                   "%s", err.message))
             return false;
         r->comm[i]->timeout_ns = INT64_C(30) * 1000000000;
     }
@@ -50,8 +57,12 @@ static void rig_fini(rig *r)
 
 static sw_op sum_op(const sw_arena *arena)
 {
-    return (sw_op){.kind = SW_OP_ALL_REDUCE, .dtype = SW_DTYPE_FLOAT32, .redop = SW_REDOP_SUM, .numel = 8,
-                   .arena = arena, .label = "the sum"};
+    return (sw_op){.kind = SW_OP_ALL_REDUCE,
+                   .dtype = SW_DTYPE_FLOAT32,
+                   .redop = SW_REDOP_SUM,
+                   .numel = 8,
+                   .arena = arena,
+                   .label = "the sum"};
 }
 
 static sw_op barrier_op(void)
@@ -67,7 +78,8 @@ typedef struct difference {
     const char *common_text, *odd_text; /* what the sentence must say of each side */
 } difference;
 
-/* Rank `odd` comes with another operation: every rank gets one sentence, naming rank 0 and the first that differs. */
+/* Rank `odd` comes with another operation: every rank gets one sentence, naming rank 0 and the
+ * first that differs. */
 static void check_disagreement(const difference *d, int odd)
 {
     rig r;
@@ -91,14 +103,18 @@ static void check_disagreement(const difference *d, int odd)
             status[i] = r.comm[i]->ops->poll(r.comm[i], 1, &complete, &err[i]);
         check(status[i] == SW_E_MISMATCH && strcmp(err[i].message, err[0].message) == 0 &&
                   err[i].detail == (odd == 0 ? 1 : odd),
-              "%s of rank %d differs: rank %d got %s: %s", d->field, odd, i, sw_status_name(status[i]), err[i].message);
+              "%s of rank %d differs: rank %d got %s: %s", d->field, odd, i,
+              sw_status_name(status[i]), err[i].message);
         check(r.comm[i]->ops->poll(r.comm[i], 1, &complete, &again) == SW_E_MISMATCH &&
                   strcmp(again.message, err[0].message) == 0,
               "%s: a later call on rank %d repeats the sentence", d->field, i);
     }
-    const char *first = odd == 0 ? d->odd_text : d->common_text, *other = odd == 0 ? d->common_text : d->odd_text;
-    const char *middle = strstr(err[0].message, second), *named = strstr(err[0].message, "rank 0 came with");
-    check(named && middle && strstr(named, first) && strstr(named, first) < middle && strstr(middle, other),
+    const char *first = odd == 0 ? d->odd_text : d->common_text,
+               *other = odd == 0 ? d->common_text : d->odd_text;
+    const char *middle = strstr(err[0].message, second),
+               *named = strstr(err[0].message, "rank 0 came with");
+    check(named && middle && strstr(named, first) && strstr(named, first) < middle &&
+              strstr(middle, other),
           "%s of rank %d differs: the sentence names both: %s", d->field, odd, err[0].message);
     for (int i = 0; i < WORLD; ++i)
         for (size_t k = 0; k < 64; ++k)
@@ -111,15 +127,21 @@ static void test_disagreement(void)
     static const sw_arena some;
     const sw_op sum = sum_op(&some);
     difference all[10] = {
-        {.field = "kind", .common_text = "all_reduce 'the sum'", .odd_text = "reduce_scatter 'the sum'"},
+        {.field = "kind",
+         .common_text = "all_reduce 'the sum'",
+         .odd_text = "reduce_scatter 'the sum'"},
         {.field = "dtype", .common_text = "8 float32", .odd_text = "8 int32"},
         {.field = "operation", .common_text = "sum of 8", .odd_text = "max of 8"},
         {.field = "count", .common_text = "of 8 ", .odd_text = "of 7 "},
         {.field = "label", .common_text = "'the sum'", .odd_text = "'another'"},
-        {.field = "round", .common_text = "backward 1 of step 7", .odd_text = "backward 2 of step 7"},
+        {.field = "round",
+         .common_text = "backward 1 of step 7",
+         .odd_text = "backward 2 of step 7"},
         {.field = "offset", .common_text = "at byte 0 of", .odd_text = "at byte 128 of"},
         {.field = "root", .common_text = "from rank 0", .odd_text = "from rank 2"},
-        {.field = "step", .common_text = "backward 1 of step 7", .odd_text = "backward 1 of step 8"},
+        {.field = "step",
+         .common_text = "backward 1 of step 7",
+         .odd_text = "backward 1 of step 8"},
         {.field = "subject", .common_text = "of shared memory 3", .odd_text = "of shared memory 4"},
     };
     for (size_t i = 0; i < 10; ++i) {
@@ -168,8 +190,9 @@ static void test_three_ways(void)
 
 /* ---- leaving and aborting, in an order of the test's own ---- */
 
-/* All three post, rank 1 last, which folds its part; then it ends, by abort or by leaving. Rank 0's wait must still
- * succeed although rank 2 has not folded yet; the next call gets what rank 1 said. */
+/* All three post, rank 1 last, which folds its part; then it ends, by abort or by leaving. Rank 0's
+ * wait must still succeed although rank 2 has not folded yet; the next call gets what rank 1 said.
+ */
 typedef struct ending {
     rig *r;
     bool by_abort;
@@ -187,7 +210,8 @@ static void end_of_rank_1(rank_context *self)
     for (int turn = 0; turn < WORLD; ++turn) {
         static const int order[WORLD] = {2, 0, 1};
         if (order[turn] == self->rank)
-            check(comm->ops->post(comm, &op, &ticket, &err) == SW_OK, "rank %d posts: %s", self->rank, err.message);
+            check(comm->ops->post(comm, &op, &ticket, &err) == SW_OK, "rank %d posts: %s",
+                  self->rank, err.message);
         ranks_meet(self);
     }
     if (self->rank == 1) {
@@ -200,20 +224,23 @@ static void end_of_rank_1(rank_context *self)
     ranks_meet(self);
     if (self->rank == 2) {
         ranks_sleep_ms(120); /* rank 0 sleeps, wakes and looks at its peers several times */
-        check(comm->ops->poll(comm, 1, &complete, &err) == SW_OK, "rank 2 folds its part: %s", err.message);
+        check(comm->ops->poll(comm, 1, &complete, &err) == SW_OK, "rank 2 folds its part: %s",
+              err.message);
     }
     if (self->rank == 0)
-        check(comm->ops->wait(comm, 1, &err) == SW_OK, "an end after its part is not of this call: %s", err.message);
+        check(comm->ops->wait(comm, 1, &err) == SW_OK,
+              "an end after its part is not of this call: %s", err.message);
     ranks_meet(self);
     if (self->rank == 1)
         return;
     op = barrier_op();
-    check(comm->ops->run(comm, &op, &err) == SW_E_COMM && err.detail == 1, "the next call on rank %d: %s", self->rank,
-          err.message);
-    check(strstr(err.message, given->by_abort ? "rank 1 had enough" : "rank 1 (pid") != NULL, "rank %d: %s", self->rank,
-          err.message);
-    check(given->by_abort || strstr(err.message, "left the group before its part of barrier 'the barrier'"), "rank %d: %s",
-          self->rank, err.message);
+    check(comm->ops->run(comm, &op, &err) == SW_E_COMM && err.detail == 1,
+          "the next call on rank %d: %s", self->rank, err.message);
+    check(strstr(err.message, given->by_abort ? "rank 1 had enough" : "rank 1 (pid") != NULL,
+          "rank %d: %s", self->rank, err.message);
+    check(given->by_abort ||
+              strstr(err.message, "left the group before its part of barrier 'the barrier'"),
+          "rank %d: %s", self->rank, err.message);
 }
 
 static void test_end_after_the_part(bool by_abort)
@@ -226,7 +253,8 @@ static void test_end_after_the_part(bool by_abort)
     rig_fini(&r);
 }
 
-/* The same for a rank that has posted but not folded: its part will never come, and the call must say so. */
+/* The same for a rank that has posted but not folded: its part will never come, and the call must
+ * say so. */
 static void test_end_before_the_fold(bool by_abort)
 {
     rig r;
@@ -236,17 +264,20 @@ static void test_end_before_the_fold(bool by_abort)
         return;
     sw_op op = sum_op(&r.arena);
     for (int i = 1; i <= WORLD; ++i) /* rank 0 last */
-        check(r.comm[i % WORLD]->ops->post(r.comm[i % WORLD], &op, &ticket, &err) == SW_OK, "%s", err.message);
+        check(r.comm[i % WORLD]->ops->post(r.comm[i % WORLD], &op, &ticket, &err) == SW_OK, "%s",
+              err.message);
     sw_error_set(&reason, SW_E_COMM, 1, "rank 1 had enough");
     if (by_abort)
         r.comm[1]->ops->abort(r.comm[1], &reason);
     else
         r.comm[1]->ops->leave(r.comm[1]);
     check(!r.comm[0]->ops->is_alive(r.comm[0]), "it can be seen that a peer is gone");
-    check(r.comm[0]->ops->wait(r.comm[0], ticket, &err) == SW_E_COMM && err.detail == 1, "a fold that never comes: %s",
-          err.message);
-    check(strstr(err.message, by_abort ? "rank 1 had enough" : "left the group before its part of all_reduce 'the sum'") !=
-              NULL, "%s", err.message);
+    check(r.comm[0]->ops->wait(r.comm[0], ticket, &err) == SW_E_COMM && err.detail == 1,
+          "a fold that never comes: %s", err.message);
+    check(strstr(err.message,
+                 by_abort ? "rank 1 had enough"
+                          : "left the group before its part of all_reduce 'the sum'") != NULL,
+          "%s", err.message);
     rig_fini(&r);
 }
 
@@ -262,13 +293,16 @@ static void abort_while_peers_wait(rank_context *self)
         ranks_sleep_ms(60);
         sw_error_set(&reason, SW_E_STATE, 7, "the sentence of rank 1");
         comm->ops->abort(comm, &reason);
-        check(comm->ops->run(comm, &op, &self->err) == SW_E_STATE, "the one that aborted is told, too");
+        check(comm->ops->run(comm, &op, &self->err) == SW_E_STATE,
+              "the one that aborted is told, too");
     } else {
-        check(comm->ops->run(comm, &op, &self->err) == SW_E_STATE && self->err.detail == 7, "rank %d: %s", self->rank,
-              self->err.message);
+        check(comm->ops->run(comm, &op, &self->err) == SW_E_STATE && self->err.detail == 7,
+              "rank %d: %s", self->rank, self->err.message);
     }
-    check(strcmp(self->err.message, "the sentence of rank 1") == 0, "rank %d: %s", self->rank, self->err.message);
-    check(sw_clock_now_ns() - begun_ns < PROMPT_MS * INT64_C(1000000), "rank %d waited to its deadline", self->rank);
+    check(strcmp(self->err.message, "the sentence of rank 1") == 0, "rank %d: %s", self->rank,
+          self->err.message);
+    check(sw_clock_now_ns() - begun_ns < PROMPT_MS * INT64_C(1000000),
+          "rank %d waited to its deadline", self->rank);
     check(comm->ops->run(comm, &op, &self->err) == SW_E_STATE, "and again");
 }
 
@@ -298,25 +332,30 @@ static void deadline(rank_context *self)
     }
     if (self->rank == 2) {
         ranks_meet(self);
-        check(comm->ops->run(comm, &op, &self->err) == SW_OK, "every part is there when the last comes: %s",
-              self->err.message);
-        check(comm->ops->run(comm, &op, &self->err) == SW_E_TIMEOUT && strstr(self->err.message, "rank 2 (pid"),
+        check(comm->ops->run(comm, &op, &self->err) == SW_OK,
+              "every part is there when the last comes: %s", self->err.message);
+        check(comm->ops->run(comm, &op, &self->err) == SW_E_TIMEOUT &&
+                  strstr(self->err.message, "rank 2 (pid"),
               "the late rank is told by its next call: %s", self->err.message);
         return;
     }
-    check(comm->ops->run(comm, &op, &self->err) == SW_E_TIMEOUT && self->err.detail == 2, "rank %d: %s", self->rank,
-          self->err.message);
-    check(strstr(self->err.message, "barrier 'the barrier'") && strstr(self->err.message, "timeout_s=0.2") &&
+    check(comm->ops->run(comm, &op, &self->err) == SW_E_TIMEOUT && self->err.detail == 2,
+          "rank %d: %s", self->rank, self->err.message);
+    check(strstr(self->err.message, "barrier 'the barrier'") &&
+              strstr(self->err.message, "timeout_s=0.2") &&
               strstr(self->err.message, "rank 2 (pid") && !strstr(self->err.message, "rank 0 (pid"),
-          "rank %d: the deadline names operation, limit and rank: %s", self->rank, self->err.message);
+          "rank %d: the deadline names operation, limit and rank: %s", self->rank,
+          self->err.message);
     if (self->rank == 0) {
         check(log.count >= 1 && log.count <= 3, "warned %d times: at 30, 60 and 120 ms", log.count);
-        check(strstr(log.message, "rank 2 (pid") && strstr(log.message, "barrier 'the barrier'"), "%s", log.message);
+        check(strstr(log.message, "rank 2 (pid") && strstr(log.message, "barrier 'the barrier'"),
+              "%s", log.message);
     }
     ranks_meet(self);
 }
 
-/* The full ring: operation 129 waits for the first, and with nobody there the deadline says for whom. */
+/* The full ring: operation 129 waits for the first, and with nobody there the deadline says for
+ * whom. */
 static void test_full_ring(void)
 {
     rig r;
@@ -327,11 +366,13 @@ static void test_full_ring(void)
     sw_op op = sum_op(&r.arena);
     r.comm[1]->timeout_ns = 40 * 1000000;
     for (int i = 0; i < SW_FABRIC_RING; ++i)
-        check(r.comm[1]->ops->post(r.comm[1], &op, &ticket, &err) == SW_OK, "operation %d: %s", i, err.message);
+        check(r.comm[1]->ops->post(r.comm[1], &op, &ticket, &err) == SW_OK, "operation %d: %s", i,
+              err.message);
     check(ticket == SW_FABRIC_RING, "tickets count from 1");
     check(r.comm[1]->ops->post(r.comm[1], &op, &ticket, &err) == SW_E_TIMEOUT && err.detail == 0,
           "one more than the ring holds: %s", err.message);
-    check(strstr(err.message, "rank 0 (pid") && strstr(err.message, "rank 2 (pid") && !strstr(err.message, "rank 1 (pid"),
+    check(strstr(err.message, "rank 0 (pid") && strstr(err.message, "rank 2 (pid") &&
+              !strstr(err.message, "rank 1 (pid"),
           "all who are missing are named: %s", err.message);
     rig_fini(&r);
 }
@@ -344,8 +385,8 @@ static bool is_interrupted(void *context)
     return true;
 }
 
-/* The memory that an interrupted call borrowed is the caller's again: nothing may touch it later, even when the peers
- * come after all. */
+/* The memory that an interrupted call borrowed is the caller's again: nothing may touch it later,
+ * even when the peers come after all. */
 static void test_interruption(void)
 {
     rig r;
@@ -358,21 +399,23 @@ static void test_interruption(void)
     sw_op op = sum_op(NULL);
     op.data = data;
     r.comm[0]->hooks.interrupted = is_interrupted;
-    check(r.comm[0]->ops->run(r.comm[0], &op, &err) == SW_E_INTERRUPTED, "interrupted: %s", err.message);
+    check(r.comm[0]->ops->run(r.comm[0], &op, &err) == SW_E_INTERRUPTED, "interrupted: %s",
+          err.message);
     free(data);
     op.data = others;
     check(r.comm[1]->ops->run(r.comm[1], &op, &err) == SW_E_COMM && err.detail == 0 &&
               strstr(err.message, "rank 0 was interrupted while it waited in all_reduce 'the sum'"),
           "a peer that waits: %s", err.message);
-    check(r.comm[2]->ops->run(r.comm[2], &op, &err) == SW_OK && others[0] == 2, "the last finds every part: %s",
-          err.message);
-    check(r.comm[0]->ops->poll(r.comm[0], 1, &complete, &err) == SW_E_COMM, "the communicator has ended: %s", err.message);
+    check(r.comm[2]->ops->run(r.comm[2], &op, &err) == SW_OK && others[0] == 2,
+          "the last finds every part: %s", err.message);
+    check(r.comm[0]->ops->poll(r.comm[0], 1, &complete, &err) == SW_E_COMM,
+          "the communicator has ended: %s", err.message);
     rig_fini(&r);
 }
 
-/* Three ranks in a barrier on private memory, where a post is a rank's whole part: rank 0 posts and is interrupted, rank 2
- * posts at once after it. Rank 1, asleep until then, has every part. Should it wake between the two it gets the
- * interruption instead, so one success of many is asked for. */
+/* Three ranks in a barrier on private memory, where a post is a rank's whole part: rank 0 posts and
+ * is interrupted, rank 2 posts at once after it. Rank 1, asleep until then, has every part. Should
+ * it wake between the two it gets the interruption instead, so one success of many is asked for. */
 typedef struct late_post {
     rig rig;
     int successes;
@@ -390,8 +433,10 @@ static void post_after_an_end(rank_context *self)
     } else if (self->rank == 0) {
         ranks_sleep_ms(10); /* rank 1 is in its wait */
         comm[0]->hooks.interrupted = is_interrupted;
-        check(comm[0]->ops->run(comm[0], &op, &self->err) == SW_E_INTERRUPTED, "rank 0: %s", self->err.message);
-        check(comm[2]->ops->run(comm[2], &op, &self->err) == SW_OK, "rank 2: %s", self->err.message);
+        check(comm[0]->ops->run(comm[0], &op, &self->err) == SW_E_INTERRUPTED, "rank 0: %s",
+              self->err.message);
+        check(comm[2]->ops->run(comm[2], &op, &self->err) == SW_OK, "rank 2: %s",
+              self->err.message);
     }
 }
 
@@ -404,7 +449,8 @@ static void test_post_after_an_end(void)
         ranks_run_bare(post_after_an_end, 2, &shared);
         rig_fini(&shared.rig);
     }
-    check(shared.successes > 0, "a peer that ends after its post does not fail a call whose parts are all there");
+    check(shared.successes > 0,
+          "a peer that ends after its post does not fail a call whose parts are all there");
 }
 
 /* ---- arguments ---- */
@@ -431,13 +477,16 @@ static void test_arguments(void)
     bad[6].root = WORLD;
     bad[7].dtype = SW_DTYPE_BOOL;
     for (size_t i = 0; i < 8; ++i)
-        check(r.comm[0]->ops->post(r.comm[0], &bad[i], &ticket, &err) == SW_E_INVALID, "argument %zu is refused", i);
+        check(r.comm[0]->ops->post(r.comm[0], &bad[i], &ticket, &err) == SW_E_INVALID,
+              "argument %zu is refused", i);
     sw_op private_op = good;
     private_op.arena = NULL;
     private_op.data = data;
-    check(r.comm[0]->ops->post(r.comm[0], &private_op, &ticket, &err) == SW_E_STATE, "post takes no private memory");
+    check(r.comm[0]->ops->post(r.comm[0], &private_op, &ticket, &err) == SW_E_STATE,
+          "post takes no private memory");
     private_op.kind = SW_OP_REDUCE_SCATTER;
-    check(r.comm[0]->ops->run(r.comm[0], &private_op, &err) == SW_E_UNSUPPORTED, "reduce_scatter needs an arena");
+    check(r.comm[0]->ops->run(r.comm[0], &private_op, &err) == SW_E_UNSUPPORTED,
+          "reduce_scatter needs an arena");
     check(r.comm[0]->ops->post(r.comm[0], &good, &ticket, &err) == SW_OK && ticket == 1,
           "a refused operation is not counted and ends nothing: %s", err.message);
     rig_fini(&r);
@@ -456,7 +505,8 @@ static void set_counters(sw_comm *comm, uint32_t start)
 
 enum { IN_FLIGHT = 300, NUMEL = 40 };
 
-/* More posts in flight than the ring holds, each on a part of its own; one rank begins late, another is slow. */
+/* More posts in flight than the ring holds, each on a part of its own; one rank begins late,
+ * another is slow. */
 static void ring_wraps(rank_context *self)
 {
     const uint32_t *start = self->shared;
@@ -466,32 +516,42 @@ static void ring_wraps(rank_context *self)
     const size_t stride = 256;
     set_counters(comm, *start);
     ranks_meet(self);
-    if (!check(comm->ops->arena_create(comm, IN_FLIGHT * stride, "ring", &arena, &self->err) == SW_OK, "%s",
-               self->err.message))
+    if (!check(comm->ops->arena_create(comm, IN_FLIGHT * stride, "ring", &arena, &self->err) ==
+                   SW_OK,
+               "%s", self->err.message))
         exit(1);
     for (size_t k = 0; k < IN_FLIGHT; ++k)
         for (size_t i = 0; i < NUMEL; ++i)
-            ((float *)(void *)(arena->base[self->rank] + k * stride))[i] = ranks_value(self->rank, i, (int)k);
+            ((float *)(void *)(arena->base[self->rank] + k * stride))[i] =
+                ranks_value(self->rank, i, (int)k);
     if (self->rank == 2)
         ranks_sleep_ms(30);
     for (size_t k = 0; k < IN_FLIGHT; ++k) {
-        sw_op op = {.kind = SW_OP_ALL_REDUCE, .dtype = SW_DTYPE_FLOAT32, .redop = SW_REDOP_SUM, .numel = NUMEL,
-                    .arena = arena, .offset_bytes = k * stride, .label = "ring"};
+        sw_op op = {.kind = SW_OP_ALL_REDUCE,
+                    .dtype = SW_DTYPE_FLOAT32,
+                    .redop = SW_REDOP_SUM,
+                    .numel = NUMEL,
+                    .arena = arena,
+                    .offset_bytes = k * stride,
+                    .label = "ring"};
         if (self->rank == 1 && k % 100 == 99)
             ranks_sleep_ms(10);
-        if (!check(comm->ops->post(comm, &op, &ticket, &self->err) == SW_OK, "post %zu: %s", k, self->err.message))
+        if (!check(comm->ops->post(comm, &op, &ticket, &self->err) == SW_OK, "post %zu: %s", k,
+                   self->err.message))
             break;
         if (k == 0)
             first = ticket;
         check(ticket == first + (uint32_t)k, "tickets are given in order, over the wrap");
     }
     check(comm->ops->wait(comm, ticket, &self->err) == SW_OK, "the last: %s", self->err.message);
-    check(comm->ops->wait(comm, first, &self->err) == SW_OK, "the first, long done: %s", self->err.message);
+    check(comm->ops->wait(comm, first, &self->err) == SW_OK, "the first, long done: %s",
+          self->err.message);
     for (size_t k = 0; k < IN_FLIGHT; ++k)
         for (size_t i = 0; i < NUMEL; ++i) {
-            float expected = (ranks_value(0, i, (int)k) + ranks_value(1, i, (int)k)) + ranks_value(2, i, (int)k);
-            check(((float *)(void *)(arena->base[self->rank] + k * stride))[i] == expected, "operation %zu, element %zu",
-                  k, i);
+            float expected =
+                (ranks_value(0, i, (int)k) + ranks_value(1, i, (int)k)) + ranks_value(2, i, (int)k);
+            check(((float *)(void *)(arena->base[self->rank] + k * stride))[i] == expected,
+                  "operation %zu, element %zu", k, i);
         }
     ranks_meet(self);
     comm->ops->arena_destroy(comm, arena);
@@ -499,8 +559,8 @@ static void ring_wraps(rank_context *self)
 
 enum { SLOT_FLOATS = SW_FABRIC_SLOT_BYTES / 4, CHUNKS = 11 };
 
-/* Three private operations, each of more chunks than there are slots, with a slow rank that changes from one to the
- * next: a slot may be filled again only when every rank has read it. */
+/* Three private operations, each of more chunks than there are slots, with a slow rank that changes
+ * from one to the next: a slot may be filled again only when every rank has read it. */
 static void slots_are_used_again(rank_context *self)
 {
     const uint32_t *start = self->shared;
@@ -512,8 +572,13 @@ static void slots_are_used_again(rank_context *self)
     set_counters(comm, *start);
     ranks_meet(self);
     for (int step = 0; step < 4; ++step) {
-        sw_op op = {.kind = step % 2 ? SW_OP_BROADCAST : SW_OP_ALL_REDUCE, .dtype = SW_DTYPE_FLOAT32,
-                    .redop = SW_REDOP_SUM, .root = 2, .numel = numel, .data = data, .label = "slots"};
+        sw_op op = {.kind = step % 2 ? SW_OP_BROADCAST : SW_OP_ALL_REDUCE,
+                    .dtype = SW_DTYPE_FLOAT32,
+                    .redop = SW_REDOP_SUM,
+                    .root = 2,
+                    .numel = numel,
+                    .data = data,
+                    .label = "slots"};
         for (size_t i = 0; i < numel; ++i)
             data[i] = ranks_value(self->rank, i, step);
         if (self->rank == step % WORLD)
@@ -521,14 +586,16 @@ static void slots_are_used_again(rank_context *self)
         check(comm->ops->run(comm, &op, &self->err) == SW_OK, "%s", self->err.message);
         size_t wrong = 0;
         for (size_t i = 0; i < numel; ++i) {
-            float sum = (ranks_value(0, i, step) + ranks_value(1, i, step)) + ranks_value(2, i, step);
+            float sum =
+                (ranks_value(0, i, step) + ranks_value(1, i, step)) + ranks_value(2, i, step);
             wrong += data[i] != (step % 2 ? ranks_value(2, i, step) : sum);
         }
         check(wrong == 0, "step %d: %zu elements are wrong", step, wrong);
-        check(comm->ops->gather(comm, data, bytes, all, "slots", &self->err) == SW_OK, "%s", self->err.message);
+        check(comm->ops->gather(comm, data, bytes, all, "slots", &self->err) == SW_OK, "%s",
+              self->err.message);
         for (int r = 0; r < WORLD; ++r)
-            check(memcmp((uint8_t *)all + (size_t)r * bytes, data, bytes) == 0, "step %d: what was gathered of rank %d",
-                  step, r);
+            check(memcmp((uint8_t *)all + (size_t)r * bytes, data, bytes) == 0,
+                  "step %d: what was gathered of rank %d", step, r);
     }
     free(data);
     free(all);

@@ -1,15 +1,17 @@
 /* test_faults.c - every allocation fails in turn on one rank of three.
  *
- * A run makes a communicator, an arena and a reducer, and steps. The nth allocation of one rank fails, for every n
- * until a run ends without a failure. The laws of each run:
+ * A run makes a communicator, an arena and a reducer, and steps. The nth allocation of one rank
+ * fails, for every n until a run ends without a failure. The laws of each run:
  *
  *   - nobody hangs: no rank waits to its deadline;
- *   - either the failure was absorbed and every rank succeeds, or every rank gets an error that names the rank;
- *   - nothing leaks: memory (the address sanitizer's pass), mappings, descriptors; and a fresh group works afterwards;
+ *   - either the failure was absorbed and every rank succeeds, or every rank gets an error that
+ * names the rank;
+ *   - nothing leaks: memory (the address sanitizer's pass), mappings, descriptors; and a fresh
+ * group works afterwards;
  *   - a round allocates nothing, so that no step can fail for want of memory.
  *
- * Ranks are threads, under the local transport and under shared memory (from the joined communicator on; joining
- * itself is told to the peers by whoever carries the addresses). */
+ * Ranks are threads, under the local transport and under shared memory (from the joined
+ * communicator on; joining itself is told to the peers by whoever carries the addresses). */
 #include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -58,7 +60,8 @@ static sw_status one_round(rank_context *self, sw_reducer *reducer, int step)
         bool advance;
         if (!sw_reducer_takes_part(reducer, p))
             continue;
-        memset(sw_reducer_address(reducer, p), 0, params[p].numel * sw_dtype_size_bytes(params[p].dtype));
+        memset(sw_reducer_address(reducer, p), 0,
+               params[p].numel * sw_dtype_size_bytes(params[p].dtype));
         SW_TRY(sw_reducer_mark(reducer, p, step, &advance, &self->err));
         if (advance)
             SW_TRY(sw_reducer_advance(reducer, &self->err));
@@ -68,14 +71,17 @@ static sw_status one_round(rank_context *self, sw_reducer *reducer, int step)
     return sw_reducer_finish(reducer, &self->err);
 }
 
-/* Everything after the communicator. The caller destroys *arena and *reducer when all ranks are here. */
+/* Everything after the communicator. The caller destroys *arena and *reducer when all ranks are
+ * here. */
 static sw_status work(rank_context *self, sw_arena **arena, sw_reducer **reducer)
 {
     const fault_case *given = self->shared;
     sw_comm *comm = self->comm;
     outcome *mine = &outcomes[self->rank];
-    sw_reducer_options options = {.bucket_cap_bytes = 256, .transport = given->transport, .label = "faults"};
-    sw_op reduce = {.kind = SW_OP_ALL_REDUCE, .dtype = SW_DTYPE_FLOAT32, .redop = SW_REDOP_SUM, .numel = 8};
+    sw_reducer_options options = {
+        .bucket_cap_bytes = 256, .transport = given->transport, .label = "faults"};
+    sw_op reduce = {
+        .kind = SW_OP_ALL_REDUCE, .dtype = SW_DTYPE_FLOAT32, .redop = SW_REDOP_SUM, .numel = 8};
     SW_TRY(comm->ops->arena_create(comm, 4096, "an arena", arena, &self->err));
     reduce.arena = *arena;
     SW_TRY(comm->ops->run(comm, &reduce, &self->err));
@@ -92,8 +98,8 @@ static sw_status work(rank_context *self, sw_arena **arena, sw_reducer **reducer
 static sw_status join(rank_context *self)
 {
     const char *all[WORLD];
-    sw_status status =
-        sw_shm_comm_create(self->rank, self->world_size, "here", &self->comm, addresses[self->rank], &self->err);
+    sw_status status = sw_shm_comm_create(self->rank, self->world_size, "here", &self->comm,
+                                          addresses[self->rank], &self->err);
     if (!check(status == SW_OK, "%s", self->err.message))
         exit(1); /* the others would wait at the meeting */
     self->comm->timeout_ns = INT64_C(30) * 1000000000;
@@ -142,17 +148,22 @@ static void check_outcomes(const fault_case *given)
         const outcome *o = &outcomes[r];
         const char *message = o->status == SW_OK ? "" : o->err.message;
         failed += o->status != SW_OK;
-        check(o->status != SW_E_TIMEOUT, "%s, allocation %ld of rank %d: rank %d waited to its deadline: %s", given->name,
+        check(o->status != SW_E_TIMEOUT,
+              "%s, allocation %ld of rank %d: rank %d waited to its deadline: %s", given->name,
               given->nth, given->victim, r, message);
-        check(o->status == SW_OK || o->status == SW_E_MEMORY, "%s, allocation %ld of rank %d: rank %d got %s: %s",
-              given->name, given->nth, given->victim, r, sw_status_name(o->status), message);
-        check(o->status == SW_OK || strstr(message, named), "%s, allocation %ld: rank %d is not told who: %s",
-              given->name, given->nth, r, message);
-        check(o->in_rounds == 0, "%s: rounds allocated %ld times on rank %d", given->name, o->in_rounds, r);
-        check(o->used == outcomes[0].used, "%s, allocation %ld: rank %d has other memory", given->name, given->nth, r);
+        check(o->status == SW_OK || o->status == SW_E_MEMORY,
+              "%s, allocation %ld of rank %d: rank %d got %s: %s", given->name, given->nth,
+              given->victim, r, sw_status_name(o->status), message);
+        check(o->status == SW_OK || strstr(message, named),
+              "%s, allocation %ld: rank %d is not told who: %s", given->name, given->nth, r,
+              message);
+        check(o->in_rounds == 0, "%s: rounds allocated %ld times on rank %d", given->name,
+              o->in_rounds, r);
+        check(o->used == outcomes[0].used, "%s, allocation %ld: rank %d has other memory",
+              given->name, given->nth, r);
     }
-    check(failed == 0 || failed == WORLD, "%s, allocation %ld of rank %d: %d ranks of %d failed", given->name, given->nth,
-          given->victim, failed, WORLD);
+    check(failed == 0 || failed == WORLD, "%s, allocation %ld of rank %d: %d ranks of %d failed",
+          given->name, given->nth, given->victim, failed, WORLD);
 }
 
 static long count_open_descriptors(void)
@@ -172,10 +183,11 @@ static void run_once(const fault_case *given)
     long open_before = count_open_descriptors();
     ranks_run_bare(run_rank, WORLD, given);
     check_outcomes(given);
-    check(faults_mapped() == 0, "%s, allocation %ld of rank %d: %ld pages are left", given->name, given->nth,
-          given->victim, faults_mapped());
-    check(count_open_descriptors() == open_before, "%s, allocation %ld of rank %d: descriptors are left", given->name,
-          given->nth, given->victim);
+    check(faults_mapped() == 0, "%s, allocation %ld of rank %d: %ld pages are left", given->name,
+          given->nth, given->victim, faults_mapped());
+    check(count_open_descriptors() == open_before,
+          "%s, allocation %ld of rank %d: descriptors are left", given->name, given->nth,
+          given->victim);
 }
 
 static void run_case(fault_case given, long fewest)
@@ -183,20 +195,24 @@ static void run_case(fault_case given, long fewest)
     given.nth = 0;
     run_once(&given);
     long count = outcomes[given.victim].allocations, absorbed = 0;
-    check(outcomes[0].status == SW_OK, "%s: without a fault: %s", given.name, outcomes[0].err.message);
-    check(count >= fewest && count < ALLOCATIONS_MAX, "%s: %ld allocations were counted", given.name, count);
+    check(outcomes[0].status == SW_OK, "%s: without a fault: %s", given.name,
+          outcomes[0].err.message);
+    check(count >= fewest && count < ALLOCATIONS_MAX, "%s: %ld allocations were counted",
+          given.name, count);
     for (given.nth = 1; given.nth <= count && given.nth < ALLOCATIONS_MAX; ++given.nth) {
         run_once(&given);
         absorbed += outcomes[given.victim].status == SW_OK;
         if (outcomes[given.victim].status == SW_OK && outcomes[0].used != SW_TRANSPORT_STAGED)
             check(false, "%s: allocation %ld failed unnoticed", given.name, given.nth);
     }
-    /* The pool's own pages (and, for shared memory, any rank's mapping of them) have staged memory to fall back on. */
-    check((absorbed > 0) == (given.transport == SW_TRANSPORT_AUTO), "%s: %ld failures were absorbed", given.name,
-          absorbed);
+    /* The pool's own pages (and, for shared memory, any rank's mapping of them) have staged memory
+     * to fall back on. */
+    check((absorbed > 0) == (given.transport == SW_TRANSPORT_AUTO),
+          "%s: %ld failures were absorbed", given.name, absorbed);
     given.nth = 0;
     run_once(&given);
-    check(outcomes[0].status == SW_OK, "%s: a fresh group: %s", given.name, outcomes[0].err.message);
+    check(outcomes[0].status == SW_OK, "%s: a fresh group: %s", given.name,
+          outcomes[0].err.message);
 }
 
 static void test_group(void)
@@ -220,7 +236,8 @@ static void test_shm_create(void)
     sw_comm *comm = NULL;
     char address[SW_SOCKET_NAME_BYTES];
     faults_arm(0);
-    if (!check(sw_shm_comm_create(0, WORLD, "here", &comm, address, &err) == SW_OK, "%s", err.message))
+    if (!check(sw_shm_comm_create(0, WORLD, "here", &comm, address, &err) == SW_OK, "%s",
+               err.message))
         return;
     long count = faults_count();
     comm->ops->destroy(comm);
@@ -228,25 +245,34 @@ static void test_shm_create(void)
         comm = NULL;
         faults_arm(nth);
         sw_status status = sw_shm_comm_create(0, WORLD, "here", &comm, address, &err);
-        check(status == SW_E_MEMORY && !comm, "a host communicator whose allocation %ld fails", nth);
+        check(status == SW_E_MEMORY && !comm, "a host communicator whose allocation %ld fails",
+              nth);
         if (status == SW_OK)
             comm->ops->destroy(comm);
     }
     faults_arm(0);
-    check(faults_mapped() == 0, "host communicators that could not be made left %ld pages", faults_mapped());
+    check(faults_mapped() == 0, "host communicators that could not be made left %ld pages",
+          faults_mapped());
 }
 
 int main(void)
 {
-    static const sw_transport transports[] = {SW_TRANSPORT_POOL, SW_TRANSPORT_STAGED, SW_TRANSPORT_AUTO};
+    static const sw_transport transports[] = {SW_TRANSPORT_POOL, SW_TRANSPORT_STAGED,
+                                              SW_TRANSPORT_AUTO};
     static const char *const local_names[] = {"local pool", "local staged", "local auto"};
     static const char *const shm_names[] = {"shm pool", "shm staged", "shm auto"};
     test_group();
     test_shm_create();
     for (int victim = 0; victim < WORLD; ++victim)
         for (int t = 0; t < 3; ++t) {
-            run_case((fault_case){.name = local_names[t], .transport = transports[t], .victim = victim}, 15);
-            run_case((fault_case){.name = shm_names[t], .shm = true, .transport = transports[t], .victim = victim}, 15);
+            run_case(
+                (fault_case){.name = local_names[t], .transport = transports[t], .victim = victim},
+                15);
+            run_case((fault_case){.name = shm_names[t],
+                                  .shm = true,
+                                  .transport = transports[t],
+                                  .victim = victim},
+                     15);
         }
     return check_result();
 }

@@ -124,8 +124,8 @@ static float load_float(sw_dtype dtype, const unsigned char *at)
 
 static void store_float(sw_dtype dtype, unsigned char *at, float value)
 {
-    uint16_t half = dtype == SW_DTYPE_FLOAT16 ? oracle_narrow_float16(value)
-                                              : oracle_narrow_bfloat16(value);
+    uint16_t half =
+        dtype == SW_DTYPE_FLOAT16 ? oracle_narrow_float16(value) : oracle_narrow_bfloat16(value);
     if (dtype == SW_DTYPE_FLOAT32)
         memcpy(at, &value, sizeof value);
     else
@@ -239,9 +239,9 @@ static uint16_t random_half(sw_dtype dtype)
 
 static float random_float(void)
 {
-    static const float special[] = {0.0f,     -0.0f,    INFINITY,     -INFINITY,       NAN,
-                                    1e-45f,   -1e-39f,  3.4028235e38f, -3.4028235e38f, 1.0f,
-                                    1.17549435e-38f, 0x1p-24f};
+    static const float special[] = {
+        0.0f,          -0.0f,          INFINITY, -INFINITY,       NAN,     1e-45f, -1e-39f,
+        3.4028235e38f, -3.4028235e38f, 1.0f,     1.17549435e-38f, 0x1p-24f};
     uint64_t r = random_bits();
     uint32_t bits = (uint32_t)(r >> 16);
     float value;
@@ -451,8 +451,13 @@ static void test_sizes_placements_and_alignments(sw_dtype dtype, sw_redop op)
     for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; ++s)
         for (size_t n = 0; n < sizeof source_counts / sizeof source_counts[0]; ++n)
             for (int variant = 0; variant < 2 * PLACEMENT_COUNT; ++variant) {
-                fold_case c = {dtype, op, source_counts[n], sizes[s], (placement)(variant / 2),
-                               variant % 2, 1.0 / source_counts[n]};
+                fold_case c = {dtype,
+                               op,
+                               source_counts[n],
+                               sizes[s],
+                               (placement)(variant / 2),
+                               variant % 2,
+                               1.0 / source_counts[n]};
                 check_random_case(&c);
             }
 }

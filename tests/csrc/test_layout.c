@@ -1,13 +1,14 @@
-/* test_layout.c - the laws of layout.h, over parameter lists drawn at random, W = 1, 2, 3, 5, 7 and caps from one
- * byte to one bucket for all; and, by hand, the header's example and what overflows.
+/* test_layout.c - the laws of layout.h, over parameter lists drawn at random, W = 1, 2, 3, 5, 7 and
+ * caps from one byte to one bucket for all; and, by hand, the header's example and what overflows.
  *
  *   L1  every parameter lies in one bucket, and `order` lists it there once
  *   L2  a bucket is of one dtype and of one kind, trainable or frozen
- *   L3  in a bucket, memory order is reverse registration order; buckets are ordered by their first parameter
- *   L4  a parameter begins on 128 bytes, right after the one before it: less than 128 bytes are lost
- *   L5  a bucket is W slices on 128 bytes, as sw_comm_slice_numel cuts them, and less than W * 256 bytes are lost
- *   L6  buckets follow each other without a gap; the sums are the arena's size and the trainable part of it
- *   L7  only the last parameter of a bucket reaches the cap; a bucket below it is the last of its dtype and kind
+ *   L3  in a bucket, memory order is reverse registration order; buckets are ordered by their first
+ * parameter L4  a parameter begins on 128 bytes, right after the one before it: less than 128 bytes
+ * are lost L5  a bucket is W slices on 128 bytes, as sw_comm_slice_numel cuts them, and less than W
+ * * 256 bytes are lost L6  buckets follow each other without a gap; the sums are the arena's size
+ * and the trainable part of it L7  only the last parameter of a bucket reaches the cap; a bucket
+ * below it is the last of its dtype and kind
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -49,8 +50,8 @@ static size_t end_bytes(const sw_layout *layout, size_t param, size_t element_by
 }
 
 /* L2, L3, L4 and L7 for the parameters of one bucket. */
-static void check_members(const sw_layout *layout, const sw_layout_param *params, size_t b, size_t cap_bytes,
-                          size_t *listed)
+static void check_members(const sw_layout *layout, const sw_layout_param *params, size_t b,
+                          size_t cap_bytes, size_t *listed)
 {
     const sw_layout_bucket *bucket = &layout->bucket[b];
     size_t element_bytes = sw_dtype_size_bytes(bucket->dtype), end = 0;
@@ -58,14 +59,18 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
         size_t p = layout->order[bucket->first + k];
         const sw_layout_place *place = &layout->place[p];
         listed[p]++;
-        check(place->bucket == b && place->numel == params[p].numel, "L1: parameter %zu is not where order says", p);
-        check(params[p].dtype == bucket->dtype && params[p].trainable == bucket->trainable, "L2: parameter %zu", p);
-        check(k == 0 || p < layout->order[bucket->first + k - 1], "L3: parameter %zu is out of order", p);
+        check(place->bucket == b && place->numel == params[p].numel,
+              "L1: parameter %zu is not where order says", p);
+        check(params[p].dtype == bucket->dtype && params[p].trainable == bucket->trainable,
+              "L2: parameter %zu", p);
+        check(k == 0 || p < layout->order[bucket->first + k - 1],
+              "L3: parameter %zu is out of order", p);
         check(place->begin * element_bytes % 128 == 0, "L4: parameter %zu is not aligned", p);
         check(place->begin * element_bytes >= end && place->begin * element_bytes - end < 128,
               "L4: parameter %zu overlaps or leaves a gap", p);
         end = end_bytes(layout, p, element_bytes);
-        check(k + 1 == bucket->count || end < cap_bytes, "L7: parameter %zu reaches the cap, others follow", p);
+        check(k + 1 == bucket->count || end < cap_bytes,
+              "L7: parameter %zu reaches the cap, others follow", p);
     }
     bool last_of_kind = true;
     for (size_t other = b + 1; other < layout->bucket_count; ++other)
@@ -79,28 +84,35 @@ static void check_slices(const sw_layout *layout, size_t b, int world_size, size
 {
     const sw_layout_bucket *bucket = &layout->bucket[b];
     size_t element_bytes = sw_dtype_size_bytes(bucket->dtype);
-    size_t used = end_bytes(layout, layout->order[bucket->first + bucket->count - 1], element_bytes);
+    size_t used =
+        end_bytes(layout, layout->order[bucket->first + bucket->count - 1], element_bytes);
     size_t bytes = bucket->numel * element_bytes, count = (size_t)world_size;
-    check(bytes % (count * 128) == 0 && bytes >= used, "L5: bucket %zu has %zu bytes for %zu", b, bytes, used);
+    check(bytes % (count * 128) == 0 && bytes >= used, "L5: bucket %zu has %zu bytes for %zu", b,
+          bytes, used);
     check(bytes - used < count * 256, "L5: bucket %zu has %zu bytes for %zu", b, bytes, used);
     check(sw_comm_slice_numel(bucket->numel, element_bytes, world_size) * count == bucket->numel,
           "L5: bucket %zu is cut otherwise by its collective", b);
-    check(bucket->offset_bytes == offset_bytes, "L6: bucket %zu begins at %zu", b, bucket->offset_bytes);
+    check(bucket->offset_bytes == offset_bytes, "L6: bucket %zu begins at %zu", b,
+          bucket->offset_bytes);
 }
 
-static void check_laws(const sw_layout_param *params, size_t count, int world_size, size_t cap_bytes)
+static void check_laws(const sw_layout_param *params, size_t count, int world_size,
+                       size_t cap_bytes)
 {
     sw_layout layout;
     sw_error err = {.message = ""};
     size_t listed[PARAMS_MAX] = {0}, size_bytes = 0, trainable_bytes = 0;
-    if (!check(sw_layout_init(&layout, params, count, world_size, cap_bytes, &err) == SW_OK, "%s", err.message))
+    if (!check(sw_layout_init(&layout, params, count, world_size, cap_bytes, &err) == SW_OK, "%s",
+               err.message))
         return;
     check(layout.param_count == count, "the count of parameters");
     for (size_t b = 0; b < layout.bucket_count; ++b) {
         const sw_layout_bucket *bucket = &layout.bucket[b];
-        if (!check(bucket->count > 0 && bucket->first + bucket->count <= count, "L1: bucket %zu holds nothing", b))
+        if (!check(bucket->count > 0 && bucket->first + bucket->count <= count,
+                   "L1: bucket %zu holds nothing", b))
             continue;
-        check(b == 0 || layout.order[bucket->first] < layout.order[layout.bucket[b - 1].first], "L3: bucket %zu", b);
+        check(b == 0 || layout.order[bucket->first] < layout.order[layout.bucket[b - 1].first],
+              "L3: bucket %zu", b);
         check_members(&layout, params, b, cap_bytes, listed);
         check_slices(&layout, b, world_size, size_bytes);
         size_bytes += bucket->numel * sw_dtype_size_bytes(bucket->dtype);
@@ -109,7 +121,8 @@ static void check_laws(const sw_layout_param *params, size_t count, int world_si
     }
     for (size_t p = 0; p < count; ++p)
         check(listed[p] == 1, "L1: parameter %zu is listed %zu times", p, listed[p]);
-    check(layout.size_bytes == size_bytes && layout.trainable_bytes == trainable_bytes, "L6: the sums");
+    check(layout.size_bytes == size_bytes && layout.trainable_bytes == trainable_bytes,
+          "L6: the sums");
     sw_layout_fini(&layout);
 }
 
@@ -129,29 +142,37 @@ static void test_laws(void)
 /* The example of layout.h, number by number. */
 static void test_example(void)
 {
-    const sw_layout_param params[] = {{200, SW_DTYPE_FLOAT32, true},  /* fc1.weight */
-                                      {20, SW_DTYPE_FLOAT32, true},   /* fc1.bias */
-                                      {300, SW_DTYPE_FLOAT32, true},  /* fc2.weight */
-                                      {10, SW_DTYPE_FLOAT32, true}};  /* fc2.bias */
+    const sw_layout_param params[] = {{200, SW_DTYPE_FLOAT32, true}, /* fc1.weight */
+                                      {20, SW_DTYPE_FLOAT32, true},  /* fc1.bias */
+                                      {300, SW_DTYPE_FLOAT32, true}, /* fc2.weight */
+                                      {10, SW_DTYPE_FLOAT32, true}}; /* fc2.bias */
     sw_layout layout;
     sw_error err = {.message = ""};
     if (!check(sw_layout_init(&layout, params, 4, 3, 1024, &err) == SW_OK, "%s", err.message))
         return;
     check(layout.bucket_count == 2, "two buckets, got %zu", layout.bucket_count);
-    check(layout.place[3].bucket == 0 && layout.place[3].begin == 0, "fc2.bias is at element 0 of bucket 0");
-    check(layout.place[2].bucket == 0 && layout.place[2].begin == 32, "fc2.weight is at element 32 of bucket 0");
-    check(layout.place[1].bucket == 1 && layout.place[1].begin == 0, "fc1.bias is at element 0 of bucket 1");
-    check(layout.place[0].bucket == 1 && layout.place[0].begin == 32, "fc1.weight is at element 32 of bucket 1");
-    check(layout.bucket[0].numel == 384 && layout.bucket[1].numel == 288, "slices of 128 and of 96");
-    check(layout.bucket[1].offset_bytes == 384 * 4 && layout.size_bytes == (384 + 288) * 4, "offsets in bytes");
+    check(layout.place[3].bucket == 0 && layout.place[3].begin == 0,
+          "fc2.bias is at element 0 of bucket 0");
+    check(layout.place[2].bucket == 0 && layout.place[2].begin == 32,
+          "fc2.weight is at element 32 of bucket 0");
+    check(layout.place[1].bucket == 1 && layout.place[1].begin == 0,
+          "fc1.bias is at element 0 of bucket 1");
+    check(layout.place[0].bucket == 1 && layout.place[0].begin == 32,
+          "fc1.weight is at element 32 of bucket 1");
+    check(layout.bucket[0].numel == 384 && layout.bucket[1].numel == 288,
+          "slices of 128 and of 96");
+    check(layout.bucket[1].offset_bytes == 384 * 4 && layout.size_bytes == (384 + 288) * 4,
+          "offsets in bytes");
     sw_layout_fini(&layout);
 }
 
-static void check_refused(const sw_layout_param *params, size_t count, int world_size, const char *what)
+static void check_refused(const sw_layout_param *params, size_t count, int world_size,
+                          const char *what)
 {
     sw_layout layout;
     sw_error err = {.message = ""};
-    bool refused = sw_layout_init(&layout, params, count, world_size, SIZE_MAX, &err) == SW_E_INVALID;
+    bool refused =
+        sw_layout_init(&layout, params, count, world_size, SIZE_MAX, &err) == SW_E_INVALID;
     check(refused && strstr(err.message, "overflow"), "%s is refused, got '%s'", what, err.message);
     if (!refused)
         sw_layout_fini(&layout);
@@ -161,11 +182,13 @@ static void check_refused(const sw_layout_param *params, size_t count, int world
 
 static void test_overflow(void)
 {
-    const size_t all = SIZE_MAX / 4 - 31; /* float32 elements of the largest multiple of 128 bytes */
+    const size_t all =
+        SIZE_MAX / 4 - 31; /* float32 elements of the largest multiple of 128 bytes */
     sw_layout_param params[2] = {{all, SW_DTYPE_FLOAT32, true}};
     sw_layout layout;
     sw_error err = {.message = ""};
-    if (check(sw_layout_init(&layout, params, 1, 1, 1, &err) == SW_OK, "the whole address space: %s", err.message)) {
+    if (check(sw_layout_init(&layout, params, 1, 1, 1, &err) == SW_OK,
+              "the whole address space: %s", err.message)) {
         check(layout.size_bytes == SIZE_MAX - 127, "its size, %zu", layout.size_bytes);
         sw_layout_fini(&layout);
     }
@@ -195,17 +218,23 @@ static void test_dtypes(void)
         sw_layout_param params[2] = {{1, SW_DTYPE_INT8, true}, {1, illegal[i], true}};
         sw_layout layout;
         sw_error err = {.message = ""};
-        check(sw_layout_init(&layout, params, 2, 3, 1, &err) == SW_E_INVALID && strstr(err.message, "parameter 1 "),
-              "dtype %d is refused by the parameter's number, got '%s'", (int)illegal[i], err.message);
-        check(sw_dtype_size_bytes(illegal[i]) == 0 && strcmp(sw_dtype_name(illegal[i]), "invalid") == 0,
+        check(sw_layout_init(&layout, params, 2, 3, 1, &err) == SW_E_INVALID &&
+                  strstr(err.message, "parameter 1 "),
+              "dtype %d is refused by the parameter's number, got '%s'", (int)illegal[i],
+              err.message);
+        check(sw_dtype_size_bytes(illegal[i]) == 0 &&
+                  strcmp(sw_dtype_name(illegal[i]), "invalid") == 0,
               "dtype %d has no size and no name", (int)illegal[i]);
     }
     for (int d = 0; d < SW_DTYPE_COUNT; ++d) {
         size_t size_bytes = sw_dtype_size_bytes((sw_dtype)d);
         check(size_bytes > 0 && 128 % size_bytes == 0, "dtype %d divides the alignment", d);
-        check(sw_dtype_from_name(sw_dtype_name((sw_dtype)d)) == (sw_dtype)d, "dtype %d is found by its name", d);
+        check(sw_dtype_from_name(sw_dtype_name((sw_dtype)d)) == (sw_dtype)d,
+              "dtype %d is found by its name", d);
     }
-    check(sw_dtype_from_name("float31") == SW_DTYPE_COUNT && sw_dtype_from_name("") == SW_DTYPE_COUNT, "no such dtype");
+    check(sw_dtype_from_name("float31") == SW_DTYPE_COUNT &&
+              sw_dtype_from_name("") == SW_DTYPE_COUNT,
+          "no such dtype");
 }
 
 static void test_memory(void)
@@ -216,12 +245,14 @@ static void test_memory(void)
     for (long nth = 1; nth <= 3; ++nth) {
         faults_arm(nth);
         sw_status status = sw_layout_init(&layout, params, 2, 3, 1, &err);
-        check(status == SW_E_MEMORY && !layout.place && !layout.bucket && !layout.order, "allocation %ld fails", nth);
+        check(status == SW_E_MEMORY && !layout.place && !layout.bucket && !layout.order,
+              "allocation %ld fails", nth);
         if (status == SW_OK)
             sw_layout_fini(&layout);
     }
     faults_arm(0);
-    if (check(sw_layout_init(&layout, params, 0, 3, 1, &err) == SW_OK, "a model without parameters"))
+    if (check(sw_layout_init(&layout, params, 0, 3, 1, &err) == SW_OK,
+              "a model without parameters"))
         check(layout.bucket_count == 0 && layout.size_bytes == 0, "has no buckets");
     sw_layout_fini(&layout);
     sw_layout_fini(&layout); /* a second time is harmless */

@@ -1,5 +1,5 @@
-/* test_memory.c - mappings: aligned to huge pages where they are large, their bytes kept when pages are gathered,
- * seen through a second mapping of the same memfd, given back whole. */
+/* test_memory.c - mappings: aligned to huge pages where they are large, their bytes kept when pages
+ * are gathered, seen through a second mapping of the same memfd, given back whole. */
 #include "platform/memory.h"
 
 #include <stdio.h>
@@ -34,12 +34,14 @@ static void check_shared(size_t size_bytes)
     sw_error err;
     size_t before = mapped_kib();
     expect(sw_memfd_create(size_bytes, "test", &fd, &err) == SW_OK, "a memfd can be made");
-    expect(sw_memfd_map(fd, size_bytes, &one, &err) == SW_OK && sw_memfd_map(fd, size_bytes, &two, &err) == SW_OK,
+    expect(sw_memfd_map(fd, size_bytes, &one, &err) == SW_OK &&
+               sw_memfd_map(fd, size_bytes, &two, &err) == SW_OK,
            "it can be mapped twice");
     if (!one || !two)
         return;
     if (size_bytes >= (2u << 20))
-        expect((uintptr_t)one % (2u << 20) == 0 && (uintptr_t)two % (2u << 20) == 0, "large mappings are aligned");
+        expect((uintptr_t)one % (2u << 20) == 0 && (uintptr_t)two % (2u << 20) == 0,
+               "large mappings are aligned");
     for (size_t i = 0; i < size_bytes; i += 509)
         one[i] = (uint8_t)(i / 509 + 1);
     sw_memory_populate(one, size_bytes);
@@ -53,7 +55,8 @@ static void check_shared(size_t size_bytes)
     sw_memory_unmap(two, size_bytes);
     close(fd);
     size_t after = mapped_kib();
-    expect(after < before + 1024 || after < before + size_bytes / 2048, "unmapping gives everything back");
+    expect(after < before + 1024 || after < before + size_bytes / 2048,
+           "unmapping gives everything back");
 }
 
 static void check_private(size_t size_bytes)
@@ -71,14 +74,16 @@ static void check_private(size_t size_bytes)
 
 int main(void)
 {
-    const size_t sizes[] = {1, 4096, 5000, (2u << 20) - 1, 2u << 20, (2u << 20) + 1, 9u << 20, (33u << 20) + 12345};
+    const size_t sizes[] = {1,        4096,           5000,     (2u << 20) - 1,
+                            2u << 20, (2u << 20) + 1, 9u << 20, (33u << 20) + 12345};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; ++i) {
         check_shared(sizes[i]);
         check_private(sizes[i]);
     }
     uint8_t *none = NULL;
     sw_error err;
-    expect(sw_memfd_map(0, (size_t)1 << 40, &none, &err) != SW_OK && !none, "a descriptor that is no memfd is refused");
+    expect(sw_memfd_map(0, (size_t)1 << 40, &none, &err) != SW_OK && !none,
+           "a descriptor that is no memfd is refused");
     sw_memory_unmap(NULL, 0);
     return failures ? 1 : 0;
 }

@@ -1,8 +1,9 @@
-/* test_powersgd.c - the passes of PowerSGD: every table the same bits, each pass against a plain one in
- * double, orthonormality on hard input, what is never written, guards, odd shapes.
+/* test_powersgd.c - the passes of PowerSGD: every table the same bits, each pass against a plain
+ * one in double, orthonormality on hard input, what is never written, guards, odd shapes.
  *
- * Bounds: a float32 sum of n products is off by at most n 2^-24 times the sum of their magnitudes (Higham,
- * Accuracy and Stability of Numerical Algorithms, 2002, section 3.1); the tests allow n 2^-23. */
+ * Bounds: a float32 sum of n products is off by at most n 2^-24 times the sum of their magnitudes
+ * (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1); the tests allow n
+ * 2^-23. */
 #include "optim_oracle.h"
 
 #include "compress/powersgd.h"
@@ -83,7 +84,8 @@ static double *naive_value(step *s)
     return v;
 }
 
-/* max |got[k][at] - naive| over a factor, where naive = sum over the other axis of v times `other`. */
+/* max |got[k][at] - naive| over a factor, where naive = sum over the other axis of v times `other`.
+ */
 static double factor_distance(const step *s, const double *v, const float *other, const float *got,
                               bool by_rows)
 {
@@ -141,7 +143,8 @@ static void check_step(size_t rows, size_t cols, size_t rank, bool feedback)
     expect(factor_distance(&s, v, floats(&s.p), floats(&s.q), false) <= bound * sqrt((double)rows),
            "Q = vᵀ P");
     expect(!memcmp(s.m.left, floats(&s.p), s.p.bytes) &&
-               !memcmp(s.m.right, floats(&s.q), s.q.bytes), "the state is what was sent");
+               !memcmp(s.m.right, floats(&s.q), s.q.bytes),
+           "the state is what was sent");
     for (size_t i = 0; i < rows * cols && feedback; ++i)
         expect(fabs(v[i] - (double)s.m.memory[i]) <= bound, "memory = v");
     if (!feedback)
@@ -267,8 +270,9 @@ int main(void)
 {
     const sw_kernel_table *tables[TABLES_MAX];
     size_t table_count = sw_kernels_available(tables, TABLES_MAX);
-    const size_t shapes[][3] = {{1, 1, 1},    {4, 16, 1},  {5, 17, 2},   {37, 3, 3},  {64, 64, 4},
-                                {19, 600, 5}, {130, 70, 8}, {12, 1100, 12}, {50, 40, 40}};
+    const size_t shapes[][3] = {{1, 1, 1},    {4, 16, 1},     {5, 17, 2},
+                                {37, 3, 3},   {64, 64, 4},    {19, 600, 5},
+                                {130, 70, 8}, {12, 1100, 12}, {50, 40, 40}};
     for (size_t t = 0; t < table_count; ++t) {
         expect(sw_kernels_force(tables[t]->name, NULL) == SW_OK, "force");
         for (size_t i = 0; i < sizeof shapes / sizeof *shapes; ++i)

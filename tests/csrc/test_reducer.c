@@ -1,8 +1,8 @@
 /* test_reducer.c - rounds against an oracle that knows no buckets, slices or transports.
  *
- * The oracle folds one parameter's contributions in rank order and scales once; a parameter that nobody used, or whose
- * round was abandoned, keeps its bits. Everything is compared bit for bit, on every rank, in pool and in staged
- * memory. Ranks are threads. */
+ * The oracle folds one parameter's contributions in rank order and scales once; a parameter that
+ * nobody used, or whose round was abandoned, keeps its bits. Everything is compared bit for bit, on
+ * every rank, in pool and in staged memory. Ranks are threads. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,8 +21,9 @@ typedef struct subject {
 
 static const subject subjects[] = {{"pool", SW_TRANSPORT_POOL}, {"staged", SW_TRANSPORT_STAGED}};
 
-/* 40 parameters share a bucket: more use bits than a word holds, and one of them lies across slices. Then larger ones
- * that fill a bucket each, of two dtypes, a frozen one, an empty one. Bucket 0 is the last one's. */
+/* 40 parameters share a bucket: more use bits than a word holds, and one of them lies across
+ * slices. Then larger ones that fill a bucket each, of two dtypes, a frozen one, an empty one.
+ * Bucket 0 is the last one's. */
 static sw_layout_param params[PARAMS];
 static char name_text[PARAMS][16];
 static const char *names[PARAMS];
@@ -37,7 +38,9 @@ static void make_params(void)
                                             {2200, SW_DTYPE_FLOAT32, true},
                                             {2100, SW_DTYPE_FLOAT32, true}};
     for (size_t p = 0; p < PARAMS; ++p) {
-        params[p] = p < FROZEN ? (sw_layout_param){p == ACROSS ? 700 : 1 + p % 5, SW_DTYPE_FLOAT32, true} : large[p - FROZEN];
+        params[p] = p < FROZEN
+                        ? (sw_layout_param){p == ACROSS ? 700 : 1 + p % 5, SW_DTYPE_FLOAT32, true}
+                        : large[p - FROZEN];
         snprintf(name_text[p], sizeof name_text[p], "param%zu", p);
         names[p] = name_text[p];
     }
@@ -53,7 +56,8 @@ typedef struct round_plan {
     bool keeps; /* nothing is folded at all */
 } round_plan;
 
-static double value_at(const sw_layout_param *param, int rank, size_t p, size_t i, int step, bool uses)
+static double value_at(const sw_layout_param *param, int rank, size_t p, size_t i, int step,
+                       bool uses)
 {
     if (!uses)
         return 0.0;
@@ -107,28 +111,31 @@ static double take(const sw_reducer *reducer, size_t p, size_t i)
 }
 
 /* The gradients of this rank: what it uses, zeros for what only peers use, and what rests. */
-static void put_all(const rank_context *self, const sw_reducer *reducer, const round_plan *plan, int step)
+static void put_all(const rank_context *self, const sw_reducer *reducer, const round_plan *plan,
+                    int step)
 {
     for (size_t p = 0; p < PARAMS; ++p)
         for (size_t i = 0; i < params[p].numel; ++i)
             put(reducer, p, i,
-                plan->used[p] ? value_at(&params[p], self->rank, p, i, step, plan->used[p] >> self->rank & 1)
-                              : resting_value(self->rank, p, i));
+                plan->used[p]
+                    ? value_at(&params[p], self->rank, p, i, step, plan->used[p] >> self->rank & 1)
+                    : resting_value(self->rank, p, i));
 }
 
 static bool mark(rank_context *self, sw_reducer *reducer, size_t p, int step)
 {
     bool advance;
-    return check(sw_reducer_mark(reducer, p, step, &advance, &self->err) == SW_OK, "rank %d, parameter %zu: %s",
-                 self->rank, p, self->err.message) &&
-           (!advance || check(sw_reducer_advance(reducer, &self->err) == SW_OK, "rank %d, parameter %zu: %s", self->rank, p,
-                              self->err.message));
+    return check(sw_reducer_mark(reducer, p, step, &advance, &self->err) == SW_OK,
+                 "rank %d, parameter %zu: %s", self->rank, p, self->err.message) &&
+           (!advance || check(sw_reducer_advance(reducer, &self->err) == SW_OK,
+                              "rank %d, parameter %zu: %s", self->rank, p, self->err.message));
 }
 
 static bool open_round(rank_context *self, sw_reducer *reducer, int step)
 {
     sw_reducer_count_step(reducer);
-    return check(sw_reducer_open(reducer, step, true, &self->err) == SW_OK, "rank %d: %s", self->rank, self->err.message);
+    return check(sw_reducer_open(reducer, step, true, &self->err) == SW_OK, "rank %d: %s",
+                 self->rank, self->err.message);
 }
 
 static void mark_used(rank_context *self, sw_reducer *reducer, const round_plan *plan, int step)
@@ -138,22 +145,26 @@ static void mark_used(rank_context *self, sw_reducer *reducer, const round_plan 
             return;
 }
 
-static void check_gradients(const rank_context *self, const sw_reducer *reducer, const round_plan *plan, int step,
-                            const char *what)
+static void check_gradients(const rank_context *self, const sw_reducer *reducer,
+                            const round_plan *plan, int step, const char *what)
 {
     for (size_t p = 0; p < PARAMS; ++p) {
         bool used = is_used(plan, p) && sw_reducer_takes_part(reducer, p);
         size_t wrong = 0;
         for (size_t i = 0; i < params[p].numel; ++i) {
-            double own = plan->used[p] ? value_at(&params[p], self->rank, p, i, step, plan->used[p] >> self->rank & 1)
+            double own = plan->used[p] ? value_at(&params[p], self->rank, p, i, step,
+                                                  plan->used[p] >> self->rank & 1)
                                        : resting_value(self->rank, p, i);
-            double expected = used && !plan->keeps ? expected_at(plan, self->world_size, p, i, step) : own;
-            wrong += take(reducer, p, i) != (params[p].dtype == SW_DTYPE_FLOAT64 ? expected : (double)(float)expected);
+            double expected =
+                used && !plan->keeps ? expected_at(plan, self->world_size, p, i, step) : own;
+            wrong += take(reducer, p, i) !=
+                     (params[p].dtype == SW_DTYPE_FLOAT64 ? expected : (double)(float)expected);
         }
-        check(wrong == 0, "%s, W=%d, step %d, rank %d: %zu elements of parameter %zu are wrong", what, self->world_size, step,
-              self->rank, wrong, p);
-        check(sw_reducer_used_by_any(reducer, p) == used, "%s, W=%d, step %d, rank %d: the use bit of parameter %zu", what,
-              self->world_size, step, self->rank, p);
+        check(wrong == 0, "%s, W=%d, step %d, rank %d: %zu elements of parameter %zu are wrong",
+              what, self->world_size, step, self->rank, wrong, p);
+        check(sw_reducer_used_by_any(reducer, p) == used,
+              "%s, W=%d, step %d, rank %d: the use bit of parameter %zu", what, self->world_size,
+              step, self->rank, p);
     }
 }
 
@@ -161,9 +172,11 @@ static sw_reducer *make_reducer(rank_context *self)
 {
     const subject *given = self->shared;
     sw_reducer *reducer = NULL;
-    sw_reducer_options options = {.bucket_cap_bytes = CAP_BYTES, .transport = given->transport, .label = "model"};
-    if (!check(sw_reducer_create(self->comm, params, names, PARAMS, &options, &reducer, &self->err) == SW_OK, "%s",
-               self->err.message))
+    sw_reducer_options options = {
+        .bucket_cap_bytes = CAP_BYTES, .transport = given->transport, .label = "model"};
+    if (!check(sw_reducer_create(self->comm, params, names, PARAMS, &options, &reducer,
+                                 &self->err) == SW_OK,
+               "%s", self->err.message))
         exit(1); /* the others would wait at the meeting */
     return reducer;
 }
@@ -191,20 +204,22 @@ static round_plan drawn_plan(int world_size, int step)
         state = state * 1664525u + 1013904223u;
         uint32_t kind = state >> 24 & 3;
         if (p != FROZEN && kind < 3)
-            plan.used[p] = kind == 0 ? 0 : kind == 1 ? UINT32_C(1) << (state >> 16) % (uint32_t)world_size
-                                                     : plan.contributors & (state >> 8 | 1);
+            plan.used[p] = kind == 0   ? 0
+                           : kind == 1 ? UINT32_C(1) << (state >> 16) % (uint32_t)world_size
+                                       : plan.contributors & (state >> 8 | 1);
     }
     return plan;
 }
 
-static void one_round(rank_context *self, sw_reducer *reducer, const round_plan *plan, int step, const char *what)
+static void one_round(rank_context *self, sw_reducer *reducer, const round_plan *plan, int step,
+                      const char *what)
 {
     put_all(self, reducer, plan, step);
     if (!open_round(self, reducer, step))
         return;
     mark_used(self, reducer, plan, step);
-    check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s, step %d, rank %d: %s", what, step, self->rank,
-          self->err.message);
+    check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s, step %d, rank %d: %s", what, step,
+          self->rank, self->err.message);
     check_gradients(self, reducer, plan, step, what);
 }
 
@@ -215,7 +230,8 @@ static void rounds_are_the_oracles(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
     for (int step = 0; step < 12; ++step) {
-        round_plan plan = step == 0 ? everyone_uses_all(self->world_size) : drawn_plan(self->world_size, step);
+        round_plan plan =
+            step == 0 ? everyone_uses_all(self->world_size) : drawn_plan(self->world_size, step);
         if (step % self->world_size == self->rank)
             ranks_sleep_ms(2);
         one_round(self, reducer, &plan, step, "drawn");
@@ -227,14 +243,16 @@ static void check_named(const rank_context *self, sw_status status, int victim, 
 {
     char text[32];
     snprintf(text, sizeof text, "rank %d (pid", victim);
-    check(status == SW_E_MISMATCH && self->err.detail == victim && strstr(self->err.message, text) &&
+    check(status == SW_E_MISMATCH && self->err.detail == victim &&
+              strstr(self->err.message, text) &&
               strstr(self->err.message, "left a backward unfinished"),
-          "%s: rank %d is told that rank %d failed, got %s: %s", what, self->rank, victim, sw_status_name(status),
-          self->err.message);
+          "%s: rank %d is told that rank %d failed, got %s: %s", what, self->rank, victim,
+          sw_status_name(status), self->err.message);
 }
 
-/* A rank that fails before it has sent anything: nobody's bits change, the others are told who, the next round is right.
- * The failing rank is another one each time; at step 0 no bucket can be early, later all but its own are. */
+/* A rank that fails before it has sent anything: nobody's bits change, the others are told who, the
+ * next round is right. The failing rank is another one each time; at step 0 no bucket can be early,
+ * later all but its own are. */
 static void an_abandoned_round_folds_nothing(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
@@ -248,15 +266,18 @@ static void an_abandoned_round_folds_nothing(rank_context *self)
         sw_status status;
         if (self->rank == victim) {
             mark(self, reducer, MIDDLE, step); /* not of bucket 0: nothing is sent */
-            check(!sw_reducer_is_sent(reducer, LAST) && !sw_reducer_is_sent(reducer, MIDDLE), "nothing was sent");
+            check(!sw_reducer_is_sent(reducer, LAST) && !sw_reducer_is_sent(reducer, MIDDLE),
+                  "nothing was sent");
             status = sw_reducer_abandon(reducer, &self->err);
-            check(status == SW_OK, "the rank that failed has its own exception: %s", self->err.message);
+            check(status == SW_OK, "the rank that failed has its own exception: %s",
+                  self->err.message);
         } else {
             mark_used(self, reducer, &plan, step);
             status = sw_reducer_finish(reducer, &self->err);
             check_named(self, status, victim, "abandoned");
         }
-        check(sw_reducer_state(reducer) == SW_ROUND_CLOSED, "the round is closed on rank %d", self->rank);
+        check(sw_reducer_state(reducer) == SW_ROUND_CLOSED, "the round is closed on rank %d",
+              self->rank);
         for (size_t p = 0; p < PARAMS; ++p) {
             size_t wrong = 0;
             for (size_t i = 0; i < params[p].numel; ++i) {
@@ -264,8 +285,8 @@ static void an_abandoned_round_folds_nothing(rank_context *self)
                                           : resting_value(self->rank, p, i);
                 wrong += take(reducer, p, i) != own;
             }
-            check(wrong == 0, "abandoned, step %d, rank %d: %zu elements of parameter %zu changed", step, self->rank, wrong,
-                  p);
+            check(wrong == 0, "abandoned, step %d, rank %d: %zu elements of parameter %zu changed",
+                  step, self->rank, wrong, p);
         }
         ranks_meet(self); /* the next gradients are written when all have looked */
         plan.keeps = false;
@@ -288,7 +309,8 @@ static void what_was_sent_is_folded_everywhere(rank_context *self)
         sw_status status;
         if (self->rank == 1) {
             mark(self, reducer, LAST, 1);
-            check(sw_reducer_is_sent(reducer, LAST) == (given->transport == SW_TRANSPORT_POOL), "bucket 0 was sent");
+            check(sw_reducer_is_sent(reducer, LAST) == (given->transport == SW_TRANSPORT_POOL),
+                  "bucket 0 was sent");
             status = sw_reducer_abandon(reducer, &self->err);
             check(status == SW_OK, "%s", self->err.message);
         } else {
@@ -302,16 +324,18 @@ static void what_was_sent_is_folded_everywhere(rank_context *self)
             for (size_t i = 0; i < params[p].numel; ++i) {
                 double own = plan.used[p] ? value_at(&params[p], self->rank, p, i, 1, true)
                                           : resting_value(self->rank, p, i);
-                wrong += take(reducer, p, i) != (folded ? expected_at(&plan, self->world_size, p, i, 1) : own);
+                wrong += take(reducer, p, i) !=
+                         (folded ? expected_at(&plan, self->world_size, p, i, 1) : own);
             }
-            check(wrong == 0, "abandoned late, rank %d: %zu elements of parameter %zu are wrong", self->rank, wrong, p);
+            check(wrong == 0, "abandoned late, rank %d: %zu elements of parameter %zu are wrong",
+                  self->rank, wrong, p);
         }
     }
     end_reducer(self, reducer);
 }
 
-/* A rank without data takes part without contributing: its gradients count for nothing, it gets the mean all the same,
- * divided by the world or by those who contributed. */
+/* A rank without data takes part without contributing: its gradients count for nothing, it gets the
+ * mean all the same, divided by the world or by those who contributed. */
 static void a_shadow_contributes_nothing(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
@@ -321,7 +345,8 @@ static void a_shadow_contributes_nothing(rank_context *self)
         bool active_only = step >= self->world_size;
         round_plan plan = drawn_plan(self->world_size, step + 50);
         plan.contributors &= ~(UINT32_C(1) << shadow);
-        plan.divisor = active_only && self->world_size > 1 ? self->world_size - 1 : self->world_size;
+        plan.divisor =
+            active_only && self->world_size > 1 ? self->world_size - 1 : self->world_size;
         for (size_t p = 0; p < PARAMS; ++p)
             plan.used[p] &= plan.contributors;
         sw_reducer_divide_by_active(reducer, active_only);
@@ -329,8 +354,10 @@ static void a_shadow_contributes_nothing(rank_context *self)
             for (size_t p = 0; p < PARAMS; ++p)
                 for (size_t i = 0; i < params[p].numel; ++i)
                     put(reducer, p, i, resting_value(self->rank, p, i));
-            check(sw_reducer_open(reducer, step, false, &self->err) == SW_OK, "%s", self->err.message);
-            for (size_t p = 0; p < PARAMS; ++p) /* what it used before, without synchronising, counts for nothing */
+            check(sw_reducer_open(reducer, step, false, &self->err) == SW_OK, "%s",
+                  self->err.message);
+            for (size_t p = 0; p < PARAMS;
+                 ++p) /* what it used before, without synchronising, counts for nothing */
                 mark(self, reducer, p, step);
             check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
             check(sw_reducer_shadow(reducer, &self->err) == SW_OK, "shadow: %s", self->err.message);
@@ -342,21 +369,24 @@ static void a_shadow_contributes_nothing(rank_context *self)
     end_reducer(self, reducer);
 }
 
-/* Use bits are since the last synchronisation: what a local round touched is used in the next synchronised one. A local
- * round sends nothing. */
+/* Use bits are since the last synchronisation: what a local round touched is used in the next
+ * synchronised one. A local round sends nothing. */
 static void local_rounds_are_remembered(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
     uint64_t sent = 0;
     for (int step = 0; step < 3; ++step) {
         bool advance;
-        round_plan plan = {.contributors = (UINT32_C(1) << self->world_size) - 1, .divisor = self->world_size};
-        plan.used[3] = UINT32_C(1) << (self->world_size - 1); /* in the local round, by the last rank alone */
+        round_plan plan = {.contributors = (UINT32_C(1) << self->world_size) - 1,
+                           .divisor = self->world_size};
+        plan.used[3] = UINT32_C(1)
+                       << (self->world_size - 1); /* in the local round, by the last rank alone */
         plan.used[LAST] = plan.contributors;
         put_all(self, reducer, &plan, step);
         check(sw_reducer_open(reducer, step, false, &self->err) == SW_OK, "%s", self->err.message);
         if (self->rank == self->world_size - 1)
-            check(sw_reducer_mark(reducer, 3, step, &advance, &self->err) == SW_OK && !advance, "a local mark");
+            check(sw_reducer_mark(reducer, 3, step, &advance, &self->err) == SW_OK && !advance,
+                  "a local mark");
         check(sw_reducer_state(reducer) == SW_ROUND_LOCAL, "local");
         check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
         check(sw_reducer_get_stats(reducer)->buckets_sent == sent, "a local round sends nothing");
@@ -370,8 +400,9 @@ static void local_rounds_are_remembered(rank_context *self)
     end_reducer(self, reducer);
 }
 
-/* In a pool, buckets leave as they fill, in order, from the second round on; one that was marked twice, or from a nested
- * graph task, waits for the end for good, and all after it; a gradient after that is an error naming the parameter. */
+/* In a pool, buckets leave as they fill, in order, from the second round on; one that was marked
+ * twice, or from a nested graph task, waits for the end for good, and all after it; a gradient
+ * after that is an error naming the parameter. */
 static void pinned_buckets_wait_for_the_end(rank_context *self)
 {
     const subject *given = self->shared;
@@ -383,15 +414,20 @@ static void pinned_buckets_wait_for_the_end(rank_context *self)
         if (!open_round(self, reducer, step))
             break;
         mark(self, reducer, MIDDLE, step);
-        check(!sw_reducer_is_sent(reducer, MIDDLE), "a bucket does not leave before those below it");
+        check(!sw_reducer_is_sent(reducer, MIDDLE),
+              "a bucket does not leave before those below it");
         mark(self, reducer, LAST, step);
-        check(sw_reducer_is_sent(reducer, LAST) == (pool && step > 0), "step %d: when bucket 0 leaves", step);
-        check(sw_reducer_is_placed(reducer, LAST) && !sw_reducer_is_placed(reducer, DOUBLE), "what was placed");
-        if (pool && step > 0) { /* the second gradient: an error on every rank, and the bucket is pinned from now on */
+        check(sw_reducer_is_sent(reducer, LAST) == (pool && step > 0),
+              "step %d: when bucket 0 leaves", step);
+        check(sw_reducer_is_placed(reducer, LAST) && !sw_reducer_is_placed(reducer, DOUBLE),
+              "what was placed");
+        if (pool && step > 0) { /* the second gradient: an error on every rank, and the bucket is
+                                   pinned from now on */
             check(sw_reducer_mark(reducer, LAST, step, &advance, &self->err) == SW_E_STATE &&
                       strstr(self->err.message, "parameter 'param44' got a second gradient"),
                   "rank %d: %s", self->rank, self->err.message);
-            check(sw_reducer_abandon(reducer, &self->err) == SW_OK, "every rank abandons: %s", self->err.message);
+            check(sw_reducer_abandon(reducer, &self->err) == SW_OK, "every rank abandons: %s",
+                  self->err.message);
             continue;
         }
         for (size_t p = 0; p < PARAMS; ++p)
@@ -412,7 +448,8 @@ static void pinned_buckets_wait_for_the_end(rank_context *self)
         mark(self, reducer, LAST, step);
         mark(self, reducer, LAST, step);
         mark(self, reducer, MIDDLE, step);
-        check(!sw_reducer_is_sent(reducer, LAST) && !sw_reducer_is_sent(reducer, MIDDLE), "pinned, and all after it");
+        check(!sw_reducer_is_sent(reducer, LAST) && !sw_reducer_is_sent(reducer, MIDDLE),
+              "pinned, and all after it");
         for (size_t p = 0; p < FROZEN; ++p)
             mark(self, reducer, p, step);
         mark(self, reducer, EMPTY, step);
@@ -421,11 +458,13 @@ static void pinned_buckets_wait_for_the_end(rank_context *self)
         check_gradients(self, reducer, &plan, step, "pinned");
         ranks_meet(self);
     }
-    check(sw_reducer_get_stats(reducer)->buckets_early == early, "nothing left early after the pin");
+    check(sw_reducer_get_stats(reducer)->buckets_early == early,
+          "nothing left early after the pin");
     end_reducer(self, reducer);
 }
 
-/* A mark by another graph task than the round's pins as well, without an error: it is legal reentrant work. */
+/* A mark by another graph task than the round's pins as well, without an error: it is legal
+ * reentrant work. */
 static void nested_tasks_pin(rank_context *self)
 {
     const subject *given = self->shared;
@@ -437,14 +476,17 @@ static void nested_tasks_pin(rank_context *self)
         if (!open_round(self, reducer, step))
             break;
         if (step == 1) {
-            check(sw_reducer_mark(reducer, LAST, 12345, &advance, &self->err) == SW_OK, "%s", self->err.message);
+            check(sw_reducer_mark(reducer, LAST, 12345, &advance, &self->err) == SW_OK, "%s",
+                  self->err.message);
             check(sw_reducer_advance(reducer, &self->err) == SW_OK, "%s", self->err.message);
-            check(!sw_reducer_is_sent(reducer, LAST), "a nested task's gradient may not be the last");
+            check(!sw_reducer_is_sent(reducer, LAST),
+                  "a nested task's gradient may not be the last");
         }
         for (size_t p = PARAMS; p-- > 0;)
             if (p != FROZEN && !(step == 1 && p == LAST))
                 mark(self, reducer, p, step);
-        check(sw_reducer_is_sent(reducer, LAST) == false, "step %d: not early in the first round, pinned later", step);
+        check(sw_reducer_is_sent(reducer, LAST) == false,
+              "step %d: not early in the first round, pinned later", step);
         check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
         check_gradients(self, reducer, &plan, step, given->name);
         ranks_meet(self);
@@ -452,8 +494,8 @@ static void nested_tasks_pin(rank_context *self)
     end_reducer(self, reducer);
 }
 
-/* Two gradients of one parameter in the first round, which sends nothing early, are legal there and ever after: its
- * bucket waits for the end. Those below it do not. */
+/* Two gradients of one parameter in the first round, which sends nothing early, are legal there and
+ * ever after: its bucket waits for the end. Those below it do not. */
 static void two_gradients_in_the_first_round_pin(rank_context *self)
 {
     const subject *given = self->shared;
@@ -464,10 +506,13 @@ static void two_gradients_in_the_first_round_pin(rank_context *self)
         if (!open_round(self, reducer, step))
             break;
         mark(self, reducer, LAST, step);
-        check(sw_reducer_is_sent(reducer, LAST) == (step > 0 && given->transport == SW_TRANSPORT_POOL), "bucket 0 is early");
+        check(sw_reducer_is_sent(reducer, LAST) ==
+                  (step > 0 && given->transport == SW_TRANSPORT_POOL),
+              "bucket 0 is early");
         mark(self, reducer, MIDDLE, step);
         mark(self, reducer, MIDDLE, step);
-        check(!sw_reducer_is_sent(reducer, MIDDLE), "step %d: a parameter with two gradients waits", step);
+        check(!sw_reducer_is_sent(reducer, MIDDLE), "step %d: a parameter with two gradients waits",
+              step);
         for (size_t p = 0; p < MIDDLE; ++p)
             if (p != FROZEN)
                 mark(self, reducer, p, step);
@@ -478,8 +523,8 @@ static void two_gradients_in_the_first_round_pin(rank_context *self)
     end_reducer(self, reducer);
 }
 
-/* A frozen parameter keeps its bits and is used by nobody, whatever marks say; once unfrozen on every rank it is like
- * any other. */
+/* A frozen parameter keeps its bits and is used by nobody, whatever marks say; once unfrozen on
+ * every rank it is like any other. */
 static void frozen_until_unfrozen(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
@@ -490,15 +535,16 @@ static void frozen_until_unfrozen(rank_context *self)
             check(!sw_reducer_takes_part(reducer, FROZEN), "frozen");
             sw_reducer_unfreeze(reducer, FROZEN);
         }
-        check(sw_reducer_takes_part(reducer, FROZEN) == (step >= 2), "takes part since it was unfrozen");
+        check(sw_reducer_takes_part(reducer, FROZEN) == (step >= 2),
+              "takes part since it was unfrozen");
         one_round(self, reducer, &plan, step, step < 2 ? "frozen" : "unfrozen");
         ranks_meet(self);
     }
     end_reducer(self, reducer);
 }
 
-/* For a user's hook: the use bits of all, and not one gradient touched; nothing leaves early. A rank that fails instead
- * is named there, too, and all stay in step. */
+/* For a user's hook: the use bits of all, and not one gradient touched; nothing leaves early. A
+ * rank that fails instead is named there, too, and all stay in step. */
 static void use_bits_alone(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
@@ -536,7 +582,8 @@ static void use_bits_alone(rank_context *self)
     end_reducer(self, reducer);
 }
 
-/* Ranks that have run another number of backwards since their last step get one sentence with both counts. */
+/* Ranks that have run another number of backwards since their last step get one sentence with both
+ * counts. */
 static void rounds_are_counted(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
@@ -547,8 +594,10 @@ static void rounds_are_counted(rank_context *self)
         sw_reducer_count_step(reducer);
     check(sw_reducer_open(reducer, 1, true, &self->err) == SW_OK, "%s", self->err.message);
     check(sw_reducer_open(reducer, 1, true, &self->err) == SW_E_STATE, "a round in a round");
-    check(sw_reducer_finish(reducer, &self->err) == SW_E_MISMATCH && strstr(self->err.message, "backward 1 of step") &&
-              strstr(self->err.message, "backward 2 of step") && strstr(self->err.message, "param44"),
+    check(sw_reducer_finish(reducer, &self->err) == SW_E_MISMATCH &&
+              strstr(self->err.message, "backward 1 of step") &&
+              strstr(self->err.message, "backward 2 of step") &&
+              strstr(self->err.message, "param44"),
           "rank %d: %s", self->rank, self->err.message);
     end_reducer(self, reducer);
 }
@@ -565,13 +614,14 @@ static bool nap(void *context)
     return false;
 }
 
-/* The last rank falls asleep while it waits, and wakes when its peers are in the next round and have written that one's
- * tails: it must still read this one's. */
+/* The last rank falls asleep while it waits, and wakes when its peers are in the next round and
+ * have written that one's tails: it must still read this one's. */
 static void tails_outlive_their_round(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
     for (int step = 0; step < 8; ++step) {
-        round_plan plan = {.contributors = (UINT32_C(1) << self->world_size) - 1, .divisor = self->world_size};
+        round_plan plan = {.contributors = (UINT32_C(1) << self->world_size) - 1,
+                           .divisor = self->world_size};
         int naps = 1;
         for (size_t p = 0; p < FROZEN; ++p) /* of the last bucket, after which peers go on */
             plan.used[p] = (int)p % 8 == step ? plan.contributors : 0;
@@ -593,10 +643,17 @@ static void tails_outlive_their_round(rank_context *self)
 int main(void)
 {
     static rank_body *const laws[] = {
-        rounds_are_the_oracles,      an_abandoned_round_folds_nothing, a_shadow_contributes_nothing,
-        local_rounds_are_remembered, pinned_buckets_wait_for_the_end,  nested_tasks_pin,
-        frozen_until_unfrozen,       use_bits_alone,                   rounds_are_counted,
-        tails_outlive_their_round,   what_was_sent_is_folded_everywhere,
+        rounds_are_the_oracles,
+        an_abandoned_round_folds_nothing,
+        a_shadow_contributes_nothing,
+        local_rounds_are_remembered,
+        pinned_buckets_wait_for_the_end,
+        nested_tasks_pin,
+        frozen_until_unfrozen,
+        use_bits_alone,
+        rounds_are_counted,
+        tails_outlive_their_round,
+        what_was_sent_is_folded_everywhere,
         two_gradients_in_the_first_round_pin,
     };
     static const int worlds[] = {2, 3, 5};

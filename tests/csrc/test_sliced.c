@@ -1,8 +1,10 @@
-/* test_sliced.c - rounds that keep this rank's slices of the means alone, against a fold that knows no buckets.
+/* test_sliced.c - rounds that keep this rank's slices of the means alone, against a fold that knows
+ * no buckets.
  *
- * Laws: a slice of a mean has the bits of the whole fold's, for ranks that cleared their gradients and for ranks that did
- * not (theirs contribute the standing mean plus what is new, rounded once each); a parameter that nobody used keeps its
- * bits; memory is a ring of slots, so a contribution that comes early has no place yet, and none is lost. */
+ * Laws: a slice of a mean has the bits of the whole fold's, for ranks that cleared their gradients
+ * and for ranks that did not (theirs contribute the standing mean plus what is new, rounded once
+ * each); a parameter that nobody used keeps its bits; memory is a ring of slots, so a contribution
+ * that comes early has no place yet, and none is lost. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -76,7 +78,8 @@ static size_t come(rank_context *self, sw_reducer *reducer, size_t p, int step)
 {
     bool advance;
     size_t bucket, early = 0;
-    if (!check(sw_reducer_mark_ready(reducer, p, step, &advance, &self->err) == SW_OK, "%s", self->err.message))
+    if (!check(sw_reducer_mark_ready(reducer, p, step, &advance, &self->err) == SW_OK, "%s",
+               self->err.message))
         return 0;
     if (sw_reducer_can_place(reducer, p))
         place(self, reducer, p, step);
@@ -100,42 +103,49 @@ static void finish(rank_context *self, sw_reducer *reducer, int step)
         if (!check(sw_reducer_send(reducer, bucket, &self->err) == SW_OK, "%s", self->err.message))
             return;
     }
-    check(sw_reducer_finish(reducer, &self->err) == SW_OK, "rank %d: %s", self->rank, self->err.message);
+    check(sw_reducer_finish(reducer, &self->err) == SW_OK, "rank %d: %s", self->rank,
+          self->err.message);
 }
 
 static void check_slices(rank_context *self, const sw_reducer *reducer, int step)
 {
     const sw_layout *layout = sw_reducer_layout(reducer);
     for (size_t p = 0; p < PARAMS; ++p) {
-        size_t numel, width = layout->bucket[layout->place[p].bucket].numel / (size_t)self->world_size;
+        size_t numel,
+            width = layout->bucket[layout->place[p].bucket].numel / (size_t)self->world_size;
         const float *slice = (const float *)(const void *)sw_reducer_result(reducer, p, &numel);
-        size_t begin = (size_t)self->rank * width, first = layout->place[p].begin > begin ? 0 : begin - layout->place[p].begin;
+        size_t begin = (size_t)self->rank * width,
+               first = layout->place[p].begin > begin ? 0 : begin - layout->place[p].begin;
         size_t wrong = 0;
         for (size_t i = 0; i < numel; ++i) {
             float wanted = expected(self->world_size, p, first + i, step);
             wrong += memcmp(&slice[i], &wanted, sizeof wanted) != 0;
         }
-        check(wrong == 0, "W=%d, rank %d, round %d, parameter %zu: %zu of %zu elements are wrong", self->world_size,
-              self->rank, step, p, wrong, numel);
-        check(sw_reducer_used_by_any(reducer, p) == used_by_any(self->world_size, p, step), "use bit of %zu", p);
+        check(wrong == 0, "W=%d, rank %d, round %d, parameter %zu: %zu of %zu elements are wrong",
+              self->world_size, self->rank, step, p, wrong, numel);
+        check(sw_reducer_used_by_any(reducer, p) == used_by_any(self->world_size, p, step),
+              "use bit of %zu", p);
     }
 }
 
 static void slices_are_those_of_the_fold(rank_context *self)
 {
-    sw_reducer_options options = {.bucket_cap_bytes = 1024, .transport = SW_TRANSPORT_POOL, .sliced = true, .label = "m"};
+    sw_reducer_options options = {
+        .bucket_cap_bytes = 1024, .transport = SW_TRANSPORT_POOL, .sliced = true, .label = "m"};
     sw_reducer *reducer = NULL;
     size_t early = 0;
-    if (!check(sw_reducer_create(self->comm, params, names, PARAMS, &options, &reducer, &self->err) == SW_OK, "%s",
-               self->err.message))
+    if (!check(sw_reducer_create(self->comm, params, names, PARAMS, &options, &reducer,
+                                 &self->err) == SW_OK,
+               "%s", self->err.message))
         return;
     check(sw_reducer_memory(reducer)->size_bytes < sw_reducer_layout(reducer)->size_bytes / 2,
-          "the ring is smaller than the buckets: %zu of %zu bytes", sw_reducer_memory(reducer)->size_bytes,
-          sw_reducer_layout(reducer)->size_bytes);
+          "the ring is smaller than the buckets: %zu of %zu bytes",
+          sw_reducer_memory(reducer)->size_bytes, sw_reducer_layout(reducer)->size_bytes);
     for (int step = 0; step < ROUNDS; ++step) {
         sw_reducer_count_step(reducer);
         check(sw_reducer_open(reducer, step, true, &self->err) == SW_OK, "%s", self->err.message);
-        for (size_t k = 0; k < PARAMS; ++k) { /* forward order is the worst: the last bucket's gradients come first */
+        for (size_t k = 0; k < PARAMS;
+             ++k) { /* forward order is the worst: the last bucket's gradients come first */
             size_t p = step % 2 ? k : PARAMS - 1 - k;
             if (uses(self->rank, p, step))
                 early += come(self, reducer, p, step);

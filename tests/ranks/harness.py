@@ -113,9 +113,7 @@ def _join_group(rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["SW_TEST_FOLDER"] = folder  # removed with the team
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
 
 
 def _answer(connection: multiprocessing.connection.Connection, rank: int, world_size: int) -> bool:

@@ -139,7 +139,9 @@ def trains_beside_a_small_dev_shm(rank, world_size):
 def test_a_small_dev_shm_does_not_matter(tmp_path):
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
-        subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True, capture_output=True, timeout=10)
+        subprocess.run(
+            [*unshare, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True, capture_output=True, timeout=10
+        )
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no mount namespaces here: {error}")
     outputs, _ = run_programs(3, trains_beside_a_small_dev_shm, str(tmp_path), prefix=unshare)

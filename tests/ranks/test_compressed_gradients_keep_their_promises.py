@@ -196,7 +196,9 @@ def test_values_do_not_depend_on_buckets(rank, world_size, name):
             wrapped.zero_grad()
             wrapped(batch(rank, 8, 7, step=step)).square().mean().backward()
         found.append([p.grad.clone() for p in wrapped.module.parameters()])
-    if name != "int8" and "int" in name and world_size > 1:  # which rank owns a block depends on the bucket: the error does
+    if (
+        name != "int8" and "int" in name and world_size > 1
+    ):  # which rank owns a block depends on the bucket: the error does
         return
     assert all(bits_equal(a, b) for a, b in zip(*found))
 
@@ -207,9 +209,9 @@ def block_errors(state):
 
 def powersgd_errors(state, owners):
     errors = state.errors()
-    return torch.cat([
-        errors[name].flatten() if (name := state.name_of(p)) in errors else torch.zeros(p.numel()) for p in owners
-    ])
+    return torch.cat(
+        [errors[name].flatten() if (name := state.name_of(p)) in errors else torch.zeros(p.numel()) for p in owners]
+    )
 
 
 @pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd"])
@@ -329,7 +331,9 @@ def test_the_state_of_another_model_is_refused(rank, world_size):
     shapes = saved["parameters"]
     other = cases("int4")[0]
     other.load_state_dict({**saved, "parameters": {**shapes, "#0": {"error": torch.zeros(3)}}})
-    with pytest.raises(sw.Error, match=r"another model's: error of parameter '#0' must have shape \(1200,\), not \(3,\)"):
+    with pytest.raises(
+        sw.Error, match=r"another model's: error of parameter '#0' must have shape \(1200,\), not \(3,\)"
+    ):
         run(hook, other, parameters(), gradients_of(rank, 0))
     other = cases("int4")[0]
     other.load_state_dict({**saved, "parameters": {k: v for k, v in shapes.items() if k != "#0"}})
@@ -403,7 +407,12 @@ def test_first_results_are_torchs_from_the_same_basis(rank, world_size):
 def test_hard_matrices_stay_finite_and_are_paid(rank, world_size):
     owners = [torch.nn.Parameter(torch.zeros(40, 30))]
     column, row = torch.arange(40.0) - 7, torch.arange(30.0) * 0.1 - 1
-    inputs = [torch.zeros(40, 30), torch.outer(column, row), torch.outer(column, row) * 1e30, torch.outer(column, row) * 1e-30]
+    inputs = [
+        torch.zeros(40, 30),
+        torch.outer(column, row),
+        torch.outer(column, row) * 1e30,
+        torch.outer(column, row) * 1e-30,
+    ]
     for matrix in inputs:
         state = PowerSGDState(None, 4, start_powerSGD_iter=0, min_compression_rate=0)
         for _ in range(3):

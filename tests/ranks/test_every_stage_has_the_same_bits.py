@@ -248,7 +248,9 @@ class Odd(nn.Module):
 def test_every_kind_of_parameter(rank, world_size, training):
     whole = run(0, training, rank, build=Odd, optimizer="AdamW", bucket_cap_mb=0.001)
     for zero in (1, 2, 3):
-        run(zero, training, rank, build=Odd, optimizer="AdamW", bucket_cap_mb=0.001).assert_equals(whole, f"zero={zero}")
+        run(zero, training, rank, build=Odd, optimizer="AdamW", bucket_cap_mb=0.001).assert_equals(
+            whole, f"zero={zero}"
+        )
 
 
 def some_heads(model, optimizer, rank):

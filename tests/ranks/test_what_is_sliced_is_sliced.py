@@ -320,7 +320,9 @@ def test_a_parameter_unfrozen_later_is_stepped_on(rank, world_size, zero):
         torch.manual_seed(0)
         module = Mlp()
         module[2].requires_grad_(False)
-        model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), zero=stage, bucket_cap_mb=0.001)
+        model, optimizer = sw.wrap(
+            module, torch.optim.AdamW(module.parameters(), lr=1e-2), zero=stage, bucket_cap_mb=0.001
+        )
         for step in range(4):
             if step == 2:
                 module[2].requires_grad_(True)

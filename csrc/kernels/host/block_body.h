@@ -1,8 +1,8 @@
 /* block_body.h - halves with a scale, and block-scaled integers; compiled once per instruction set.
  *
- * Idea: a block is summed with its error into the L1 cache, its greatest magnitude found on the bits
- * (which order as the magnitudes do, and put what is not finite on top), and rounded by adding and
- * taking away 1.5 * 2^23, which is the processor's own rounding to nearest even.
+ * Idea: a block is summed with its error into the L1 cache, its greatest magnitude found on the
+ * bits (which order as the magnitudes do, and put what is not finite on top), and rounded by adding
+ * and taking away 1.5 * 2^23, which is the processor's own rounding to nearest even.
  *
  * Left out: stochastic rounding; a sum over ranks of nearest roundings has the smaller bound.
  */

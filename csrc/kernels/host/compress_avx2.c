@@ -26,6 +26,8 @@
 #define COMPRESS_TABLE sw_compress_kernels_avx2
 #include "kernels/host/block_body.h"
 #include "kernels/host/lowrank_body.h"
+
+/* After the bodies: the table of what they define. */
 #include "kernels/host/compress_table_body.h"
 
 #if defined(__clang__)

@@ -15,9 +15,8 @@
 #include "kernels/host/compress_tables.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(                                                    \
-    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), \
-    apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
@@ -28,6 +27,8 @@
 #define COMPRESS_TABLE sw_compress_kernels_avx512
 #include "kernels/host/block_body.h"
 #include "kernels/host/lowrank_body.h"
+
+/* After the bodies: the table of what they define. */
 #include "kernels/host/compress_table_body.h"
 
 #if defined(__clang__)

@@ -1,6 +1,9 @@
-/* compress_baseline.c - the compression bodies for what every processor of this architecture runs. */
+/* compress_baseline.c - the compression bodies for what every processor of this architecture runs.
+ */
 #define COMPRESS_VECTOR_BYTES 16
 #define COMPRESS_TABLE sw_compress_kernels_baseline
 #include "kernels/host/block_body.h"
 #include "kernels/host/lowrank_body.h"
+
+/* After the bodies: the table of what they define. */
 #include "kernels/host/compress_table_body.h"

@@ -1,9 +1,10 @@
 /* copy.c - copies that go past the caches.
  *
- * A gradient on its way into a bucket is not read again until the whole bucket is folded, megabytes later: a
- * plain store would first read each line from memory only to overwrite it, and would drive out what the backward
- * still needs. Non-temporal stores of 16 bytes fill whole lines through the write-combining buffers, as fast as
- * wider ones, and are in every x86-64. Elsewhere, and for what fits the second-level cache, it is memcpy. */
+ * A gradient on its way into a bucket is not read again until the whole bucket is folded, megabytes
+ * later: a plain store would first read each line from memory only to overwrite it, and would drive
+ * out what the backward still needs. Non-temporal stores of 16 bytes fill whole lines through the
+ * write-combining buffers, as fast as wider ones, and are in every x86-64. Elsewhere, and for what
+ * fits the second-level cache, it is memcpy. */
 #include <string.h>
 
 #include "kernels/kernels.h"

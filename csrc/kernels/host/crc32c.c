@@ -1,8 +1,9 @@
 /* crc32c.c - the table form (eight bytes a step) and the SSE4.2 form.
  *
- * Three streams are joined by the linearity of a CRC: the checksum of A followed by B is that of A carried over
- * |B| zero bytes, xor that of B. For fixed |B| carrying is a linear map of 32 bits, kept as four tables of 256.
- * RFC 3720 B.4; the three-stream form is described in Intel's white paper 323405 (2011).
+ * Three streams are joined by the linearity of a CRC: the checksum of A followed by B is that of A
+ * carried over |B| zero bytes, xor that of B. For fixed |B| carrying is a linear map of 32 bits,
+ * kept as four tables of 256. RFC 3720 B.4; the three-stream form is described in Intel's white
+ * paper 323405 (2011).
  */
 #include "kernels/crc32c.h"
 
@@ -51,7 +52,8 @@ static void prepare(void)
     }
     for (unsigned t = 1; t < 8; ++t)
         for (uint32_t i = 0; i < 256; ++i)
-            step_table[t][i] = (step_table[t - 1][i] >> 8) ^ step_table[0][step_table[t - 1][i] & 255];
+            step_table[t][i] =
+                (step_table[t - 1][i] >> 8) ^ step_table[0][step_table[t - 1][i] & 255];
     fill_carry(carry_one, STREAM_BYTES);
     fill_carry(carry_two, 2 * STREAM_BYTES);
     has_instruction = sw_cpu_has_sse42();
@@ -68,9 +70,10 @@ static uint32_t update_portable(uint32_t crc, const uint8_t *at, size_t size)
 {
     for (; size >= 8; at += 8, size -= 8) {
         uint64_t word = load64(at) ^ crc; /* little-endian, as every machine we run on */
-        crc = step_table[7][word & 255] ^ step_table[6][word >> 8 & 255] ^ step_table[5][word >> 16 & 255] ^
-              step_table[4][word >> 24 & 255] ^ step_table[3][word >> 32 & 255] ^
-              step_table[2][word >> 40 & 255] ^ step_table[1][word >> 48 & 255] ^ step_table[0][word >> 56];
+        crc = step_table[7][word & 255] ^ step_table[6][word >> 8 & 255] ^
+              step_table[5][word >> 16 & 255] ^ step_table[4][word >> 24 & 255] ^
+              step_table[3][word >> 32 & 255] ^ step_table[2][word >> 40 & 255] ^
+              step_table[1][word >> 48 & 255] ^ step_table[0][word >> 56];
     }
     for (; size > 0; ++at, --size)
         crc = (crc >> 8) ^ step_table[0][(crc ^ *at) & 255];
@@ -80,10 +83,12 @@ static uint32_t update_portable(uint32_t crc, const uint8_t *at, size_t size)
 #if defined(__x86_64__)
 static uint32_t carry(uint32_t table[4][256], uint32_t crc)
 {
-    return table[0][crc & 255] ^ table[1][crc >> 8 & 255] ^ table[2][crc >> 16 & 255] ^ table[3][crc >> 24];
+    return table[0][crc & 255] ^ table[1][crc >> 8 & 255] ^ table[2][crc >> 16 & 255] ^
+           table[3][crc >> 24];
 }
 
-__attribute__((target("sse4.2"))) static uint32_t update_hardware(uint32_t crc, const uint8_t *at, size_t size)
+__attribute__((target("sse4.2"))) static uint32_t update_hardware(uint32_t crc, const uint8_t *at,
+                                                                  size_t size)
 {
     for (; size >= COPY_BYTES; at += COPY_BYTES, size -= COPY_BYTES) {
         uint64_t a = crc, b = 0, c = 0;
@@ -131,7 +136,8 @@ uint32_t sw_crc32c_copy(uint32_t crc, void *destination, const void *source, siz
     uint8_t *to = destination;
     const uint8_t *from = source;
     crc = ~crc;
-    while (size_bytes > 0) { /* a piece that the first-level cache holds: read once from memory, used twice */
+    while (size_bytes >
+           0) { /* a piece that the first-level cache holds: read once from memory, used twice */
         size_t piece = size_bytes < COPY_BYTES ? size_bytes : COPY_BYTES;
         crc = update(crc, from, piece);
         memcpy(to, from, piece);

@@ -14,7 +14,7 @@
 #include "kernels/host/fold_tables.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(                                                            \
+#pragma clang attribute push( \
     __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
 #else
 #pragma GCC push_options

@@ -6,7 +6,8 @@
  * vectorises them.
  *
  * The includer defines FOLD_TABLE, FOLD_TABLE_NAME, OPTIM_TABLE (of optim_tables.h), COMPRESS_TABLE
- * (of compress_tables.h) and, where it holds, KERNEL_F16C (with immintrin.h already included). The payload of a float32 or float64 NaN is left to the processor.
+ * (of compress_tables.h) and, where it holds, KERNEL_F16C (with immintrin.h already included). The
+ * payload of a float32 or float64 NaN is left to the processor.
  *
  * Left out: threads (callers split the range) and argument checks (sw_redop_check() came before).
  */
@@ -14,9 +15,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kernels/host/compress_tables.h"
 #include "kernels/host/fold_tables.h"
 #include "kernels/host/half_body.h"
-#include "kernels/host/compress_tables.h"
 #include "kernels/host/optim_tables.h"
 
 /* Two float blocks, a block of halves and the sources' lines together fill half of a 32 KiB L1. */

@@ -116,8 +116,8 @@ static void FOLD_NAME(fold)(void *const *destination, int destination_count,
         if (source_count == 1)
             memcpy(sum, first, count * sizeof(FOLD_T));
         for (int k = 1; k < source_count; ++k)
-            FOLD_NAME(combine)(sum, k == 1 ? first : sum, (const FOLD_T *)source[k] + start,
-                               count, op);
+            FOLD_NAME(combine)(sum, k == 1 ? first : sum, (const FOLD_T *)source[k] + start, count,
+                               op);
 #if FOLD_FLOATING
         if (op == SW_REDOP_MEAN)
             FOLD_NAME(scale)(sum, count, (FOLD_T)scale);

@@ -5,8 +5,8 @@
  * taken four rows at a time, so that 16 accumulators stay in registers.
  *
  * Order of every sum: over columns, 16 lanes (column mod 16) each in order, then halves added; over
- * rows, four at a time as (a+b)+(c+d), then in order; over the rank, in order. So bits depend neither
- * on the instruction set nor on the tile. Rows and columns beyond the end are zeros.
+ * rows, four at a time as (a+b)+(c+d), then in order; over the rank, in order. So bits depend
+ * neither on the instruction set nor on the tile. Rows and columns beyond the end are zeros.
  *
  * The includer defines COMPRESS_VECTOR_BYTES.
  */
@@ -52,7 +52,8 @@ LOWRANK_INLINE vector vector_of(float value)
     return value - (vector){0};
 }
 
-/* ---- on a tile: ROWS x TILE floats, of which `count` columns (a multiple of LANES) are used ---- */
+/* ---- on a tile: ROWS x TILE floats, of which `count` columns (a multiple of LANES) are used ----
+ */
 
 /* v += sign * coefficientᵀ factor, over `ranks` rows of the factor. */
 LOWRANK_INLINE void tile_combine(float *v, float coefficient[][ROWS], const float *factor,
@@ -62,8 +63,8 @@ LOWRANK_INLINE void tile_combine(float *v, float coefficient[][ROWS], const floa
     LOWRANK_UNROLL
     for (int k = 0; k < ranks; ++k)
         LOWRANK_UNROLL
-        for (int row = 0; row < ROWS; ++row)
-            c[k][row] = vector_of(coefficient[k][row]);
+    for (int row = 0; row < ROWS; ++row)
+        c[k][row] = vector_of(coefficient[k][row]);
     for (size_t j = 0; j < count; j += WIDTH) {
         vector f[RANKS];
         LOWRANK_UNROLL
@@ -89,8 +90,8 @@ LOWRANK_INLINE void tile_dot(const float *v, const float *basis, size_t stride, 
         LOWRANK_UNROLL
         for (int k = 0; k < ranks; ++k)
             LOWRANK_UNROLL
-            for (int row = 0; row < ROWS; ++row)
-                sum[k][row] = vector_load(lanes[k][row] + part);
+        for (int row = 0; row < ROWS; ++row)
+            sum[k][row] = vector_load(lanes[k][row] + part);
         for (size_t j = part; j < count; j += LANES) {
             vector value[ROWS];
             LOWRANK_UNROLL
@@ -107,8 +108,8 @@ LOWRANK_INLINE void tile_dot(const float *v, const float *basis, size_t stride, 
         LOWRANK_UNROLL
         for (int k = 0; k < ranks; ++k)
             LOWRANK_UNROLL
-            for (int row = 0; row < ROWS; ++row)
-                vector_store(lanes[k][row] + part, sum[k][row]);
+        for (int row = 0; row < ROWS; ++row)
+            vector_store(lanes[k][row] + part, sum[k][row]);
     }
 }
 
@@ -120,8 +121,8 @@ LOWRANK_INLINE void tile_gather(const float *v, float coefficient[][ROWS], float
     LOWRANK_UNROLL
     for (int k = 0; k < ranks; ++k)
         LOWRANK_UNROLL
-        for (int row = 0; row < ROWS; ++row)
-            c[k][row] = vector_of(coefficient[k][row]);
+    for (int row = 0; row < ROWS; ++row)
+        c[k][row] = vector_of(coefficient[k][row]);
     for (size_t j = 0; j < count; j += WIDTH) {
         vector value[ROWS];
         LOWRANK_UNROLL
@@ -138,13 +139,28 @@ LOWRANK_INLINE void tile_gather(const float *v, float coefficient[][ROWS], float
 }
 
 /* `call` with the constant number of factor rows that are left from k on. */
-#define LOWRANK_BY_RANKS(rank, call)                                        \
-    for (size_t k = 0; k < (rank); k += RANKS)                              \
-        switch ((rank) - k) {                                               \
-        case 1: { enum { ranks = 1 }; call; break; }                        \
-        case 2: { enum { ranks = 2 }; call; break; }                        \
-        case 3: { enum { ranks = 3 }; call; break; }                        \
-        default: { enum { ranks = 4 }; call; }                              \
+#define LOWRANK_BY_RANKS(rank, call)           \
+    for (size_t k = 0; k < (rank); k += RANKS) \
+        switch ((rank) - k) {                  \
+        case 1: {                              \
+            enum { ranks = 1 };                \
+            call;                              \
+            break;                             \
+        }                                      \
+        case 2: {                              \
+            enum { ranks = 2 };                \
+            call;                              \
+            break;                             \
+        }                                      \
+        case 3: {                              \
+            enum { ranks = 3 };                \
+            call;                              \
+            break;                             \
+        }                                      \
+        default: {                             \
+            enum { ranks = 4 };                \
+            call;                              \
+        }                                      \
         }
 
 /* Columns of four rows of a factor (rank x count), zeros beyond the end. */
@@ -197,9 +213,9 @@ static void tile_sub_product(float *v, float left[][ROWS], const sw_lowrank *m, 
                                            count, ranks, true))
 }
 
-/* One stage of v = gradient + (memory - leftᵀ right), for a tile of whole vectors: the first stage reads
- * memory, the last one adds the gradient and may write memory. The next four rows are asked for
- * meanwhile: a row is often a page, at whose end the processor's own prefetching stops. */
+/* One stage of v = gradient + (memory - leftᵀ right), for a tile of whole vectors: the first stage
+ * reads memory, the last one adds the gradient and may write memory. The next four rows are asked
+ * for meanwhile: a row is often a page, at whose end the processor's own prefetching stops. */
 LOWRANK_INLINE void tile_stage(float *v, float left[][ROWS], size_t k, const sw_lowrank *m, tile at,
                                int ranks, bool first, bool last, bool write)
 {
@@ -210,8 +226,8 @@ LOWRANK_INLINE void tile_stage(float *v, float left[][ROWS], size_t k, const sw_
     LOWRANK_UNROLL
     for (int r = 0; r < ranks; ++r)
         LOWRANK_UNROLL
-        for (size_t row = 0; row < ROWS; ++row)
-            c[r][row] = vector_of(left[k + (size_t)r][row]);
+    for (size_t row = 0; row < ROWS; ++row)
+        c[r][row] = vector_of(left[k + (size_t)r][row]);
     for (size_t j = 0; j < at.cols; j += WIDTH) {
         vector f[RANKS];
         LOWRANK_UNROLL
@@ -249,10 +265,17 @@ LOWRANK_INLINE void tile_stages(float *v, float left[][ROWS], const sw_lowrank *
     for (size_t k = RANKS; k < final; k += RANKS)
         tile_combine(v, left + k, m->right + k * stride + at.col, stride, at.cols, RANKS, true);
     switch (m->rank - final) {
-    case 1: tile_stage(v, left, final, m, at, 1, false, true, write); break;
-    case 2: tile_stage(v, left, final, m, at, 2, false, true, write); break;
-    case 3: tile_stage(v, left, final, m, at, 3, false, true, write); break;
-    default: tile_stage(v, left, final, m, at, 4, false, true, write);
+    case 1:
+        tile_stage(v, left, final, m, at, 1, false, true, write);
+        break;
+    case 2:
+        tile_stage(v, left, final, m, at, 2, false, true, write);
+        break;
+    case 3:
+        tile_stage(v, left, final, m, at, 3, false, true, write);
+        break;
+    default:
+        tile_stage(v, left, final, m, at, 4, false, true, write);
     }
 }
 
@@ -308,8 +331,8 @@ static void lowrank_project(const sw_lowrank *m, const float *basis, float *out)
             tile at = tile_at(m, row, col);
             size_t count = sw_lowrank_stride(at.cols);
             tile_value(v, left, m, at, false);
-            LOWRANK_BY_RANKS(m->rank, tile_dot(v, basis + k * stride + col, stride, count,
-                                               lanes + k, ranks))
+            LOWRANK_BY_RANKS(m->rank,
+                             tile_dot(v, basis + k * stride + col, stride, count, lanes + k, ranks))
         }
         for (size_t k = 0; k < m->rank; ++k)
             for (size_t i = 0; i < rows; ++i)
@@ -345,8 +368,8 @@ LOWRANK_INLINE void tile_expand(float *out, float left[][ROWS], const float *fac
     LOWRANK_UNROLL
     for (int k = 0; k < ranks; ++k)
         LOWRANK_UNROLL
-        for (int row = 0; row < ROWS; ++row)
-            c[k][row] = vector_of(left[k][row]);
+    for (int row = 0; row < ROWS; ++row)
+        c[k][row] = vector_of(left[k][row]);
     for (size_t j = 0; j < count; j += WIDTH) {
         vector f[RANKS];
         LOWRANK_UNROLL
@@ -428,8 +451,8 @@ static float row_dot(const float *a, const float *b, size_t stride)
     vector sum[LANES / WIDTH] = {{0}};
     for (size_t j = 0; j < stride; j += LANES)
         LOWRANK_UNROLL
-        for (size_t part = 0; part < LANES / WIDTH; ++part)
-            sum[part] += vector_load(a + j + part * WIDTH) * vector_load(b + j + part * WIDTH);
+    for (size_t part = 0; part < LANES / WIDTH; ++part)
+        sum[part] += vector_load(a + j + part * WIDTH) * vector_load(b + j + part * WIDTH);
     memcpy(lanes, sum, sizeof lanes);
     return lanes_sum(lanes);
 }
@@ -487,8 +510,8 @@ static float random_at(uint64_t seed, uint64_t place)
     return (float)(int32_t)((z ^ (z >> 31)) >> 32) * 0x1p-31f;
 }
 
-/* Replacement number `attempt` of row k: random ones first, then unit vectors, of which at least one
- * keeps 1 / sqrt(count) of its length whatever the k < count rows before it are. */
+/* Replacement number `attempt` of row k: random ones first, then unit vectors, of which at least
+ * one keeps 1 / sqrt(count) of its length whatever the k < count rows before it are. */
 static void row_reseed(float *a, size_t count, size_t stride, uint64_t seed, size_t k,
                        size_t attempt)
 {
