@@ -29,7 +29,7 @@ class Options:
     device_mesh : torch.distributed.device_mesh.DeviceMesh, optional
         One-dimensional; its group is used. Not together with `process_group`.
     bucket_cap_mb : float
-        Largest gradient bucket, MiB. Affects speed only: results do not depend on it.
+        Largest gradient bucket, MiB; at zero >= 2 never above 8. Affects speed and memory only: results do not depend on it.
     timeout_s : float
         Seconds a rank waits for another before CommTimeoutError.
     broadcast_buffers : bool
@@ -102,7 +102,8 @@ class Options:
             raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
         if self.units != "auto" or self.reshard_after_forward is not True or self.share_parameters != "auto":
             raise NotImplementedError(
-                "units, reshard_after_forward and share_parameters belong to zero=3, which is not there yet"
+                "units, reshard_after_forward and share_parameters are not there yet: at zero=3 the ranks of a host share one "
+                "copy of the parameters, which nothing has to gather"
             )
         if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):
             raise TypeError(f"ignored_params must be a collection of parameters or names, got {self.ignored_params!r}")
