@@ -446,7 +446,7 @@ def trains_in_a_namespace(rank, world_size):
     for step in range(2):
         compare_step(wrapped, naive, lambda model, step=step: backward(model, rank, step))
     gather(None)
-    print("pid", os.getpid(), "transport", wrapped._replica.reducer.transport)
+    print("pid", os.getpid(), "transport", wrapped._replica.reducer.transport, flush=True)  # it may end without an exit
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM) if os.getpid() != 1 else os._exit(9)
     print("named", report(lambda: backward(wrapped, rank, 9)))
