@@ -37,3 +37,16 @@ def test_the_doctor_prints_a_block_and_succeeds():
 def test_the_command_line_refuses_what_it_does_not_know():
     done = subprocess.run([sys.executable, "-m", "shardwright", "cure"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "doctor" in done.stderr
+
+
+def test_an_engine_object_that_was_not_initialised_says_so():
+    code = """
+from shardwright import Error, _engine
+empty = _engine.Reducer.__new__(_engine.Reducer)
+for call in (empty.stats, empty.count_step, lambda: empty.gradient(0, []), lambda: empty.bucket(0), lambda: empty.hook(0)):
+    try:
+        call()
+    except Error as error:
+        print(str(error).replace(" ", "-"))
+"""
+    assert run(code) == ["the-reducer-was-not-initialised"] * 5

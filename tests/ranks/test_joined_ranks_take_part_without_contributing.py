@@ -149,3 +149,26 @@ def test_two_wrapped_modules_join_together(rank, world_size):
             two(x).square().mean().backward()
     for model in (one, two):
         assert same_everywhere([parameter.tolist() for parameter in model.parameters()])
+
+
+@on_every_rank()
+def test_a_rank_that_ran_out_takes_part_in_a_communication_hook(rank, world_size):
+    """Its buckets are zeros: the hook's sums are those of the ranks that still train."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    wrapped, naive = pair(Mlp, bucket_cap_mb=0.001)
+    wrapped.register_comm_hook(None, allreduce_hook)
+    gradients = []
+    with wrapped.join():
+        for x in inputs(rank):
+            wrapped.zero_grad()
+            wrapped(x).square().mean().backward()
+            gradients.append([parameter.grad.clone() for parameter in wrapped.module.parameters()])
+    for step in range(2 + world_size - 1):
+        naive.module.zero_grad()
+        if step < len(gradients):
+            naive(inputs(rank)[step]).square().mean().backward()
+        naive.synchronise(active=step < len(gradients))
+        if step < len(gradients):
+            for mine, parameter in zip(gradients[step], naive.module.parameters(), strict=True):
+                assert torch.allclose(mine, parameter.grad, rtol=1e-4, atol=1e-6), step
