@@ -82,6 +82,7 @@ static void destroy(sw_comm *comm)
 
 typedef struct arena_verdict {
     uint64_t size_bytes;
+    sw_memory_need need;
     uint32_t failed;
     char message[244];
 } arena_verdict;
@@ -92,6 +93,7 @@ static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_s
                        const sw_error *cause, sw_error *err)
 {
     arena_verdict mine = {.size_bytes = size_bytes, .failed = local != SW_OK};
+    sw_limits_read_need(size_bytes, &mine.need);
     arena_verdict *all = calloc((size_t)comm->world_size, sizeof *all);
     if (!all)
         return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory to agree on arena '%s'", label);
@@ -108,6 +110,8 @@ static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_s
         if (all[r].failed)
             status = sw_error_set(err, SW_E_MEMORY, r, "arena '%s' is not possible on rank %d: %s",
                                   label, r, all[r].message);
+    if (status == SW_OK)
+        status = sw_limits_check_needs(&all[0].need, sizeof *all, comm->world_size, label, err);
     free(all);
     return status;
 }

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 static uint64_t read_number(const char *path)
 {
@@ -47,6 +48,7 @@ static uint64_t read_reclaimable(const char *folder)
 static void tighten(sw_limits *limits, const char *folder, const char *limit_name,
                     const char *usage_name)
 {
+    struct stat status;
     char path[700];
     snprintf(path, sizeof path, "%s/%s", folder, limit_name);
     uint64_t limit = read_number(path);
@@ -61,6 +63,7 @@ static void tighten(sw_limits *limits, const char *folder, const char *limit_nam
         left < limits->memory_max_bytes - limits->memory_current_bytes) {
         limits->memory_max_bytes = limit;
         limits->memory_current_bytes = limit - left;
+        limits->memory_group = stat(folder, &status) == 0 ? (uint64_t)status.st_ino : 0;
     }
 }
 
@@ -126,6 +129,48 @@ sw_status sw_limits_check_memory(size_t size_bytes, const char *label, sw_error 
         SW_FAIL(err, SW_E_MEMORY,
                 "%s needs %zu bytes of memory, the cgroup's memory.max leaves %" PRIu64, label,
                 size_bytes, left);
+    return SW_OK;
+}
+
+void sw_limits_read_need(size_t size_bytes, sw_memory_need *need)
+{
+    sw_limits limits;
+    sw_limits_read(&limits);
+    *need = (sw_memory_need){.size_bytes = size_bytes, .left_bytes = UINT64_MAX};
+    if (limits.memory_max_bytes == UINT64_MAX || limits.memory_current_bytes == UINT64_MAX)
+        return;
+    need->group = limits.memory_group;
+    need->left_bytes = limits.memory_max_bytes > limits.memory_current_bytes
+                           ? limits.memory_max_bytes - limits.memory_current_bytes
+                           : 0;
+}
+
+static const sw_memory_need *need_of(const sw_memory_need *first, size_t stride_bytes, int rank)
+{
+    return (const void *)((const uint8_t *)first + (size_t)rank * stride_bytes);
+}
+
+sw_status sw_limits_check_needs(const sw_memory_need *first, size_t stride_bytes, int count,
+                                const char *label, sw_error *err)
+{
+    for (int r = 0; r < count; ++r) {
+        const sw_memory_need *last = need_of(first, stride_bytes, r);
+        uint64_t together = 0, left = UINT64_MAX;
+        int sharing = 0;
+        for (int k = 0; last->group != 0 && k <= r; ++k) {
+            const sw_memory_need *other = need_of(first, stride_bytes, k);
+            if (other->group != last->group)
+                continue;
+            together += other->size_bytes;
+            left = other->left_bytes < left ? other->left_bytes : left;
+            sharing++;
+        }
+        if (together > left)
+            return sw_error_set(err, SW_E_MEMORY, r,
+                                "%s needs %" PRIu64 " bytes of memory on %d ranks up to rank %d "
+                                "together, the cgroup's memory.max that they share leaves %" PRIu64,
+                                label, together, sharing, r, left);
+    }
     return SW_OK;
 }
 

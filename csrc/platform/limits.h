@@ -11,6 +11,7 @@ typedef struct sw_limits { /* UINT64_MAX where there is no limit or it cannot be
     uint64_t
         memory_max_bytes; /* of the control group that has least left, this one or an outer one */
     uint64_t memory_current_bytes; /* used of it, file cache that can be dropped left out */
+    uint64_t memory_group;         /* its number on this host; 0: none */
     uint64_t file_size_bytes;      /* RLIMIT_FSIZE: a memfd counts as a file */
     uint64_t open_files;           /* RLIMIT_NOFILE */
 } sw_limits;
@@ -20,6 +21,20 @@ void sw_limits_read(sw_limits *limits);
 /* Whether that much more memory of any kind can be had; SW_E_MEMORY names memory.max, what it
  * leaves and the need. */
 SW_MUST_USE sw_status sw_limits_check_memory(size_t size_bytes, const char *label, sw_error *err);
+
+/* What a process wants of a memory limit that it may share with others. */
+typedef struct sw_memory_need {
+    uint64_t size_bytes;
+    uint64_t group, left_bytes; /* of the control group that has least left; group 0: no limit */
+} sw_memory_need;
+
+void sw_limits_read_need(size_t size_bytes, sw_memory_need *need);
+
+/* Whether what `count` ranks want, each of which can have its own part, fits together under the
+ * limits that they share. `stride_bytes` from one need to the next. SW_E_MEMORY with detail the
+ * last rank of the group names the ranks' number, memory.max, what it leaves and the need. */
+SW_MUST_USE sw_status sw_limits_check_needs(const sw_memory_need *first, size_t stride_bytes,
+                                            int count, const char *label, sw_error *err);
 
 /* Whether a memfd of `size_bytes` can be made; SW_E_MEMORY names the limit, its value and the need.
  */

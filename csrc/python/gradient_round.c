@@ -7,6 +7,9 @@
 
 #include "python/reducer_object.h"
 
+/* Peers come to the end of their backward within a step, as a rule. */
+static const int64_t abandon_budget_ns = INT64_C(10000000000);
+
 /* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are.
  * Lazily negated and conjugated tensors look the same from here: the first are views of complex
  * ones, so they have strides of their own unless they have one element; the second are complex. */
@@ -336,6 +339,28 @@ PyObject *sw_py_round_close(PyObject *op, PyObject *unused)
     if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED)
         Py_RETURN_NONE; /* the backward reached no parameter */
     return none_or_null(finish_round(self));
+}
+
+/* A backward ended without its callback: an exception is on its way to the caller. Peers are told
+ * now, as long as that takes no time to speak of; the caller's next forward does the rest. */
+PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    sw_error err;
+    sw_status status;
+    (void)unused;
+    if (reducer_check_ready(self) < 0)
+        return NULL;
+    if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
+        Py_RETURN_NONE;
+    if (!sw_py_comm_enter(self->comm))
+        return NULL;
+    self->announced_task = NO_TASK;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err);
+    Py_END_ALLOW_THREADS
+    sw_py_comm_leave(self->comm);
+    return none_or_null(reducer_raise(self, status, &err));
 }
 
 PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)

@@ -75,6 +75,7 @@ bool sw_py_gradient_has_layout(const tensor_view *grad, const tensor_view *shape
 PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised);
 PyObject *sw_py_round_announce(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_close(PyObject *op, PyObject *unused);
+PyObject *sw_py_round_fail(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_shadow(PyObject *op, PyObject *unused);
 

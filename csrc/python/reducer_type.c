@@ -552,6 +552,8 @@ static PyMethodDef reducer_methods[] = {
     {"open_round", sw_py_round_announce, METH_NOARGS,
      "open_round()\n--\n\nAnnounces a round to the first gradient."},
     {"close", sw_py_round_close, METH_NOARGS, "close()\n--\n\nEnds the round."},
+    {"fail", sw_py_round_fail, METH_NOARGS,
+     "fail()\n--\n\nThe backward of an open round has failed: tells the peers."},
     {"close_pending", sw_py_round_close_pending, METH_NOARGS,
      "close_pending()\n--\n\nA whole round, if a forward has none."},
     {"shadow", sw_py_round_shadow, METH_NOARGS,

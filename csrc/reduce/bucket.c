@@ -126,6 +126,13 @@ void sw_bucket_name(bucket *b, const char *label)
              last);
 }
 
+void sw_bucket_name_unfrozen(bucket *b, const char *label, size_t param)
+{
+    const char *name = b->reducer->names[param];
+    snprintf(b->op.label, sizeof b->op.label, "bucket %zu of %.*s with '%.*s' unfrozen", b->index,
+             sw_text_fit(label, 16), label, sw_text_fit(name, 36), name);
+}
+
 void sw_bucket_write_tail(bucket *b)
 {
     sw_reducer *reducer = b->reducer;

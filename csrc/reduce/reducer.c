@@ -8,14 +8,22 @@
  * before it folds (standing bits). */
 #include "reduce/reducer.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/bytes.h"
+#include "base/text.h"
+#include "platform/clock.h"
 #include "platform/memory.h"
+#include "platform/thread.h"
 #include "reduce/reducer_state.h"
 
-enum { MARKS_PER_POLL = 8 };
+enum {
+    MARKS_PER_POLL = 8,
+    ABANDONED_UNDER_WAY = 32, /* fewer than a communicator takes without waiting */
+    ABANDON_POLL_NS = 1000000,
+};
 
 static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *options, sw_error *err)
 {
@@ -203,6 +211,8 @@ sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const 
     }
     made->ring = options->sliced;
     made->cap_bytes = options->bucket_cap_bytes;
+    snprintf(made->label, sizeof made->label, "%.*s", sw_text_fit(options->label, 16),
+             options->label);
     sw_gradient_sizes sizes = sizes_of(made);
     SW_TRY_GOTO(status,
                 sw_gradient_memory_create(comm, &sizes, options->transport, options->label,
@@ -330,6 +340,7 @@ uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *nume
 void sw_reducer_unfreeze(sw_reducer *reducer, size_t param)
 {
     bucket_of(reducer, param)->takes_part = true;
+    sw_bucket_name_unfrozen(bucket_of(reducer, param), reducer->label, param);
     reducer->unfrozen = true;
 }
 
@@ -667,6 +678,50 @@ sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err)
     reducer->state = SW_ROUND_CLOSED;
     reducer->stats.abandoned++;
     return status;
+}
+
+/* Posts the buckets that can be posted without waiting for a peer. */
+static sw_status post_without_waiting(sw_reducer *reducer, sw_error *err)
+{
+    size_t under_way = 0;
+    for (size_t i = 0; i < reducer->next_bucket; ++i)
+        under_way += reducer->buckets[i].state == BUCKET_POSTED;
+    for (; reducer->next_bucket < reducer->layout.bucket_count; ++reducer->next_bucket) {
+        bucket *b = &reducer->buckets[reducer->next_bucket];
+        if (!b->takes_part)
+            continue;
+        if (under_way >= ABANDONED_UNDER_WAY || (b->before && b->before->state != BUCKET_DONE))
+            return SW_OK;
+        SW_TRY(post_bucket(b, err));
+        under_way++;
+    }
+    return SW_OK;
+}
+
+static bool all_done(const sw_reducer *reducer)
+{
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
+        if (reducer->buckets[i].takes_part && reducer->buckets[i].state != BUCKET_DONE)
+            return false;
+    return true;
+}
+
+sw_status sw_reducer_try_abandon(sw_reducer *reducer, int64_t budget_ns, sw_error *err)
+{
+    int64_t deadline_ns = sw_clock_now_ns() + budget_ns;
+    if (reducer->state != SW_ROUND_OPEN || reducer->defer_all ||
+        reducer->memory->transport != SW_TRANSPORT_POOL)
+        return SW_OK;
+    reducer->abandoned = true;
+    for (;;) {
+        SW_TRY(post_without_waiting(reducer, err));
+        SW_TRY(look_after(reducer, err));
+        if (all_done(reducer))
+            return sw_reducer_abandon(reducer, err);
+        if (sw_clock_now_ns() > deadline_ns)
+            return SW_OK;
+        sw_thread_sleep_ns(ABANDON_POLL_NS);
+    }
 }
 
 sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err)

@@ -52,6 +52,7 @@ struct sw_reducer {
     param_state *params;        /* owned */
     bool *contributors;         /* owned scratch, world_size */
     char **names;               /* owned */
+    char label[32];             /* of the model, cut */
     size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
     size_t next_bucket;         /* the lowest that is not posted */
     size_t cap_bytes;           /* of a bucket, as asked for */
@@ -87,6 +88,8 @@ void sw_bucket_read_tails(bucket *b, bool *contributes, int *abandoned_by);
 void sw_bucket_own_slice(const bucket *b, size_t *begin, size_t *end);
 /* Fills op.label: "bucket 0 of Mlp, 0.bias to 4.weight". */
 void sw_bucket_name(bucket *b, const char *label);
+/* The same with the parameter that was unfrozen last: ranks that unfroze another one disagree. */
+void sw_bucket_name_unfrozen(bucket *b, const char *label, size_t param);
 /* Fills the plan: what of a bucket is folded. */
 void sw_bucket_plan(bucket *b, bool standing);
 

@@ -294,6 +294,8 @@ class Reducer:
         """Announces the round of the current graph task through `open()`; its first gradient opens it. Once a task."""
     def close(self) -> None:
         """Ends the round: sends what is left, waits, sets `.grad`. In a backward that does not synchronise: ends it only."""
+    def fail(self) -> None:
+        """The backward of an open round has ended in an exception: tells the peers, in 10 s at most."""
     def close_pending(self) -> None:
         """A whole round outside a backward, with the gradients as they stand, if pending_forward; else nothing."""
     def shadow(self) -> None:

@@ -8,6 +8,7 @@ gradients must be registered before wrapping).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -45,12 +46,29 @@ def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
 graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _no_graph_task)
 
 
-def queue_at_end(callback: Callable[[], None]) -> None:
+class _End:
+    """What torch calls at the end of a graph task, and drops if the task fails: then nothing else tells us so."""
+
+    def __init__(self, callback: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._callback, self._failed = callback, failed
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._callback()
+
+    def __del__(self) -> None:
+        if not self._called:
+            with contextlib.suppress(Exception):  # what is wrong with the peers is said by the next call
+                self._failed()
+
+
+def queue_at_end(callback: Callable[[], None], failed: Callable[[], None]) -> None:
     """Runs `callback` when the graph task that runs now has ended, on the thread that called backward.
 
-    Its exceptions come out of backward(); it does not run if the backward fails.
+    Its exceptions come out of backward(). If the backward fails, `failed` runs instead, before the exception comes out.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(_End(callback, failed))
 
 
 def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> Callable[..., Any]:

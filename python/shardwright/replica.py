@@ -309,7 +309,7 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
         alive = replica()
         if alive is None:
             return False
-        _hooks.queue_at_end(alive.reducer.close)
+        _hooks.queue_at_end(alive.reducer.close, alive.reducer.fail)
         return synchronises()
 
     return open_round

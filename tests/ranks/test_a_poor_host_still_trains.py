@@ -125,6 +125,28 @@ def test_a_memory_limit_on_one_rank_is_named_on_every_rank_before_anything_is_ta
     assert f"rank {world_size - 1}" in texts[0] and "memory.max" in texts[0] and "Linear" in texts[0], texts
 
 
+def under_a_memory_limit_together(rank, world_size, folder):
+    """64 MiB of gradients a rank: each fits alone, all of them do not."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4096, 4096, bias=False)
+    with open(f"{folder}/cgroup.procs", "w") as file:
+        file.write(str(os.getpid()))
+    gather(None)
+    with pytest.raises(MemoryError) as raised:
+        data_parallel(module, timeout_s=20.0)
+    wrapped, naive = pair(Mlp)
+    compare_step(wrapped, naive, lambda model: backward(model, rank, 0))
+    return str(raised.value)
+
+
+@at_least_two
+def test_a_memory_limit_that_ranks_share_is_compared_with_what_they_need_together(fresh_ranks, world_size):
+    with memory_group((64 * world_size - 20) << 20) as folder, fresh_ranks(world_size) as team:
+        texts = team.run(under_a_memory_limit_together, 30, folder=folder)
+    assert texts == [texts[0]] * world_size, texts
+    assert f"{world_size} ranks" in texts[0] and "memory.max" in texts[0] and "Linear" in texts[0], texts
+
+
 def trains_beside_a_small_dev_shm(rank, world_size):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"], check=True)
     wrapped, naive = pair(lambda: torch.nn.Linear(600, 601))

@@ -10,12 +10,14 @@ from harness import gather, on_every_rank
 from models import Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import (
+    PEER,
     TRANSPORTS,
     assert_same_gradients,
     assert_same_parameters,
     batch,
     compare_step,
     data_parallel,
+    engine,
     pair,
     zero_grad,
 )
@@ -81,6 +83,22 @@ def test_a_parameter_that_is_unfrozen_later_is_averaged_from_then_on(rank, world
     steps(rank, wrapped, naive, backward)
     compare_step(wrapped, naive, lambda model: backward(model, 9))
     assert wrapped.module[0].weight.grad is not None
+
+
+@pytest.mark.skipif(PEER == "torch", reason="torch does not notice")
+@on_every_rank(at_least=2)
+def test_a_parameter_unfrozen_on_one_rank_alone_is_named_on_all(rank, world_size):
+    wrapped = data_parallel(
+        frozen_mlp(), bucket_cap_mb=0.001, process_group=torch.distributed.new_group(), timeout_s=20.0
+    )
+    wrapped(batch(rank, 6, 7)).square().sum().backward()
+    wrapped.zero_grad()
+    if rank == 1:
+        wrapped.module[0].weight.requires_grad_(True)
+    with pytest.raises(engine.Error) as raised:
+        wrapped(batch(rank, 6, 7)).square().sum().backward()
+    texts = gather(str(raised.value))
+    assert texts == [texts[0]] * world_size and "'0.weight' unfrozen" in texts[0] and "rank 1" in texts[0], texts
 
 
 @on_every_rank()

@@ -20,6 +20,8 @@ from peer import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import shardwright as sw
+
 both_caps = pytest.mark.parametrize("cap", [0.001, 25])
 both_kinds = pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 
@@ -242,6 +244,27 @@ def test_an_exception_in_the_backward_of_one_rank_is_named_on_the_others(rank, w
     naive.touched.clear()
     compare_step(wrapped, naive, lambda model: loss(model, rank, 1).backward())
     assert time.monotonic() - start < 4
+
+
+@pytest.mark.skipif(PEER == "torch", reason="torch hangs")
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@on_every_rank(at_least=2)
+def test_peers_of_a_rank_whose_backward_failed_need_not_wait_for_its_next_forward(rank, world_size, zero):
+    wrapped, optimizer = sw.wrap(model := Fragile(), torch.optim.SGD(model.parameters(), lr=0.1), zero=zero)
+    loss(wrapped, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    failed = "as the test asked" if rank == 1 else "rank 1 .* left a backward unfinished"
+    start = time.monotonic()
+    with pytest.raises(ArithmeticError if rank == 1 else engine.Error, match=failed):
+        wrapped(batch(rank, 6, 7), fail=rank == 1).sum().backward()
+    assert time.monotonic() - start < 2
+    if rank == 1:
+        time.sleep(2.5)  # idle: neither a forward, nor a step, nor an exit
+    optimizer.zero_grad()
+    loss(wrapped, rank, 1).backward()
+    optimizer.step()
+    assert same_everywhere([p.sum().item() for p in model.parameters()])
 
 
 @on_every_rank()
