@@ -61,10 +61,10 @@ class HostGroup:
             )
         except (MemoryError, OSError) as error:
             failure = str(error)
-        addresses, secret, self.hosts, pids = self._exchange(group, failure)
+        addresses, secret, self.hosts, pids, places = self._exchange(group, failure)
         try:
-            self.host_of = self._find_hosts(group, addresses)
-            if self.host_count == 1 and _forced_hosts is None:
+            self.host_of = self._find_hosts(group, addresses, places)
+            if self.host_count == 1 and (_forced_hosts is None or self.world_size == 1):
                 self.comm.connect(addresses, secret, self.hosts)
             else:
                 self._join_hosts(group, addresses, secret, pids, timeout_s)
@@ -87,32 +87,38 @@ class HostGroup:
             found[f"host {host}"] = f"{self.hosts[ranks[0]]}, ranks {', '.join(map(str, ranks))}"
         return found
 
-    def _exchange(self, group: Any, failure: str) -> tuple[list[str], bytes, list[str], list[int]]:
+    def _exchange(self, group: Any, failure: str) -> tuple[list[str], bytes, list[str], list[int], list[str]]:
         """Addresses, hosts and pids of all ranks, and rank 0's secret. A rank that cannot join says why here, to all."""
         host = socket.gethostname()
         secret = secrets.token_bytes(_SECRET_BYTES)
         address = "" if failure else self.comm.address
-        mine = (address, secret if self.rank == 0 else b"", host, os.getpid(), failure)
+        mine = (address, secret if self.rank == 0 else b"", host, os.getpid(), _place(), failure)
         everyone = self._everyone(group, mine)
-        addresses, secrets_, hosts, pids, failures = (list(column) for column in zip(*everyone))
+        addresses, secrets_, hosts, pids, places, failures = (list(column) for column in zip(*everyone))
         for rank, reason in enumerate(failures):
             if reason:
                 raise MemoryError(f"rank {rank} on host {hosts[rank]} cannot join the others: {reason}")
-        return addresses, secrets_[0], hosts, pids
+        return addresses, secrets_[0], hosts, pids, places
 
     def _everyone(self, group: Any, mine: Any) -> list[Any]:
         everyone: list[Any] = [mine]
         if self.world_size > 1:
             everyone = [None] * self.world_size
-            dist.all_gather_object(everyone, mine, group=group)
+            try:
+                dist.all_gather_object(everyone, mine, group=group)
+            except RuntimeError as error:
+                raise comm_error(f"joining the ranks of group {self.name!r}: torch's own group failed: {error}") from error
         return everyone
 
-    def _find_hosts(self, group: Any, addresses: Sequence[str]) -> list[int]:
-        """The host of each rank: ranks that can call one another over this machine's abstract sockets share one."""
-        if self.world_size == 1:
-            return [0]
-        if _forced_hosts is not None:
+    def _find_hosts(self, group: Any, addresses: Sequence[str], places: Sequence[str]) -> list[int]:
+        """The host of each rank: ranks that can call one another over this machine's abstract sockets share one.
+
+        Ranks of one place can; the join proves it. Otherwise each tries them all.
+        """
+        if _forced_hosts is not None and self.world_size > 1:
             return list(_forced_hosts)
+        if places[0] and len(set(places)) == 1:
+            return [0] * self.world_size
         return group_by_reach(self._everyone(group, self.comm.probe(addresses)))
 
     def _join_hosts(self, group: Any, addresses: list[str], secret: bytes, pids: list[int], timeout_s: float) -> None:
@@ -165,6 +171,15 @@ def comm_error(message: str, rank: int = -1, host: str = "") -> CommError:
     error = CommError(message)
     error.rank, error.host = rank, host
     return error
+
+
+def _place() -> str:
+    """Equal for processes under one running kernel in one network namespace; empty where it cannot be known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
 
 
 def group_by_reach(reach: Sequence[bytes]) -> list[int]:
