@@ -131,7 +131,8 @@ def _answer(connection: multiprocessing.connection.Connection, rank: int, world_
         __import__(module)
         body = getattr(sys.modules[module], name)
         body = getattr(body, "body", body)
-        assert dist.get_world_size() == world_size and dist.get_rank() == rank
+        if dist.is_initialized():  # a rank on a host of its own may do it in its body
+            assert dist.get_world_size() == world_size and dist.get_rank() == rank
         outcome.value = body(rank, world_size, **arguments)
     except BaseException as error:
         if isinstance(error, SystemExit):

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from harness import Team, Teams
+from harness import Teams
 from network import Network, network
 
 MASTER_PORT = 29500
@@ -78,12 +78,12 @@ def enter(
     os.environ["SW_TEST_FOLDER"] = folder
     torch.set_num_threads(1)
     if joined:
-        with _unheard_stderr():
+        with unheard_stderr():
             dist.init_process_group("gloo", timeout=timedelta(seconds=TORCH_TIMEOUT_S))
 
 
 @contextlib.contextmanager
-def _unheard_stderr() -> Iterator[None]:
+def unheard_stderr() -> Iterator[None]:
     """torch warns, from C++, that our addresses have no names."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
