@@ -7,16 +7,15 @@ LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and torch's store is rank
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
+import network
 import torch
 import torch.distributed as dist
 from harness import Teams
-from network import Network, network
 
 MASTER_PORT = 29500
 #: of torch's own collectives; a body that waits for a dead host in one of them would wait as long
@@ -29,11 +28,11 @@ class Lab:
     Attributes
     ----------
     team : Team
-    network : Network
+    network : network.Network
     """
 
-    def __init__(self, teams: Teams, network: Network, ranks_per_host: Sequence[int], joined: bool) -> None:
-        self.network = network
+    def __init__(self, teams: Teams, made: network.Network, ranks_per_host: Sequence[int], joined: bool) -> None:
+        self.network = made
         self._host_of = [host for host, count in enumerate(ranks_per_host) for _ in range(count)]
         joins = []
         for rank, host in enumerate(self._host_of):
@@ -42,13 +41,11 @@ class Lab:
                 "WORLD_SIZE": str(len(self._host_of)),
                 "LOCAL_RANK": str(rank - self._host_of.index(host)),
                 "LOCAL_WORLD_SIZE": str(ranks_per_host[host]),
-                "MASTER_ADDR": network.address(0),
+                "MASTER_ADDR": made.address(0),
                 "MASTER_PORT": str(MASTER_PORT),
                 "GLOO_SOCKET_IFNAME": "eth0",
             }
-            joins.append(
-                (enter, {"namespaces": network.namespaces(host), "environment": environment, "joined": joined})
-            )
+            joins.append((enter, {"namespaces": made.namespaces(host), "environment": environment, "joined": joined}))
         self.team = teams.fresh(len(joins), joins)
 
     def host_of(self, rank: int) -> int:
@@ -68,12 +65,7 @@ def enter(
     rank: int, world_size: int, folder: str, namespaces: Sequence[str], environment: Mapping[str, str], joined: bool
 ) -> None:
     """A rank's way onto its host, and into the default process group unless the body is to make it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for path in namespaces:
-        fd = os.open(path, os.O_RDONLY)
-        if libc.setns(fd, 0):
-            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
-        os.close(fd)
+    network.enter(namespaces)
     os.environ.update(environment)
     os.environ["SW_TEST_FOLDER"] = folder
     torch.set_num_threads(1)
@@ -98,7 +90,7 @@ def unheard_stderr() -> Iterator[None]:
 @contextlib.contextmanager
 def lab(teams: Teams, *ranks_per_host: int, rate: str | None = None, joined: bool = True) -> Iterator[Lab]:
     """Fresh ranks on fresh hosts, or pytest's skip with the reason why there are none."""
-    with network(len(ranks_per_host), rate) as made:
+    with network.network(len(ranks_per_host), rate) as made:
         found = Lab(teams, made, ranks_per_host, joined)
         with found.team:
             yield found

@@ -13,6 +13,7 @@ when it closes them or ends, however it ends.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import subprocess
@@ -27,6 +28,16 @@ _BURST_BYTES = 256 * 1024
 
 class Refused(RuntimeError):
     """This machine does not let us make hosts; the message is the exact reason."""
+
+
+def enter(namespaces: Sequence[str]) -> None:
+    """Moves this process, which must have one thread, onto the host of Network.namespaces()."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path in namespaces:
+        fd = os.open(path, os.O_RDONLY)
+        if libc.setns(fd, 0):
+            raise Refused(f"setns({path}): {os.strerror(ctypes.get_errno())}")
+        os.close(fd)
 
 
 class Network:
