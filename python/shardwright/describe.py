@@ -49,7 +49,7 @@ def describe() -> Description:
         machine=_machine(),
         limits=_engine.host_limits(),
         torch_distributed=describe_group(),
-        communicators={f"{g.name}": g.comm.describe() for g in live_groups()},
+        communicators={f"{g.name}": {**g.comm.describe(), "hosts": g.host_map()} for g in live_groups()},
         models=[_model(replica) for replica in live_replicas()],
         checkpointers=_checkpointers(),
         environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
