@@ -12,16 +12,13 @@ import torch
 
 from . import _engine
 from ._version import __version__
+from .launch import VARIABLES
 from .process_group import describe_group, live_groups
 from .replica import live_replicas
 
 _VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
+    *VARIABLES,
     "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",

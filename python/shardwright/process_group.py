@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ._engine import CommError, HostComm
+from .launch import Launch, read_launch
 
 _logger = logging.getLogger("shardwright")
 _SECRET_BYTES = 16
@@ -265,10 +266,21 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
     if not dist.is_available():
         return None
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        launch = read_launch(os.environ)
+        if launch is None:
             return None
-        dist.init_process_group("gloo")
+        _join(launch)
     return dist.group.WORLD
+
+
+def _join(launch: Launch) -> None:
+    """Makes the default process group."""
+    if not launch.master_addr:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif launch.launcher == "torchrun":  # its own way: after a restart its agent keeps the store
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", init_method=launch.init_method, rank=launch.rank, world_size=launch.world_size)
 
 
 def is_default_group(group: Any) -> bool:
