@@ -44,9 +44,9 @@ typedef struct sw_transfer {
 } sw_transfer;
 
 typedef struct sw_bridge {
-    const sw_wire *wire;    /* borrowed; NULL where there is one host */
-    const sw_host_map *map; /* borrowed */
-    int host;               /* this one */
+    const sw_wire *wire;               /* borrowed; NULL where there is one host */
+    const sw_host_map *map;            /* borrowed */
+    int host;                          /* this one */
     _Atomic uint64_t *sent, *received; /* borrowed counters, bytes */
     _Atomic int32_t *awaiting;         /* borrowed: the rank waited for, or -1 */
 } sw_bridge;

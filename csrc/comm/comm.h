@@ -35,8 +35,8 @@ typedef enum sw_op_kind {
 /* Memory of one size on every rank, mapped by all. owned by the communicator's caller. */
 typedef struct sw_arena {
     size_t size_bytes;
-    uint8_t **base; /* owned; world_size addresses in this process, base[rank] is the own part; NULL:
-                       on another host */
+    uint8_t **base; /* owned; world_size addresses in this process, base[rank] is the own part;
+                       NULL: on another host */
     int world_size;
     uint32_t serial; /* counted from 1 by arena_create, so alike on all ranks */
 } sw_arena;

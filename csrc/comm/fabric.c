@@ -51,9 +51,9 @@ void sw_fabric_leave(sw_comm *comm)
     sw_control *own = fabric->control[comm->rank];
     if (fabric->ended != SW_OK)
         return;
-    fabric->ended = sw_error_set(&fabric->reason, SW_E_STATE, -1,
-                                 "the communicator of rank %d was closed",
-                                 sw_comm_name(comm, comm->rank));
+    fabric->ended =
+        sw_error_set(&fabric->reason, SW_E_STATE, -1, "the communicator of rank %d was closed",
+                     sw_comm_name(comm, comm->rank));
     atomic_store(&own->state, SW_MEMBER_LEFT);
     sw_futex_wake_all(&own->posted);
     sw_futex_wake_all(&own->done);

@@ -64,8 +64,7 @@ static bool has_ended(const sw_hier *hier, int local)
 
 static void describe_ticket(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
 {
-    const sw_descriptor *d =
-        &sw_hier_page(hier, hier->local_rank)->ring[ticket % SW_HIER_RING];
+    const sw_descriptor *d = &sw_hier_page(hier, hier->local_rank)->ring[ticket % SW_HIER_RING];
     snprintf(text, capacity, "%s '%.*s'", sw_op_kind_name((sw_op_kind)d->kind),
              SW_COMM_LABEL_BYTES - 1, d->label);
 }
@@ -269,9 +268,8 @@ static sw_status post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error
     if (!op->arena)
         SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
                 sw_op_kind_name(op->kind), op->label);
-    sw_hier_pending pending = {.op = *op,
-                               .arena = (sw_arena *)(uintptr_t)op->arena,
-                               .at_bytes = op->offset_bytes};
+    sw_hier_pending pending = {
+        .op = *op, .arena = (sw_arena *)(uintptr_t)op->arena, .at_bytes = op->offset_bytes};
     sw_descriptor_fill(&descriptor, op, false);
     count_operation(hier, op);
     return issue(hier, &pending, &descriptor, ticket, err);
@@ -383,10 +381,9 @@ static sw_status create_inside(sw_hier *hier, size_t size_bytes, const char *lab
         base[hier->members[l]] = inside->base[l];
     for (size_t r = 0; mirrored && r < world_size; ++r)
         base[r] = inside->base[0] + r * stride;
-    *made = (sw_hier_arena){.arena = {.size_bytes = size_bytes,
-                                      .base = base,
-                                      .world_size = hier->comm.world_size},
-                            .inside = inside};
+    *made = (sw_hier_arena){
+        .arena = {.size_bytes = size_bytes, .base = base, .world_size = hier->comm.world_size},
+        .inside = inside};
     *arena = &made->arena;
     return SW_OK;
 }

@@ -2,11 +2,11 @@
  *
  * An operation begins when all ranks of the host have posted it. Carriers first exchange *frames*:
  * what the operation is (compared as ranks of one host compare it), what each rank says beside the
- * data, or that a host has ended and why. An all_reduce then goes through in blocks: partial sums of
- * block t + SW_HIER_AHEAD leave while those of block t arrive, and results of block t leave while
- * those of t - SW_HIER_AHEAD arrive, so that both directions of the wire stay busy. Every wait is for
- * the oldest thing under way, and no message of an operation leaves before the frames of it agree: no
- * two carriers can wait for one another crosswise.
+ * data, or that a host has ended and why. An all_reduce then goes through in blocks: partial sums
+ * of block t + SW_HIER_AHEAD leave while those of block t arrive, and results of block t leave
+ * while those of t - SW_HIER_AHEAD arrive, so that both directions of the wire stay busy. Every
+ * wait is for the oldest thing under way, and no message of an operation leaves before the frames
+ * of it agree: no two carriers can wait for one another crosswise.
  *
  * The thread may wait for the wire for ever; deadlines are kept by those who wait for it. It leaves
  * what the wire may still write to, and never frees it. */
@@ -36,9 +36,9 @@ struct sw_carrier {
     sw_thread thread;
     bool thread_began;
     _Atomic bool stop, finished;
-    bool midway;       /* in an operation: what moves then may be under way for ever */
-    uint32_t frames;   /* sent so far: one an operation, and one more at the end */
-    uint32_t blocks;   /* begun so far, over all operations */
+    bool midway;             /* in an operation: what moves then may be under way for ever */
+    uint32_t frames;         /* sent so far: one an operation, and one more at the end */
+    uint32_t blocks;         /* begun so far, over all operations */
     sw_frame out, last, *in; /* in: owned, host_count */
     sw_transfer *frame_out, *frame_in, *beside_out, *beside_in; /* owned, host_count */
     uint8_t *beside;                                            /* owned: what this host says */
@@ -96,8 +96,8 @@ static sw_status wait_for(sw_carrier *carrier, sw_transfer *transfer, const char
                                                                     : blame(carrier, what, err);
 }
 
-#define FOR_OTHER_HOSTS(carrier, g)                              \
-    for (int g = 0; g < (carrier)->hier->map.host_count; ++g)    \
+#define FOR_OTHER_HOSTS(carrier, g)                           \
+    for (int g = 0; g < (carrier)->hier->map.host_count; ++g) \
         if (g != (carrier)->hier->host)
 
 /* Frames
@@ -121,8 +121,8 @@ static sw_status expect_frames(sw_carrier *carrier, sw_error *err)
     return SW_OK;
 }
 
-/* The ranks of this host agree, and what they say goes into the frame. */
-static sw_status fill_frame(sw_carrier *carrier, uint32_t ticket, sw_error *err)
+/* What the ranks of this host came with. */
+static void fill_frame(sw_carrier *carrier, uint32_t ticket)
 {
     const sw_hier *hier = carrier->hier;
     sw_frame *out = &carrier->out;
@@ -132,24 +132,23 @@ static sw_status fill_frame(sw_carrier *carrier, uint32_t ticket, sw_error *err)
     out->ticket = ticket;
     out->lowest = *lowest;
     out->lowest_rank = hier->members[0];
-    out->counting_rank = -1;
+    out->counting_rank = out->other_rank = -1;
     for (int l = 0; l < hier->local_count; ++l) {
-        const sw_descriptor *other = descriptor_of(hier, l, ticket);
-        if (!counting && other->round != 0) {
-            counting = other;
-            out->counting = *other;
+        const sw_descriptor *side = descriptor_of(hier, l, ticket);
+        if (!counting && side->round != 0) {
+            counting = side;
+            out->counting = *side;
             out->counting_rank = hier->members[l];
         }
-        const sw_descriptor *first = sw_descriptor_contradicted(lowest, counting, other);
-        if (first)
-            return sw_descriptor_disagree(ticket,
-                                          first == lowest ? hier->members[0] : out->counting_rank,
-                                          first, hier->members[l], other, err);
+        if (out->other_rank < 0 && sw_descriptor_contradicted(lowest, counting, side)) {
+            out->other = *side;
+            out->other_rank = hier->members[l];
+        }
     }
-    return SW_OK;
 }
 
-/* Hosts are compared in order, so that each writes the same sentence. */
+/* Hosts are compared in order, and all against the lowest ranks of all, so that each host writes
+ * the same sentence. */
 static sw_status compare_frames(const sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
@@ -159,18 +158,17 @@ static sw_status compare_frames(const sw_carrier *carrier, uint32_t ticket, sw_e
         if (!counting && frame->counting_rank >= 0)
             counting = frame;
         const sw_descriptor *counts = counting ? &counting->counting : NULL;
-        const sw_descriptor *side = &frame->lowest;
-        int rank = frame->lowest_rank;
-        const sw_descriptor *against = sw_descriptor_contradicted(&first->lowest, counts, side);
-        if (!against && frame->counting_rank >= 0) {
-            side = &frame->counting;
-            rank = frame->counting_rank;
-            against = sw_descriptor_contradicted(&first->lowest, counts, side);
+        const sw_descriptor *side[] = {&frame->lowest, &frame->counting, &frame->other};
+        const int rank[] = {frame->lowest_rank, frame->counting_rank, frame->other_rank};
+        for (int i = 0; i < 3; ++i) {
+            const sw_descriptor *against =
+                rank[i] < 0 ? NULL : sw_descriptor_contradicted(&first->lowest, counts, side[i]);
+            if (against)
+                return sw_descriptor_disagree(ticket,
+                                              against == &first->lowest ? first->lowest_rank
+                                                                        : counting->counting_rank,
+                                              against, rank[i], side[i], err);
         }
-        if (against)
-            return sw_descriptor_disagree(
-                ticket, against == &first->lowest ? first->lowest_rank : counting->counting_rank,
-                against, rank, side, err);
     }
     return SW_OK;
 }
@@ -311,13 +309,14 @@ static sw_status send_frames(sw_carrier *carrier, const char *what, sw_error *er
     return SW_OK;
 }
 
-/* All hosts come with the same operation, and every rank's words lie where every rank reads them. */
+/* All hosts come with the same operation, and every rank's words lie where every rank reads them.
+ */
 static sw_status exchange_frames(sw_carrier *carrier, const sw_op *op, uint32_t ticket,
                                  const char *what, sw_error *err)
 {
-    SW_TRY(fill_frame(carrier, ticket, err));
+    fill_frame(carrier, ticket);
     if (carrier->hier->map.host_count == 1)
-        return SW_OK;
+        return compare_frames(carrier, ticket, err);
     SW_TRY(speak(carrier, op, err));
     SW_TRY(send_frames(carrier, what, err));
     FOR_OTHER_HOSTS(carrier, g)

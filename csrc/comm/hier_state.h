@@ -21,8 +21,8 @@
 #include "platform/thread.h"
 
 enum {
-    SW_HIER_RING = 64,               /* operations that may be in flight */
-    SW_HIER_CHUNK_BYTES = 64 * 1024, /* of private memory, at a time */
+    SW_HIER_RING = 64,                /* operations that may be in flight */
+    SW_HIER_CHUNK_BYTES = 64 * 1024,  /* of private memory, at a time */
     SW_HIER_BLOCK_BYTES = 256 * 1024, /* a message of partial sums: 2 ms at 1 Gbit/s */
     SW_HIER_AHEAD = 3,                /* blocks sent before the first of them is folded */
     SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 1,
@@ -40,19 +40,20 @@ typedef struct sw_page { /* one a rank of this host, in memory that they all map
 } sw_page;
 
 typedef struct sw_hier_pending {
-    sw_op op;         /* arena and beside as the caller knows them */
-    sw_arena *arena;  /* all_reduce: where the contributions lie; base of this host's ranks */
-    size_t at_bytes;  /* into it */
-    size_t begin;     /* of this chunk within the plan's elements */
+    sw_op op;        /* arena and beside as the caller knows them */
+    sw_arena *arena; /* all_reduce: where the contributions lie; base of this host's ranks */
+    size_t at_bytes; /* into it */
+    size_t begin;    /* of this chunk within the plan's elements */
 } sw_hier_pending;
 
 /* What a carrier says to another before they move an operation's data; or that it ends. */
 typedef struct sw_frame {
     uint32_t magic, ticket, state;
     int32_t lowest_rank, counting_rank; /* whose descriptors these are; -1: nobody counts rounds */
-    uint32_t beside_bytes;              /* in all, of this host's ranks */
-    sw_descriptor lowest, counting;
-    sw_error reason; /* state ENDED or LEFT */
+    int32_t other_rank;    /* of this host, the first that contradicts them; -1: none */
+    uint32_t beside_bytes; /* in all, of this host's ranks */
+    sw_descriptor lowest, counting, other;
+    sw_error reason;                       /* state ENDED or LEFT */
     uint8_t beside[SW_FRAME_INLINE_BYTES]; /* where it fits */
 } sw_frame;
 
@@ -64,14 +65,14 @@ typedef struct sw_hier {
     sw_host_map map;
     sw_identity *identity; /* owned */
     int host, local_rank, local_count;
-    const int *members;  /* of this host: borrowed from map */
-    sw_arena *pages;     /* owned by inside: a sw_page a local rank */
-    sw_arena *bounce;    /* mirrored: two chunks a rank, for private memory */
-    uint32_t posted;     /* own counter, as published */
-    uint32_t settled;    /* operations whose plans know the outcome */
-    uint32_t chunks;     /* of private memory moved so far: which half of bounce is next */
-    _Atomic bool ended;  /* changes under lock */
-    sw_error reason;     /* of `ended` */
+    const int *members; /* of this host: borrowed from map */
+    sw_arena *pages;    /* owned by inside: a sw_page a local rank */
+    sw_arena *bounce;   /* mirrored: two chunks a rank, for private memory */
+    uint32_t posted;    /* own counter, as published */
+    uint32_t settled;   /* operations whose plans know the outcome */
+    uint32_t chunks;    /* of private memory moved so far: which half of bounce is next */
+    _Atomic bool ended; /* changes under lock */
+    sw_error reason;    /* of `ended` */
     pthread_mutex_t lock;
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];
@@ -94,8 +95,8 @@ static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
 void sw_hier_end(sw_hier *hier, const sw_error *reason);
 
 /* What keeps this host from operation `ticket`: a rank of it that ended, left or (with `deaths`)
- * died before it posted. SW_OK: nothing known. *missing: a local rank that has not posted it, -1 for
- * none. Any thread. */
+ * died before it posted. SW_OK: nothing known. *missing: a local rank that has not posted it, -1
+ * for none. Any thread. */
 sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths, int *missing,
                              sw_error *err);
 

@@ -1,7 +1,7 @@
 /* host_map.h - which ranks share a host. Arithmetic only.
  *
- * Hosts are numbered by their lowest rank, which *carries*: it alone moves the host's bytes to other
- * hosts.
+ * Hosts are numbered by their lowest rank, which *carries*: it alone moves the host's bytes to
+ * other hosts.
  *
  *   host_of = 0 0 1 1 1     2 hosts; host 0: ranks 0 and 1, carried by 0; host 1: 2, 3, 4, by 2
  *

@@ -102,11 +102,11 @@ static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_s
     sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);
     for (int r = 1; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].size_bytes != all[0].size_bytes)
-            status = sw_error_set(err, SW_E_MISMATCH, sw_comm_name(comm, r),
-                                  "arena '%s': rank %d asks for %llu bytes, rank %d for %llu", label,
-                                  sw_comm_name(comm, 0), (unsigned long long)all[0].size_bytes,
-                                  sw_comm_name(comm, r),
-                                  (unsigned long long)all[r].size_bytes);
+            status =
+                sw_error_set(err, SW_E_MISMATCH, sw_comm_name(comm, r),
+                             "arena '%s': rank %d asks for %llu bytes, rank %d for %llu", label,
+                             sw_comm_name(comm, 0), (unsigned long long)all[0].size_bytes,
+                             sw_comm_name(comm, r), (unsigned long long)all[r].size_bytes);
     for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].failed)
             status = sw_error_set(err, SW_E_MEMORY, sw_comm_name(comm, r),
@@ -383,7 +383,8 @@ static sw_status receive_hello(shm_comm *shm, int socket, int expected, const ui
     return status == SW_E_COMM && expected < 0 ? SW_OK : status;
 }
 
-static sw_status name_peer(const sw_comm *comm, sw_status status, int rank, const char *step, sw_error *err)
+static sw_status name_peer(const sw_comm *comm, sw_status status, int rank, const char *step,
+                           sw_error *err)
 {
     char cause[SW_ERROR_MESSAGE_BYTES];
     if (status == SW_OK || !err)
@@ -411,15 +412,15 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
         status = name_peer(comm, sw_socket_connect(addresses[opened], &called[opened], err), opened,
                            "calling", err);
         if (status == SW_OK)
-            status =
-                name_peer(comm, send_hello(shm, called[opened], secret, err), opened, "calling", err);
+            status = name_peer(comm, send_hello(shm, called[opened], secret, err), opened,
+                               "calling", err);
     }
     for (int joined = comm->rank + 1; joined < comm->world_size && status == SW_OK;
          joined += accepted) {
         int socket = -1;
         accepted = false;
-        status = name_peer(comm, sw_socket_accept(shm->listener, &shm->patience, &socket, err), joined,
-                           "waiting for", err);
+        status = name_peer(comm, sw_socket_accept(shm->listener, &shm->patience, &socket, err),
+                           joined, "waiting for", err);
         if (status != SW_OK)
             break;
         int copy = socket; /* receive_hello closes it unless it keeps it */
@@ -435,8 +436,9 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
         status = name_peer(comm, receive_hello(shm, called[r], r, secret, &accepted, err), r,
                            "hearing from", err);
         if (status == SW_OK && !accepted)
-            status = sw_error_set(err, SW_E_COMM, sw_comm_name(comm, r), "rank %d does not know the group's secret",
-                                  sw_comm_name(comm, r));
+            status =
+                sw_error_set(err, SW_E_COMM, sw_comm_name(comm, r),
+                             "rank %d does not know the group's secret", sw_comm_name(comm, r));
     }
     free(called);
     return status;

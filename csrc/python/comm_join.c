@@ -1,5 +1,5 @@
-/* comm_join.c - how a HostComm finds its peers: which of them it can call, and the join itself, over
- * one host's memory or over a map of hosts. */
+/* comm_join.c - how a HostComm finds its peers: which of them it can call, and the join itself,
+ * over one host's memory or over a map of hosts. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -133,9 +133,9 @@ PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs)
     self->hosts = join.hosts;
     if (!self->group) {
         Py_BEGIN_ALLOW_THREADS
-        status = spans ? join_hosts(self, &join, (const uint8_t *)secret, wire, &err)
-                       : sw_shm_comm_connect(self->comm, join.address, (const uint8_t *)secret,
-                                             &err);
+        status = spans
+                     ? join_hosts(self, &join, (const uint8_t *)secret, wire, &err)
+                     : sw_shm_comm_connect(self->comm, join.address, (const uint8_t *)secret, &err);
         Py_END_ALLOW_THREADS
         self->connected = status == SW_OK;
     }

@@ -573,9 +573,8 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
     const char *watch = self->group ? "none" : sw_shm_comm_watch(inside);
     const char *transport = self->group ? "local" : self->spans_hosts ? "hier" : "shm";
     return Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->comm->rank, "world_size",
-                         self->comm->world_size, "transport", transport,
-                         "watch", watch, "peers", peers, "timeout_s",
-                         (double)self->comm->timeout_ns * 1e-9);
+                         self->comm->world_size, "transport", transport, "watch", watch, "peers",
+                         peers, "timeout_s", (double)self->comm->timeout_ns * 1e-9);
 }
 
 static PyObject *comm_get(PyObject *op, void *which)

@@ -49,8 +49,8 @@ typedef struct arena_object { /* memory with an owner: an arena, or the gradient
     sw_gradient_memory *memory;       /* owned */
 } arena_object;
 
-/* wire.c: `group` has send(rank, tag, address, nbytes) and receive(...), which return what wait(work)
- * takes. NULL with an exception. Lives as long as the process. */
+/* wire.c: `group` has send(rank, tag, address, nbytes) and receive(...), which return what
+ * wait(work) takes. NULL with an exception. Lives as long as the process. */
 const sw_wire *sw_py_wire_new(PyObject *group);
 
 /* errors.c */

@@ -1,5 +1,5 @@
-/* wire.c - torch's process group as a wire: the one place where a thread of the engine takes the GIL,
- * around the one call that moves bytes. Waiting inside torch gives it back. */
+/* wire.c - torch's process group as a wire: the one place where a thread of the engine takes the
+ * GIL, around the one call that moves bytes. Waiting inside torch gives it back. */
 #include <stdlib.h>
 
 #include "python/engine.h"
@@ -67,7 +67,7 @@ const sw_wire *sw_py_wire_new(PyObject *group)
     }
     /* Neither is ever given back: a thread that torch does not let go may still use both. */
     Py_INCREF(group);
-    *made = (sw_wire){
-        .context = group, .send = wire_send, .receive = wire_receive, .wait = wire_wait};
+    *made =
+        (sw_wire){.context = group, .send = wire_send, .receive = wire_receive, .wait = wire_wait};
     return made;
 }

@@ -108,7 +108,9 @@ class HostGroup:
             try:
                 dist.all_gather_object(everyone, mine, group=group)
             except RuntimeError as error:
-                raise comm_error(f"joining the ranks of group {self.name!r}: torch's own group failed: {error}") from error
+                raise comm_error(
+                    f"joining the ranks of group {self.name!r}: torch's own group failed: {error}"
+                ) from error
         return everyone
 
     def _find_hosts(self, group: Any, addresses: Sequence[str], places: Sequence[str]) -> list[int]:
