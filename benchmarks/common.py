@@ -37,17 +37,23 @@ TIMEOUT_S = 300.0
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
+def _stay_on_this_host(rank: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
 def run_ranks(
     world_size: int,
     work: Callable[..., Any],
     *args: Any,
     watch: Callable[[Sequence[int]], None] | None = None,
     warm: bool = True,
+    enter: Callable[[int], None] = _stay_on_this_host,
 ) -> list[Any]:
     """`work(rank, world_size, *args)` in fresh processes joined by Gloo on 127.0.0.1; the results in rank order.
 
     `watch(pids)` is called again and again while the ranks run. `warm`: forked from a process that has imported torch,
-    whose pages they then share; else each imports it anew.
+    whose pages they then share; else each imports it anew. `enter(rank)` is called by a rank before it joins, and says over
+    which interface.
     """
     context: Any = multiprocessing.get_context("forkserver" if warm else "spawn")
     if warm:
@@ -56,7 +62,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         store = os.path.join(folder, "store")
         ranks = [
-            context.Process(target=_run_rank, args=(rank, world_size, store, results, work, args))
+            context.Process(target=_run_rank, args=(rank, world_size, store, results, enter, work, args))
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -90,10 +96,16 @@ def _collect(ranks: Sequence[Any], results: Any, watch: Callable[[Sequence[int]]
 
 
 def _run_rank(
-    rank: int, world_size: int, store: str, results: Any, work: Callable[..., Any], args: Sequence[Any]
+    rank: int,
+    world_size: int,
+    store: str,
+    results: Any,
+    enter: Callable[[int], None],
+    work: Callable[..., Any],
+    args: Sequence[Any],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    enter(rank)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     results.put((rank, work(rank, world_size, *args)))
     dist.barrier()

@@ -21,7 +21,8 @@ sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const 
     va_start(arguments, format);
     vsnprintf(why, sizeof why, format, arguments);
     va_end(arguments);
-    sw_error_set(&reason, status, comm->rank, "rank %d gave up: %s", comm->rank, why);
+    int name = sw_comm_name(comm, comm->rank);
+    sw_error_set(&reason, status, name, "rank %d gave up: %s", name, why);
     comm->ops->abort(comm, &reason);
     if (err)
         *err = reason;

@@ -35,7 +35,8 @@ typedef enum sw_op_kind {
 /* Memory of one size on every rank, mapped by all. owned by the communicator's caller. */
 typedef struct sw_arena {
     size_t size_bytes;
-    uint8_t **base; /* owned; world_size addresses in this process, base[rank] is the own part */
+    uint8_t **base; /* owned; world_size addresses in this process, base[rank] is the own part;
+                       NULL: on another host */
     int world_size;
     uint32_t serial; /* counted from 1 by arena_create, so alike on all ranks */
 } sw_arena;
@@ -69,6 +70,10 @@ typedef struct sw_op {
     void *data;            /* borrowed until complete; private memory, this rank's */
     void *result; /* reduce_scatter on an arena: this rank's slice goes here; NULL: into the arena.
                      Borrowed */
+    const struct sw_arena *beside; /* mirrored: what each rank says in [beside_offset_bytes, +
+                                      beside_bytes) of its part can be read on all ranks when `plan`
+                                      is resolved, and when the operation is complete. NULL: none */
+    size_t beside_offset_bytes, beside_bytes;
     const sw_fold_plan
         *plan; /* borrowed until complete; NULL: fold everything, divide by world_size */
     char label[SW_COMM_LABEL_BYTES]; /* must agree between ranks; named in errors */
@@ -86,6 +91,7 @@ typedef struct sw_comm_stats {
     uint64_t bytes_staged;  /* of private memory that went through slots */
     uint64_t waits;         /* times a thread went to sleep */
     uint64_t wait_ns;       /* asleep, in all */
+    uint64_t wire_bytes_sent, wire_bytes_received; /* to and from other hosts, by this host */
 } sw_comm_stats;
 
 typedef struct sw_comm sw_comm;
@@ -95,6 +101,10 @@ typedef struct sw_comm_ops {
      */
     sw_status (*arena_create)(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
                               sw_error *err);
+    /* The same for few bytes a rank that every rank can read of every rank, once an operation has
+     * carried them (sw_op.beside). */
+    sw_status (*mirror_create)(sw_comm *comm, size_t size_bytes, const char *label,
+                               sw_arena **arena, sw_error *err);
     void (*arena_destroy)(sw_comm *comm, sw_arena *arena);
     /* Issues an operation on an arena. */
     sw_status (*post)(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err);
@@ -122,12 +132,19 @@ struct sw_comm {
     const sw_comm_ops *ops;
     int rank;
     int world_size;
+    const int *names;      /* borrowed: what messages call each rank; NULL: what it is here */
     uint32_t arenas;       /* asked for so far */
     int64_t timeout_ns;    /* of each wait */
     int64_t warn_after_ns; /* a wait this long is logged; again at twice that, and so on */
     sw_comm_hooks hooks;
     sw_comm_stats stats;
 };
+
+/* What messages and errors call `rank`: inside a host of several, its rank in the whole group. */
+static inline int sw_comm_name(const sw_comm *comm, int rank)
+{
+    return rank >= 0 && comm->names ? comm->names[rank] : rank;
+}
 
 /* Elements of a rank's slice of `numel` elements: equal, and every cut on SW_ALIGNMENT_BYTES. */
 size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);

@@ -15,6 +15,7 @@
 #include <stdatomic.h>
 
 #include "comm/comm.h"
+#include "comm/descriptor.h"
 
 enum {
     SW_FABRIC_RING = 128,              /* operations that may be in flight */
@@ -27,18 +28,6 @@ typedef enum sw_member_state {
     SW_MEMBER_LEFT,  /* closed in order */
     SW_MEMBER_ENDED, /* met an error: `reason` says which */
 } sw_member_state;
-
-typedef struct sw_descriptor { /* compared byte by byte between ranks up to `step`: no padding,
-                                  zeroed before use */
-    uint32_t kind, dtype, redop, form;
-    int32_t root;
-    uint32_t subject;
-    uint64_t numel;
-    uint64_t offset_bytes;
-    uint64_t chunk;
-    char label[SW_COMM_LABEL_BYTES];
-    uint32_t step, round; /* compared between ranks whose round is not 0 */
-} sw_descriptor;
 
 typedef struct sw_control {
     _Alignas(128) _Atomic uint32_t posted; /* futex words; release by the owner, acquire by peers */

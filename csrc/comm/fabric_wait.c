@@ -91,7 +91,8 @@ static sw_status check_peers(sw_fabric *fabric, const wait_state *wait, uint32_t
             continue; /* it had done its part */
         sw_fabric_peer(&fabric->comm, r, peer);
         describe_wait(fabric, ticket, what, sizeof what);
-        sw_error_set(&reason, SW_E_COMM, r, "%s %s before its part of %s", peer,
+        sw_error_set(&reason, SW_E_COMM, sw_comm_name(&fabric->comm, r),
+                     "%s %s before its part of %s", peer,
                      left ? "left the group" : "died or exited", what);
         return sw_fabric_end(fabric, &reason, err);
     }
@@ -108,8 +109,9 @@ static sw_status check_clock(sw_fabric *fabric, wait_state *wait, uint32_t ticke
          * may go on with it. */
         sw_error reason;
         describe_wait(fabric, ticket, what, sizeof what);
-        sw_error_set(&reason, SW_E_COMM, comm->rank,
-                     "rank %d was interrupted while it waited in %s", comm->rank, what);
+        int name = sw_comm_name(comm, comm->rank);
+        sw_error_set(&reason, SW_E_COMM, name, "rank %d was interrupted while it waited in %s",
+                     name, what);
         sw_fabric_end(fabric, &reason, NULL);
         SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while waiting for a peer");
     }
@@ -119,15 +121,16 @@ static sw_status check_clock(sw_fabric *fabric, wait_state *wait, uint32_t ticke
     describe_wait(fabric, ticket, what, sizeof what);
     if (waited >= comm->timeout_ns) {
         sw_error reason;
-        sw_error_set(&reason, SW_E_TIMEOUT, first_missing(fabric, wait, ticket),
+        sw_error_set(&reason, SW_E_TIMEOUT, sw_comm_name(comm, first_missing(fabric, wait, ticket)),
                      "waited %.1f s (timeout_s=%.1f) in %s for %s", (double)waited * 1e-9,
                      (double)comm->timeout_ns * 1e-9, what, missing);
         return sw_fabric_end(fabric, &reason, err);
     }
     wait->warn_ns *= 2;
     snprintf(message, sizeof message,
-             "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s", comm->rank,
-             (double)waited * 1e-9, what, missing, (double)comm->timeout_ns * 1e-9);
+             "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s",
+             sw_comm_name(comm, comm->rank), (double)waited * 1e-9, what, missing,
+             (double)comm->timeout_ns * 1e-9);
     if (comm->hooks.log)
         comm->hooks.log(comm->hooks.context, message);
     return SW_OK;

@@ -133,6 +133,7 @@ static void destroy(sw_comm *comm)
 
 static const sw_comm_ops local_ops = {
     .arena_create = arena_create,
+    .mirror_create = arena_create,
     .arena_destroy = arena_destroy,
     .post = sw_fabric_post,
     .poll = sw_fabric_poll,

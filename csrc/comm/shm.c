@@ -37,6 +37,7 @@ typedef struct shm_comm {
     int control_fd;               /* owned, and locked by this process while it is open */
     int pidfd;                    /* owned; on this process */
     int owner_pid;                /* who may tell the group that it leaves */
+    int *names;                   /* owned; NULL unless narrowed */
     const char *const *addresses; /* borrowed while joining */
     sw_patience patience;         /* while joining */
 } shm_comm;
@@ -77,6 +78,7 @@ static void destroy(sw_comm *comm)
     close_fd(&shm->pidfd);
     free(shm->control);
     free(shm->link);
+    free(shm->names);
     free(shm);
 }
 
@@ -102,14 +104,16 @@ static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_s
     sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);
     for (int r = 1; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].size_bytes != all[0].size_bytes)
-            status = sw_error_set(err, SW_E_MISMATCH, r,
-                                  "arena '%s': rank 0 asks for %llu bytes, rank %d for %llu", label,
-                                  (unsigned long long)all[0].size_bytes, r,
-                                  (unsigned long long)all[r].size_bytes);
+            status =
+                sw_error_set(err, SW_E_MISMATCH, sw_comm_name(comm, r),
+                             "arena '%s': rank %d asks for %llu bytes, rank %d for %llu", label,
+                             sw_comm_name(comm, 0), (unsigned long long)all[0].size_bytes,
+                             sw_comm_name(comm, r), (unsigned long long)all[r].size_bytes);
     for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].failed)
-            status = sw_error_set(err, SW_E_MEMORY, r, "arena '%s' is not possible on rank %d: %s",
-                                  label, r, all[r].message);
+            status = sw_error_set(err, SW_E_MEMORY, sw_comm_name(comm, r),
+                                  "arena '%s' is not possible on rank %d: %s", label,
+                                  sw_comm_name(comm, r), all[r].message);
     if (status == SW_OK)
         status = sw_limits_check_needs(&all[0].need, sizeof *all, comm->world_size, label, err);
     free(all);
@@ -131,7 +135,7 @@ static sw_status look_for_peer(void *context, sw_error *err)
     if (!peer_ended(&await->shm->fabric, await->rank))
         return SW_OK;
     sw_fabric_peer(comm, await->rank, peer);
-    return sw_error_set(err, SW_E_COMM, await->rank,
+    return sw_error_set(err, SW_E_COMM, sw_comm_name(comm, await->rank),
                         "%s died or exited before it had passed its memory", peer);
 }
 
@@ -207,6 +211,7 @@ undo:
 
 static const sw_comm_ops shm_ops = {
     .arena_create = arena_create,
+    .mirror_create = arena_create,
     .arena_destroy = arena_destroy,
     .post = sw_fabric_post,
     .poll = sw_fabric_poll,
@@ -239,7 +244,8 @@ static sw_status open_own(shm_comm *shm, const char *host, char address[SW_SOCKE
                 "death of "
                 "rank %d could not be seen",
                 comm->rank);
-    return sw_socket_listen(comm->world_size, address, &shm->listener, err);
+    /* Every peer may probe, and then join. */
+    return sw_socket_listen(2 * comm->world_size, address, &shm->listener, err);
 }
 
 sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm **comm,
@@ -316,10 +322,10 @@ static sw_status look_for_callers(void *context, sw_error *err)
             continue;
         if (sw_socket_connect(shm->addresses[r], &probe, &unreached) != SW_OK)
             return sw_error_set(
-                err, SW_E_COMM, r,
+                err, SW_E_COMM, sw_comm_name(comm, r),
                 "joining the ranks of this host: rank %d died or failed before it had "
                 "joined",
-                r);
+                sw_comm_name(comm, r));
         close_fd(&probe);
     }
     return SW_OK;
@@ -381,12 +387,14 @@ static sw_status receive_hello(shm_comm *shm, int socket, int expected, const ui
     return status == SW_E_COMM && expected < 0 ? SW_OK : status;
 }
 
-static sw_status name_peer(sw_status status, int rank, const char *step, sw_error *err)
+static sw_status name_peer(const sw_comm *comm, sw_status status, int rank, const char *step,
+                           sw_error *err)
 {
     char cause[SW_ERROR_MESSAGE_BYTES];
     if (status == SW_OK || !err)
         return status;
     snprintf(cause, sizeof cause, "%.300s", err->message);
+    rank = sw_comm_name(comm, rank);
     return sw_error_set(err, status, rank, "joining the ranks of this host: %s rank %d failed: %s",
                         step, rank, cause);
 }
@@ -405,18 +413,18 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
     int opened = 0;
     for (; opened < comm->rank && status == SW_OK; ++opened) {
         called[opened] = -1;
-        status = name_peer(sw_socket_connect(addresses[opened], &called[opened], err), opened,
+        status = name_peer(comm, sw_socket_connect(addresses[opened], &called[opened], err), opened,
                            "calling", err);
         if (status == SW_OK)
-            status =
-                name_peer(send_hello(shm, called[opened], secret, err), opened, "calling", err);
+            status = name_peer(comm, send_hello(shm, called[opened], secret, err), opened,
+                               "calling", err);
     }
     for (int joined = comm->rank + 1; joined < comm->world_size && status == SW_OK;
          joined += accepted) {
         int socket = -1;
         accepted = false;
-        status = name_peer(sw_socket_accept(shm->listener, &shm->patience, &socket, err), joined,
-                           "waiting for", err);
+        status = name_peer(comm, sw_socket_accept(shm->listener, &shm->patience, &socket, err),
+                           joined, "waiting for", err);
         if (status != SW_OK)
             break;
         int copy = socket; /* receive_hello closes it unless it keeps it */
@@ -429,10 +437,12 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
             close_fd(&called[r]);
             continue;
         }
-        status = name_peer(receive_hello(shm, called[r], r, secret, &accepted, err), r,
+        status = name_peer(comm, receive_hello(shm, called[r], r, secret, &accepted, err), r,
                            "hearing from", err);
         if (status == SW_OK && !accepted)
-            status = sw_error_set(err, SW_E_COMM, r, "rank %d does not know the group's secret", r);
+            status =
+                sw_error_set(err, SW_E_COMM, sw_comm_name(comm, r),
+                             "rank %d does not know the group's secret", sw_comm_name(comm, r));
     }
     free(called);
     return status;
@@ -449,6 +459,39 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
     SW_TRY(join(shm, addresses, secret, err));
     close_fd(&shm->listener);
     return sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, shm->control, err);
+}
+
+void sw_shm_comm_probe(const sw_comm *comm, const char *const *addresses, bool *reached)
+{
+    for (int r = 0; r < comm->world_size; ++r) {
+        int probe = -1;
+        sw_error unreached;
+        reached[r] =
+            r == comm->rank || sw_socket_connect(addresses[r], &probe, &unreached) == SW_OK;
+        close_fd(&probe);
+    }
+}
+
+sw_status sw_shm_comm_narrow(sw_comm *comm, const int *members, int count, sw_error *err)
+{
+    shm_comm *shm = (shm_comm *)comm;
+    int *names = calloc((size_t)count, sizeof *names);
+    if (!names)
+        SW_FAIL(err, SW_E_MEMORY, "no memory to join %d ranks", count);
+    memcpy(names, members, (size_t)count * sizeof *names);
+    sw_control *own = shm->control[comm->rank];
+    shm->control[comm->rank] = NULL;
+    for (int r = 0; r < count; ++r)
+        if (members[r] == comm->rank) {
+            shm->control[r] = own;
+            comm->rank = r;
+            break;
+        }
+    free(shm->names);
+    shm->names = names;
+    comm->names = names;
+    comm->world_size = count;
+    return SW_OK;
 }
 
 const char *sw_shm_comm_watch(const sw_comm *comm)

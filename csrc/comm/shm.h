@@ -17,6 +17,15 @@ enum { SW_SHM_SECRET_BYTES = 16 };
 SW_MUST_USE sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm **comm,
                                          char address[SW_SOCKET_NAME_BYTES], sw_error *err);
 
+/* Which of the world_size ranks listen where this process can call them (itself included): they may
+ * be ranks of one host. To be called before connect. Cost: one connect a rank. */
+void sw_shm_comm_probe(const sw_comm *comm, const char *const *addresses, bool *reached);
+
+/* Before connect: the ranks of this host are `members` alone, ascending, this rank among them. They
+ * are ranks 0 to count - 1 of the communicator from then on; messages call them what they were. */
+SW_MUST_USE sw_status sw_shm_comm_narrow(sw_comm *comm, const int *members, int count,
+                                         sw_error *err);
+
 /* Joins the peers: `addresses` has world_size names, `secret` SW_SHM_SECRET_BYTES bytes equal on
  * all ranks. SW_E_COMM names the first peer that is not reached (another host), SW_E_TIMEOUT the
  * first that is late. Cost: one message each way a pair of ranks. */

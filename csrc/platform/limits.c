@@ -44,6 +44,21 @@ static uint64_t read_reclaimable(const char *folder)
     return bytes;
 }
 
+/* A number of this running kernel: control groups of two hosts are not one, whatever their inodes. */
+static uint64_t kernel_number(void)
+{
+    char text[64] = "";
+    uint64_t number = 14695981039346656037u; /* FNV-1a */
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "re");
+    if (file && !fgets(text, sizeof text, file))
+        text[0] = '\0';
+    if (file)
+        fclose(file);
+    for (const char *c = text; *c; ++c)
+        number = (number ^ (uint8_t)*c) * 1099511628211u;
+    return number;
+}
+
 /* What is left below one memory limit. */
 static void tighten(sw_limits *limits, const char *folder, const char *limit_name,
                     const char *usage_name)
@@ -63,7 +78,8 @@ static void tighten(sw_limits *limits, const char *folder, const char *limit_nam
         left < limits->memory_max_bytes - limits->memory_current_bytes) {
         limits->memory_max_bytes = limit;
         limits->memory_current_bytes = limit - left;
-        limits->memory_group = stat(folder, &status) == 0 ? (uint64_t)status.st_ino : 0;
+        limits->memory_group =
+            stat(folder, &status) == 0 ? (uint64_t)status.st_ino ^ kernel_number() : 0;
     }
 }
 

@@ -141,8 +141,11 @@ static void close_comm(comm_object *self)
     if (self->closed || !self->comm)
         return;
     self->closed = true;
-    if (getpid() == self->owner_pid && self->connected)
+    if (getpid() == self->owner_pid && self->connected) {
+        Py_BEGIN_ALLOW_THREADS /* a carrier's last words need the GIL */
         self->comm->ops->leave(self->comm);
+        Py_END_ALLOW_THREADS
+    }
     sw_py_comm_acquire(self);
     sw_py_comm_release(self);
 }
@@ -181,63 +184,6 @@ static PyObject *comm_close(PyObject *op, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_connect(PyObject *op, PyObject *args)
-{
-    comm_object *self = (comm_object *)op;
-    PyObject *addresses, *hosts;
-    const char *secret;
-    Py_ssize_t secret_bytes;
-    sw_error err;
-    if (!PyArg_ParseTuple(args, "Oy#O:connect", &addresses, &secret, &secret_bytes, &hosts))
-        return NULL;
-    if (secret_bytes != SW_SHM_SECRET_BYTES)
-        return PyErr_Format(PyExc_ValueError, "connect: secret must have %d bytes, got %zd",
-                            SW_SHM_SECRET_BYTES, secret_bytes);
-    if (!self->comm || self->closed || (self->connected && !self->group)) {
-        PyErr_SetString(sw_py_state_of(op)->error,
-                        "connect: the communicator is closed or has joined already");
-        return NULL;
-    }
-    int world_size = self->comm->world_size;
-    PyObject *names = PySequence_List(addresses);
-    PyObject *kept_hosts = PySequence_List(hosts);
-    const char **text = calloc((size_t)world_size, sizeof *text);
-    PyObject *result = NULL;
-    if (!names || !kept_hosts || !text)
-        goto done;
-    if (PyList_Size(names) != world_size || PyList_Size(kept_hosts) != world_size) {
-        PyErr_Format(PyExc_ValueError,
-                     "connect: addresses and hosts must have world_size = %d entries", world_size);
-        goto done;
-    }
-    for (int r = 0; r < world_size; ++r) {
-        text[r] = PyUnicode_AsUTF8AndSize(PyList_GetItem(names, r), NULL);
-        if (!text[r])
-            goto done;
-    }
-    ENGINE_CLEAR(self->hosts);
-    self->hosts = kept_hosts;
-    kept_hosts = NULL;
-    if (!self->group) {
-        sw_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_shm_comm_connect(self->comm, text, (const uint8_t *)secret, &err);
-        Py_END_ALLOW_THREADS
-        if (status != SW_OK) {
-            sw_py_raise(sw_py_state_of(op), &err, self);
-            goto done;
-        }
-        self->connected = true;
-    }
-    Py_INCREF(Py_None);
-    result = Py_None;
-done:
-    Py_XDECREF(names);
-    Py_XDECREF(kept_hosts);
-    free(text);
-    return result;
-}
-
 static PyObject *comm_arena(PyObject *op, PyObject *args)
 {
     comm_object *self = (comm_object *)op;
@@ -253,6 +199,13 @@ static PyObject *comm_arena(PyObject *op, PyObject *args)
                             size);
     if (!sw_py_comm_enter(self))
         return NULL;
+    if (self->spans_hosts && sw_hier_comm_map(self->comm)->host_count > 1) {
+        sw_py_comm_leave(self);
+        return PyErr_Format(PyExc_NotImplementedError,
+                            "arena '%s': memory that all ranks map needs one host, and these ranks "
+                            "are on %d",
+                            label, sw_hier_comm_map(self->comm)->host_count);
+    }
     Py_BEGIN_ALLOW_THREADS
     status = self->comm->ops->arena_create(self->comm, (size_t)size, label, &arena, &err);
     Py_END_ALLOW_THREADS
@@ -584,7 +537,7 @@ static PyObject *comm_stats(PyObject *op, PyObject *unused)
         return NULL;
     }
     const sw_comm_stats *stats = &self->comm->stats;
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "all_reduce",
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "all_reduce",
                          (unsigned long long)stats->operations[SW_OP_ALL_REDUCE], "broadcast",
                          (unsigned long long)stats->operations[SW_OP_BROADCAST], "all_gather",
                          (unsigned long long)stats->operations[SW_OP_ALL_GATHER], "barrier",
@@ -592,7 +545,9 @@ static PyObject *comm_stats(PyObject *op, PyObject *unused)
                          (unsigned long long)stats->bytes_reduced, "bytes_staged",
                          (unsigned long long)stats->bytes_staged, "waits",
                          (unsigned long long)stats->waits, "wait_ns",
-                         (unsigned long long)stats->wait_ns);
+                         (unsigned long long)stats->wait_ns, "wire_bytes_sent",
+                         (unsigned long long)stats->wire_bytes_sent, "wire_bytes_received",
+                         (unsigned long long)stats->wire_bytes_received);
 }
 
 static PyObject *comm_describe(PyObject *op, PyObject *unused)
@@ -614,11 +569,12 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
     }
     if (!peers)
         return NULL;
-    const char *watch = self->group ? "none" : sw_shm_comm_watch(self->comm);
+    const sw_comm *inside = self->spans_hosts ? sw_hier_comm_inside(self->comm) : self->comm;
+    const char *watch = self->group ? "none" : sw_shm_comm_watch(inside);
+    const char *transport = self->group ? "local" : self->spans_hosts ? "hier" : "shm";
     return Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->comm->rank, "world_size",
-                         self->comm->world_size, "transport", self->group ? "local" : "shm",
-                         "watch", watch, "peers", peers, "timeout_s",
-                         (double)self->comm->timeout_ns * 1e-9);
+                         self->comm->world_size, "transport", transport, "watch", watch, "peers",
+                         peers, "timeout_s", (double)self->comm->timeout_ns * 1e-9);
 }
 
 static PyObject *comm_get(PyObject *op, void *which)
@@ -663,8 +619,11 @@ static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
 }
 
 static PyMethodDef comm_methods[] = {
-    {"connect", comm_connect, METH_VARARGS,
-     "connect(addresses, secret, hosts)\n--\n\nJoins the peers."},
+    {"connect", (PyCFunction)(void (*)(void))sw_py_comm_connect, METH_VARARGS | METH_KEYWORDS,
+     "connect(addresses, secret, hosts, *, host_of=None, pids=None, wire=None)\n--\n\nJoins the "
+     "peers."},
+    {"probe", sw_py_comm_probe, METH_O,
+     "probe(addresses)\n--\n\nOne byte a rank: 1 where it can be called from here."},
     {"arena", comm_arena, METH_VARARGS, "arena(nbytes, label='arena')\n--\n\nCollective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
      "all_reduce(address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn "

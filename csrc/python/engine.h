@@ -20,6 +20,7 @@
 #include "base/status.h"
 #include "checkpoint/plan.h"
 #include "comm/comm.h"
+#include "comm/hier.h"
 #include "comm/local.h"
 #include "reduce/gradient_memory.h"
 #include "reduce/reducer.h"
@@ -39,6 +40,7 @@ typedef struct comm_object {
     long owner_pid;
     Py_ssize_t users; /* arenas and reducers that need comm: close() waits for the last of them */
     bool connected, in_use, closed;
+    bool spans_hosts; /* comm is over a map of hosts (comm/hier) */
 } comm_object;
 
 typedef struct arena_object { /* memory with an owner: an arena, or the gradients of a reducer */
@@ -46,6 +48,10 @@ typedef struct arena_object { /* memory with an owner: an arena, or the gradient
     sw_arena *arena;                  /* owned; or */
     sw_gradient_memory *memory;       /* owned */
 } arena_object;
+
+/* wire.c: `group` has send(rank, tag, address, nbytes) and receive(...), which return what
+ * wait(work) takes. NULL with an exception. Lives as long as the process. */
+const sw_wire *sw_py_wire_new(PyObject *group);
 
 /* errors.c */
 int sw_py_errors_init(PyObject *module, engine_state *state);
@@ -68,6 +74,10 @@ bool sw_py_comm_enter(comm_object *self);
 void sw_py_comm_leave(comm_object *self);
 void sw_py_comm_acquire(comm_object *self);
 void sw_py_comm_release(comm_object *self);
+
+/* comm_join.c: methods */
+PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);
+PyObject *sw_py_comm_probe(PyObject *op, PyObject *addresses);
 
 /* arena_type.c */
 extern PyType_Spec sw_py_arena_type_spec;

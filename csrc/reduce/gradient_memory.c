@@ -97,8 +97,8 @@ sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *size
                                label);
     made->comm = comm;
     SW_TRY_GOTO(status,
-                comm->ops->arena_create(comm, sw_size_max(sizes->tails, SW_ALIGNMENT_BYTES), label,
-                                        &made->tails, err),
+                comm->ops->mirror_create(comm, sw_size_max(sizes->tails, SW_ALIGNMENT_BYTES), label,
+                                         &made->tails, err),
                 destroy);
     SW_TRY_GOTO(status, make_buckets(made, sizes, wanted, label, err), destroy);
     if (sizes->results > 0 && made->transport == SW_TRANSPORT_POOL)

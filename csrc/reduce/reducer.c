@@ -438,6 +438,9 @@ static sw_status post_bucket(bucket *b, sw_error *err)
     b->state = BUCKET_POSTED;
     b->op.step = reducer->step + 1;
     b->op.round = reducer->contributes ? reducer->rounds : 0; /* who joined counts no steps */
+    b->op.beside = reducer->memory->tails;
+    b->op.beside_offset_bytes = reducer->parity * reducer->tail_stride_bytes + b->tail_offset_bytes;
+    b->op.beside_bytes = b->tail_bytes;
     reducer->stats.buckets_sent++;
     reducer->stats.bytes += b->op.numel * sw_dtype_size_bytes(b->op.dtype);
     if (b->op.arena)
@@ -742,6 +745,9 @@ sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
                      .subject = reducer->memory->tails->serial,
                      .step = reducer->step + 1,
                      .round = reducer->contributes ? reducer->rounds : 0,
+                     .beside = reducer->memory->tails,
+                     .beside_offset_bytes = reducer->parity * reducer->tail_stride_bytes,
+                     .beside_bytes = reducer->tail_stride_bytes,
                      .label = "use bits before a communication hook"};
     int by;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)

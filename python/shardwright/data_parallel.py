@@ -23,7 +23,7 @@ from .comm_hook import HookRunner
 from .compress import Compressor, check_compressor
 from .compression_state import CompressionState
 from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
-from .exchange import HostExchange
+from .exchange import GroupExchange, HostExchange
 from .join import ShadowHook
 from .options import Options
 from .process_group import host_group, is_default_group, resolve_group
@@ -180,6 +180,11 @@ class DistributedDataParallel(TorchDDP):
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh)
         group = host_group(self.process_group, options.timeout_s)
+        if self._zero and group.host_count > 1:
+            raise NotImplementedError(
+                f"zero={self._zero} over ranks on {group.host_count} hosts is not there yet: slices are shared through one "
+                "host's memory; use zero=0"
+            )
         settings = {
             "bucket_cap_mb": options.bucket_cap_mb,
             "transport": options.chosen_transport,
@@ -364,7 +369,8 @@ class DistributedDataParallel(TorchDDP):
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
         verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
-        exchange = HostExchange(replica.group.comm)
+        one_host = replica.group.host_count == 1
+        exchange = HostExchange(replica.group.comm) if one_host else GroupExchange(self.process_group)
         state, hook = compress.hook(exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))

@@ -12,16 +12,13 @@ import torch
 
 from . import _engine
 from ._version import __version__
+from .launch import VARIABLES
 from .process_group import describe_group, live_groups
 from .replica import live_replicas
 
 _VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
+    *VARIABLES,
     "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -52,7 +49,7 @@ def describe() -> Description:
         machine=_machine(),
         limits=_engine.host_limits(),
         torch_distributed=describe_group(),
-        communicators={f"{g.name}": g.comm.describe() for g in live_groups()},
+        communicators={f"{g.name}": {**g.comm.describe(), "hosts": g.host_map()} for g in live_groups()},
         models=[_model(replica) for replica in live_replicas()],
         checkpointers=_checkpointers(),
         environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},

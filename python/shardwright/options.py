@@ -24,8 +24,8 @@ class Options:
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup, optional
-        Ranks that train together. Default: the default group; without one, torchrun's environment; without that, one
-        rank.
+        Ranks that train together. Default: the default group; without one, what the launcher's variables say
+        (docs/launch.md); without those, one rank.
     device_mesh : torch.distributed.device_mesh.DeviceMesh, optional
         One-dimensional; its group is used. Not together with `process_group`.
     bucket_cap_mb : float

@@ -1,14 +1,16 @@
-"""Which ranks train together, and the communicator that joins them. The only user of torch.distributed.
+"""Which ranks train together, on which hosts, and the communicator that joins them. The only user of torch.distributed.
 
 One communicator a group, shared by all modules wrapped over it; its deadline is the latest wrapper's. It lives as long as torch's group does, not
 as long as a wrapper: ranks collect garbage at different times, and must not differ in whether they still have one. At exit
 it is closed: a rank that leaves says so, and peers that wait for it learn it at once. Addresses, the secret and host names
-travel once, by an all_gather over torch's own group; nothing else of ours does.
+travel once, by an all_gather over torch's own group. Between hosts bytes go through a Gloo group of our own (_Wire), which
+never adds two of them.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import logging
 import os
@@ -16,19 +18,25 @@ import secrets
 import socket
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ._engine import CommError, HostComm
+from .launch import Launch, read_launch
 
 _logger = logging.getLogger("shardwright")
 _SECRET_BYTES = 16
 
 
+#: A test's entry: the host of each rank, instead of what the handshake finds, whatever the group.
+_forced_hosts: Sequence[int] | None = None
+
+
 class HostGroup:
-    """The ranks of one process group, joined by shared memory.
+    """The ranks of one process group, joined by shared memory inside each host and by a bridge across.
 
     Attributes
     ----------
@@ -37,6 +45,10 @@ class HostGroup:
         Inside the group.
     name : str
         torch's name of the group.
+    hosts : list of str
+        Each rank's host name; for messages alone.
+    host_of : list of int
+        Each rank's host, numbered by their lowest rank: who can map whose memory.
     """
 
     def __init__(self, group: Any, name: str, timeout_s: float) -> None:
@@ -50,41 +62,84 @@ class HostGroup:
             )
         except (MemoryError, OSError) as error:
             failure = str(error)
-        addresses, secret, hosts = self._exchange(group, failure)
+        addresses, secret, self.hosts, pids, places = self._exchange(group, failure)
         try:
-            self.comm.connect(addresses, secret, hosts)
+            self.host_of = self._find_hosts(group, addresses, places)
+            if self.host_count == 1 and (_forced_hosts is None or self.world_size == 1):
+                self.comm.connect(addresses, secret, self.hosts)
+            else:
+                self._join_hosts(group, addresses, secret, pids, timeout_s)
         except BaseException:
             self.comm.close()
             raise
         self._leave = weakref.finalize(self, _close_comm, self.comm, os.getpid())
         self._leave.atexit = False  # _close_all does it
 
-    def _exchange(self, group: Any, failure: str) -> tuple[list[str], bytes, list[str]]:
-        """Addresses and hosts of all ranks, and rank 0's secret. A rank that cannot join says why here, to all."""
+    @property
+    def host_count(self) -> int:
+        """Hosts that the ranks run on."""
+        return max(self.host_of) + 1
+
+    def host_map(self) -> dict[str, str]:
+        """For describe(): what each host is called and which ranks it has, the one that carries first."""
+        found: dict[str, str] = {}
+        for host in range(self.host_count):
+            ranks = [rank for rank, its_host in enumerate(self.host_of) if its_host == host]
+            found[f"host {host}"] = f"{self.hosts[ranks[0]]}, ranks {', '.join(map(str, ranks))}"
+        return found
+
+    def _exchange(self, group: Any, failure: str) -> tuple[list[str], bytes, list[str], list[int], list[str]]:
+        """Addresses, hosts and pids of all ranks, and rank 0's secret. A rank that cannot join says why here, to all."""
         host = socket.gethostname()
         secret = secrets.token_bytes(_SECRET_BYTES)
         address = "" if failure else self.comm.address
-        everyone: list[Any] = [(address, secret, host, _machine(), failure)]
-        if self.world_size > 1:
-            everyone = [None] * self.world_size
-            mine = (address, secret if self.rank == 0 else b"", host, _machine(), failure)
-            dist.all_gather_object(everyone, mine, group=group)
-        addresses, secrets_, hosts, machines, failures = (list(column) for column in zip(*everyone))
+        mine = (address, secret if self.rank == 0 else b"", host, os.getpid(), _place(), failure)
+        everyone = self._everyone(group, mine)
+        addresses, secrets_, hosts, pids, places, failures = (list(column) for column in zip(*everyone))
         for rank, reason in enumerate(failures):
             if reason:
                 raise MemoryError(f"rank {rank} on host {hosts[rank]} cannot join the others: {reason}")
-        self._check_one_machine(hosts, machines)
-        return addresses, secrets_[0], hosts
+        return addresses, secrets_[0], hosts, pids, places
 
-    def _check_one_machine(self, hosts: Sequence[str], machines: Sequence[str]) -> None:
-        for rank, machine in enumerate(machines):
-            if machine != machines[0]:
+    def _everyone(self, group: Any, mine: Any) -> list[Any]:
+        everyone: list[Any] = [mine]
+        if self.world_size > 1:
+            everyone = [None] * self.world_size
+            try:
+                dist.all_gather_object(everyone, mine, group=group)
+            except RuntimeError as error:
                 raise comm_error(
-                    f"rank 0 runs on host {hosts[0]} and rank {rank} on host {hosts[rank]}: the bridge between hosts "
-                    "does not exist yet, so all ranks of a process group must run on one host",
+                    f"joining the ranks of group {self.name!r}: torch's own group failed: {error}"
+                ) from error
+        return everyone
+
+    def _find_hosts(self, group: Any, addresses: Sequence[str], places: Sequence[str]) -> list[int]:
+        """The host of each rank: ranks that can call one another over this machine's abstract sockets share one.
+
+        Ranks of one place can; the join proves it. Otherwise each tries them all.
+        """
+        if _forced_hosts is not None and self.world_size > 1:
+            return list(_forced_hosts)
+        if places[0] and len(set(places)) == 1:
+            return [0] * self.world_size
+        return group_by_reach(self._everyone(group, self.comm.probe(addresses)))
+
+    def _join_hosts(self, group: Any, addresses: list[str], secret: bytes, pids: list[int], timeout_s: float) -> None:
+        """Joins over a map of hosts. What fails on one rank fails on all, with its sentence."""
+        failure: BaseException | None = None
+        try:
+            wire = _Wire(group, timeout_s) if self.host_count > 1 else None
+            self.comm.connect(addresses, secret, self.hosts, host_of=self.host_of, pids=pids, wire=wire)
+        except (RuntimeError, MemoryError, OSError) as error:
+            failure = error
+        verdicts = self._everyone(group, "" if failure is None else str(failure))
+        for rank, reason in enumerate(verdicts):
+            if reason:
+                raise comm_error(
+                    f"joining {self.host_count} hosts failed on rank {rank} on host {self.hosts[rank]}: {reason}",
                     rank,
-                    hosts[rank],
-                )
+                    self.hosts[rank],
+                ) from failure
 
     def close(self) -> None:
         """Takes leave of the peers, once; those that wait for this rank get a CommError. No effect in a forked child."""
@@ -121,13 +176,67 @@ def comm_error(message: str, rank: int = -1, host: str = "") -> CommError:
     return error
 
 
-def _machine() -> str:
-    """Equal for processes under one running kernel. Containers of one machine share it, whatever their host names."""
+def _place() -> str:
+    """Equal for processes under one running kernel in one network namespace; empty where it cannot be known."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
-        return socket.gethostname()
+        return ""
+
+
+def group_by_reach(reach: Sequence[bytes]) -> list[int]:
+    """The host of each rank, numbered by their lowest rank, from who can call whom (reach[a][b] is 1).
+
+    Raises
+    ------
+    CommError
+        Two ranks can both call a third, but not one another: they are neither on one host nor on two.
+    """
+    host_of: list[int] = []
+    for rank in range(len(reach)):
+        friends = [other for other in range(len(reach)) if reach[rank][other] and reach[other][rank]]
+        lowest = min(friends)
+        host_of.append(host_of[lowest] if lowest < rank else max(host_of, default=-1) + 1)
+        for other in friends:
+            if any(reach[rank][third] != reach[other][third] for third in friends):
+                raise comm_error(
+                    f"ranks {rank} and {other} can call one another, but not the same other ranks of this machine: ranks of "
+                    "one host must all share one network namespace",
+                    rank,
+                )
+    return host_of
+
+
+#: longer than any deadline of ours, which is kept by those who wait for the carrier
+_FOR_EVER = timedelta(days=1000)
+
+
+class _Wire:
+    """Moves bytes between ranks through a Gloo group of our own: what csrc/comm/bridge.h asks of a wire."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        # Over the same ranks, and collective over them alone. Its timeout is for finding one another; see _FOR_EVER.
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=min(timeout_s, 1e6)),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+
+    def send(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
+        """Begins; what it returns is to be waited for."""
+        return self._group.send([_bytes_at(address, nbytes)], rank, tag)
+
+    def receive(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
+        return self._group.recv([_bytes_at(address, nbytes)], rank, tag)
+
+    def wait(self, work: Any) -> None:
+        work.wait(_FOR_EVER)
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 #: torch's group -> ours. A HostGroup does not hold torch's group, so an entry ends with its group.
@@ -159,10 +268,21 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
     if not dist.is_available():
         return None
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        launch = read_launch(os.environ)
+        if launch is None:
             return None
-        dist.init_process_group("gloo")
+        _join(launch)
     return dist.group.WORLD
+
+
+def _join(launch: Launch) -> None:
+    """Makes the default process group."""
+    if not launch.master_addr:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif launch.launcher == "torchrun":  # its own way: after a restart its agent keeps the store
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", init_method=launch.init_method, rank=launch.rank, world_size=launch.world_size)
 
 
 def is_default_group(group: Any) -> bool:

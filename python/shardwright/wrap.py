@@ -77,12 +77,15 @@ def wrap(
         The module is wrapped already, or ranks disagree about it.
     TypeError
         An unknown option; the nearest known one is offered.
+    ValueError
+        A launcher's variable is missing or contradicts another.
     NotImplementedError
         A stage or feature that does not exist yet.
 
     Notes
     -----
-    Collective. Without a process group torchrun's environment is read; without that it is one rank.
+    Collective. Without a process group the variables of torchrun, Open MPI or SLURM are read and one over Gloo is made
+    (docs/launch.md); without those it is one rank.
 
     Examples
     --------

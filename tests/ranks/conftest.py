@@ -1,5 +1,6 @@
 """One forge and one set of teams for every test under tests/ranks."""
 
+import functools
 import pathlib
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the folder of `oracle`
 
 import harness  # noqa: E402
+from hosts import lab  # noqa: E402
 
 HERE = pathlib.Path(__file__).resolve().parent
 _forge: harness.Forge | None = None
@@ -45,6 +47,12 @@ def teams():
 def fresh_ranks(teams):
     """`with fresh_ranks(world_size) as team:` for tests that kill, stop or exit ranks."""
     return teams.fresh
+
+
+@pytest.fixture
+def hosts(teams):
+    """`with hosts(2, 1) as lab:`: ranks 0 and 1 on one host, rank 2 on another; see hosts.py."""
+    return functools.partial(lab, teams)
 
 
 def pytest_sessionfinish(session):

@@ -39,6 +39,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+#: a module-level function(rank, world_size, folder, **arguments) and its arguments
+Join = tuple[Callable[..., None], dict[str, Any]]
+
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 DEADLINE_S = 45.0
 GRACE_S = 3.0
@@ -128,7 +131,8 @@ def _answer(connection: multiprocessing.connection.Connection, rank: int, world_
         __import__(module)
         body = getattr(sys.modules[module], name)
         body = getattr(body, "body", body)
-        assert dist.get_world_size() == world_size and dist.get_rank() == rank
+        if dist.is_initialized():  # a rank on a host of its own may do it in its body
+            assert dist.get_world_size() == world_size and dist.get_rank() == rank
         outcome.value = body(rank, world_size, **arguments)
     except BaseException as error:
         if isinstance(error, SystemExit):
@@ -146,7 +150,7 @@ def _answer(connection: multiprocessing.connection.Connection, rank: int, world_
     return True
 
 
-def _rank_main(fd: int, rank: int, world_size: int, folder: str) -> None:
+def _rank_main(fd: int, rank: int, world_size: int, folder: str, join: Join | None) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan when the forge dies
     stacks = open(os.path.join(folder, f"stacks-{rank}"), "w")  # noqa: SIM115, lives as long as the process
     faulthandler.enable(stacks)
@@ -156,7 +160,11 @@ def _rank_main(fd: int, rank: int, world_size: int, folder: str) -> None:
     connection = multiprocessing.connection.Connection(fd)
     code = 1
     try:
-        _join_group(rank, world_size, folder)
+        if join is None:
+            _join_group(rank, world_size, folder)
+        else:
+            function, arguments = join
+            function(rank, world_size, folder, **arguments)
         while _answer(connection, rank, world_size):
             gc.collect()
         code = 0
@@ -223,7 +231,7 @@ class Forge:
                 return
             request = pickle.loads(message)
             if request[0] == "fork":
-                _, folder = request
+                _, folder, joins = request
                 pids = []
                 for rank, fd in enumerate(fds):
                     pid = os.fork()
@@ -232,7 +240,7 @@ class Forge:
                         for other in fds:
                             if other != fd:
                                 os.close(other)
-                        _rank_main(fd, rank, len(fds), folder)
+                        _rank_main(fd, rank, len(fds), folder, joins[rank] if joins else None)
                     pids.append(pid)
                 for fd in fds:
                     os.close(fd)
@@ -241,9 +249,12 @@ class Forge:
                 answer = [os.waitpid(pid, 0)[1] for pid in request[1]]
             control.sendall(pickle.dumps(answer))
 
-    def fork(self, world_size: int, folder: str) -> tuple[list[int], list[socket.socket]]:
+    def fork(
+        self, world_size: int, folder: str, joins: Sequence[Join] | None = None
+    ) -> tuple[list[int], list[socket.socket]]:
         pairs = [socket.socketpair() for _ in range(world_size)]
-        socket.send_fds(self._socket, [pickle.dumps(("fork", folder))], [theirs.fileno() for _, theirs in pairs])
+        request = pickle.dumps(("fork", folder, joins))
+        socket.send_fds(self._socket, [request], [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
         pids = pickle.loads(self._socket.recv(1 << 16))
@@ -269,13 +280,16 @@ def _status_text(status: int) -> str:
 
 
 class Team:
-    """W ranks that wait for bodies to run. A context manager: leaving it kills and reaps them."""
+    """W ranks that wait for bodies to run. A context manager: leaving it kills and reaps them.
 
-    def __init__(self, forge: Forge, world_size: int) -> None:
+    `joins`: what each rank does in place of joining a group through a file in the team's folder.
+    """
+
+    def __init__(self, forge: Forge, world_size: int, joins: Sequence[Join] | None = None) -> None:
         self.world_size = world_size
         self._forge = forge
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self.pids, sockets = forge.fork(world_size, self._folder.name)
+        self.pids, sockets = forge.fork(world_size, self._folder.name, joins)
         self._pidfds = [os.pidfd_open(pid) for pid in self.pids]
         self._connections = [multiprocessing.connection.Connection(s.detach()) for s in sockets]
         self._closed = False
@@ -397,9 +411,9 @@ class Teams:
             if not keep:
                 self._teams.pop(world_size).close()
 
-    def fresh(self, world_size: int) -> Team:
+    def fresh(self, world_size: int, joins: Sequence[Join] | None = None) -> Team:
         """New ranks for a test that kills, stops or exits some: `with fresh_ranks(3) as team:`."""
-        return Team(self._forge, world_size)
+        return Team(self._forge, world_size, joins)
 
     def close(self) -> None:
         for team in self._teams.values():

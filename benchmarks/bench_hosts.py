@@ -1,0 +1,114 @@
+"""A whole training step on two hosts with 1 Gbit/s between them, one and two ranks on each, against torch's DDP at its best.
+
+The hosts are network namespaces of this machine; `tc` limits their links, and their interfaces count what passes. Also: bytes
+that a host sends in a step, against 2 (H - 1) / H gradients, the least that an all-reduce over H hosts can do. Needs the
+right to make namespaces.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from arms import QUICK_SETTINGS, TORCH_SETTINGS, Trainer, best_of
+from bench_ddp import verify
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "ranks"))
+import network  # noqa: E402
+
+RATE = "1gbit"
+HOSTS = 2
+STEP_GOALS = {1: 0.95, 2: 0.8}
+BYTES_GOAL = 1.02
+#: torch's settings that are tried once before the arms take turns; this many of them then do
+CONTENDERS = 2
+COUNTED_STEPS = 3
+
+
+def enter_host(namespaces: Sequence[Sequence[str]], rank: int) -> None:
+    network.enter(namespaces[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+def bytes_sent() -> int:
+    """By this host so far; what leaves as one frame of 64 KiB, to be cut by the interface, has one header."""
+    with open("/proc/self/net/dev", encoding="ascii") as file:
+        return next(int(line.split()[9]) for line in file if line.strip().startswith("eth0:"))
+
+
+def count_bytes(trainer: Trainer) -> int:
+    """That this host sends in one step."""
+    dist.barrier()
+    before = bytes_sent()
+    dist.barrier()
+    for _ in range(COUNTED_STEPS):
+        trainer.step()
+    dist.barrier()
+    return (bytes_sent() - before) // COUNTED_STEPS
+
+
+def choose(trainers: dict[str, Trainer], settings: Sequence[str]) -> list[str]:
+    """The fastest of torch's settings, by one sample after a warm-up; all ranks agree."""
+    times = []
+    for arm in settings:
+        trainers[arm].step()
+        times.append(common.take_sample(trainers[arm].step, dist.barrier, 1).wall_s)
+    slowest = torch.tensor(times)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [settings[index] for index in slowest.argsort()[:CONTENDERS]]
+
+
+def time_steps(
+    rank: int, world_size: int, case: str, settings: Sequence[str], rounds: int, budget_s: float
+) -> tuple[dict[str, list[common.RankSample]], dict[str, int], int]:
+    """Samples by arm; bytes that this rank's host sent in a step, by arm; bytes of a gradient."""
+    trainers = {arm: Trainer(case, arm, rank) for arm in ("ours", "none", *settings)}
+    verify(trainers, settings)
+    arms = ["ours", "none", *choose(trainers, settings)]
+    sent = {arm: count_bytes(trainers[arm]) for arm in arms if arm != "none"}
+    work: dict[str, Callable[[], Any]] = {arm: trainers[arm].step for arm in arms}
+    samples = common.interleave(work, dist.barrier, rounds=rounds, budget_s=budget_s, warmup=1)
+    return samples, sent, sum(p.numel() * p.element_size() for p in trainers["ours"].module.parameters())
+
+
+def whole_steps(report: common.Report, case: str, ranks_a_host: int, *, quick: bool) -> None:
+    settings = QUICK_SETTINGS if quick else list(TORCH_SETTINGS)
+    rounds, budget_s = (common.LEAST_ROUNDS, 1.0) if quick else (9, 25.0)
+    world_size = HOSTS * ranks_a_host
+    with network.Network(HOSTS, RATE) as hosts:
+        namespaces = [hosts.namespaces(rank // ranks_a_host) for rank in range(world_size)]
+        enter = functools.partial(enter_host, namespaces)
+        results = common.run_ranks(world_size, time_steps, case, settings, rounds, budget_s, enter=enter)
+    times = common.timings([samples for samples, _, _ in results])
+    best = best_of(times, "torch")
+    shape = f"{HOSTS}x{ranks_a_host}"
+    every = {f"{arm}_ms": times[arm].median * 1e3 for arm in times if arm != "ours"}
+    report.add_times(
+        f"{case} step {shape}", times["ours"], times[best], best, goal=STEP_GOALS[ranks_a_host], rate=RATE, **every
+    )
+    sent = {arm: max(counts[arm] for _, counts, _ in results) / 1e6 for arm in results[0][1]}
+    least = 2 * (HOSTS - 1) / HOSTS * results[0][2] / 1e6
+    peer = {f"{best}_MB": sent[best]}
+    name = "2 (H - 1) / H gradients"
+    report.add(f"{case} bytes a host sends {shape}", "MB", sent["ours"], least, name, goal=BYTES_GOAL, **peer)
+
+
+def main() -> None:
+    report, quick = common.begin("hosts", __doc__)
+    for ranks_a_host in (1, 2):
+        for case in ("gpt",) if quick else ("mlp", "gpt"):
+            try:
+                whole_steps(report, case, ranks_a_host, quick=quick)
+            except network.Refused as error:
+                report.add_no_result(f"{case} step {HOSTS}x{ranks_a_host}", str(error))
+
+
+if __name__ == "__main__":
+    main()

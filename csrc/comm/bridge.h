@@ -1,0 +1,64 @@
+/* bridge.h - bytes between the carriers of hosts, over somebody else's group.
+ *
+ * A sw_wire is what moves them: torch's Gloo group in a process (python/wire.c), queues between
+ * threads in tests. It moves bytes and never adds two of them. The bridge numbers messages, so that
+ * both sides may issue them in different orders, counts bytes, and knows for whom it waits.
+ *
+ * Whoever waits on a wire may wait for ever: deadlines belong to the threads that wait for the
+ * waiting one (hier.c). What a wire may still write to must outlive it.
+ *
+ * Thread rule: the carrier's thread alone; the counters and `awaiting` may be read by any.
+ */
+#ifndef SW_COMM_BRIDGE_H
+#define SW_COMM_BRIDGE_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "comm/host_map.h"
+
+typedef struct sw_wire {
+    void *context;
+    /* Begin to move `size_bytes` > 0 to or from `rank`; both sides give the same tag and size.
+     * *work is to be waited for once. Memory is borrowed until then. */
+    sw_status (*send)(void *context, int rank, uint32_t tag, const void *data, size_t size_bytes,
+                      void **work, sw_error *err);
+    sw_status (*receive)(void *context, int rank, uint32_t tag, void *data, size_t size_bytes,
+                         void **work, sw_error *err);
+    /* Until it has moved. SW_E_COMM when the connection is gone. */
+    sw_status (*wait)(void *context, void *work, sw_error *err);
+} sw_wire;
+
+/* What a message is; with a number, its tag. */
+typedef enum sw_message {
+    SW_MESSAGE_FRAME = 0, /* numbered by ticket */
+    SW_MESSAGE_BESIDE,    /* likewise */
+    SW_MESSAGE_PARTIAL,   /* numbered by block, counted over all operations */
+    SW_MESSAGE_RESULT,    /* likewise */
+} sw_message;
+
+typedef struct sw_transfer {
+    void *work; /* NULL: nothing under way */
+    int rank;
+} sw_transfer;
+
+typedef struct sw_bridge {
+    const sw_wire *wire;               /* borrowed; NULL where there is one host */
+    const sw_host_map *map;            /* borrowed */
+    int host;                          /* this one */
+    _Atomic uint64_t *sent, *received; /* borrowed counters, bytes */
+    _Atomic int32_t *awaiting;         /* borrowed: the rank waited for, or -1 */
+} sw_bridge;
+
+/* A message to or from the carrier of `host`. Of 0 bytes: nothing moves. */
+SW_MUST_USE sw_status sw_bridge_send(sw_bridge *bridge, int host, sw_message message,
+                                     uint32_t number, const void *data, size_t size_bytes,
+                                     sw_transfer *transfer, sw_error *err);
+SW_MUST_USE sw_status sw_bridge_receive(sw_bridge *bridge, int host, sw_message message,
+                                        uint32_t number, void *data, size_t size_bytes,
+                                        sw_transfer *transfer, sw_error *err);
+/* Nothing where nothing is under way. err->detail: the rank of the other carrier. */
+SW_MUST_USE sw_status sw_bridge_wait(sw_bridge *bridge, sw_transfer *transfer, sw_error *err);
+
+#endif

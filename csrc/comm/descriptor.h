@@ -1,0 +1,46 @@
+/* descriptor.h - what an operation is, in a form that ranks compare byte by byte.
+ *
+ * Every rank's description of operation t must be the same, whatever carries the bytes; where it is
+ * not, every rank writes the same sentence about the lowest rank and the first that differs.
+ *
+ * Thread rule: any.
+ */
+#ifndef SW_COMM_DESCRIPTOR_H
+#define SW_COMM_DESCRIPTOR_H
+
+#include "comm/comm.h"
+
+enum { SW_FORM_POOL = 0, SW_FORM_SLOT = 1 };
+
+typedef struct sw_descriptor { /* compared byte by byte between ranks up to `step`: no padding,
+                                  zeroed before use */
+    uint32_t kind, dtype, redop, form;
+    int32_t root;
+    uint32_t subject;
+    uint64_t numel;
+    uint64_t offset_bytes;
+    uint64_t chunk;
+    char label[SW_COMM_LABEL_BYTES];
+    uint32_t step, round; /* compared between ranks whose round is not 0 */
+} sw_descriptor;
+
+/* `slot`: private memory that travels in chunks; `chunk` is the caller's to set then. */
+void sw_descriptor_fill(sw_descriptor *descriptor, const sw_op *op, bool slot);
+
+/* "all_reduce 'bucket 0 of Mlp', mean of 640 float32, backward 1 of step 3". */
+void sw_descriptor_describe(const sw_descriptor *descriptor, char *text, size_t capacity);
+
+/* One rank's descriptor beside the lowest rank's, and beside that of the lowest rank that counts
+ * rounds (NULL: none does). Returns the one that it contradicts, or NULL. */
+const sw_descriptor *sw_descriptor_contradicted(const sw_descriptor *lowest,
+                                                const sw_descriptor *counting,
+                                                const sw_descriptor *other);
+
+/* "ranks disagree on collective 7: rank 0 came with ...; rank 2 came with ...". SW_E_MISMATCH. */
+sw_status sw_descriptor_disagree(uint32_t ticket, int first_rank, const sw_descriptor *first,
+                                 int other_rank, const sw_descriptor *other, sw_error *err);
+
+/* SW_E_INVALID for an operation that no transport of `world_size` ranks could run. */
+SW_MUST_USE sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err);
+
+#endif

@@ -1,0 +1,607 @@
+/* hier.c - posting and waiting. What is done with an operation is the carrier's (hier_carrier.c);
+ * this file only describes it to this host's ranks, and waits until the carrier says that it is
+ * complete, or until something says that it never will be. */
+#include "comm/hier.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/bytes.h"
+#include "comm/hier_state.h"
+#include "platform/clock.h"
+#include "platform/futex.h"
+#include "platform/process.h"
+
+static const int64_t slice_ns = 20 * 1000 * 1000;
+
+/* Ending
+ * ------------------------------------------------------------------------------------------ */
+
+void sw_hier_end(sw_hier *hier, const sw_error *reason)
+{
+    sw_page *own = sw_hier_page(hier, hier->local_rank);
+    pthread_mutex_lock(&hier->lock);
+    bool first = !atomic_load(&hier->ended);
+    if (first) {
+        hier->reason = own->reason = *reason;
+        atomic_store(&hier->ended, true);
+        atomic_store(&own->state, SW_MEMBER_ENDED);
+    }
+    pthread_mutex_unlock(&hier->lock);
+    sw_futex_wake_all(&own->posted);
+    sw_futex_wake_all(&own->wired);
+}
+
+/* From the posting thread: this host's ranks may wait in memory of their own, too. */
+static sw_status end_here(sw_hier *hier, const sw_error *reason, sw_error *err)
+{
+    sw_hier_end(hier, reason);
+    hier->inside->ops->abort(hier->inside, &hier->reason);
+    if (err)
+        *err = hier->reason;
+    return hier->reason.status;
+}
+
+static sw_status check_alive(sw_hier *hier, sw_error *err)
+{
+    return atomic_load(&hier->ended) ? end_here(hier, &hier->reason, err) : SW_OK;
+}
+
+void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
+{
+    const sw_identity *identity = &((const sw_hier *)comm)->identity[rank];
+    snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, identity->pid,
+             identity->host);
+}
+
+static bool has_ended(const sw_hier *hier, int local)
+{
+    sw_fabric *inside = (sw_fabric *)hier->inside;
+    return local != hier->local_rank && inside->peer_ended(inside, local);
+}
+
+static void describe_ticket(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
+{
+    const sw_descriptor *d = &sw_hier_page(hier, hier->local_rank)->ring[ticket % SW_HIER_RING];
+    snprintf(text, capacity, "%s '%.*s'", sw_op_kind_name((sw_op_kind)d->kind),
+             SW_COMM_LABEL_BYTES - 1, d->label);
+}
+
+sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths, int *missing,
+                             sw_error *err)
+{
+    *missing = -1;
+    for (int l = 0; l < hier->local_count; ++l) {
+        const sw_page *page = sw_hier_page(hier, l);
+        uint32_t state = atomic_load(&page->state);
+        if (state == SW_MEMBER_ENDED) {
+            *err = page->reason;
+            err->message[sizeof err->message - 1] = '\0';
+            return err->status;
+        }
+        bool has_posted = sw_ticket_reached(atomic_load(&page->posted), ticket);
+        if (!has_posted && *missing < 0)
+            *missing = l;
+        if (has_posted && l != 0)
+            continue; /* it has done its part; the carrier has not until the end */
+        bool left = state == SW_MEMBER_LEFT;
+        if (left || (deaths && has_ended(hier, l))) {
+            char peer[SW_COMM_PEER_BYTES], what[160];
+            sw_hier_peer((sw_comm *)(uintptr_t)hier, hier->members[l], peer);
+            describe_ticket(hier, ticket, what, sizeof what);
+            return sw_error_set(err, SW_E_COMM, hier->members[l], "%s %s before its part of %s",
+                                peer, left ? "left the group" : "died or exited", what);
+        }
+    }
+    return SW_OK;
+}
+
+/* Waiting
+ * ------------------------------------------------------------------------------------------ */
+
+/* Of whom the operation waits, as far as this host knows. */
+static int list_missing(sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
+{
+    size_t used = 0;
+    int first = -1;
+    text[0] = '\0';
+    for (int l = 0; l < hier->local_count && used + 1 < capacity; ++l) {
+        char peer[SW_COMM_PEER_BYTES];
+        char state = sw_process_state(hier->identity[hier->members[l]].pid);
+        bool stopped = state == 'T' || state == 't';
+        if (sw_ticket_reached(atomic_load(&sw_hier_page(hier, l)->posted), ticket) &&
+            !(stopped && l == 0))
+            continue;
+        first = first < 0 ? hier->members[l] : first;
+        sw_hier_peer(&hier->comm, hier->members[l], peer);
+        int wrote = snprintf(text + used, capacity - used, "%s%s%s", used ? ", " : "", peer,
+                             stopped ? " (stopped)" : "");
+        used += wrote > 0 ? (size_t)wrote : 0;
+    }
+    if (first >= 0)
+        return first;
+    first = atomic_load(&sw_hier_page(hier, 0)->awaiting);
+    first = first < 0 ? hier->members[0] : first;
+    sw_hier_peer(&hier->comm, first, text);
+    return first;
+}
+
+typedef struct wait_state {
+    int64_t begun_ns, warn_ns;
+} wait_state;
+
+static sw_status check_clock(sw_hier *hier, uint32_t ticket, wait_state *wait, sw_error *err)
+{
+    sw_comm *comm = &hier->comm;
+    char missing[320], what[160], message[SW_ERROR_MESSAGE_BYTES];
+    int64_t waited = sw_clock_now_ns() - wait->begun_ns;
+    sw_error reason;
+    if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context)) {
+        describe_ticket(hier, ticket, what, sizeof what);
+        sw_error_set(&reason, SW_E_COMM, comm->rank,
+                     "rank %d was interrupted while it waited in %s", comm->rank, what);
+        end_here(hier, &reason, NULL);
+        SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while waiting for a peer");
+    }
+    if (waited < wait->warn_ns && waited < comm->timeout_ns)
+        return SW_OK;
+    int first = list_missing(hier, ticket, missing, sizeof missing);
+    describe_ticket(hier, ticket, what, sizeof what);
+    if (waited >= comm->timeout_ns) {
+        sw_error_set(&reason, SW_E_TIMEOUT, first, "waited %.1f s (timeout_s=%.1f) in %s for %s",
+                     (double)waited * 1e-9, (double)comm->timeout_ns * 1e-9, what, missing);
+        return end_here(hier, &reason, err);
+    }
+    wait->warn_ns *= 2;
+    snprintf(message, sizeof message,
+             "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s", comm->rank,
+             (double)waited * 1e-9, what, missing, (double)comm->timeout_ns * 1e-9);
+    if (comm->hooks.log)
+        comm->hooks.log(comm->hooks.context, message);
+    return SW_OK;
+}
+
+/* What was folded on this rank's behalf: the caller's plans learn who took part. Not after an end:
+ * whoever ended it may have taken a plan away. */
+static void settle(sw_hier *hier, uint32_t wired)
+{
+    const sw_page *carrier = sw_hier_page(hier, 0);
+    double scale;
+    for (; !atomic_load(&hier->ended) && hier->settled != hier->posted &&
+           sw_ticket_reached(wired, hier->settled + 1);
+         ++hier->settled) {
+        const sw_fold_plan *plan = hier->pending[(hier->settled + 1) % SW_HIER_RING].op.plan;
+        if (plan)
+            plan->resolve(plan->context, hier->contributes, &scale);
+    }
+    hier->comm.stats.wire_bytes_sent = atomic_load(&carrier->sent);
+    hier->comm.stats.wire_bytes_received = atomic_load(&carrier->received);
+}
+
+static sw_status wait_wired(sw_hier *hier, uint32_t ticket, sw_error *err)
+{
+    _Atomic uint32_t *word = &sw_hier_page(hier, 0)->wired;
+    wait_state wait = {.begun_ns = 0};
+    for (;;) {
+        uint32_t wired = atomic_load(word);
+        if (sw_ticket_reached(wired, ticket)) {
+            settle(hier, wired);
+            if (sw_ticket_reached(hier->settled, ticket))
+                return SW_OK;
+        }
+        SW_TRY(check_alive(hier, err));
+        int64_t now = sw_clock_now_ns();
+        if (wait.begun_ns == 0)
+            wait = (wait_state){.begun_ns = now, .warn_ns = hier->comm.warn_after_ns};
+        sw_futex_wait(word, wired, slice_ns);
+        hier->comm.stats.waits++;
+        hier->comm.stats.wait_ns += (uint64_t)(sw_clock_now_ns() - now);
+        int missing;
+        sw_error reason;
+        bool deaths = now - wait.begun_ns > slice_ns;
+        sw_status status = sw_hier_check_host(hier, ticket, deaths, &missing, &reason);
+        if (sw_ticket_reached(atomic_load(word), ticket))
+            continue; /* it was complete before what was seen */
+        if (status != SW_OK)
+            return end_here(hier, &reason, err);
+        SW_TRY(check_clock(hier, ticket, &wait, err));
+    }
+}
+
+static sw_status wait_ticket(sw_comm *comm, uint32_t ticket, sw_error *err)
+{
+    return wait_wired((sw_hier *)comm, ticket, err);
+}
+
+static sw_status poll_ticket(sw_comm *comm, uint32_t ticket, bool *complete, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    uint32_t wired = atomic_load(&sw_hier_page(hier, 0)->wired);
+    settle(hier, wired);
+    *complete = sw_ticket_reached(hier->settled, ticket);
+    return *complete ? SW_OK : check_alive(hier, err);
+}
+
+/* Posting
+ * ------------------------------------------------------------------------------------------ */
+
+static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
+                       const sw_descriptor *descriptor, uint32_t *ticket, sw_error *err)
+{
+    sw_page *own = sw_hier_page(hier, hier->local_rank);
+    uint32_t next = hier->posted + 1;
+    SW_TRY(check_alive(hier, err));
+    SW_TRY(wait_wired(hier, next - SW_HIER_RING, err)); /* its entry is free */
+    hier->pending[next % SW_HIER_RING] = *pending;
+    own->ring[next % SW_HIER_RING] = *descriptor;
+    hier->posted = next;
+    atomic_store(&own->posted, next);
+    sw_futex_wake_all(&own->posted);
+    *ticket = next;
+    return SW_OK;
+}
+
+static void count_operation(sw_hier *hier, const sw_op *op)
+{
+    hier->comm.stats.operations[op->kind]++;
+    if (op->kind == SW_OP_ALL_REDUCE)
+        hier->comm.stats.bytes_reduced += op->numel * sw_dtype_size_bytes(op->dtype);
+}
+
+static sw_status check_supported(const sw_hier *hier, const sw_op *op, sw_error *err)
+{
+    SW_TRY(sw_op_check(op, hier->comm.world_size, err));
+    if (op->kind == SW_OP_REDUCE_SCATTER || (op->kind == SW_OP_ALL_GATHER && op->arena))
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "%s '%s' over the memory of ranks on %d hosts is not there yet: it needs one host",
+                sw_op_kind_name(op->kind), op->label, hier->map.host_count);
+    return SW_OK;
+}
+
+static sw_status post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    sw_descriptor descriptor;
+    SW_TRY(check_supported(hier, op, err));
+    if (!op->arena)
+        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
+                sw_op_kind_name(op->kind), op->label);
+    sw_hier_pending pending = {
+        .op = *op, .arena = (sw_arena *)(uintptr_t)op->arena, .at_bytes = op->offset_bytes};
+    sw_descriptor_fill(&descriptor, op, false);
+    count_operation(hier, op);
+    return issue(hier, &pending, &descriptor, ticket, err);
+}
+
+/* One chunk of private memory, to its end. Half of the bounce memory is this chunk's: the other may
+ * still be read by a rank that is late with the chunk before, and no rank is two behind. */
+static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t count,
+                           size_t *at_bytes, sw_error *err)
+{
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype), bytes = count * element_bytes;
+    sw_hier_pending pending = {.op = *op, .begin = begin};
+    sw_descriptor descriptor;
+    uint32_t ticket;
+    *at_bytes = (hier->chunks++ & 1) * (size_t)SW_HIER_CHUNK_BYTES;
+    bool gives = op->kind != SW_OP_BROADCAST || op->root == hier->comm.rank;
+    if (bytes && gives)
+        memcpy(hier->bounce->base[hier->comm.rank] + *at_bytes,
+               (const uint8_t *)op->data + begin * element_bytes, bytes);
+    pending.op.numel = count;
+    if (op->kind == SW_OP_ALL_REDUCE) {
+        pending.arena = hier->bounce;
+        pending.at_bytes = *at_bytes;
+    } else if (bytes) {
+        pending.op.beside = hier->bounce;
+        pending.op.beside_offset_bytes = *at_bytes;
+        pending.op.beside_bytes = bytes;
+    }
+    sw_descriptor_fill(&descriptor, op, true);
+    descriptor.chunk = begin * element_bytes / SW_HIER_CHUNK_BYTES;
+    hier->comm.stats.bytes_staged += bytes;
+    SW_TRY(issue(hier, &pending, &descriptor, &ticket, err));
+    return wait_wired(hier, ticket, err);
+}
+
+static sw_status run(sw_comm *comm, const sw_op *op, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    uint32_t ticket;
+    size_t at;
+    if (op->arena) {
+        SW_TRY(post(comm, op, &ticket, err));
+        return wait_wired(hier, ticket, err);
+    }
+    SW_TRY(check_supported(hier, op, err));
+    count_operation(hier, op);
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype), begin = 0;
+    if (op->kind == SW_OP_BARRIER || op->numel == 0)
+        return run_chunk(hier, op, 0, 0, &at, err);
+    for (size_t count; begin < op->numel; begin += count) {
+        count = sw_size_min(SW_HIER_CHUNK_BYTES / element_bytes, op->numel - begin);
+        SW_TRY(run_chunk(hier, op, begin, count, &at, err));
+        int from = op->kind == SW_OP_BROADCAST ? op->root : comm->rank;
+        if (op->kind == SW_OP_ALL_REDUCE || from != comm->rank)
+            memcpy((uint8_t *)op->data + begin * element_bytes, hier->bounce->base[from] + at,
+                   count * element_bytes);
+    }
+    return SW_OK;
+}
+
+static sw_status gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
+                        const char *label, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    size_t at, begin = 0, count;
+    sw_op op = {.kind = SW_OP_ALL_GATHER,
+                .dtype = SW_DTYPE_UINT8,
+                .numel = size_bytes,
+                .data = (void *)(uintptr_t)mine};
+    snprintf(op.label, sizeof op.label, "%s", label);
+    SW_TRY(sw_op_check(&op, comm->world_size, err));
+    count_operation(hier, &op);
+    do {
+        count = sw_size_min(SW_HIER_CHUNK_BYTES, size_bytes - begin);
+        SW_TRY(run_chunk(hier, &op, begin, count, &at, err));
+        for (int r = 0; r < comm->world_size; ++r)
+            memcpy((uint8_t *)all + (size_t)r * size_bytes + begin, hier->bounce->base[r] + at,
+                   count);
+        begin += count;
+    } while (begin < size_bytes);
+    return SW_OK;
+}
+
+/* Arenas
+ * ------------------------------------------------------------------------------------------ */
+
+static size_t mirrored_bytes(size_t size_bytes)
+{
+    return (size_bytes + SW_ALIGNMENT_BYTES - 1) / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES;
+}
+
+/* This host's part of an arena. Mirrored: all ranks' parts lie in the carrier's memory. */
+static sw_status create_inside(sw_hier *hier, size_t size_bytes, const char *label, bool mirrored,
+                               sw_arena **arena, sw_error *err)
+{
+    size_t world_size = (size_t)hier->comm.world_size, stride = mirrored_bytes(size_bytes);
+    sw_arena *inside;
+    SW_TRY(hier->inside->ops->arena_create(
+        hier->inside, mirrored ? stride * world_size : size_bytes, label, &inside, err));
+    sw_hier_arena *made = calloc(1, sizeof *made);
+    uint8_t **base = calloc(world_size, sizeof *base);
+    if (!made || !base) {
+        free(made);
+        free(base);
+        hier->inside->ops->arena_destroy(hier->inside, inside);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the tables of arena '%s'", label);
+    }
+    for (int l = 0; !mirrored && l < hier->local_count; ++l)
+        base[hier->members[l]] = inside->base[l];
+    for (size_t r = 0; mirrored && r < world_size; ++r)
+        base[r] = inside->base[0] + r * stride;
+    *made = (sw_hier_arena){
+        .arena = {.size_bytes = size_bytes, .base = base, .world_size = hier->comm.world_size},
+        .inside = inside};
+    *arena = &made->arena;
+    return SW_OK;
+}
+
+static void destroy_inside(sw_hier *hier, sw_arena *arena)
+{
+    if (!arena)
+        return;
+    hier->inside->ops->arena_destroy(hier->inside, ((sw_hier_arena *)arena)->inside);
+    free(arena->base);
+    free(arena);
+}
+
+/* An operation that is not complete may still be read by the wire: its memory then stays. */
+static void arena_destroy(sw_comm *comm, sw_arena *arena)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    bool in_use = hier->carrier && !sw_carrier_has_ended(hier->carrier) &&
+                  atomic_load(&sw_hier_page(hier, 0)->wired) != hier->posted;
+    if (!in_use)
+        destroy_inside(hier, arena);
+}
+
+typedef struct verdict {
+    uint32_t failed;
+    char message[252];
+} verdict;
+
+/* What one host cannot do, no host does. */
+static sw_status agree(sw_hier *hier, const char *label, sw_status local, const sw_error *cause,
+                       sw_error *err)
+{
+    sw_comm *comm = &hier->comm;
+    verdict mine = {.failed = local != SW_OK};
+    verdict *all = calloc((size_t)comm->world_size, sizeof *all);
+    if (!all)
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory to agree on arena '%s'", label);
+    if (local != SW_OK)
+        snprintf(mine.message, sizeof mine.message, "%.250s", cause->message);
+    sw_status status = gather(comm, &mine, sizeof mine, all, label, err);
+    for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
+        if (all[r].failed)
+            status = sw_error_set(err, SW_E_MEMORY, r, "%s", all[r].message);
+    free(all);
+    return status;
+}
+
+static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, bool mirrored,
+                        sw_arena **arena, sw_error *err)
+{
+    sw_error cause;
+    sw_arena *made = NULL;
+    uint32_t serial = ++hier->comm.arenas;
+    SW_TRY(check_alive(hier, err));
+    hier->inside->timeout_ns = hier->comm.timeout_ns;
+    sw_status local = create_inside(hier, size_bytes, label, mirrored, &made, &cause);
+    if (local != SW_OK && local != SW_E_MEMORY)
+        return end_here(hier, &cause, err);
+    sw_status status = agree(hier, label, local, &cause, err);
+    if (status != SW_OK) {
+        destroy_inside(hier, made);
+        return status;
+    }
+    made->serial = serial;
+    *arena = made;
+    return SW_OK;
+}
+
+static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
+                              sw_error *err)
+{
+    return create((sw_hier *)comm, size_bytes, label, false, arena, err);
+}
+
+static sw_status mirror_create(sw_comm *comm, size_t size_bytes, const char *label,
+                               sw_arena **arena, sw_error *err)
+{
+    return create((sw_hier *)comm, size_bytes, label, true, arena, err);
+}
+
+/* Lifecycle
+ * ------------------------------------------------------------------------------------------ */
+
+static void abort_all(sw_comm *comm, const sw_error *reason)
+{
+    end_here((sw_hier *)comm, reason, NULL);
+}
+
+static bool is_alive(sw_comm *comm)
+{
+    const sw_hier *hier = (const sw_hier *)comm;
+    for (int l = 0; l < hier->local_count; ++l)
+        if (atomic_load(&sw_hier_page(hier, l)->state) != SW_MEMBER_ACTIVE || has_ended(hier, l))
+            return false;
+    return !atomic_load(&hier->ended);
+}
+
+static void leave(sw_comm *comm)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    sw_page *own = sw_hier_page(hier, hier->local_rank);
+    if (hier->carrier)
+        (void)sw_carrier_stop(hier->carrier);
+    pthread_mutex_lock(&hier->lock);
+    if (!atomic_load(&hier->ended)) {
+        sw_error_set(&hier->reason, SW_E_STATE, -1, "the communicator of rank %d was closed",
+                     comm->rank);
+        atomic_store(&hier->ended, true);
+        atomic_store(&own->state, SW_MEMBER_LEFT);
+    }
+    pthread_mutex_unlock(&hier->lock);
+    sw_futex_wake_all(&own->posted);
+    sw_futex_wake_all(&own->wired);
+    hier->inside->ops->leave(hier->inside);
+}
+
+static void free_tables(sw_hier *hier)
+{
+    if (hier->pages)
+        hier->inside->ops->arena_destroy(hier->inside, hier->pages);
+    destroy_inside(hier, hier->bounce);
+    hier->inside->ops->destroy(hier->inside);
+    sw_host_map_fini(&hier->map);
+    free(hier->identity);
+    free(hier->contributes);
+    pthread_mutex_destroy(&hier->lock);
+    free(hier);
+}
+
+/* A carrier that is still inside a call of the wire keeps all that it may touch: it is left to the
+ * process's end. So is everything in a forked child, which has no such thread. */
+static void destroy(sw_comm *comm)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    if (!comm || (int)getpid() != hier->owner_pid)
+        return;
+    leave(comm);
+    if (hier->carrier && !sw_carrier_has_ended(hier->carrier))
+        return;
+    sw_carrier_destroy(hier->carrier);
+    free_tables(hier);
+}
+
+static const sw_comm_ops hier_ops = {
+    .arena_create = arena_create,
+    .mirror_create = mirror_create,
+    .arena_destroy = arena_destroy,
+    .post = post,
+    .poll = poll_ticket,
+    .wait = wait_ticket,
+    .run = run,
+    .gather = gather,
+    .abort = abort_all,
+    .peer = sw_hier_peer,
+    .is_alive = is_alive,
+    .leave = leave,
+    .destroy = destroy,
+};
+
+static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_of,
+                      const sw_identity *identities, sw_error *err)
+{
+    size_t count = (size_t)world_size;
+    SW_TRY(sw_host_map_init(&hier->map, host_of, world_size, err));
+    hier->comm = (sw_comm){.ops = &hier_ops,
+                           .rank = rank,
+                           .world_size = world_size,
+                           .timeout_ns = hier->inside->timeout_ns,
+                           .warn_after_ns = hier->inside->warn_after_ns,
+                           .hooks = hier->inside->hooks};
+    hier->host = host_of[rank];
+    hier->members = sw_host_members(&hier->map, hier->host);
+    hier->local_count = sw_host_size(&hier->map, hier->host);
+    hier->local_rank = hier->inside->rank;
+    hier->identity = calloc(count, sizeof *hier->identity);
+    hier->contributes = calloc(count, sizeof *hier->contributes);
+    if (!hier->identity || !hier->contributes)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for a group of %d ranks", world_size);
+    memcpy(hier->identity, identities, count * sizeof *identities);
+    if (hier->local_count != hier->inside->world_size || hier->members[hier->local_rank] != rank)
+        SW_FAIL(err, SW_E_INVALID, "rank %d: the map of hosts is not that of the ranks joined",
+                rank);
+    SW_TRY(hier->inside->ops->arena_create(hier->inside, sizeof(sw_page), "pages of hosts",
+                                           &hier->pages, err));
+    atomic_store(&sw_hier_page(hier, hier->local_rank)->awaiting, -1);
+    return create_inside(hier, 2 * (size_t)SW_HIER_CHUNK_BYTES, "bounce memory of hosts", true,
+                         &hier->bounce, err);
+}
+
+sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size, const int *host_of,
+                              const sw_identity *identities, const sw_wire *wire, sw_comm **comm,
+                              sw_error *err)
+{
+    sw_hier *made = calloc(1, sizeof *made);
+    if (!made) {
+        inside->ops->destroy(inside);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for a group of %d ranks", world_size);
+    }
+    made->inside = inside;
+    made->owner_pid = (int)getpid();
+    pthread_mutex_init(&made->lock, NULL);
+    sw_status status = init(made, rank, world_size, host_of, identities, err);
+    if (status == SW_OK && made->local_rank == 0)
+        status = sw_carrier_start(made, wire, err);
+    if (status != SW_OK) {
+        free_tables(made);
+        return status;
+    }
+    *comm = &made->comm;
+    return SW_OK;
+}
+
+const sw_host_map *sw_hier_comm_map(const sw_comm *comm)
+{
+    return &((const sw_hier *)comm)->map;
+}
+
+const sw_comm *sw_hier_comm_inside(const sw_comm *comm)
+{
+    return ((const sw_hier *)comm)->inside;
+}

@@ -1,0 +1,38 @@
+/* hier.h - a communicator over several hosts: shared memory inside each, a bridge across.
+ *
+ * Idea: ranks post operations as over shared memory alone, and one rank of each host, its carrier,
+ * has a thread that does what all ranks of the host have posted, in order: it folds the host's
+ * contributions in rank order into partial sums, sends each host its slice of them, folds what it
+ * gets in host order, and stores the result into the memory of its host's ranks. Nobody else helps,
+ * and nobody waits before it has to. See docs/design/hosts.md.
+ *
+ * What it leaves out: reduce_scatter, all_gather on an arena (slices of several hosts), and memory
+ * of one host that another would have to map.
+ *
+ * Thread rule: one at a time a communicator, as comm.h.
+ */
+#ifndef SW_COMM_HIER_H
+#define SW_COMM_HIER_H
+
+#include "comm/bridge.h"
+#include "comm/comm.h"
+
+typedef struct sw_identity { /* of a rank, in messages */
+    int32_t pid;
+    char host[64];
+} sw_identity;
+
+/* Collective over all hosts' ranks. `inside`: this host's ranks, joined (shm.h; local.h in tests);
+ * owned from here on, also on failure. `host_of`: one host a rank, numbered by their lowest rank.
+ * `identities`: one a rank, copied. `wire`: borrowed for as long as the process lives; NULL where
+ * there is one host. */
+SW_MUST_USE sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size,
+                                          const int *host_of, const sw_identity *identities,
+                                          const sw_wire *wire, sw_comm **comm, sw_error *err);
+
+const sw_host_map *sw_hier_comm_map(const sw_comm *comm);
+
+/* The communicator of this host's ranks alone. */
+const sw_comm *sw_hier_comm_inside(const sw_comm *comm);
+
+#endif

@@ -1,0 +1,115 @@
+/* hier_state.h - what a communicator over hosts is made of: shared by hier.c (who posts and waits)
+ * and hier_carrier.c (who does it). Not for others.
+ *
+ *   posted[r] >= t   rank r of this host has described operation t, and its data can be read
+ *   wired >= t       operation t is complete for this host (the carrier's page says so)
+ *
+ * Who touches what: `pending` is written by the posting thread before `posted`, and read by the
+ * carrier's after it. The carrier touches the memory and the plan of an operation under `lock`, and
+ * only while the communicator has not ended; so a thread that ended it may give both away.
+ *
+ * Thread rule: as above; pages are shared between processes, each field below says how.
+ */
+#ifndef SW_COMM_HIER_STATE_H
+#define SW_COMM_HIER_STATE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "comm/fabric.h"
+#include "comm/hier.h"
+#include "platform/thread.h"
+
+enum {
+    SW_HIER_RING = 64,                /* operations that may be in flight */
+    SW_HIER_CHUNK_BYTES = 64 * 1024,  /* of private memory, at a time */
+    SW_HIER_BLOCK_BYTES = 256 * 1024, /* a message of partial sums: 2 ms at 1 Gbit/s */
+    SW_HIER_AHEAD = 3,                /* blocks sent before the first of them is folded */
+    SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 1,
+    SW_FRAME_INLINE_BYTES = 2048,
+};
+
+typedef struct sw_page { /* one a rank of this host, in memory that they all map */
+    _Alignas(128) _Atomic uint32_t posted; /* futex word; by its owner */
+    _Alignas(128) _Atomic uint32_t wired;  /* futex word; by the carrier's thread, in its page */
+    _Alignas(128) _Atomic uint32_t state;  /* sw_member_state; released after `reason` */
+    sw_error reason;                       /* before state becomes ENDED */
+    _Atomic int32_t awaiting;              /* carrier's: the rank of another host, or -1 */
+    _Atomic uint64_t sent, received;       /* carrier's: bytes over the bridge */
+    _Alignas(128) sw_descriptor ring[SW_HIER_RING];
+} sw_page;
+
+typedef struct sw_hier_pending {
+    sw_op op;        /* arena and beside as the caller knows them */
+    sw_arena *arena; /* all_reduce: where the contributions lie; base of this host's ranks */
+    size_t at_bytes; /* into it */
+    size_t begin;    /* of this chunk within the plan's elements */
+} sw_hier_pending;
+
+/* What a carrier says to another before they move an operation's data; or that it ends. */
+typedef struct sw_frame {
+    uint32_t magic, ticket, state;
+    int32_t lowest_rank, counting_rank; /* whose descriptors these are; -1: nobody counts rounds */
+    int32_t other_rank;    /* of this host, the first that contradicts them; -1: none */
+    uint32_t beside_bytes; /* in all, of this host's ranks */
+    sw_descriptor lowest, counting, other;
+    sw_error reason;                       /* state ENDED or LEFT */
+    uint8_t beside[SW_FRAME_INLINE_BYTES]; /* where it fits */
+} sw_frame;
+
+typedef struct sw_carrier sw_carrier;
+
+typedef struct sw_hier {
+    sw_comm comm;    /* first */
+    sw_comm *inside; /* owned */
+    sw_host_map map;
+    sw_identity *identity; /* owned */
+    int host, local_rank, local_count;
+    const int *members; /* of this host: borrowed from map */
+    sw_arena *pages;    /* owned by inside: a sw_page a local rank */
+    sw_arena *bounce;   /* mirrored: two chunks a rank, for private memory */
+    uint32_t posted;    /* own counter, as published */
+    uint32_t settled;   /* operations whose plans know the outcome */
+    uint32_t chunks;    /* of private memory moved so far: which half of bounce is next */
+    _Atomic bool ended; /* changes under lock */
+    sw_error reason;    /* of `ended` */
+    pthread_mutex_t lock;
+    bool *contributes; /* owned scratch of the posting thread, world_size */
+    sw_hier_pending pending[SW_HIER_RING];
+    sw_carrier *carrier; /* owned; NULL on ranks that do not carry */
+    int owner_pid;
+} sw_hier;
+
+typedef struct sw_hier_arena {
+    sw_arena arena;   /* first; base of this host's ranks, or of all when mirrored */
+    sw_arena *inside; /* owned by hier->inside */
+} sw_hier_arena;
+
+static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
+{
+    return (sw_page *)(void *)hier->pages->base[local];
+}
+
+/* Ends it here: no operation's memory or plan is touched once this has returned. The first reason
+ * stays. Tells this host's ranks; the carrier tells the other hosts. Any thread. */
+void sw_hier_end(sw_hier *hier, const sw_error *reason);
+
+/* What keeps this host from operation `ticket`: a rank of it that ended, left or (with `deaths`)
+ * died before it posted. SW_OK: nothing known. *missing: a local rank that has not posted it, -1
+ * for none. Any thread. */
+sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths, int *missing,
+                             sw_error *err);
+
+void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+
+/* Starts the carrier's thread. */
+SW_MUST_USE sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err);
+/* Asks it to take leave, and waits for its end, but not for long: false when it is still inside a
+ * call of the wire. */
+bool sw_carrier_stop(sw_carrier *carrier);
+/* Whether its thread has ended, so that nothing more is read or written. */
+bool sw_carrier_has_ended(const sw_carrier *carrier);
+/* After its end. */
+void sw_carrier_destroy(sw_carrier *carrier);
+
+#endif

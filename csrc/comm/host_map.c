@@ -1,0 +1,43 @@
+/* host_map.c - see the header. */
+#include "comm/host_map.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+sw_status sw_host_map_init(sw_host_map *map, const int *host_of, int world_size, sw_error *err)
+{
+    size_t count = (size_t)world_size;
+    *map = (sw_host_map){.world_size = world_size};
+    for (int r = 0; r < world_size; ++r) {
+        if (host_of[r] < 0 || host_of[r] > map->host_count)
+            SW_FAIL(err, SW_E_INVALID,
+                    "hosts must be numbered by their lowest rank: rank %d is on host %d, expected "
+                    "one of 0 to %d",
+                    r, host_of[r], map->host_count);
+        map->host_count += host_of[r] == map->host_count;
+    }
+    map->host_of = calloc(count, sizeof *map->host_of);
+    map->first = calloc((size_t)map->host_count + 1, sizeof *map->first);
+    map->member = calloc(count, sizeof *map->member);
+    if (!map->host_of || !map->first || !map->member) {
+        sw_host_map_fini(map);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for a map of %d ranks", world_size);
+    }
+    memcpy(map->host_of, host_of, count * sizeof *host_of);
+    for (int h = 0, at = 0; h < map->host_count; ++h) {
+        map->first[h] = at;
+        for (int r = 0; r < world_size; ++r)
+            if (host_of[r] == h)
+                map->member[at++] = r;
+        map->first[h + 1] = at;
+    }
+    return SW_OK;
+}
+
+void sw_host_map_fini(sw_host_map *map)
+{
+    free(map->host_of);
+    free(map->first);
+    free(map->member);
+    map->host_of = map->first = map->member = NULL;
+}

@@ -1,0 +1,170 @@
+/* comm_join.c - how a HostComm finds its peers: which of them it can call, and the join itself,
+ * over one host's memory or over a map of hosts. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/shm.h"
+#include "python/engine.h"
+
+/* What connect() was given, read before anything is joined. */
+typedef struct join_request {
+    PyObject *addresses, *hosts; /* owned lists */
+    const char **address;        /* owned; the texts belong to the list */
+    int *host_of, *members;      /* owned; NULL: one host */
+    sw_identity *identity;       /* owned */
+    int member_count;
+} join_request;
+
+static void join_request_fini(join_request *join)
+{
+    Py_XDECREF(join->addresses);
+    Py_XDECREF(join->hosts);
+    free(join->address);
+    free(join->host_of);
+    free(join->members);
+    free(join->identity);
+}
+
+/* Which rank is on which host, and who they are. */
+static int read_hosts(join_request *join, int rank, int world_size, PyObject *host_of,
+                      PyObject *pids)
+{
+    PyObject *map = PySequence_List(host_of), *list = map ? PySequence_List(pids) : NULL;
+    int failed = !list || PyList_Size(map) != world_size || PyList_Size(list) != world_size;
+    join->host_of = calloc((size_t)world_size, sizeof *join->host_of);
+    join->members = calloc((size_t)world_size, sizeof *join->members);
+    join->identity = calloc((size_t)world_size, sizeof *join->identity);
+    failed |= !join->host_of || !join->members || !join->identity;
+    for (int r = 0; !failed && r < world_size; ++r) {
+        const char *host = PyUnicode_AsUTF8AndSize(PyList_GetItem(join->hosts, r), NULL);
+        join->host_of[r] = (int)PyLong_AsLong(PyList_GetItem(map, r));
+        join->identity[r].pid = (int32_t)PyLong_AsLong(PyList_GetItem(list, r));
+        strncpy(join->identity[r].host, host ? host : "", sizeof join->identity[r].host - 1);
+        failed = PyErr_Occurred() != NULL;
+    }
+    for (int r = 0; !failed && r < world_size; ++r)
+        if (join->host_of[r] == join->host_of[rank])
+            join->members[join->member_count++] = r;
+    Py_XDECREF(map);
+    Py_XDECREF(list);
+    if (failed && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError,
+                     "connect: host_of and pids must have world_size = %d entries", world_size);
+    return failed ? -1 : 0;
+}
+
+static int read_addresses(join_request *join, int world_size, PyObject *addresses, PyObject *hosts)
+{
+    join->addresses = PySequence_List(addresses);
+    join->hosts = PySequence_List(hosts);
+    join->address = calloc((size_t)world_size, sizeof *join->address);
+    if (!join->addresses || !join->hosts || !join->address)
+        return -1;
+    if (PyList_Size(join->addresses) != world_size || PyList_Size(join->hosts) != world_size) {
+        PyErr_Format(PyExc_ValueError,
+                     "connect: addresses and hosts must have world_size = %d entries", world_size);
+        return -1;
+    }
+    for (int r = 0; r < world_size; ++r) {
+        join->address[r] = PyUnicode_AsUTF8AndSize(PyList_GetItem(join->addresses, r), NULL);
+        if (!join->address[r])
+            return -1;
+    }
+    return 0;
+}
+
+/* Joins the ranks of this host, and through `wire` the other hosts. */
+static sw_status join_hosts(comm_object *self, const join_request *join, const uint8_t *secret,
+                            const sw_wire *wire, sw_error *err)
+{
+    sw_comm *inside = self->comm, *whole;
+    int rank = inside->rank, world_size = inside->world_size;
+    const char **address = calloc((size_t)world_size, sizeof *address);
+    sw_status status = SW_E_MEMORY;
+    if (!address)
+        SW_FAIL(err, status, "no memory to join %d ranks", world_size);
+    for (int i = 0; i < join->member_count; ++i)
+        address[i] = join->address[join->members[i]];
+    status = sw_shm_comm_narrow(inside, join->members, join->member_count, err);
+    if (status == SW_OK)
+        status = sw_shm_comm_connect(inside, address, secret, err);
+    free(address);
+    SW_TRY(status);
+    self->comm = NULL; /* taken over */
+    SW_TRY(sw_hier_comm_create(inside, rank, world_size, join->host_of, join->identity, wire,
+                               &whole, err));
+    self->comm = whole;
+    self->spans_hosts = true;
+    return SW_OK;
+}
+
+PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"addresses", "secret", "hosts", "host_of", "pids", "wire", NULL};
+    comm_object *self = (comm_object *)op;
+    PyObject *addresses, *hosts, *host_of = Py_None, *pids = Py_None, *group = Py_None;
+    const char *secret;
+    Py_ssize_t secret_bytes;
+    join_request join = {.member_count = 0};
+    const sw_wire *wire = NULL;
+    sw_error err;
+    sw_status status = SW_OK;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oy#O|$OOO:connect", names, &addresses, &secret,
+                                     &secret_bytes, &hosts, &host_of, &pids, &group))
+        return NULL;
+    if (secret_bytes != SW_SHM_SECRET_BYTES)
+        return PyErr_Format(PyExc_ValueError, "connect: secret must have %d bytes, got %zd",
+                            SW_SHM_SECRET_BYTES, secret_bytes);
+    if (!self->comm || self->closed || (self->connected && !self->group)) {
+        PyErr_SetString(sw_py_state_of(op)->error,
+                        "connect: the communicator is closed or has joined already");
+        return NULL;
+    }
+    int rank = self->comm->rank, world_size = self->comm->world_size;
+    bool spans = host_of != Py_None && !self->group;
+    if (read_addresses(&join, world_size, addresses, hosts) < 0 ||
+        (spans && read_hosts(&join, rank, world_size, host_of, pids) < 0) ||
+        (spans && group != Py_None && !(wire = sw_py_wire_new(group)))) {
+        join_request_fini(&join);
+        return NULL;
+    }
+    ENGINE_CLEAR(self->hosts);
+    Py_INCREF(join.hosts);
+    self->hosts = join.hosts;
+    if (!self->group) {
+        Py_BEGIN_ALLOW_THREADS
+        status = spans
+                     ? join_hosts(self, &join, (const uint8_t *)secret, wire, &err)
+                     : sw_shm_comm_connect(self->comm, join.address, (const uint8_t *)secret, &err);
+        Py_END_ALLOW_THREADS
+        self->connected = status == SW_OK;
+    }
+    join_request_fini(&join);
+    if (status != SW_OK)
+        return sw_py_raise(sw_py_state_of(op), &err, self);
+    Py_RETURN_NONE;
+}
+
+/* Which ranks listen where this process can call them. */
+PyObject *sw_py_comm_probe(PyObject *op, PyObject *addresses)
+{
+    comm_object *self = (comm_object *)op;
+    join_request join = {.member_count = 0};
+    if (!self->comm || self->closed || self->connected) {
+        PyErr_SetString(sw_py_state_of(op)->error,
+                        "probe: the communicator is closed or has joined already");
+        return NULL;
+    }
+    int world_size = self->comm->world_size;
+    bool *reached = calloc((size_t)world_size, sizeof *reached);
+    PyObject *made = NULL;
+    if (!reached) {
+        PyErr_NoMemory();
+    } else if (read_addresses(&join, world_size, addresses, addresses) == 0) {
+        sw_shm_comm_probe(self->comm, join.address, reached);
+        made = PyBytes_FromStringAndSize((const char *)reached, world_size);
+    }
+    join_request_fini(&join);
+    free(reached);
+    return made;
+}

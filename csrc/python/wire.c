@@ -1,0 +1,73 @@
+/* wire.c - torch's process group as a wire: the one place where a thread of the engine takes the
+ * GIL, around the one call that moves bytes. Waiting inside torch gives it back. */
+#include <stdlib.h>
+
+#include "python/engine.h"
+
+/* A sentence of the exception that is set, which is cleared. */
+static sw_status take_exception(sw_error *err)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyObject *text = value ? PyObject_Str(value) : NULL;
+    const char *utf8 = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
+    sw_error_set(err, SW_E_COMM, -1, "%.300s", utf8 ? utf8 : "torch's group failed");
+    PyErr_Clear();
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return SW_E_COMM;
+}
+
+static sw_status begin(void *context, const char *method, int rank, uint32_t tag, const void *data,
+                       size_t size_bytes, void **work, sw_error *err)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *made =
+        PyObject_CallMethod(context, method, "iIKn", rank, (unsigned)tag,
+                            (unsigned long long)(uintptr_t)data, (Py_ssize_t)size_bytes);
+    sw_status status = made ? SW_OK : take_exception(err);
+    PyGILState_Release(gil);
+    if (status == SW_OK)
+        *work = made;
+    return status;
+}
+
+static sw_status wire_send(void *context, int rank, uint32_t tag, const void *data,
+                           size_t size_bytes, void **work, sw_error *err)
+{
+    return begin(context, "send", rank, tag, data, size_bytes, work, err);
+}
+
+static sw_status wire_receive(void *context, int rank, uint32_t tag, void *data, size_t size_bytes,
+                              void **work, sw_error *err)
+{
+    return begin(context, "receive", rank, tag, data, size_bytes, work, err);
+}
+
+static sw_status wire_wait(void *context, void *work, sw_error *err)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *result = PyObject_CallMethod(context, "wait", "O", (PyObject *)work);
+    sw_status status = result ? SW_OK : take_exception(err);
+    Py_XDECREF(result);
+    Py_DECREF((PyObject *)work);
+    PyGILState_Release(gil);
+    return status;
+}
+
+const sw_wire *sw_py_wire_new(PyObject *group)
+{
+    sw_wire *made = calloc(1, sizeof *made);
+    if (!made) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    /* Neither is ever given back: a thread that torch does not let go may still use both. */
+    Py_INCREF(group);
+    *made =
+        (sw_wire){.context = group, .send = wire_send, .receive = wire_receive, .wait = wire_wait};
+    return made;
+}

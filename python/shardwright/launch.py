@@ -1,0 +1,267 @@
+"""Which rank this process is, of how many, and where they meet: the variables that launchers set. Arithmetic on text only.
+
+    launcher    rank                   of                              on its host                  they meet at
+    torchrun    RANK                   WORLD_SIZE                      LOCAL_RANK                   MASTER_ADDR : MASTER_PORT
+    Open MPI    OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE            OMPI_COMM_WORLD_LOCAL_RANK   one host: 127.0.0.1 : 29500
+    SLURM       SLURM_PROCID           SLURM_STEP_NUM_TASKS or         SLURM_LOCALID                first of SLURM_STEP_NODELIST or
+                                       SLURM_NTASKS                                                 SLURM_JOB_NODELIST, or
+                                                                                                    SLURM_LAUNCH_NODE_IPADDR : a
+                                                                                                    port made of job and step
+
+A launcher is there if its rank variable is. The first one above wins: torchrun runs inside SLURM's tasks, and Open MPI's
+daemons are SLURM's tasks, so the inner one is always above the outer one. MASTER_ADDR and MASTER_PORT, where they are set,
+hold for every launcher. Whatever contradicts itself is an error, never one rank in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+
+DEFAULT_PORT = 29500
+#: of the port made of SLURM's job and step: below the ports that the kernel hands out, a prime many
+_PORT_FIRST, _PORT_COUNT = 10_000, 19_997
+
+#: everything that read_launch looks at
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    *("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR", "SLURMD_NODENAME", "ENVIRONMENT"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What a launcher said.
+
+    Attributes
+    ----------
+    launcher : str
+        "torchrun" (and whoever speaks its variables), "Open MPI" or "SLURM".
+    rank, world_size : int
+    local_rank : int or None
+        Among the ranks of this host; None where the launcher did not say. Nothing on the CPU depends on it.
+    master_addr : str
+        Of the host of rank 0; "" if there is one rank and nobody said.
+    master_port : int
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    master_addr: str
+    master_port: int
+
+    @property
+    def init_method(self) -> str:
+        """For torch.distributed.init_process_group."""
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return f"tcp://{host}:{self.master_port}"
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch | None:
+    """The launch that `environment` speaks of; None if no launcher does, which is one rank.
+
+    Raises
+    ------
+    ValueError
+        A variable is missing, is no number or out of its range, or contradicts another; the sentence names it.
+    """
+    read = _Reader(environment)
+    if "RANK" in environment:
+        found = _torchrun(read)
+    elif "OMPI_COMM_WORLD_RANK" in environment:
+        found = _open_mpi(read)
+    elif "SLURM_PROCID" in environment and not _is_batch_script(environment):
+        found = _slurm(read)
+    elif (read.optional("WORLD_SIZE", 1) or 1) > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {environment['WORLD_SIZE']} and RANK is not set: start the program with torchrun, mpirun or srun, "
+            "or unset WORLD_SIZE to train as one rank"
+        )
+    else:
+        if "SLURM_PROCID" in environment:
+            _check_tasks_of_script(environment)
+        return None
+    for what, number in (("rank", found.rank), ("local rank", found.local_rank or 0)):
+        if number >= found.world_size:
+            raise ValueError(
+                f"{found.launcher}'s variables say that this is {what} {number} of {found.world_size}: "
+                f"it must be from 0 to {found.world_size - 1}"
+            )
+    return found
+
+
+def _torchrun(read: _Reader) -> Launch:
+    rank, world_size = read.number("RANK", 0), read.number("WORLD_SIZE", 1)
+    if "TORCHELASTIC_RUN_ID" not in read.environment:
+        _check_not_exported_for_all(read, rank, world_size)
+    alone = world_size == 1 and "MASTER_ADDR" not in read.environment
+    return Launch(
+        "torchrun",
+        rank,
+        world_size,
+        read.optional("LOCAL_RANK", 0),
+        "" if alone else read.text("MASTER_ADDR"),
+        DEFAULT_PORT if alone else read.port(None),
+    )
+
+
+def _check_not_exported_for_all(read: _Reader, rank: int, world_size: int) -> None:
+    """A RANK that a script set once, before another launcher made many processes of it, is not theirs."""
+    for launcher, rank_name, size_name in (
+        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM", "SLURM_PROCID", "SLURM_NTASKS"),
+    ):
+        theirs = read.optional(rank_name, 0)
+        if theirs not in (None, rank) and read.environment.get(size_name) == str(world_size):
+            raise ValueError(
+                f"RANK is {rank} and {rank_name} is {theirs}, both of {world_size}, and torchrun did not set RANK: "
+                f"unset it, and {launcher}'s variables are read"
+            )
+
+
+def _open_mpi(read: _Reader) -> Launch:
+    world_size = read.number("OMPI_COMM_WORLD_SIZE", 1)
+    read.agree("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", world_size)
+    address = read.environment.get("MASTER_ADDR", "")
+    if not address and read.optional("OMPI_COMM_WORLD_LOCAL_SIZE", 1) == world_size:
+        address = "127.0.0.1"
+    elif not address and world_size > 1:
+        raise ValueError(
+            "Open MPI's variables were read, and MASTER_ADDR is not set, which they do not replace where ranks are on several "
+            "hosts: mpirun -x MASTER_ADDR=<host of rank 0>"
+        )
+    return Launch(
+        "Open MPI",
+        read.number("OMPI_COMM_WORLD_RANK", 0),
+        world_size,
+        read.optional("OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        address,
+        read.port(DEFAULT_PORT),
+    )
+
+
+def _is_batch_script(environment: Mapping[str, str]) -> bool:
+    """SLURM runs a batch script as task 0 of no step; the job's tasks are what srun starts inside it."""
+    return environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
+
+
+def _check_tasks_of_script(environment: Mapping[str, str]) -> None:
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if tasks != "1":
+        raise ValueError(
+            f"SLURM_NTASKS is {tasks} and SLURM_STEP_ID is not set: the batch script itself is only one of them; "
+            "start the program with srun or torchrun, or unset SLURM_PROCID to train as one rank"
+        )
+
+
+def _slurm(read: _Reader) -> Launch:
+    sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in read.environment]
+    size = sizes[0] if sizes else "SLURM_NTASKS"
+    world_size = read.number(size, 1)
+    read.agree("WORLD_SIZE", size, world_size)
+    rank = read.number("SLURM_PROCID", 0)
+    address = read.environment.get("MASTER_ADDR", "")
+    if not address and world_size > 1:
+        address = _first_slurm_host(read, rank)
+    job, step = read.optional("SLURM_JOB_ID", 0), read.optional("SLURM_STEP_ID", 0)
+    port = DEFAULT_PORT if job is None else _PORT_FIRST + (101 * job + (step or 0)) % _PORT_COUNT
+    return Launch("SLURM", rank, world_size, read.optional("SLURM_LOCALID", 0), address, read.port(port))
+
+
+def _first_slurm_host(read: _Reader, rank: int) -> str:
+    """Where rank 0 runs."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if text := read.environment.get(name):
+            try:
+                first = next(expand_hostlist(text))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}; set MASTER_ADDR to the host of rank 0") from None
+            own = read.environment.get("SLURMD_NODENAME", first)
+            if rank == 0 and own != first:
+                raise ValueError(
+                    f"rank 0 runs on {own}, not on {first}, the first of {name}={text}: set MASTER_ADDR to its host"
+                )
+            return first
+    if address := read.environment.get("SLURM_LAUNCH_NODE_IPADDR"):
+        return address
+    raise ValueError(
+        "SLURM's variables were read, and SLURM_JOB_NODELIST is not set, nor is SLURM_LAUNCH_NODE_IPADDR: "
+        "set MASTER_ADDR to the host of rank 0"
+    )
+
+
+class _Reader:
+    """Variables, with errors that name them."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+
+    def text(self, name: str) -> str:
+        if not self.environment.get(name):
+            raise ValueError(self._missing(name))
+        return self.environment[name]
+
+    def number(self, name: str, least: int) -> int:
+        text = self.text(name).strip()
+        if not re.fullmatch(r"\d+", text, re.ASCII) or int(text) < least:
+            raise ValueError(f"{name} must be a whole number from {least}, got {self.environment[name]!r}")
+        return int(text)
+
+    def optional(self, name: str, least: int) -> int | None:
+        return self.number(name, least) if self.environment.get(name) else None
+
+    def port(self, default: int | None) -> int:
+        """`default` None: it must be set."""
+        port = self.optional("MASTER_PORT", 1) or default or self.number("MASTER_PORT", 1)
+        if port > 65535:
+            raise ValueError(f"MASTER_PORT must be from 1 to 65535, got {port}")
+        return port
+
+    def agree(self, name: str, other: str, value: int) -> None:
+        if self.optional(name, 1) not in (None, value):
+            raise ValueError(
+                f"{name} is {self.environment[name]} and {other} is {value}: unset {name}, which the launcher did not set"
+            )
+
+    def _missing(self, name: str) -> str:
+        there = next(rank for rank in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if rank in self.environment)
+        return f"{there} is set and {name} is not: its launcher sets both, or set {name} yourself"
+
+
+def expand_hostlist(text: str) -> Iterator[str]:
+    """SLURM's short form of host names, in its order: `node[01-03,7],login` is node01, node02, node03, node7, login.
+
+    Raises
+    ------
+    ValueError
+        When the iterator comes to what is not of this form.
+    """
+    for word in _split_outside_brackets(text):
+        parts = [_alternatives(part) for part in re.split(r"(\[[^][]*\])", word)]
+        for names in itertools.product(*parts):
+            yield "".join(names)
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    if not re.fullmatch(r"(?:[^][,\s]|\[[^][\s]+\])+(?:,(?:[^][,\s]|\[[^][\s]+\])+)*", text):
+        raise ValueError(f"{text!r} is not a list of hosts like 'node[01-03,7],login'")
+    return re.findall(r"(?:[^][,]|\[[^]]+\])+", text)
+
+
+def _alternatives(part: str) -> list[str]:
+    if not part.startswith("["):
+        return [part]
+    names: list[str] = []
+    for piece in part[1:-1].split(","):
+        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        first, last = (bounds[1], bounds[2] or bounds[1]) if bounds else ("1", "0")
+        if int(last) < int(first):
+            raise ValueError(f"{piece!r} in {part!r} is neither a number nor a rising range")
+        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return names

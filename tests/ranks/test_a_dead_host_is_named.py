@@ -1,0 +1,109 @@
+"""Whatever ends between hosts, every survivor raises within its deadline, and says which rank on which host."""
+
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+import shardwright as sw
+import torch
+from harness import LONG
+
+#: the other victims, and what differs in the number of ranks alone
+long_form = pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
+TIMEOUT_S = 2.0
+#: what a dead process shows at once, a dead network only by silence
+AT_ONCE_S = 1.5
+#: past the deadline, on a machine with fewer cores than ranks
+LATE_S = 2.5
+
+
+def trains_until_an_error(rank, world_size):
+    torch.manual_seed(0)
+    model = sw.wrap(torch.nn.Linear(200, 200), timeout_s=TIMEOUT_S)
+    begun = pathlib.Path(os.environ["SW_TEST_FOLDER"], f"begun-{rank}")
+    for _ in range(100_000):
+        try:
+            model(torch.ones(2, 200)).sum().backward()
+        except sw.CommError as error:
+            return type(error).__name__, error.rank, error.host, str(error), time.monotonic()
+        begun.touch()
+        time.sleep(0.01)
+    return None
+
+
+def exits(rank, world_size):
+    raise SystemExit(0)
+
+
+def survivors_of(lab, fault, dead=(), deadline_s=30):
+    """What each survivor saw of the fault, and how long after it: {rank: (type, rank, host, text, seconds)}."""
+    lab.team.start(trains_until_an_error)
+    folder = pathlib.Path(lab.team._folder.name)
+    end = time.monotonic() + 20
+    while len(list(folder.glob("begun-*"))) < lab.team.world_size:
+        assert time.monotonic() < end, "the ranks did not begin to train"
+        time.sleep(0.01)
+    begin = time.monotonic()
+    fault()
+    outcomes = lab.team.wait(deadline_s, ignore=dead, patient=True)
+    found = {}
+    for outcome in outcomes:
+        if outcome.rank not in dead:
+            assert outcome.ok and outcome.value, outcome
+            *said, at = outcome.value
+            found[outcome.rank] = (*said, at - begin)
+    return found
+
+
+def ends_in_order(lab, ranks):
+    """Nothing keeps a survivor from exiting."""
+    begin = time.monotonic()
+    for rank in ranks:
+        lab.team._connections[rank].send((exits.__module__, exits.__name__, {}))
+    outcomes = lab.team.wait(10, ignore=[r for r in range(lab.team.world_size) if r not in ranks], patient=True)
+    assert all(outcomes[rank].ended == "exit 0" for rank in ranks), outcomes
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("host", [0, 1], ids=["the store's host", "another host"])
+def test_a_host_that_is_killed_is_named_at_once(hosts, host):
+    with hosts(2, 2) as lab:
+        dead, alive = lab.ranks_of(host), lab.ranks_of(1 - host)
+        for kind, rank, name, text, seconds in survivors_of(lab, lambda: lab.kill(host), dead).values():
+            assert kind == "CommError" and rank in dead and name == f"host{host}" and f"host{host}" in text
+            assert f"rank {rank}" in text and seconds < AT_ONCE_S, (text, seconds)
+        ends_in_order(lab, alive)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=long_form), 1, 2, pytest.param(3, marks=long_form)])
+def test_one_rank_that_is_killed_is_named_on_every_host(hosts, victim):
+    with hosts(2, 2) as lab:
+        fault = lambda: lab.team.signal(victim, signal.SIGKILL)  # noqa: E731
+        for kind, rank, name, text, seconds in survivors_of(lab, fault, [victim]).values():
+            assert kind == "CommError" and rank == victim and name == f"host{lab.host_of(victim)}", text
+            assert f"rank {victim}" in text and seconds < AT_ONCE_S, (text, seconds)
+
+
+@pytest.mark.parametrize("how", ["unplug", "mute", "stall"])
+@pytest.mark.parametrize("shape", [pytest.param((1, 1), marks=long_form, id="1+1"), pytest.param((2, 1), id="2+1")])
+def test_a_link_that_fails_is_an_error_at_the_deadline(hosts, how, shape):
+    with hosts(*shape) as lab:
+        found = survivors_of(lab, lambda: getattr(lab.network, how)(1))
+        for mine, (kind, rank, name, text, seconds) in found.items():
+            other = 1 - lab.host_of(mine)
+            assert kind in ("CommTimeoutError", "CommError"), text
+            assert name == f"host{other}" or rank in found, text
+            assert f"on host host{other}" in text or f"on host host{1 - other}" in text, text
+            assert seconds < TIMEOUT_S + LATE_S, (text, seconds)
+        ends_in_order(lab, list(found))
+
+
+def test_a_rank_that_is_stopped_is_an_error_at_the_deadline(hosts):
+    with hosts(2, 1) as lab:
+        found = survivors_of(lab, lambda: lab.team.signal(2, signal.SIGSTOP), [2])
+        for kind, rank, name, text, seconds in found.values():
+            assert kind == "CommTimeoutError" and (rank, name) == (2, "host1"), text
+            assert "rank 2" in text and seconds < TIMEOUT_S + LATE_S, (text, seconds)
+        ends_in_order(lab, list(found))
