@@ -217,7 +217,68 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
     return result;
 }
 
+static int read_holdings(PyObject *list, sw_plan_holding **holdings)
+{
+    Py_ssize_t count = PyList_Size(list);
+    *holdings = calloc((size_t)count + 1, sizeof **holdings);
+    if (!*holdings) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        Py_ssize_t source;
+        unsigned long long begin, size_bytes;
+        int rank;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nKKi", &source, &begin, &size_bytes, &rank))
+            return -1;
+        (*holdings)[i] = (sw_plan_holding){(size_t)source, begin, size_bytes, rank};
+    }
+    return 0;
+}
+
+static PyObject *describe_transfers(const sw_plan_transfer *transfers, size_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; ++i) {
+        const sw_plan_transfer *t = &transfers[i];
+        PyObject *item =
+            Py_BuildValue("(nKKii)", (Py_ssize_t)t->source, (unsigned long long)t->begin,
+                          (unsigned long long)t->size_bytes, t->holder, t->owner);
+        if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
+            ENGINE_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *plan_assign(PyObject *op, PyObject *args)
+{
+    PyObject *list, *result = NULL;
+    int world_size;
+    sw_plan_holding *holdings = NULL;
+    sw_plan_transfer *transfers = NULL;
+    size_t count = 0;
+    sw_error err = {0};
+    if (!PyArg_ParseTuple(args, "O!i:assign", &PyList_Type, &list, &world_size))
+        return NULL;
+    if (world_size < 1)
+        return PyErr_Format(PyExc_ValueError, "assign: world_size must be at least 1, got %d",
+                            world_size);
+    if (read_holdings(list, &holdings) == 0) {
+        if (sw_plan_assign(((plan_object *)op)->plan, holdings, (size_t)PyList_Size(list),
+                           world_size, &transfers, &count, &err) == SW_OK)
+            result = describe_transfers(transfers, count);
+        else
+            sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    }
+    free(transfers);
+    free(holdings);
+    return result;
+}
+
 static PyMethodDef plan_methods[] = {
+    {"assign", plan_assign, METH_VARARGS,
+     "assign(holdings, world_size)\n--\n\nBlocks to the ranks that hold most of them; what those "
+     "lack."},
     {"files", plan_files, METH_NOARGS,
      "files()\n--\n\n[(path, nbytes, [(source, begin, nbytes)])], in order."},
     {"needed", plan_needed, METH_VARARGS,

@@ -323,6 +323,12 @@ class CheckpointPlan:
         `texts`: (path, nbytes). Sources are numbered through all groups' tensors, then the texts."""
     def files(self) -> list[tuple[str, int, list[tuple[int, int, int]]]]:
         """(path, nbytes, [(source, begin, nbytes)]), in order."""
+    def assign(
+        self, holdings: list[tuple[int, int, int, int]], world_size: int
+    ) -> list[tuple[int, int, int, int, int]]:
+        """Gives blocks to the ranks that hold most of them. `holdings`: (source, begin, nbytes, rank), each byte at most
+        once; what they do not name is held by every rank. Returns what owners lack, in the holdings' order: (source, begin,
+        nbytes, holder, owner). Before the plan is used."""
     def needed(self, rank: int, world_size: int) -> list[int]:
         """Sources of which some byte lies in a block that the rank writes."""
 
