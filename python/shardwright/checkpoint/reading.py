@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,34 +15,14 @@ from ..parameter_memory import memory_order
 from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import load_stateful, parameter_names, set_random_state
-from .names import TORCH_DTYPES, dtype_name, model_tensors, plain, stored_shape
+from .names import dtype_name, model_tensors, plain, stored_shape
 from .peers import Peers, whole_parameters
 from .slices import Sliced, is_dtensor, is_row_major, own_parameters, slice_of_dtensor
+from .stored import Stored, stored_tensors
 from .writing import Training
 
 _NAMES_SHOWN = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """A tensor in a file. `complex_dtype` of one that is stored as its real view."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    nbytes: int
-    complex_dtype: torch.dtype | None = None
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return self.complex_dtype or TORCH_DTYPES[self.dtype]
-
-    def empty(self) -> torch.Tensor:
-        """A new tensor of this dtype and shape."""
-        if self.complex_dtype is not None:
-            return torch.empty(self.shape[:-1], dtype=self.complex_dtype)
-        return torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype])
+_THREADS, _RUN_BLOCKS, _BLOCK_BYTES = 2, 16, 1 << 20
 
 
 class Mismatch(CheckpointError):
@@ -79,32 +59,8 @@ class Reader:
         except ValueError as error:
             raise CheckpointError(f"'{self.folder.path}/{path}' is no JSON: {error}") from None
 
-    def stored(self, prefix: str) -> tuple[dict[str, Stored], dict[str, str]]:
-        """The tensors of files `prefix`*.safetensors, and the names tied to them."""
-        tensors: dict[str, Stored] = {}
-        tied: dict[str, str] = {}
-        for path in self.folder.files:
-            if not (path.startswith(prefix) and path.endswith(".safetensors")):
-                continue
-            metadata, entries = self.folder.tensors(path)
-            for name, dtype, shape, begin, nbytes in entries:
-                of_complex = metadata.get(f"complex.{name}")
-                made = Stored(
-                    path,
-                    dtype,
-                    tuple(shape),
-                    begin,
-                    nbytes,
-                    getattr(torch, of_complex) if of_complex in ("complex64", "complex128") else None,
-                )
-                if name in tensors:
-                    raise CheckpointError(f"'{self.folder.path}' holds the tensor '{name}' twice")
-                tensors[name] = made
-            tied |= {n: kept for n, kept in metadata.items() if n != "format" and not n.startswith("complex.")}
-        return tensors, tied
-
     def _match_model(self) -> list[tuple[Stored, torch.Tensor]]:
-        stored, tied = self.stored("model")
+        stored, tied = stored_tensors(self.folder, "model")
         other_names: dict[str, list[str]] = {}
         for name, kept in self._found.tied.items():
             other_names.setdefault(kept, []).append(name)
@@ -142,7 +98,7 @@ class Reader:
                 f"parameter groups of {[len(g) for g in theirs]} parameters in the checkpoint, of {[len(g) for g in ours]} here"
             )
         _raise_mismatch(self.folder.path, "optimizer", missing, left_over, wrong)
-        stored, _ = self.stored("optimizer")
+        stored, _ = stored_tensors(self.folder, "optimizer")
         wanted = tree.tensor_names(body["groups"]) + tree.tensor_names(body["state"])
         _raise_mismatch(self.folder.path, "optimizer's state", [n for n in wanted if n not in stored], [], [])
         body["stored"] = stored
@@ -153,7 +109,10 @@ class Reader:
     def verify_share(self, rank: int, world_size: int) -> None:
         """Checks this rank's share of all blocks of the folder."""
         count = self.folder.block_count
-        self.folder.verify(count * rank // world_size, count * (rank + 1) // world_size)
+        first, end = count * rank // world_size, count * (rank + 1) // world_size
+        runs = [(at, min(at + _RUN_BLOCKS, end)) for at in range(first, end, _RUN_BLOCKS)]
+        with ThreadPoolExecutor(_THREADS) as pool:  # one waits for the disk while another sums up
+            list(pool.map(lambda run: self.folder.verify(*run), runs))
 
     # into the training ------------------------------------------------------------------------------------------------
 
@@ -200,14 +159,15 @@ class Reader:
                 ranges = [(0, stored.nbytes, memory.data_ptr())]
                 landed.append(functools.partial(_land, target, memory))
             by_file.setdefault(stored.path, []).extend((stored.begin + b, n, address) for b, n, address in ranges)
-        for path, entries in by_file.items():
-            self.folder.read(path, sorted(entries))
+        runs = [(path, run) for path, entries in by_file.items() for run in _runs(sorted(entries))]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda each: self.folder.read(*each), runs))
         for land in landed:
             land()
 
     def _load_all(self, prefix: str) -> dict[str, torch.Tensor]:
         """New tensors with the values of files `prefix`*.safetensors."""
-        stored, _ = self.stored(prefix)
+        stored, _ = stored_tensors(self.folder, prefix)
         tensors = {name: entry.empty() for name, entry in stored.items()}
         self._fill((entry, tensors[name]) for name, entry in stored.items())
         return tensors
@@ -293,6 +253,8 @@ class Reader:
 
     def _apply_own(self, rank: int, everything: bool) -> None:
         stem = f"ranks/{rank:05d}"
+        if f"{stem}.json" not in self.folder.files:  # written through torch.distributed.checkpoint
+            return
         body = self._tree(f"{stem}.json")
         tensors = self._load_all(stem)
         with torch.no_grad():
@@ -308,6 +270,19 @@ def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
     """Whether a sliced optimizer keeps a slice of this entry, and not the whole of it."""
     shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
     return key != "step" and shape == tuple(parameter.shape)
+
+
+def _runs(entries: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """(begin, bytes, address), ascending, cut at multiples of _RUN_BLOCKS blocks: no block is read by two runs."""
+    size = _RUN_BLOCKS * _BLOCK_BYTES
+    runs: dict[int, list[tuple[int, int, int]]] = {}
+    for begin, nbytes, address in entries:
+        at = begin
+        while at < begin + nbytes:
+            end = min(begin + nbytes, (at // size + 1) * size)
+            runs.setdefault(at // size, []).append((at, end - at, address + at - begin))
+            at = end
+    return list(runs.values())
 
 
 def _land(target: torch.Tensor, memory: torch.Tensor) -> None:
