@@ -234,6 +234,43 @@ def test_the_command_line_sees_damage_and_difference(tmp_path: Path, capsys: pyt
     assert code == 0 and sorted(p.name for p in (tmp_path / "c").iterdir()) == [".lock", "step-000003"]
 
 
+def test_the_command_line_says_in_words_what_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(3, 2)
+    with sw.Checkpointer(tmp_path / "c", model) as checkpoints:
+        checkpoints.save(0, metric=0.5)
+        checkpoints.save(1)
+    first, last = tmp_path / "c" / "step-000001", tmp_path / "c" / "step-000002"
+
+    def say(*words: object) -> tuple[int, str, str]:
+        code = main(["ckpt", *map(str, words)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    code, out, _ = say("ls", tmp_path / "c")
+    assert code == 0 and "step-000001" in out and "metric 0.5" in out and "by 1 ranks" in out
+    code, out, _ = say("inspect", first, "--tensors")
+    assert code == 0 and "step 1, " in out and "F32 [2, 3]" in out and "model:weight" in out
+    code, out, _ = say("verify", first)
+    assert code == 0 and out.startswith("ok      ")
+    code, out, _ = say("diff", first, last)
+    assert code == 0 and out.startswith("equal: ")
+    code, out, _ = say("export", first, tmp_path / "out", "--dtype", "bf16")
+    assert code == 0 and "2 tensors" in out
+    code, out, _ = say("diff", first, tmp_path / "nothing")
+    assert code == 2
+    code, out, _ = say("prune", tmp_path / "c", "--keep-last", "1")
+    assert code == 0 and f"would remove {first}" in out and "--yes" in out and first.exists()
+    assert say("prune", tmp_path / "c")[0] == 2 and say("ls", tmp_path / "nothing")[0] == 2
+    with sw.Checkpointer(tmp_path / "c", model):
+        code, _, error = say("prune", tmp_path / "c", "--keep-last", "1", "--yes")
+        assert code == 1 and "Checkpointer" in error and first.exists()
+    code, out, _ = say("prune", tmp_path / "c", "--keep-last", "1", "--yes")
+    assert code == 0 and f"removed {first}" in out and not first.exists() and last.exists()
+    with pytest.raises(SystemExit) as wrong:
+        main(["ckpt", "prune", str(tmp_path), "--keep-last", "0"])
+    assert wrong.value.code == 2
+
+
 def golden_training() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Values by arithmetic alone, so that no torch release changes them."""
     model = Tied()

@@ -1,5 +1,5 @@
-/* plan.c - cutting by size, ordering by element width inside a file, headers on page boundaries,
- * owners. */
+/* plan.c - cutting by size, ordering by element width inside a file, headers on page
+ * boundaries. */
 #include "checkpoint/plan.h"
 
 #include <inttypes.h>
@@ -287,41 +287,8 @@ void sw_plan_destroy(sw_plan *plan)
     free(plan->files);
     free(plan->pieces);
     free(plan->is_pinned);
+    free(plan->owners);
     free(plan);
-}
-
-/* Rank r writes the free (not pinned) blocks [free_begin(r), free_begin(r + 1)): rank 0, which has
- * the pinned ones too, up to an equal share; the others the rest in equal runs. */
-static uint64_t free_begin(const sw_plan *plan, int rank, int world_size)
-{
-    uint64_t all = plan->block_count - plan->pinned_count, world = (uint64_t)world_size;
-    uint64_t share = (plan->block_count + world - 1) / world;
-    uint64_t first = share > plan->pinned_count ? share - plan->pinned_count : 0;
-    if (first > all || world_size == 1)
-        first = all;
-    if (rank == 0)
-        return 0;
-    return world_size == 1 ? all : first + (all - first) * (uint64_t)(rank - 1) / (world - 1);
-}
-
-sw_status sw_plan_owned(const sw_plan *plan, int rank, int world_size, uint64_t **blocks,
-                        size_t *count, sw_error *err)
-{
-    uint64_t begin = free_begin(plan, rank, world_size),
-             end = free_begin(plan, rank + 1, world_size), at = 0;
-    size_t owned = 0;
-    uint64_t *made =
-        malloc((size_t)(end - begin + (rank == 0 ? plan->pinned_count : 0) + 1) * sizeof *made);
-    if (!made)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the list of %" PRIu64 " blocks", end - begin);
-    for (uint64_t block = 0; block < plan->block_count; ++block) {
-        if (plan->is_pinned[block] ? rank == 0 : at >= begin && at < end)
-            made[owned++] = block;
-        at += !plan->is_pinned[block];
-    }
-    *blocks = made;
-    *count = owned;
-    return SW_OK;
 }
 
 const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset,

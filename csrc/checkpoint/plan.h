@@ -5,7 +5,7 @@
  * max_file_bytes decides the bytes; the world size decides only the owners. Example, 2 files of 5
  * and 3 blocks, block 7 pinned, W = 3: rank 0 owns 0 1 7, rank 1 owns 2 3, rank 2 owns 4 5 6.
  *
- * Thread rule: any; a plan does not change.
+ * Thread rule: any; a plan does not change, but by assign() before it is used.
  */
 #ifndef SW_CHECKPOINT_PLAN_H
 #define SW_CHECKPOINT_PLAN_H
@@ -61,6 +61,7 @@ typedef struct sw_plan {
     sw_plan_piece *pieces; /* owned */
     size_t piece_count, source_count;
     bool *is_pinned; /* owned; a block each */
+    int *owners;     /* owned; a rank each block, by assign(); NULL: equal runs */
     uint64_t block_count, pinned_count;
     uint32_t digest; /* of paths, headers and sizes: equal plans have equal digests */
 } sw_plan;
@@ -71,6 +72,26 @@ SW_MUST_USE sw_status sw_plan_create(const sw_plan_group *groups, size_t group_c
                                      const sw_plan_text *texts, size_t text_count, sw_plan **plan,
                                      sw_error *err);
 void sw_plan_destroy(sw_plan *plan);
+
+typedef struct sw_plan_holding { /* bytes of a source that this rank holds, and others need not */
+    size_t source;
+    uint64_t begin, size_bytes; /* in the source */
+    int rank;
+} sw_plan_holding;
+
+typedef struct sw_plan_transfer { /* bytes that the writer of their block does not hold */
+    size_t source;
+    uint64_t begin, size_bytes; /* in the source */
+    int holder, owner;
+} sw_plan_transfer;
+
+/* Gives blocks to the ranks that hold most of their bytes. `holdings` name each byte at most once;
+ * bytes they do not name are held by every rank. *transfers (malloc'ed, in the holdings' order) is
+ * what owners lack. Equal arguments give equal results on every rank. SW_E_INVALID: a holding
+ * outside its source. Cost: 4 bytes of memory a block and rank. */
+SW_MUST_USE sw_status sw_plan_assign(sw_plan *plan, const sw_plan_holding *holdings, size_t count,
+                                     int world_size, sw_plan_transfer **transfers,
+                                     size_t *transfer_count, sw_error *err);
 
 /* The blocks that `rank` of `world_size` writes, ascending; *blocks is malloc'ed. Their union over
  * ranks is every block, once. */

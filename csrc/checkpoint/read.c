@@ -1,5 +1,5 @@
-/* read.c - one block at a time through a buffer that stays in the second-level cache: checked
- * there, copied from there. */
+/* read.c - one block at a time: read to where it goes and checked there, or, where only a part of
+ * it is wanted, through a buffer that stays in the second-level cache. */
 #include "checkpoint/read.h"
 
 #include <fcntl.h>
@@ -153,6 +153,12 @@ static sw_status read_ranges(block_reader *reader, const sw_read_range *ranges, 
         while (at < end) {
             uint64_t block = at / SW_BLOCK_BYTES, inside = at % SW_BLOCK_BYTES;
             size_t size_bytes;
+            if (block != loaded && inside == 0 && end - at >= SW_BLOCK_BYTES) { /* all of it */
+                SW_TRY(load_block(reader, block, to, &size_bytes, err));
+                to += size_bytes;
+                at += size_bytes;
+                continue;
+            }
             if (block != loaded) /* neighbours share it */
                 SW_TRY(load_block(reader, block, reader->buffer, &size_bytes, err));
             loaded = block;

@@ -1,4 +1,5 @@
-/* read.h - bytes out of a checkpoint, every block checked before one byte of it is given away.
+/* read.h - bytes out of a checkpoint, every block checked. After an error destinations hold
+ * anything.
  *
  * Thread rule: owner only; verify() and read() of one folder may run on several threads.
  */

@@ -23,4 +23,7 @@ uint32_t sw_crc32c_portable(uint32_t crc, const void *data, size_t size_bytes);
  * overlap. */
 uint32_t sw_crc32c_copy(uint32_t crc, void *destination, const void *source, size_t size_bytes);
 
+/* The checksum of A followed by B, from those of A and B. Cost: the logarithm of `b_bytes`. */
+uint32_t sw_crc32c_join(uint32_t a, uint32_t b, uint64_t b_bytes);
+
 #endif

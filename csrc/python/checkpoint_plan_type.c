@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checkpoint/commit.h"
 #include "python/engine.h"
 
 typedef struct plan_input { /* what sw_plan_create() borrows while it runs; the strings live in
@@ -217,7 +218,144 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
     return result;
 }
 
+static int read_holdings(PyObject *list, sw_plan_holding **holdings)
+{
+    Py_ssize_t count = PyList_Size(list);
+    *holdings = calloc((size_t)count + 1, sizeof **holdings);
+    if (!*holdings) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        Py_ssize_t source;
+        unsigned long long begin, size_bytes;
+        int rank;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nKKi", &source, &begin, &size_bytes, &rank))
+            return -1;
+        (*holdings)[i] = (sw_plan_holding){(size_t)source, begin, size_bytes, rank};
+    }
+    return 0;
+}
+
+static PyObject *describe_transfers(const sw_plan_transfer *transfers, size_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; ++i) {
+        const sw_plan_transfer *t = &transfers[i];
+        PyObject *item =
+            Py_BuildValue("(nKKii)", (Py_ssize_t)t->source, (unsigned long long)t->begin,
+                          (unsigned long long)t->size_bytes, t->holder, t->owner);
+        if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
+            ENGINE_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *plan_assign(PyObject *op, PyObject *args)
+{
+    PyObject *list, *result = NULL;
+    int world_size;
+    sw_plan_holding *holdings = NULL;
+    sw_plan_transfer *transfers = NULL;
+    size_t count = 0;
+    sw_error err = {0};
+    if (!PyArg_ParseTuple(args, "O!i:assign", &PyList_Type, &list, &world_size))
+        return NULL;
+    if (world_size < 1)
+        return PyErr_Format(PyExc_ValueError, "assign: world_size must be at least 1, got %d",
+                            world_size);
+    if (read_holdings(list, &holdings) == 0) {
+        if (sw_plan_assign(((plan_object *)op)->plan, holdings, (size_t)PyList_Size(list),
+                           world_size, &transfers, &count, &err) == SW_OK)
+            result = describe_transfers(transfers, count);
+        else
+            sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    }
+    free(transfers);
+    free(holdings);
+    return result;
+}
+
+static PyObject *plan_headers(PyObject *op, PyObject *unused)
+{
+    const sw_plan *plan = ((plan_object *)op)->plan;
+    PyObject *headers = PyList_New((Py_ssize_t)plan->file_count);
+    (void)unused;
+    for (size_t f = 0; headers && f < plan->file_count; ++f) {
+        const sw_plan_file *file = &plan->files[f];
+        PyObject *header = PyBytes_FromStringAndSize(file->header ? file->header : "",
+                                                     (Py_ssize_t)file->header_bytes);
+        if (!header || PyList_SetItem(headers, (Py_ssize_t)f, header) < 0)
+            ENGINE_CLEAR(headers);
+    }
+    return headers;
+}
+
+/* One file with the checksums of its blocks; -1 with a Python error or *err set. */
+static int add_checksums(const sw_plan_file *file, PyObject *list, sw_manifest *manifest,
+                         sw_error *err)
+{
+    if (!PyList_Check(list) || (uint64_t)PyList_Size(list) != file->block_count) {
+        PyErr_Format(PyExc_ValueError, "commit: '%s' needs a list with a checksum a block",
+                     file->path);
+        return -1;
+    }
+    if (sw_manifest_add_file(manifest, file->path, file->size_bytes, err) != SW_OK)
+        return -1;
+    for (uint64_t block = 0; block < file->block_count; ++block) {
+        unsigned long crc = PyLong_AsUnsignedLong(PyList_GetItem(list, (Py_ssize_t)block));
+        if (PyErr_Occurred() ||
+            sw_manifest_add_block(manifest, file->path, block, (uint32_t)crc, err) != SW_OK)
+            return -1;
+    }
+    return 0;
+}
+
+static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"partial", "folder", "nonce", "step", "world_size", "checksums", NULL};
+    const sw_plan *plan = ((plan_object *)op)->plan;
+    const char *partial, *folder, *nonce;
+    unsigned long long step;
+    PyObject *lists;
+    sw_manifest manifest = {0};
+    sw_error err = {0};
+    sw_status status = SW_OK;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sssKiO!:commit", names, &partial, &folder,
+                                     &nonce, &step, &manifest.world_size, &PyList_Type, &lists))
+        return NULL;
+    if (!sw_manifest_is_nonce(nonce) || (size_t)PyList_Size(lists) != plan->file_count)
+        return PyErr_Format(PyExc_ValueError,
+                            "commit: nonce must be 1 to 64 of [0-9a-z], and every file needs its "
+                            "checksums; got '%.80s'",
+                            nonce);
+    manifest.step = step;
+    strcpy(manifest.nonce, nonce);
+    for (size_t f = 0; f < plan->file_count && status == SW_OK; ++f)
+        if (add_checksums(&plan->files[f], PyList_GetItem(lists, (Py_ssize_t)f), &manifest, &err) <
+            0)
+            status = SW_E_INVALID;
+    if (status == SW_OK) {
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_manifest_complete(&manifest, &err);
+        if (status == SW_OK)
+            status = sw_commit(partial, folder, &manifest, &err);
+        Py_END_ALLOW_THREADS
+    }
+    sw_manifest_fini(&manifest);
+    if (status == SW_OK)
+        Py_RETURN_NONE;
+    return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+}
+
 static PyMethodDef plan_methods[] = {
+    {"headers", plan_headers, METH_NOARGS,
+     "headers()\n--\n\nWhat stands before the tensors of each file."},
+    {"commit", (PyCFunction)(void (*)(void))plan_commit, METH_VARARGS | METH_KEYWORDS,
+     "Makes a folder that holds every file of this plan a checkpoint."},
+    {"assign", plan_assign, METH_VARARGS,
+     "assign(holdings, world_size)\n--\n\nBlocks to the ranks that hold most of them; what those "
+     "lack."},
     {"files", plan_files, METH_NOARGS,
      "files()\n--\n\n[(path, nbytes, [(source, begin, nbytes)])], in order."},
     {"needed", plan_needed, METH_VARARGS,

@@ -187,6 +187,16 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLong(sw_crc32c(0, (const void *)(uintptr_t)address, (size_t)size));
 }
 
+static PyObject *crc32c_join(PyObject *module, PyObject *args)
+{
+    unsigned long a, b;
+    unsigned long long b_bytes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "kkK:crc32c_join", &a, &b, &b_bytes))
+        return NULL;
+    return PyLong_FromUnsignedLong(sw_crc32c_join((uint32_t)a, (uint32_t)b, b_bytes));
+}
+
 PyMethodDef sw_py_kernel_functions[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS,
      "instruction_sets()\n--\n\nTables that run here, best last."},
@@ -198,6 +208,8 @@ PyMethodDef sw_py_kernel_functions[] = {
      "fold(destination, sources, numel, dtype, op)\n--\n\nThe kernel, on addresses."},
     {"crc32c", crc32c, METH_VARARGS,
      "crc32c(address, nbytes)\n--\n\nThe checksum that checkpoints use."},
+    {"crc32c_join", crc32c_join, METH_VARARGS,
+     "crc32c_join(a, b, b_nbytes)\n--\n\nThe checksum of A then B, from those of A and B."},
     {"host_limits", host_limits, METH_NOARGS, "host_limits()\n--\n\nWhat this process may take."},
     {"self_test", self_test, METH_NOARGS,
      "self_test()\n--\n\nA threaded all_reduce; Error when it is wrong."},

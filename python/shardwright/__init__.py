@@ -26,7 +26,7 @@ from .wrap import (
 )
 
 if TYPE_CHECKING:
-    from . import hooks, optim
+    from . import checkpoint, hooks, optim
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
     from .describe import describe, stats
@@ -45,6 +45,7 @@ __all__ = [
     "Options",
     "PowerSGD",
     "__version__",
+    "checkpoint",
     "clip_grad_norm_",
     "describe",
     "full_gradients",
@@ -74,7 +75,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in ("optim", "hooks"):
+    if name in ("checkpoint", "hooks", "optim"):
         return import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -85,4 +86,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "optim", "hooks"})
+    return sorted({*globals(), *_LAZY, "checkpoint", "hooks", "optim"})

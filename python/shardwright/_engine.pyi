@@ -43,6 +43,9 @@ def fold(destination: int, sources: Sequence[int], numel: int, dtype: str, op: s
 def crc32c(address: int, nbytes: int) -> int:
     """CRC-32C of `nbytes` bytes at `address`: the checksum of checkpoints' blocks."""
 
+def crc32c_join(a: int, b: int, b_nbytes: int) -> int:
+    """The checksum of A followed by the `b_nbytes` bytes of B, from those of A and B."""
+
 def host_limits() -> dict[str, Any]:
     """memory_max_bytes, memory_current_bytes, fsize_bytes, nofile (None where unlimited or unknown)."""
 
@@ -325,6 +328,20 @@ class CheckpointPlan:
         `texts`: (path, nbytes). Sources are numbered through all groups' tensors, then the texts."""
     def files(self) -> list[tuple[str, int, list[tuple[int, int, int]]]]:
         """(path, nbytes, [(source, begin, nbytes)]), in order."""
+    def assign(
+        self, holdings: list[tuple[int, int, int, int]], world_size: int
+    ) -> list[tuple[int, int, int, int, int]]:
+        """Gives blocks to the ranks that hold most of them. `holdings`: (source, begin, nbytes, rank), each byte at most
+        once; what they do not name is held by every rank. Returns what owners lack, in the holdings' order: (source, begin,
+        nbytes, holder, owner). Before the plan is used."""
+    def headers(self) -> list[bytes]:
+        """What stands before the tensors of each file, in files()' order; b"" for a text."""
+    def commit(
+        self, *, partial: str, folder: str, nonce: str, step: int, world_size: int, checksums: list[list[int]]
+    ) -> None:
+        """Makes `partial`, which holds every file of this plan, the checkpoint `folder`, durable when this returns;
+        `checksums` has a list a file, in files()' order, with the CRC-32C of each block. An existing folder is replaced in
+        one step."""
     def needed(self, rank: int, world_size: int) -> list[int]:
         """Sources of which some byte lies in a block that the rank writes."""
 

@@ -122,6 +122,10 @@ class ParameterMemory:
         """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""
         return self._arena is None or index in self._flat
 
+    def is_published(self, index: int) -> bool:
+        """Whether publish() makes this rank's slice of a parameter everybody's."""
+        return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
+
     def slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter; None if it owns none. Parameters without elements are rank 0's."""
         low, high = self.own_run(index)

@@ -321,6 +321,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state = {position: self._gather_state(index) for index, position in positions.items()}
         return {"state": {position: each for position, each in state.items() if each}, "param_groups": groups}
 
+    # slices, for checkpoints --------------------------------------------------------------------------------------
+
+    def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """[begin, end) of the parameter's elements, in memory order, whose state this rank keeps; None: of none."""
+        index = self._index[id(parameter)]
+        return None if self.slice_of(index) is None else self._replica.parameters().own_run(index)
+
+    def held_state(self, parameter: torch.Tensor) -> tuple[str, Mapping[str, Any], int]:
+        """(how each entry travels, as JSON; the state of this rank's slice; the slice's first element)."""
+        piece, run = self.slice_of(self._index[id(parameter)]), self.held_run(parameter)
+        state = self._inner.state.get(piece, {}) if piece is not None else {}
+        return _describe(state, piece), state, run[0] if run else 0
+
+    def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The parameter's whole state. Collective."""
+        return self._gather_state(self._index[id(parameter)])
+
+    def load_held_state(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Takes the state of this rank's slices, and groups as in torch's state dicts. Never communicates."""
+        self._load_groups(groups, "params")
+        self._inner.state.clear()
+        keeps_float32 = type(self._inner).__module__ == "shardwright.optim"
+        for parameter, state in states.items():
+            piece = self.slice_of(self._index[id(parameter)])
+            assert piece is not None
+            self._inner.state[piece] = dict(state if keeps_float32 else _cast(state, parameter))
+
     def _gather_state(self, index: int) -> dict[str, Any]:
         comm, memory = self._replica.group.comm, self._replica.parameters()
         parameter = self._replica.table.parameters[index]

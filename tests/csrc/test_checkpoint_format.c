@@ -38,15 +38,18 @@ static void checksums(void)
         data[i] = (uint8_t)rand_r(&seed);
     for (int round = 0; round < 400; ++round) {
         size_t begin = chance(64), size = round < 300 ? chance(300) : chance(SIZE - 64),
-               cut = chance(size + 1);
+               cut = chance(size + 1), to = 1 + chance(63);
         memset(copy, 0x5a, SIZE + 64);
         uint32_t whole = sw_crc32c(7, data + begin, size);
         check(whole == sw_crc32c_portable(7, data + begin, size), "table and instruction", "");
         check(whole == sw_crc32c(sw_crc32c(7, data + begin, cut), data + begin + cut, size - cut),
               "in two parts", "");
-        check(whole == sw_crc32c_copy(7, copy + 3, data + begin, size), "with a copy", "");
-        check(memcmp(copy + 3, data + begin, size) == 0 && copy[2] == 0x5a &&
-                  copy[3 + size] == 0x5a,
+        check(whole == sw_crc32c_join(sw_crc32c(7, data + begin, cut),
+                                      sw_crc32c(0, data + begin + cut, size - cut), size - cut),
+              "joined", "");
+        check(whole == sw_crc32c_copy(7, copy + to, data + begin, size), "with a copy", "");
+        check(memcmp(copy + to, data + begin, size) == 0 && copy[to - 1] == 0x5a &&
+                  copy[to + size] == 0x5a,
               "the copy", "");
     }
     free(data);

@@ -1,10 +1,12 @@
-"""Law: model and optimizer files have the same bytes at every stage that this engine has, any stage reads what any other
-wrote, and goes on with the same bits."""
+"""Law: model and optimizer files have the same bytes at every stage that this engine has, and under torch's FSDP2; any of
+them reads what any other wrote, and goes on with the same bits. What is spread over ranks is not gathered for it."""
+
+import itertools
 
 import pytest
 import torch
-from checkpoint_subjects import Small, build, digest_of, train
-from harness import on_every_rank
+from checkpoint_subjects import EveryKind, Small, assert_same_state, build, digest_of, state_of, train
+from harness import gather, on_every_rank
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 
@@ -45,3 +47,144 @@ def test_every_stage_writes_the_same_bytes_and_reads_every_others(rank, world_si
             sw.save(f"{folder}/{writer}-{reader}-on", *pair)
             after[writer, reader] = digest_of(f"{folder}/{writer}-{reader}-on")
     assert all(digest == after[0, 0] for digest in after.values())
+
+
+@on_every_rank(deadline_s=90)
+def test_every_kind_of_tensor_is_written_alike_at_every_stage(rank, world_size):
+    folder = shared_folder(rank)
+    digests = {}
+    for stage, cap in ((0, 25.0), (1, 25.0), (2, 0.3), (3, 1.0)):
+        model, optimizer = build(EveryKind)
+        model, optimizer = sw.wrap(model, optimizer, zero=stage, bucket_cap_mb=cap)
+        torch.manual_seed(5)
+        train(model, optimizer, 2)
+        sw.save(f"{folder}/{stage}", model, optimizer)
+        digests[stage] = digest_of(f"{folder}/{stage}")
+        other, other_optimizer = build(EveryKind, seed=8)
+        other, other_optimizer = sw.wrap(other, other_optimizer, zero=stage, bucket_cap_mb=2 * cap)
+        sw.load(f"{folder}/{0 if stage else stage}", other, other_optimizer)
+        sw.save(f"{folder}/{stage}-again", other, other_optimizer)
+        assert digest_of(f"{folder}/{stage}-again") == digests[0]
+        bare, bare_optimizer = build(EveryKind, seed=9)
+        sw.load(f"{folder}/{stage}", bare, bare_optimizer)
+        reference, reference_optimizer = build(EveryKind, seed=7)
+        sw.load(f"{folder}/0", reference, reference_optimizer)
+        assert_same_state(state_of(bare, bare_optimizer), state_of(reference, reference_optimizer))
+    assert all(digest == digests[0] for digest in digests.values())
+
+
+class Wide(torch.nn.Module):
+    """5.3 MB of parameters in four buckets' worth of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(575, 577) for _ in range(4)])
+
+    def forward(self, x):
+        return self.layers[:1](x).square().mean() + sum(layer.weight.square().mean() for layer in self.layers)
+
+
+@on_every_rank(at_least=3)
+def test_only_what_lies_at_cuts_is_exchanged(rank, world_size):
+    from shardwright.checkpoint.peers import Peers
+
+    folder, sent = shared_folder(rank), []
+    before = Peers.exchange_bytes
+
+    def count(self, data, label):
+        sent.append(len(data))
+        return before(self, data, label)
+
+    Peers.exchange_bytes = count
+    try:
+        model, optimizer = sw.wrap(*build(Wide), zero=2, bucket_cap_mb=4)
+        train(model, optimizer, 1, width=575)
+        with sw.Checkpointer(folder, model, optimizer) as checkpoints:
+            checkpoints.save(0)
+            checkpoints.wait()
+            written = gather(checkpoints.progress["bytes_total"])
+    finally:
+        Peers.exchange_bytes = before
+    buckets, states = 2, 2
+    assert sum(gather(sum(sent))) <= buckets * states * world_size * (1 << 20) / 2  # half a block a cut, at most
+    assert max(written) <= sum(written) / world_size + (2 << 20)
+    sw.load(f"{folder}/step-000001", *sw.wrap(*build(Wide, seed=3), zero=3))
+
+
+@on_every_rank()
+def test_blocks_go_to_who_holds_most_of_them_and_every_byte_is_somebodys(rank, world_size):
+    from shardwright._engine import CheckpointPlan
+
+    generator = torch.Generator().manual_seed(3)
+    mib = 1 << 20
+    for world in (1, 2, 3, 5):
+        sizes = [int(n) for n in torch.randint(1, 3 * mib, (7,), generator=generator)]
+        tensors = [(f"t{i}", "U8", [n], i == 4) for i, n in enumerate(sizes)]
+        plan = CheckpointPlan([("model", False, 0, '{"format":"pt"}', tensors)], [])
+        held = {}
+        for source in (0, 1, 3, 4, 6):
+            cuts = sorted(
+                {0, sizes[source], *(int(c) for c in torch.randint(0, sizes[source], (world,), generator=generator))}
+            )
+            for low, high in itertools.pairwise(cuts):
+                held[source, low] = (high - low, int(torch.randint(0, world, (1,), generator=generator)))
+        holdings = [(source, low, n, who) for (source, low), (n, who) in sorted(held.items())]
+        transfers = plan.assign(holdings, world)
+        ((_, size, pieces),) = plan.files()
+        owner, count = {}, [0] * ((size + mib - 1) // mib)
+        for each in range(world):
+            for source in plan.needed(each, world):
+                owner.setdefault(source, set()).add(each)
+        bytes_of = [[0] * world for _ in count]
+        place = {source: begin for source, begin, _ in pieces}
+        for source, low, n, who in holdings:
+            for byte in range(place[source] + low, place[source] + low + n, 1 << 10):
+                bytes_of[byte // mib][who] += min(1 << 10, place[source] + low + n - byte)
+        moved = {}
+        for source, low, n, holder, to in transfers:
+            assert holder != to and (place[source] + low) // mib <= (place[source] + low + n - 1) // mib
+            for block in range((place[source] + low) // mib, (place[source] + low + n - 1) // mib + 1):
+                moved.setdefault(block, set()).add(to)
+        pinned = {b for s, at, n in pieces if s == 4 for b in range(at // mib, (at + n - 1) // mib + 1)}
+        for block, owners in moved.items():
+            (one,) = owners
+            assert one == 0 if block in pinned else bytes_of[block][one] >= max(bytes_of[block]) - 8 * 1024
+        assert sum(n for _, _, n, _, _ in transfers) <= sum(
+            sum(b) - (b[0] if i in pinned else max(b)) for i, b in enumerate(bytes_of)
+        ) + 16 * 1024 * len(count)
+
+
+def fully_sharded(seed):
+    """A model and its optimizer under torch's FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        from torch.distributed._composable.fsdp import fully_shard
+    torch.manual_seed(seed)
+    model = Small()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("snapshot", ["copy", "lazy"])
+@on_every_rank()
+def test_fsdp2_writes_what_it_holds_and_reads_its_part(rank, world_size, snapshot):
+    folder = shared_folder(rank)
+    model, optimizer = wrapped(2)
+    torch.manual_seed(5)
+    train(model, optimizer, 3, width=24)
+    sw.save(f"{folder}/ours", model, optimizer)
+    other, other_optimizer = fully_sharded(seed=4)
+    sw.load(f"{folder}/ours", other, other_optimizer)
+    with sw.Checkpointer(f"{folder}/theirs", other, other_optimizer, snapshot=snapshot) as checkpoints:
+        checkpoints.save(2)
+        torch.manual_seed(7)
+        train(other, other_optimizer, 1, width=24)
+    assert digest_of(f"{folder}/theirs/step-000003") == digest_of(f"{folder}/ours")
+    again, again_optimizer = wrapped(3, seed=9)
+    sw.load(f"{folder}/theirs/step-000003", again, again_optimizer)
+    sw.save(f"{folder}/again", again, again_optimizer)
+    assert digest_of(f"{folder}/again") == digest_of(f"{folder}/ours")

@@ -17,6 +17,8 @@ import torch
 from .._engine import CheckpointError, CheckpointPlan
 from . import tree
 from .names import ModelTensors, check_savable, dtype_name, plain, stored_shape
+from .peers import Peers
+from .slices import Sliced, check_placements, is_dtensor, merge_holdings, pack, slice_of_dtensor, unpack
 
 MODEL_METADATA = {"format": "pt"}
 
@@ -29,7 +31,7 @@ class Group:
     """
 
     stem: str
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Any]  # Tensor, or Sliced
     metadata: dict[str, str]
     numbered: bool = False
     max_file_bytes: int = 0
@@ -41,7 +43,8 @@ class Group:
         }
         metadata = tree.dumps(self.metadata | complex_ones).decode().strip()
         for name, tensor in self.tensors.items():
-            check_savable(name, tensor)
+            if not isinstance(tensor, Sliced):
+                check_savable(name, tensor)
         entries = [(n, dtype_name(n, t.dtype), stored_shape(t), n in self.eager) for n, t in self.tensors.items()]
         return (self.stem, self.numbered, self.max_file_bytes, metadata, entries)
 
@@ -73,6 +76,8 @@ class Content:
         for group in self.groups:
             for name, tensor in group.tensors.items():
                 number += 1
+                if isinstance(tensor, Sliced):
+                    continue  # slice_sources() has them
                 if tensor.numel() and (wanted is None or number in wanted):
                     bytes_of = plain(tensor)
                     self.held.append(bytes_of)
@@ -86,6 +91,43 @@ class Content:
                 found.append((number, 0, len(text), memory.data_ptr(), True))
         return found
 
+    def slice_tensors(self) -> None:
+        """Sliced in the place of every DTensor."""
+        for group in self.groups:
+            for name, tensor in group.tensors.items():
+                if is_dtensor(tensor):
+                    check_placements(name, tensor)
+                    group.tensors[name] = slice_of_dtensor(tensor)
+
+    def sliced(self) -> dict[int, tuple[str, Sliced, bool]]:
+        """Number of a source -> (name, what this rank holds of it, eager), of those that are spread over ranks."""
+        named = [(n, t, n in group.eager) for group in self.groups for n, t in group.tensors.items()]
+        return {i: (n, t, eager) for i, (n, t, eager) in enumerate(named) if isinstance(t, Sliced)}
+
+    def slice_sources(self, plan: CheckpointPlan, peers: Peers) -> list[tuple[int, int, int, int, bool]]:
+        """Gives the plan's blocks to those who hold them, and exchanges what they lack: sources of what is spread over
+        ranks, as sources() has those of the rest. Collective."""
+        sliced = self.sliced()
+        held = {number: tensor for number, (_, tensor, _) in sliced.items()}
+        sizes = {number: tensor.numel() * tensor.dtype.itemsize for number, tensor in held.items()}
+        names = {number: name for number, (name, _, _) in sliced.items()}
+        tables = peers.together(
+            lambda: [(number, [(b, n) for b, n, _ in tensor.ranges()]) for number, tensor in held.items()],
+            "slices of a checkpoint",
+        )
+        holdings = merge_holdings(tables, sizes, names)
+        transfers = plan.assign(holdings, peers.world_size)
+        received = peers.exchange_bytes(pack(transfers, peers.rank, held), "bytes beyond slices of a checkpoint")
+        found = []
+        addresses = {(n, begin): address for n, t in held.items() for begin, _, address in t.ranges()}
+        for number, begin, nbytes, rank in holdings:
+            if rank == peers.rank:
+                found.append((number, begin, nbytes, addresses[number, begin], sliced[number][2]))
+        for number, begin, memory in unpack(transfers, peers.rank, received):
+            self.held.append(memory)
+            found.append((number, begin, memory.numel(), memory.data_ptr(), sliced[number][2]))
+        return sorted(found)
+
 
 # shared ---------------------------------------------------------------------------------------------------------------
 
@@ -97,14 +139,16 @@ def model_group(found: ModelTensors, max_file_bytes: int) -> Group:
     )
 
 
-def optimizer_content(optimizer: Any, found: ModelTensors, max_file_bytes: int) -> tuple[Group, dict[str, Any]]:
-    """optimizer-*.safetensors and the tree of optimizer.json.
+def optimizer_content(
+    optimizer: Any, found: ModelTensors, max_file_bytes: int, states: Mapping[Any, Mapping[str, Any]] | None = None
+) -> tuple[Group, dict[str, Any]]:
+    """optimizer-*.safetensors and the tree of optimizer.json, of the optimizer's own state or of `states`.
 
     Tensors are named `<state key>.<parameter>`; a parameter that the model does not have, `param_groups.<group>.<index>`.
     """
     names = parameter_names(optimizer, found)
-    whole = whole_state(optimizer)
-    tensors: dict[str, torch.Tensor] = {}
+    whole = optimizer.state if states is None else states
+    tensors: dict[str, Any] = {}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
@@ -128,24 +172,16 @@ def optimizer_content(optimizer: Any, found: ModelTensors, max_file_bytes: int) 
     return Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes), body
 
 
-def whole_state(optimizer: Any) -> Mapping[Any, Mapping[str, Any]]:
-    """Parameter -> its whole state. Collective for an optimizer whose state is sliced over ranks."""
-    if not hasattr(optimizer, "full_state_dict"):
-        found: Mapping[Any, Mapping[str, Any]] = optimizer.state
-        return found
-    state = optimizer.full_state_dict()
-    return {
-        p: state["state"][position] for position, p in positions_of(optimizer).items() if position in state["state"]
-    }
-
-
 def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:
     """The number of each parameter in torch's state dicts."""
     return dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
 
 
-def _encode_state(value: Any, key: str, parameter: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode_state(value: Any, key: str, parameter: str, tensors: dict[str, Any]) -> Any:
     """As tree.encode(), with the parameter's name at the end: exp_avg.layer.weight."""
+    if isinstance(value, Sliced):
+        tensors[f"{key}.{parameter}"] = value
+        return {"$tensor": f"{key}.{parameter}"}
     inner: dict[str, torch.Tensor] = {}
     node = tree.encode(value, key, inner)
     for name, tensor in inner.items():

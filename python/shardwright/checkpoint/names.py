@@ -11,6 +11,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CheckpointError
+from .slices import Sliced, check_placements, is_dtensor
 
 #: children that a wrapper adds to every name below it
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -72,7 +73,7 @@ def model_tensors(model: torch.nn.Module) -> ModelTensors:
     Raises
     ------
     CheckpointError
-        A tensor that is sliced over ranks (DTensor), sparse, quantized or without data.
+        A tensor that is sparse, quantized or without data, or a DTensor of partial sums.
     """
     found = ModelTensors()
     first_names: dict[Any, str] = {}
@@ -100,6 +101,9 @@ def _add(
 
 def _identity(tensor: torch.Tensor) -> Any:
     """Equal for tensors that are the same memory seen the same way."""
+    if is_dtensor(tensor):
+        local = tensor.to_local()
+        return (type(tensor), *(_identity(local) if local.numel() else (id(tensor),)))
     if tensor.numel() == 0:
         return id(tensor)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -131,10 +135,9 @@ def _walk_buffers(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, to
 
 def check_savable(name: str, tensor: torch.Tensor) -> None:
     """Raises CheckpointError where `tensor` has no plain bytes."""
-    if hasattr(tensor, "to_local") and hasattr(tensor, "placements"):
-        raise CheckpointError(
-            f"tensor '{name}' is a DTensor, sliced over ranks: checkpoints of sliced tensors are not there yet"
-        )
+    if is_dtensor(tensor):
+        check_placements(name, tensor)
+        tensor = tensor.to_local()
     if torch.nn.parameter.is_lazy(tensor):
         raise CheckpointError(f"tensor '{name}' is not initialised: run the model once before it is saved or loaded")
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -151,7 +154,7 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
-def stored_shape(tensor: torch.Tensor) -> list[int]:
+def stored_shape(tensor: torch.Tensor | Sliced) -> list[int]:
     """The shape in the file: complex tensors have a last dimension of 2."""
     return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
 

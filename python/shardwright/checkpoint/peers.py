@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from .._engine import CheckpointError
 from ..process_group import host_group, resolve_group
 
 _BOARD_BYTES = 4096
@@ -57,6 +59,26 @@ class Peers:
         if self.world_size == 1:
             return [value]
         return [json.loads(text) for text in self._group.comm.all_gather_bytes(json.dumps(value).encode(), label)]
+
+    def together(self, make: Callable[[], Any], label: str) -> list[Any]:
+        """Every rank's make(), of JSON. Collective: a rank whose make() raises takes part first, and then all raise."""
+        value, failure = None, None
+        try:
+            value = make()
+        except Exception as error:
+            failure = error
+        told = "" if failure is None else str(failure) or type(failure).__name__
+        answers = self.exchange([told, value], label)
+        if failure is not None:
+            raise failure
+        for rank, (why, _) in enumerate(answers):
+            if why:
+                raise CheckpointError(f"rank {rank}: {why}")
+        return [each for _, each in answers]
+
+    def exchange_bytes(self, data: bytes, label: str) -> list[bytes]:
+        """Every rank's bytes, in rank order. Collective."""
+        return self._group.comm.all_gather_bytes(data, label) if self.world_size > 1 else [data]
 
     @property
     def is_alive(self) -> bool:

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
+from ..data_parallel import DistributedDataParallel
+from ..parameter_memory import memory_order
+from ..sharded_optimizer import ShardedOptimizer
 from . import tree
-from .content import load_stateful, parameter_names, positions_of, set_random_state
-from .names import TORCH_DTYPES, dtype_name, model_tensors, plain, stored_shape
+from .content import load_stateful, parameter_names, set_random_state
+from .names import dtype_name, model_tensors, plain, stored_shape
 from .peers import Peers, whole_parameters
+from .slices import Sliced, is_dtensor, is_row_major, own_parameters, slice_of_dtensor
+from .stored import Stored, stored_tensors
 from .writing import Training
 
 _NAMES_SHOWN = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """A tensor in a file. `complex_dtype` of one that is stored as its real view."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    nbytes: int
-    complex_dtype: torch.dtype | None = None
-
-    def empty(self) -> torch.Tensor:
-        """A new tensor of this dtype and shape."""
-        if self.complex_dtype is not None:
-            return torch.empty(self.shape[:-1], dtype=self.complex_dtype)
-        return torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype])
+_THREADS, _RUN_BLOCKS, _BLOCK_BYTES = 2, 16, 1 << 20
 
 
 class Mismatch(CheckpointError):
@@ -70,32 +59,8 @@ class Reader:
         except ValueError as error:
             raise CheckpointError(f"'{self.folder.path}/{path}' is no JSON: {error}") from None
 
-    def stored(self, prefix: str) -> tuple[dict[str, Stored], dict[str, str]]:
-        """The tensors of files `prefix`*.safetensors, and the names tied to them."""
-        tensors: dict[str, Stored] = {}
-        tied: dict[str, str] = {}
-        for path in self.folder.files:
-            if not (path.startswith(prefix) and path.endswith(".safetensors")):
-                continue
-            metadata, entries = self.folder.tensors(path)
-            for name, dtype, shape, begin, nbytes in entries:
-                of_complex = metadata.get(f"complex.{name}")
-                made = Stored(
-                    path,
-                    dtype,
-                    tuple(shape),
-                    begin,
-                    nbytes,
-                    getattr(torch, of_complex) if of_complex in ("complex64", "complex128") else None,
-                )
-                if name in tensors:
-                    raise CheckpointError(f"'{self.folder.path}' holds the tensor '{name}' twice")
-                tensors[name] = made
-            tied |= {n: kept for n, kept in metadata.items() if n != "format" and not n.startswith("complex.")}
-        return tensors, tied
-
     def _match_model(self) -> list[tuple[Stored, torch.Tensor]]:
-        stored, tied = self.stored("model")
+        stored, tied = stored_tensors(self.folder, "model")
         other_names: dict[str, list[str]] = {}
         for name, kept in self._found.tied.items():
             other_names.setdefault(kept, []).append(name)
@@ -133,7 +98,7 @@ class Reader:
                 f"parameter groups of {[len(g) for g in theirs]} parameters in the checkpoint, of {[len(g) for g in ours]} here"
             )
         _raise_mismatch(self.folder.path, "optimizer", missing, left_over, wrong)
-        stored, _ = self.stored("optimizer")
+        stored, _ = stored_tensors(self.folder, "optimizer")
         wanted = tree.tensor_names(body["groups"]) + tree.tensor_names(body["state"])
         _raise_mismatch(self.folder.path, "optimizer's state", [n for n in wanted if n not in stored], [], [])
         body["stored"] = stored
@@ -144,14 +109,16 @@ class Reader:
     def verify_share(self, rank: int, world_size: int) -> None:
         """Checks this rank's share of all blocks of the folder."""
         count = self.folder.block_count
-        self.folder.verify(count * rank // world_size, count * (rank + 1) // world_size)
+        first, end = count * rank // world_size, count * (rank + 1) // world_size
+        runs = [(at, min(at + _RUN_BLOCKS, end)) for at in range(first, end, _RUN_BLOCKS)]
+        with ThreadPoolExecutor(_THREADS) as pool:  # one waits for the disk while another sums up
+            list(pool.map(lambda run: self.folder.verify(*run), runs))
 
     # into the training ------------------------------------------------------------------------------------------------
 
     def apply(self, rank: int, world_size: int, *, everything: bool) -> Any:
         """Fills the training; returns `extra`. `everything`: beyond model and optimizer, too."""
-        with torch.no_grad(), whole_parameters(self.training.model, writable=True):
-            self._fill(self._model_reads)
+        self._fill_model()
         if self._optimizer is not None:
             with torch.no_grad():
                 self._apply_optimizer(self._optimizer)
@@ -166,23 +133,41 @@ class Reader:
             self._apply_own(rank, everything)
         return tree.decode(self._state["extra"], tensors)
 
-    def _fill(self, reads: Iterable[tuple[Stored, torch.Tensor]]) -> None:
-        by_file: dict[str, list[tuple[Stored, torch.Tensor, torch.Tensor]]] = {}
+    def _fill_model(self) -> None:
+        model = getattr(self.training.model, "_orig_mod", self.training.model)
+        with torch.no_grad():
+            if not (isinstance(model, DistributedDataParallel) and model._engine().zero):
+                with whole_parameters(model, writable=True):
+                    self._fill(self._model_reads)
+                return
+            with own_parameters(model) as slices:
+                self._fill((stored, slices.get(id(target), target)) for stored, target in self._model_reads)
+
+    def _fill(self, reads: Iterable[tuple[Stored, Any]]) -> None:
+        """Reads into tensors, or the slices that are held of them."""
+        by_file: dict[str, list[tuple[int, int, int]]] = {}
+        landed = []
         for stored, target in reads:
-            if stored.nbytes:
-                by_file.setdefault(stored.path, []).append((stored, target, plain(target)))
-        for path, entries in by_file.items():
-            entries.sort(key=lambda entry: entry[0].begin)
-            self.folder.read(path, [(s.begin, s.nbytes, memory.data_ptr()) for s, _, memory in entries])
-            for _, target, memory in entries:
-                if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
-                    target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
-                else:
-                    torch.autograd.graph.increment_version(target)
+            if not stored.nbytes:
+                continue
+            if isinstance(target, Sliced) or is_dtensor(target):
+                sliced = target if isinstance(target, Sliced) else slice_of_dtensor(target)
+                ranges = sliced.ranges()
+                landed.append(functools.partial(_land_slice, sliced))
+            else:
+                memory = plain(target)
+                ranges = [(0, stored.nbytes, memory.data_ptr())]
+                landed.append(functools.partial(_land, target, memory))
+            by_file.setdefault(stored.path, []).extend((stored.begin + b, n, address) for b, n, address in ranges)
+        runs = [(path, run) for path, entries in by_file.items() for run in _runs(sorted(entries))]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda each: self.folder.read(*each), runs))
+        for land in landed:
+            land()
 
     def _load_all(self, prefix: str) -> dict[str, torch.Tensor]:
         """New tensors with the values of files `prefix`*.safetensors."""
-        stored, _ = self.stored(prefix)
+        stored, _ = stored_tensors(self.folder, prefix)
         tensors = {name: entry.empty() for name, entry in stored.items()}
         self._fill((entry, tensors[name]) for name, entry in stored.items())
         return tensors
@@ -191,14 +176,12 @@ class Reader:
         optimizer = self.training.optimizer
         names = parameter_names(optimizer, self._found)
         by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
-        tensors = {name: entry.empty() for name, entry in body["stored"].items()}
-        is_sliced = hasattr(optimizer, "full_state_dict")
-        if not is_sliced:
-            self._prefer_live(body, by_name, tensors)
-        self._fill((body["stored"][name], tensor) for name, tensor in tensors.items())
-        if is_sliced:
-            self._load_whole(body, names, tensors)
+        if isinstance(optimizer, ShardedOptimizer):
+            self._apply_sliced_optimizer(body, optimizer, by_name)
             return
+        tensors = {name: entry.empty() for name, entry in body["stored"].items()}
+        self._prefer_live(body, by_name, tensors)
+        self._fill((body["stored"][name], tensor) for name, tensor in tensors.items())
         state = {}
         for parameter_name, values in body["state"].items():
             parameter, group = by_name[parameter_name]
@@ -214,7 +197,7 @@ class Reader:
     def _prefer_live(
         self, body: Mapping[str, Any], by_name: Mapping[str, Any], tensors: dict[str, torch.Tensor]
     ) -> None:
-        """State that is there and fits is filled in place."""
+        """State that is there and fits is filled in place; state of a DTensor is sliced as it is."""
         live_state = self.training.optimizer.state
         for parameter_name, values in body["state"].items():
             parameter, _ = by_name[parameter_name]
@@ -223,16 +206,42 @@ class Reader:
                 name = node.get("$tensor") if isinstance(node, dict) else None
                 if name and isinstance(live, torch.Tensor) and _fits(body["stored"][name], live):
                     tensors[name] = live
+                elif name and is_dtensor(parameter) and is_state_slice(key, body["stored"][name], parameter):
+                    tensors[name] = torch.empty_like(parameter, dtype=body["stored"][name].torch_dtype)
 
-    def _load_whole(
-        self, body: Mapping[str, Any], names: Mapping[int, str], tensors: Mapping[str, torch.Tensor]
+    def _apply_sliced_optimizer(
+        self, body: Mapping[str, Any], optimizer: ShardedOptimizer, by_name: Mapping[str, Any]
     ) -> None:
-        """Into an optimizer that slices what it is given, through torch's ordinary state dict."""
-        optimizer = self.training.optimizer
-        positions = {names[id(p)]: position for position, p in positions_of(optimizer).items()}
-        state = {
-            positions[n]: {k: tree.decode(node, tensors) for k, node in v.items()} for n, v in body["state"].items()
-        }
+        """Reads this rank's slices, and whole what is no slice."""
+        targets: dict[str, Any] = {}
+        for parameter_name, values in body["state"].items():
+            parameter, _ = by_name[parameter_name]
+            run = optimizer.held_run(parameter)
+            for key, node in values.items():
+                name = node.get("$tensor") if isinstance(node, dict) else None
+                stored = body["stored"].get(name)
+                if run is None or stored is None or not is_state_slice(key, stored, parameter):
+                    continue
+                if is_row_major(parameter):
+                    memory = torch.empty(run[1] - run[0], dtype=stored.torch_dtype)
+                    targets[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), ((run[0], memory),), (memory,))
+        wanted = tree.tensor_names(body["groups"])
+        held = {n: v for n, v in body["state"].items() if optimizer.held_run(by_name[n][0]) is not None}
+        wanted += [name for values in held.values() for name in tree.tensor_names(list(values.values()))]
+        tensors = {name: body["stored"][name].empty() for name in wanted if name not in targets}
+        self._fill((body["stored"][name], target) for name, target in {**tensors, **targets}.items())
+        tensors |= {name: target.live[0] for name, target in targets.items()}
+        states = {}
+        for parameter_name, values in held.items():
+            parameter, _ = by_name[parameter_name]
+            state = {key: tree.decode(node, tensors) for key, node in values.items()}
+            for key, value in state.items():
+                name = values[key].get("$tensor") if isinstance(values[key], dict) else None
+                if name and name not in targets and is_state_slice(key, body["stored"][name], parameter):
+                    low, high = optimizer.held_run(parameter) or (0, 0)
+                    state[key] = memory_order(value, parameter)[low:high].clone()
+            states[parameter] = state
+        positions = {n: position for position, n in enumerate(by_name)}
         groups = [
             {
                 **{k: tree.decode(node, tensors) for k, node in g.items() if k != "params"},
@@ -240,10 +249,12 @@ class Reader:
             }
             for g in body["groups"]
         ]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer.load_held_state(groups, states)
 
     def _apply_own(self, rank: int, everything: bool) -> None:
         stem = f"ranks/{rank:05d}"
+        if f"{stem}.json" not in self.folder.files:  # written through torch.distributed.checkpoint
+            return
         body = self._tree(f"{stem}.json")
         tensors = self._load_all(stem)
         with torch.no_grad():
@@ -253,6 +264,40 @@ class Reader:
         if everything:
             load_stateful(self.training.dataloader, tree.decode(body["dataloader"], tensors), "dataloader")
             set_random_state(tree.decode(body["random"], tensors))
+
+
+def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
+    """Whether a sliced optimizer keeps a slice of this entry, and not the whole of it."""
+    shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
+    return key != "step" and shape == tuple(parameter.shape)
+
+
+def _runs(entries: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """(begin, bytes, address), ascending, cut at multiples of _RUN_BLOCKS blocks: no block is read by two runs."""
+    size = _RUN_BLOCKS * _BLOCK_BYTES
+    runs: dict[int, list[tuple[int, int, int]]] = {}
+    for begin, nbytes, address in entries:
+        at = begin
+        while at < begin + nbytes:
+            end = min(begin + nbytes, (at // size + 1) * size)
+            runs.setdefault(at // size, []).append((at, end - at, address + at - begin))
+            at = end
+    return list(runs.values())
+
+
+def _land(target: torch.Tensor, memory: torch.Tensor) -> None:
+    """What was read into `memory` to `target`, which it is an alias of, or a copy."""
+    if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
+        target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
+    else:
+        torch.autograd.graph.increment_version(target)
+
+
+def _land_slice(sliced: Sliced) -> None:
+    for each in sliced.live:
+        if sliced.copy is not None:
+            each.copy_(sliced.copy)
+        torch.autograd.graph.increment_version(each)
 
 
 def _key(parameter: torch.Tensor, optimizer: Any, key: str) -> Any:

@@ -14,10 +14,12 @@ import torch
 
 from .. import _engine
 from .._engine import CheckpointError, CheckpointSaver
+from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
 from .names import ModelTensors, model_tensors, plain
 from .peers import Peers, whole_parameters
+from .slices import Sliced, describe_state, is_sliced, sliced_state
 
 logger = logging.getLogger("shardwright")
 _POLL_S = 0.1
@@ -36,6 +38,10 @@ class Training:
     dataloader: Any = None
     user_state: Any = None
     extra: Any = None
+
+
+#: tensors, buffers unlike rank 0's, content, plan, sources, the tree of optimizer.json
+_Parts = tuple[ModelTensors, dict[str, torch.Tensor], Content, Any, list[Any], dict[str, Any] | None]
 
 
 class Writer:
@@ -102,13 +108,11 @@ class Writer:
         stale: Sequence[str],
         retired: Sequence[str],
     ) -> None:
-        found, divergent = self._look_together(training.model)
-        shared = Content([model_group(found, self._max_file_bytes)])
-        optimizer_tree = None
-        if training.optimizer is not None:
-            group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes)
-            shared.groups.append(group)
-        plan = shared.plan()
+        if is_sliced(training.model, training.optimizer):
+            parts = self._sliced_parts(training)
+        else:
+            parts = self._whole_parts(training)
+        found, divergent, shared, plan, sources, optimizer_tree = parts
         own = self._own_content(training, divergent)
         if self._peers.rank == 0:
             _add_rank0_content(own, training, found, step, plan, optimizer_tree)
@@ -119,7 +123,7 @@ class Writer:
             step=step,
             metric=metric,
             shared=plan,
-            shared_sources=shared.sources(plan.needed(self._peers.rank, self._peers.world_size)),
+            shared_sources=sources,
             own=own.plan(),
             own_sources=own.sources(),
             lazy=lazy,
@@ -129,9 +133,59 @@ class Writer:
         )
         if lazy:
             self._held = shared
-            self._versions = [
-                (n, t, t._version) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager
-            ]
+            live = [(n, t) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager]
+            watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
+            self._versions = [(n, each, each._version) for n, each in watched]
+
+    def _whole_parts(self, training: Training) -> _Parts:
+        """Of a training whose ranks hold everything. Each then waits for nobody."""
+        found, divergent = self._look_together(training.model)
+        shared, optimizer_tree = self._shared_content(training, found, None)
+        plan = shared.plan()
+        sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
+        return found, divergent, shared, plan, sources, optimizer_tree
+
+    def _sliced_parts(self, training: Training) -> _Parts:
+        """Of one that is spread over ranks. Three exchanges, in which a rank takes part whatever goes wrong on it."""
+        optimizer = training.optimizer
+        looked: list[tuple[ModelTensors, dict[str, torch.Tensor]]] = []
+        made: list[tuple[Content, Any, dict[str, Any] | None]] = []
+        tables: list[dict[str, str]] = []
+        failure: Exception | None = None
+        try:
+            looked.append(self._look_together(training.model))
+        except CheckpointError as error:
+            failure = error
+
+        def describe() -> dict[str, str]:
+            if failure is not None:
+                raise failure
+            return describe_state(optimizer) if isinstance(optimizer, ShardedOptimizer) else {}
+
+        tables += self._peers.together(describe, "optimizer state of a checkpoint")
+
+        def plan_all() -> int:
+            states = sliced_state(optimizer, tables) if isinstance(optimizer, ShardedOptimizer) else None
+            content, optimizer_tree = self._shared_content(training, looked[0][0], states)
+            content.slice_tensors()
+            made.append((content, content.plan(), optimizer_tree))
+            return 0
+
+        self._peers.together(plan_all, "plan of a checkpoint")
+        content, plan, optimizer_tree = made[0]
+        sources = content.slice_sources(plan, self._peers)
+        sources += content.sources(plan.needed(self._peers.rank, self._peers.world_size))
+        return *looked[0], content, plan, sorted(sources), optimizer_tree
+
+    def _shared_content(
+        self, training: Training, found: ModelTensors, states: Any
+    ) -> tuple[Content, dict[str, Any] | None]:
+        shared = Content([model_group(found, self._max_file_bytes)])
+        if training.optimizer is None:
+            return shared, None
+        group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes, states)
+        shared.groups.append(group)
+        return shared, optimizer_tree
 
     def _look_together(self, model: torch.nn.Module) -> tuple[ModelTensors, dict[str, torch.Tensor]]:
         """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's.

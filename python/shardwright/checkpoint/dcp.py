@@ -1,0 +1,493 @@
+"""Checkpoints of this format through torch.distributed.checkpoint: dcp.save, dcp.async_save and dcp.load.
+
+torch plans who writes which box of which tensor, and carries the results to its coordinator; here each box becomes ranges of
+our files. Two ranks may write into one block: each reports the checksum of its part, and the coordinator joins them (a CRC is
+linear), so nothing is exchanged and no process group is touched. The commit is the engine's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import io
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .. import _engine
+from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from . import tree
+from .content import Group
+from .files import MAX_FILE_BYTES
+from .names import dtype_name, plain, stored_shape
+from .slices import Sliced, box_ranges
+from .stored import Stored, stored_tensors
+
+_BLOCK_BYTES = 1 << 20
+#: (file, offset, bytes, checksum) of a part of one block
+Part = tuple[str, int, int, int]
+
+
+class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
+    """Writes what dcp.save or dcp.async_save is given as a checkpoint of this format.
+
+    Parameters
+    ----------
+    path : path-like
+        The folder. If it exists, it is replaced in one step once the new one is durable.
+    model : str or None
+        The key of the state dict under which the model's tensors are; they become model.safetensors. None: all tensors are
+        the model's.
+    optimizer : str
+        The key of the optimizer's state as get_optimizer_state_dict() gives it.
+    step : int
+        Completed steps, for the manifest.
+    max_file_bytes : int
+        As in save().
+    cache_staged_state_dict, type_check : bool
+        As in torch's BlockingAsyncStager: this object stages for async_save.
+
+    Notes
+    -----
+    Everything else of the state dict is stored in state.json and state.safetensors, and `load` returns it as `extra`.
+    Objects are stored as trees of plain values (docs/format.md), never pickled: another object is a CheckpointError.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: str | None = "model",
+        optimizer: str = "optim",
+        step: int = 0,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        cache_staged_state_dict: bool = False,
+        type_check: bool = False,
+    ) -> None:
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict, type_check)
+        self.checkpoint_id: str | os.PathLike[str] = path
+        self._keys = (model, optimizer)
+        self._step = step
+        self._max_file_bytes = max_file_bytes
+        self._layout: _Layout | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._layout is not None:  # of a save that failed on another rank
+            shutil.rmtree(self._layout.partial, ignore_errors=True)
+        self._layout = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The coordinator: every file, allocated, with its header; every rank is told where its boxes go."""
+        self._layout = _Layout(os.path.abspath(os.fspath(self.checkpoint_id)), plans, self._keys, self._max_file_bytes)
+        self._layout.create()
+        return [dataclasses.replace(plan, storage_data=(self._layout.partial, self._layout.places)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        partial, places = plan.storage_data
+        results, files = [], _Files(partial)
+        try:
+            for item in plan.items:
+                if item.type == WriteItemType.BYTE_IO:
+                    node = tree.encode(_object(planner, item), item.index.fqn, tensors := {})
+                    if tensors:
+                        raise CheckpointError(
+                            f"'{item.index.fqn}' holds tensors or arrays that torch did not name apart"
+                        )
+                    results.append(WriteResult(item.index, 0, node))
+                    continue
+                memory = plain(planner.resolve_data(item))
+                path, begin = places[item.index.fqn]
+                data = item.tensor_data
+                ranges = _ranges(
+                    tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
+                )
+                results.append(WriteResult(item.index, memory.nbytes, files.write(path, begin, ranges, memory)))
+            files.close(sync=True)
+        finally:
+            files.close(sync=False)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The coordinator: checksums of whole blocks, what is no tensor, and the commit."""
+        assert self._layout is not None
+        parts: list[Part] = []
+        objects: dict[str, Any] = {}
+        for each in (result for of_rank in results for result in of_rank):
+            if each.index.fqn in self._layout.places:
+                parts += each.storage_data
+            else:
+                objects[each.index.fqn] = each.storage_data
+        self._layout.commit(parts, objects, self._step, len(results))
+        self._layout = None
+
+
+class StorageReader(TorchStorageReader):
+    """Reads a checkpoint of this format for dcp.load, whoever wrote it, at any world size and any sharding.
+
+    Parameters
+    ----------
+    path : path-like
+    model, optimizer : str or None
+        The keys of the state dict for a folder that save() or a Checkpointer wrote, as in StorageWriter.
+    verify : bool
+        Check every block that this rank will read before any tensor is written; torch then raises on every rank. What is
+        read is checked in any case.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: str | None = "model",
+        optimizer: str = "optim",
+        verify: bool = True,
+    ) -> None:
+        self.checkpoint_id: str | os.PathLike[str] = path
+        self._keys = (model, optimizer)
+        self._verify = verify
+        self._folder: CheckpointFolder | None = None
+        self._tensors: dict[str, Stored] = {}
+        self._objects: dict[str, Any] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self._folder = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.lexists(os.path.join(os.fspath(checkpoint_id), "MANIFEST.json"))
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        self._open()
+        found: dict[str, Any] = {name: BytesStorageMetadata() for name in self._objects}
+        for name, stored in self._tensors.items():
+            shape = torch.Size(stored.shape if stored.complex_dtype is None else stored.shape[:-1])
+            chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+            found[name] = TensorStorageMetadata(TensorProperties(dtype=stored.torch_dtype), shape, [chunk])
+        return Metadata(found)
+
+    def _open(self) -> CheckpointFolder:
+        if self._folder is None:
+            self._folder = CheckpointFolder(os.path.abspath(os.fspath(self.checkpoint_id)))
+            self._tensors, self._objects = _names(self._folder, self._keys)
+        return self._folder
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        folder = self._open()
+        if self._verify:
+            first, starts = 0, {}
+            for path, nbytes in folder.files.items():
+                starts[path] = first
+                first += -(-nbytes // _BLOCK_BYTES)
+            blocks = set()
+            for path, ranges in self._reads(plan).items():
+                for begin, nbytes in ranges:
+                    last = (begin + nbytes - 1) // _BLOCK_BYTES
+                    blocks |= {starts[path] + block for block in range(begin // _BLOCK_BYTES, last + 1)}
+            for block in sorted(blocks):
+                folder.verify(block, block + 1)
+        return plan
+
+    def _reads(self, plan: LoadPlan) -> dict[str, list[tuple[int, int]]]:
+        found: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO:
+                stored = self._tensors[item.storage_index.fqn]
+                ranges = _stored_ranges(stored, item.storage_offsets, item.lengths)
+                found[stored.path] += [(stored.begin + begin, nbytes) for begin, nbytes in ranges]
+        return found
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        folder = self._open()
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                data = io.BytesIO()
+                torch.save(tree.decode(self._objects[name], {}), data)
+                data.seek(0)
+                planner.load_bytes(item, data)
+                continue
+            stored, target = self._tensors[name], planner.resolve_tensor(item).detach()
+            memory = plain(target)
+            at, reads = memory.data_ptr(), []
+            for begin, nbytes in _stored_ranges(stored, item.storage_offsets, item.lengths):
+                reads.append((stored.begin + begin, nbytes, at))
+                at += nbytes
+            folder.read(stored.path, reads)
+            if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
+                target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+# where things go --------------------------------------------------------------------------------------------------------
+
+
+class _Layout:
+    """The files of a save that torch has planned. The coordinator's."""
+
+    def __init__(
+        self, folder: str, plans: Sequence[SavePlan], keys: tuple[str | None, str], max_file_bytes: int
+    ) -> None:
+        self.folder, self.nonce = folder, "d" + secrets.token_hex(12)
+        self.partial = f"{folder}.{self.nonce}.partial"
+        self._keys = keys
+        self._paths: dict[str, Sequence[Any]] = {}
+        for plan in plans:
+            self._paths |= plan.planner_data or {}
+        shapes = {
+            item.index.fqn: Sliced(item.tensor_data.properties.dtype, tuple(item.tensor_data.size), ())
+            for plan in plans
+            for item in plan.items
+            if item.type != WriteItemType.BYTE_IO
+        }
+        order = {name: place for place, name in enumerate(self._paths)}
+        self._stored: dict[str, tuple[str, str]] = {}
+        groups: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "state": {}}
+        for name in sorted(shapes, key=lambda each: order.get(each, len(order))):
+            group, stored_name = self._stored[name] = self._place(name)
+            groups[group][stored_name] = shapes[name]
+        self._groups = [
+            Group("model", groups["model"], {"format": "pt"}, max_file_bytes=max_file_bytes),
+            Group("optimizer", groups["optimizer"], {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes),
+            Group("state", groups["state"], {"format": "pt"}),
+        ]
+        self._groups = [group for group in self._groups if group.tensors or group.stem != "optimizer"]
+        self._plan = self._make_plan({})
+        sources = [(g.stem, n) for g in self._groups for n in g.tensors]
+        where = {
+            sources[source]: (path, begin) for path, _, pieces in self._plan.files() for source, begin, _ in pieces
+        }
+        self.places = {name: where[place] for name, place in self._stored.items()}
+
+    def _make_plan(self, texts: Mapping[str, bytes]) -> CheckpointPlan:
+        return CheckpointPlan([g.plan_entry() for g in self._groups], [(p, len(t)) for p, t in texts.items()])
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """(group, name in the file) of a tensor."""
+        model, optimizer = self._keys
+        path = list(self._paths.get(name, (name,)))
+        if path[:2] == [optimizer, "state"] and len(path) == 4:
+            return "optimizer", f"{path[3]}.{path[2]}"
+        if model is None or path[0] == model:
+            return "model", name if model is None else name.removeprefix(f"{model}.")
+        return "state", name
+
+    def create(self) -> None:
+        """The folder with every file of tensors, as large as it will be, and its header."""
+        os.makedirs(os.path.dirname(self.folder), exist_ok=True)
+        os.mkdir(self.partial)
+        try:
+            for (path, nbytes, _), header in zip(self._plan.files(), self._plan.headers()):
+                with open(os.path.join(self.partial, path), "xb") as file:
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+                    file.write(header)
+        except OSError as error:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            failure = CheckpointError(f"'{self.folder}' cannot be written: {error.strerror}")
+            failure.errno = error.errno
+            raise failure from error
+
+    def commit(self, parts: list[Part], objects: Mapping[str, Any], step: int, world_size: int) -> None:
+        texts = {"state.json": tree.dumps(self._state(objects, step))}
+        if any(group.stem == "optimizer" for group in self._groups):
+            texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
+        plan = self._make_plan(texts)
+        try:
+            for path, text in texts.items():
+                with open(os.path.join(self.partial, path), "xb") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+            for (path, _, _), header in zip(plan.files(), plan.headers()):
+                memory = torch.frombuffer(bytearray(header or texts[path]), dtype=torch.uint8)
+                parts = parts + _checksums(path, 0, memory)
+            by_file: dict[str, list[Part]] = collections.defaultdict(list)
+            for part in sorted(parts):
+                by_file[part[0]].append(part)
+            checksums = [_join(path, nbytes, by_file[path]) for path, nbytes, _ in plan.files()]
+            plan.commit(
+                partial=self.partial, folder=self.folder, nonce=self.nonce, step=step, world_size=world_size,
+                checksums=checksums,
+            )  # fmt: skip
+        except BaseException:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            raise
+
+    def _state(self, objects: Mapping[str, Any], step: int) -> dict[str, Any]:
+        extra = {name: node for name, node in objects.items() if self._path(name)[0] != self._keys[1]}
+        extra |= {name: {"$tensor": name} for name, (group, _) in self._stored.items() if group == "state"}
+        return {
+            "step": step, "scheduler": None, "scaler": None, "user_state": None, "model_extra_state": {}, "extra": extra,
+            "dcp": {"tensors": {name: list(place) for name, place in self._stored.items()}, "objects": dict(objects)},
+        }  # fmt: skip
+
+    def _path(self, name: str) -> Sequence[Any]:
+        return self._paths.get(name, (name,))
+
+    def _optimizer(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """The tree of optimizer.json, from the flat names of torch's optimizer state."""
+        groups: dict[int, dict[str, Any]] = collections.defaultdict(dict)
+        state: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+        for name in self._paths:
+            path = list(self._path(name))
+            if path[0] != self._keys[1] or len(path) != 4:
+                continue
+            _, kind, place, key = path
+            node = {"$tensor": self._stored[name][1]} if name in self._stored else objects.get(name)
+            if kind == "param_groups":
+                groups[int(place)][str(key)] = node
+            elif kind == "state":
+                state[str(place)][str(key)] = node
+        return {"groups": [groups[i] for i in sorted(groups)], "state": state}
+
+
+class _Files:
+    """The files of one folder, written at many places."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+
+    def write(self, path: str, begin: int, ranges: Sequence[tuple[int, int]], memory: torch.Tensor) -> list[Part]:
+        """Writes `memory` to byte ranges of a tensor that begins at `begin`."""
+        if path not in self._open:
+            self._open[path] = os.open(os.path.join(self._folder, path), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        data, at, parts = memory.reshape(-1).view(torch.uint8), 0, []
+        for first, nbytes in ranges:
+            piece, offset = data[at : at + nbytes], begin + first
+            parts += _checksums(path, offset, piece)
+            view, done = memoryview(piece.numpy()), 0
+            while done < nbytes:
+                done += os.pwrite(self._open[path], view[done:], offset + done)
+            at += nbytes
+        return parts
+
+    def close(self, *, sync: bool) -> None:
+        while self._open:
+            _, fd = self._open.popitem()
+            try:
+                if sync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def _checksums(path: str, offset: int, memory: torch.Tensor) -> list[Part]:
+    """Of the parts of blocks that `memory` at `offset` of a file consists of."""
+    parts, at = [], 0
+    while at < memory.numel():
+        nbytes = min(memory.numel() - at, _BLOCK_BYTES - (offset + at) % _BLOCK_BYTES)
+        parts.append((path, offset + at, nbytes, _engine.crc32c(memory.data_ptr() + at, nbytes)))
+        at += nbytes
+    return parts
+
+
+def _join(path: str, nbytes: int, parts: Sequence[Part]) -> list[int]:
+    """Checksums of a file's blocks, from those of parts, ascending."""
+    checksums, at = [0] * -(-nbytes // _BLOCK_BYTES), 0
+    for _, offset, size, crc in parts:
+        if offset != at:
+            raise CheckpointError(f"'{path}': bytes [{at}, {offset}) were written by no rank, or by two")
+        block = offset // _BLOCK_BYTES
+        checksums[block] = _engine.crc32c_join(checksums[block], crc, size)
+        at += size
+    if at != nbytes:
+        raise CheckpointError(f"'{path}': bytes from {at} on were written by no rank")
+    return checksums
+
+
+def _ranges(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype
+) -> list[tuple[int, int]]:
+    """(first byte, bytes) of a box."""
+    return [(first * dtype.itemsize, numel * dtype.itemsize) for first, numel in box_ranges(shape, offsets, sizes)]
+
+
+def _stored_ranges(stored: Stored, offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
+    return _ranges(shape, offsets, sizes, stored.torch_dtype)
+
+
+def _object(planner: SavePlanner, item: Any) -> Any:
+    if hasattr(planner, "lookup_object"):
+        return planner.lookup_object(item.index)
+    return torch.load(planner.resolve_data(item), weights_only=True)
+
+
+def _names(folder: CheckpointFolder, keys: tuple[str | None, str]) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """What torch calls the tensors and objects of a folder."""
+    state = tree.loads(folder.read_bytes("state.json"))
+    stored = {stem: stored_tensors(folder, stem) for stem in ("model", "optimizer", "state")}
+    known = state.get("dcp")
+    if known is not None:
+        return {n: stored[group][0][name] for n, (group, name) in known["tensors"].items()}, known["objects"]
+    prefix = "" if keys[0] is None else f"{keys[0]}."
+    tensors, tied = stored["model"]
+    found = {prefix + name: each for name, each in tensors.items()}
+    found |= {prefix + name: tensors[kept] for name, kept in tied.items() if kept in tensors}
+    objects = dict(state["extra"]) if isinstance(state["extra"], dict) and "$dict" not in state["extra"] else {}
+    objects = {name: node for name, node in objects.items() if not tree.tensor_names(node)}
+    if "optimizer.json" in folder.files:
+        body = tree.loads(folder.read_bytes("optimizer.json"))
+        entries = {
+            **{f"state.{p}.{k}": node for p, values in body["state"].items() for k, node in values.items()},
+            **{f"param_groups.{i}.{k}": node for i, group in enumerate(body["groups"]) for k, node in group.items()},
+        }
+        for name, node in entries.items():
+            tensor = node.get("$tensor") if isinstance(node, dict) else None
+            if tensor is None:
+                objects[f"{keys[1]}.{name}"] = node
+            else:
+                found[f"{keys[1]}.{name}"] = stored["optimizer"][0][tensor]
+    return found, objects

@@ -1,0 +1,147 @@
+"""Law: what dcp.save or dcp.async_save writes through our StorageWriter is a checkpoint of this format, which sw.load, the
+command line and dcp.load read; what we write, dcp.load reads; plain and FSDP2 state, bit for bit."""
+
+import contextlib
+import io
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_subjects import EveryKind, Small, assert_same_state, build, state_of, train
+from harness import gather, on_every_rank
+from peer import PEER, sw
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
+from test_checkpoint_bytes_do_not_depend_on_the_stage import fully_sharded
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
+
+
+def state_dict(model, optimizer, **more):
+    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer), **more}
+
+
+def trained(sharded=False, seed=0, steps=2):
+    model, optimizer = fully_sharded(seed) if sharded else build(Small, seed)
+    torch.manual_seed(5)
+    train(model, optimizer, steps, width=24)
+    return model, optimizer
+
+
+def whole(model, optimizer):
+    """Names to whole tensors, the same on every rank."""
+    options = StateDictOptions(full_state_dict=True)
+    found = {f"model.{n}": t for n, t in get_model_state_dict(model, options=options).items()}
+    for name, entry in get_optimizer_state_dict(model, optimizer, options=options)["state"].items():
+        found |= {f"optim.{name}.{key}": torch.as_tensor(value) for key, value in entry.items()}
+    return gather({name: tensor.clone() for name, tensor in found.items()})[0]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+@on_every_rank(deadline_s=90)
+def test_what_dcp_saves_is_our_checkpoint(rank, world_size, sharded, asynchronous):
+    folder = shared_folder(rank) + "/a"
+    model, optimizer = trained(sharded)
+    expected = whole(model, optimizer)
+    state = state_dict(model, optimizer, epoch=3, note={"lr": 0.5, "tags": ["x", None], "mean": torch.arange(3.0)})
+    writer = sw.checkpoint.StorageWriter(folder, step=7)
+    if asynchronous:
+        future = dcp.async_save(state, storage_writer=writer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                (parameter.to_local() if sharded else parameter).fill_(0)  # staged already
+        getattr(future, "upload_completion", future).result()
+    else:
+        dcp.save(state, storage_writer=writer)
+    gather(None)
+    assert sorted(os.listdir(os.path.dirname(folder))) == ["a"]
+
+    other, other_optimizer = build(Small, seed=8)
+    extra = sw.load(folder, other, other_optimizer)
+    assert extra["epoch"] == 3 and extra["note.tags"] == ["x", None]
+    assert torch.equal(extra["note.mean"], torch.arange(3.0))
+    found = whole(other, other_optimizer)
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+    if rank == 0:
+        from shardwright.cli import main
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main(["ckpt", "verify", folder]) == 0
+
+    again, again_optimizer = trained(sharded, seed=9, steps=1)
+    state = state_dict(again, again_optimizer, epoch=0, note={"lr": 0.0, "tags": [], "mean": torch.zeros(3)})
+    dcp.load(state, storage_reader=sw.checkpoint.StorageReader(folder))
+    set_model_state_dict(again, state["model"])
+    set_optimizer_state_dict(again, again_optimizer, state["optim"])
+    assert state["epoch"] == 3 and state["note"]["lr"] == 0.5 and torch.equal(state["note"]["mean"], torch.arange(3.0))
+    found = whole(again, again_optimizer)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp2"])
+@on_every_rank()
+def test_dcp_reads_what_we_wrote(rank, world_size, sharded):
+    folder = shared_folder(rank) + "/a"
+    model, optimizer = trained()
+    sw.save(folder, *sw.wrap(model, optimizer), extra={"epoch": 4})
+    expected = whole(model, optimizer)
+    other, other_optimizer = trained(sharded, seed=9, steps=1)
+    state = state_dict(other, other_optimizer, epoch=0)
+    dcp.load(state, storage_reader=sw.checkpoint.StorageReader(folder))
+    set_model_state_dict(other, state["model"])
+    set_optimizer_state_dict(other, other_optimizer, state["optim"])
+    found = whole(other, other_optimizer)
+    assert state["epoch"] == 4 and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@on_every_rank()
+def test_every_kind_of_tensor_goes_through_dcp(rank, world_size):
+    folder = shared_folder(rank) + "/a"
+    model, _ = build(EveryKind)
+    dcp.save(
+        model.state_dict(), storage_writer=sw.checkpoint.StorageWriter(folder, model=None, max_file_bytes=1_500_000)
+    )
+    other, _ = build(EveryKind, seed=4)
+    sw.load(folder, other)
+    assert_same_state(state_of(other, None), state_of(model, None))
+    third, _ = build(EveryKind, seed=5)
+    state = third.state_dict()
+    dcp.load(state, storage_reader=sw.checkpoint.StorageReader(folder, model=None))
+    third.load_state_dict(state)
+    assert_same_state(state_of(third, None), state_of(model, None))
+
+
+@on_every_rank()
+def test_damage_and_what_cannot_be_stored_are_named_on_every_rank(rank, world_size):
+    folder = shared_folder(rank) + "/a"
+    model, optimizer = trained()
+    writer = sw.checkpoint.StorageWriter(folder)
+    dcp.save(state_dict(model, optimizer), storage_writer=writer)
+    with pytest.raises(dcp.api.CheckpointException, match="odd is a object"):
+        dcp.save(state_dict(model, optimizer, odd=object()), storage_writer=writer)
+    gather(None)
+    sw.load(folder, *build(Small))  # the one before is still there
+    dcp.save(state_dict(model, optimizer), storage_writer=writer)  # and is replaced
+    if rank == 0:
+        assert sorted(os.listdir(os.path.dirname(folder))) == ["a"]
+        assert json.load(open(f"{folder}/MANIFEST.json"))["world_size"] == world_size
+        with open(f"{folder}/model.safetensors", "r+b") as file:
+            file.seek(6000)
+            file.write(b"\xff\x01\x02")
+    gather(None)
+    other, other_optimizer = trained(seed=9, steps=1)
+    before = state_of(other, other_optimizer)
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"model.safetensors' was changed or did not survive: block 0"
+    ):
+        dcp.load(state_dict(other, other_optimizer), storage_reader=sw.checkpoint.StorageReader(folder))
+    assert_same_state(state_of(other, other_optimizer), before)
