@@ -131,7 +131,7 @@ def powersgd_init_basis(matrices: Sequence[_Matrix]) -> None:
     """basis = orthonormal pseudo-random rows of the seed."""
 
 def powersgd_project(matrices: Sequence[_Matrix], p: Sequence[int]) -> None:
-    """P = v Q. Nothing else is written. ValueError for a rank out of range, before anything is written."""
+    """P = v Q, and the gradient becomes v: the state is not touched. ValueError for a rank out of range, before anything is written."""
 
 def powersgd_absorb(matrices: Sequence[_Matrix], p: Sequence[int], q: Sequence[int]) -> None:
     """P is orthonormalized in place; Q = vᵀ P; the state takes both, and v."""
