@@ -3,15 +3,14 @@
  *
  * Idea: a step is three passes with two sums over ranks between them:
  *
- *   sw_powersgd_project      P = v Q            v = gradient + error of the last step, never
- * written
+ *   sw_powersgd_project      gradient = v = gradient + error of the last step; P = v Q
  *     ... the ranks' P are averaged ...
  *   sw_powersgd_absorb       P̂ = orthonormal P; own Q = vᵀ P̂; memory = v
  *     ... the ranks' own Q are averaged ...
  *   sw_powersgd_decompress   gradient = P̂ Qᵀ; the next step's basis = orthonormal Q
  *
  * Until absorb nothing of the state changes: a step whose averaged P is not finite simply stops
- * there.
+ * there, and its gradient is lost anyway.
  *
  * Thread rule: one at a time for one matrix. Nothing is allocated; all memory is the caller's.
  */
@@ -42,7 +41,7 @@ size_t sw_powersgd_stride(size_t count);
 SW_MUST_USE sw_status sw_powersgd_check(const sw_powersgd *matrix, sw_error *err);
 /* basis = orthonormal pseudo-random rows of `seed`. */
 void sw_powersgd_init_basis(const sw_powersgd *matrix);
-/* p (rank x rows) is written. */
+/* p (rank x rows) is written, and gradient. */
 void sw_powersgd_project(const sw_powersgd *matrix, float *p);
 /* p: the ranks' average, which becomes P̂ in place; q (rank x cols) is written. left, right and
  * memory change. */

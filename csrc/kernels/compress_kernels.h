@@ -22,7 +22,8 @@
 enum {
     SW_BLOCK_NUMEL_MAX = 4096, /* of a record: what stays in the L1 cache beside its neighbours */
     SW_BLOCK_NUMEL_STEP = 32,
-    SW_LOWRANK_LANES = 16, /* rows of a factor are padded with zeros to a multiple of it */
+    SW_LOWRANK_LANES = 16, /* rows of a factor are padded with zeros to a multiple of it; not to
+                              whole pages, which would all lie in the same sets of the L1 cache */
     SW_LOWRANK_RANK_MAX = 256,
 };
 
@@ -54,23 +55,24 @@ typedef void sw_block_residual_fn(float *error, const float *source, const unsig
  * compresses; memory NULL: v = gradient. Factors have `rank` rows of sw_lowrank_stride() elements,
  * padded with zeros. */
 typedef struct sw_lowrank {
-    const float *gradient; /* rows x cols: read */
-    float *memory;         /* rows x cols: M of the last step, or NULL */
-    const float *left;     /* rank x rows: the last step's orthonormal P */
-    const float *right;    /* rank x cols: this rank's own Q of the last step */
+    float *gradient;    /* rows x cols; v once it was projected */
+    float *memory;      /* rows x cols: M of the last step, or NULL */
+    const float *left;  /* rank x rows: the last step's orthonormal P */
+    const float *right; /* rank x cols: this rank's own Q of the last step */
     size_t rows, cols, rank;
 } sw_lowrank;
 
 static inline size_t sw_lowrank_stride(size_t count)
 {
-    return (count + SW_LOWRANK_LANES - 1) / SW_LOWRANK_LANES * SW_LOWRANK_LANES;
+    size_t padded = (count + SW_LOWRANK_LANES - 1) / SW_LOWRANK_LANES * SW_LOWRANK_LANES;
+    return padded % 1024 == 0 ? padded + SW_LOWRANK_LANES : padded;
 }
 
-/* out (rank x rows) = basis (rank x cols) vᵀ. Something not finite in v makes its column of `out`
- * so. Cost: 8 bytes and 4 * rank flops an element. */
+/* out (rank x rows) = basis (rank x cols) vᵀ, and gradient = v. Something not finite in v makes its
+ * column of `out` so. Cost: 12 bytes and 4 * rank flops an element. */
 typedef void sw_lowrank_project_fn(const sw_lowrank *matrix, const float *basis, float *out);
-/* memory = v (if there is one), out (rank x cols) = left_now (rank x rows) v. `out` is not
- * matrix->right. Cost: 12 bytes and 4 * rank flops an element. */
+/* After that: memory = v (if there is one), out (rank x cols) = left_now (rank x rows) v. `out` is
+ * not matrix->right. Cost: 8 bytes and 2 * rank flops an element. */
 typedef void sw_lowrank_absorb_fn(const sw_lowrank *matrix, const float *left_now, float *out);
 /* out (rows x cols) = leftᵀ right. Cost: 4 bytes and 2 * rank flops an element. */
 typedef void sw_lowrank_expand_fn(float *out, const float *left, const float *right, size_t rows,

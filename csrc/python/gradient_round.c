@@ -215,6 +215,8 @@ static int run_callbacks(reducer_object *self)
     for (size_t b = 0; b < layout->bucket_count; ++b) {
         if (!sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
             continue;
+        if (self->sliced && sw_py_sliced_fill(self, b) < 0)
+            return -1;
         PyObject *result = PyObject_CallFunction(self->bucket_callback, "nO", (Py_ssize_t)b,
                                                  b == last ? Py_True : Py_False);
         if (!result)
@@ -232,6 +234,11 @@ static int finish_with_callback(reducer_object *self)
     sw_status status;
     if (!sw_py_comm_enter(self->comm))
         return -1;
+    if (self->sliced) {
+        int failed = sw_py_sliced_exchange_use(self);
+        sw_py_comm_leave(self->comm);
+        return failed || run_callbacks(self) < 0 ? -1 : sw_py_sliced_publish(self);
+    }
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_exchange_use(self->reducer, &err);
     Py_END_ALLOW_THREADS
@@ -245,6 +252,8 @@ static int finish_round(reducer_object *self)
     sw_status status;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
         return reducer_raise(self, sw_reducer_finish(self->reducer, &err), &err);
+    if (self->sliced && self->bucket_callback)
+        return finish_with_callback(self);
     if (!sw_py_comm_enter(self->comm))
         return -1;
     if (self->sliced) {

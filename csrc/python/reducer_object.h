@@ -65,6 +65,11 @@ static inline int reducer_check_ready(reducer_object *self)
 /* sliced_gradients.c: -1 with an exception. */
 int sw_py_sliced_take(reducer_object *self, size_t index, int64_t task, PyObject *param);
 int sw_py_sliced_finish(reducer_object *self);
+/* The same for a user's hook, which takes one bucket after the other: use and standing bits; the
+ * contributions to one bucket; `.grad`. */
+int sw_py_sliced_exchange_use(reducer_object *self);
+int sw_py_sliced_fill(reducer_object *self, size_t bucket);
+int sw_py_sliced_publish(reducer_object *self);
 
 /* gradient_round.c: whether somebody else has hooked a parameter's gradient after us; whether
  * `grad` lies in memory just as `shape`, so that its bytes can be copied as they are. */

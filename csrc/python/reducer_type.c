@@ -273,12 +273,12 @@ static PyObject *reducer_bucket(PyObject *op, PyObject *position)
     const sw_layout_bucket *bucket;
     if (read_bucket(self, position, &bucket) < 0)
         return NULL;
+    size_t index = (size_t)(bucket - sw_reducer_layout(self->reducer)->bucket);
     PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)bucket->numel);
-    PyObject *made = shape ? sw_py_dlpack_capsule_new(self->memory,
-                                                      sw_reducer_memory(self->reducer)->base +
-                                                          bucket->offset_bytes,
-                                                      bucket->dtype, shape, Py_None)
-                           : NULL;
+    PyObject *made =
+        shape ? sw_py_dlpack_capsule_new(self->memory, sw_reducer_slot(self->reducer, index),
+                                         bucket->dtype, shape, Py_None)
+              : NULL;
     Py_XDECREF(shape);
     return made;
 }
@@ -469,6 +469,15 @@ static PyObject *reducer_used_by_any(PyObject *op, PyObject *position)
     return PyBool_FromLong(sw_reducer_used_by_any(self->reducer, index));
 }
 
+static PyObject *reducer_standing_ranks(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    return PyLong_FromSize_t(sw_reducer_standing_ranks(self->reducer, index));
+}
+
 static PyObject *reducer_is_used(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
@@ -568,6 +577,8 @@ static PyMethodDef reducer_methods[] = {
      "set_bucket_callback(callback)\n--\n\nA user's communication hook, or None."},
     {"used_by_any", reducer_used_by_any, METH_O,
      "used_by_any(index)\n--\n\nWhether some rank used it."},
+    {"standing_ranks", reducer_standing_ranks, METH_O,
+     "standing_ranks(index)\n--\n\nRanks that contribute on top of the standing mean."},
     {"is_used", reducer_is_used, METH_O,
      "is_used(index)\n--\n\nWhether this rank used it since the last round."},
     {"mark_unfrozen", reducer_mark_unfrozen, METH_O,

@@ -103,9 +103,12 @@ static int place(reducer_object *self, size_t index)
      * themselves. */
     bool add = sw_reducer_is_placed(self->reducer, index) || (standing && !pool);
     int failed = !source || place_source(self, index, param, source, add, standing && pool) < 0;
+    bool used = sw_reducer_state(self->reducer) == SW_ROUND_CLOSED /* a hook's turn */
+                    ? sw_reducer_used_by_any(self->reducer, index)
+                    : sw_reducer_is_used(self->reducer, index);
     if (!failed && ours && source != Py_None)
         failed = PyObject_SetAttrString(view, "_pending", Py_None) < 0;
-    else if (!failed && !ours && grad != Py_None && sw_reducer_is_used(self->reducer, index))
+    else if (!failed && !ours && grad != Py_None && used)
         failed = PyObject_SetAttr(param, self->grad_name, Py_None) < 0;
     if (!failed)
         sw_reducer_place(self->reducer, index, standing && pool);
@@ -178,6 +181,50 @@ static int put_back(reducer_object *self)
             return -1;
     }
     return 0;
+}
+
+/* Says which contributions are on top of the standing mean, before they are placed. */
+static int declare_standing(reducer_object *self)
+{
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    if (sw_reducer_memory(self->reducer)->transport != SW_TRANSPORT_POOL)
+        return 0;
+    for (size_t i = 0; i < layout->param_count; ++i) {
+        if (sw_reducer_is_placed(self->reducer, i))
+            continue;
+        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i),
+                 *view = PyList_GetItem(self->views, (Py_ssize_t)i);
+        PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+        int cleared = !grad ? -1 : grad == view ? flag_of(view, "_cleared") : 1;
+        Py_XDECREF(grad);
+        if (cleared < 0)
+            return -1;
+        if (cleared == 0)
+            sw_reducer_stand(self->reducer, i);
+    }
+    return 0;
+}
+
+int sw_py_sliced_exchange_use(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    if (declare_standing(self) < 0)
+        return -1;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_exchange_use(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    return reducer_raise(self, status, &err);
+}
+
+int sw_py_sliced_fill(reducer_object *self, size_t bucket)
+{
+    return place_bucket(self, bucket);
+}
+
+int sw_py_sliced_publish(reducer_object *self)
+{
+    return put_back(self);
 }
 
 int sw_py_sliced_finish(reducer_object *self)

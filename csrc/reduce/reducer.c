@@ -311,13 +311,18 @@ static bucket *bucket_of(const sw_reducer *reducer, size_t param)
     return &reducer->buckets[reducer->layout.place[param].bucket];
 }
 
+uint8_t *sw_reducer_slot(const sw_reducer *reducer, size_t bucket_index)
+{
+    return reducer->memory->base + (reducer->ring
+                                        ? reducer->buckets[bucket_index].op.offset_bytes
+                                        : reducer->layout.bucket[bucket_index].offset_bytes);
+}
+
 uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param)
 {
-    const sw_layout_bucket *shape = &reducer->layout.bucket[reducer->layout.place[param].bucket];
-    size_t offset =
-        reducer->ring ? bucket_of(reducer, param)->op.offset_bytes : shape->offset_bytes;
-    return reducer->memory->base + offset +
-           reducer->layout.place[param].begin * sw_dtype_size_bytes(shape->dtype);
+    const sw_layout_place *place = &reducer->layout.place[param];
+    sw_dtype dtype = reducer->layout.bucket[place->bucket].dtype;
+    return sw_reducer_slot(reducer, place->bucket) + place->begin * sw_dtype_size_bytes(dtype);
 }
 
 uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *numel)
@@ -736,6 +741,23 @@ sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err)
     reducer->contributes = true;
     reducer->state = SW_ROUND_CLOSED;
     return status;
+}
+
+void sw_reducer_stand(sw_reducer *reducer, size_t param)
+{
+    reducer->params[param].standing = 1;
+}
+
+size_t sw_reducer_standing_ranks(const sw_reducer *reducer, size_t param)
+{
+    const bucket *b = bucket_of(reducer, param);
+    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
+    size_t k = 0, found = 0;
+    while (reducer->layout.order[shape->first + k] != param)
+        ++k;
+    for (int r = 0; r < reducer->comm->world_size; ++r)
+        found += sw_bit_is_set(sw_bucket_tail(b, r)->bits + sw_words_of(shape->count), k);
+    return found;
 }
 
 sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)

@@ -130,6 +130,15 @@ SW_MUST_USE sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err);
  * ends the round; the buckets are the caller's to reduce. SW_E_MISMATCH as finish. */
 SW_MUST_USE sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err);
 
+/* Before that, sliced: the contribution of `param`, which is not placed yet, is on top of the
+ * standing mean. */
+void sw_reducer_stand(sw_reducer *reducer, size_t param);
+/* After it: how many ranks said so. */
+size_t sw_reducer_standing_ranks(const sw_reducer *reducer, size_t param);
+/* First byte of a bucket in this rank's memory; sliced in a pool: of its slot, which others share.
+ */
+uint8_t *sw_reducer_slot(const sw_reducer *reducer, size_t bucket);
+
 /* Nothing is posted before the end of a backward: a user's hook will own the buckets. */
 void sw_reducer_defer_all(sw_reducer *reducer, bool defer);
 

@@ -134,7 +134,7 @@ def powersgd_init_basis(matrices: Sequence[_Matrix]) -> None:
     """basis = orthonormal pseudo-random rows of the seed."""
 
 def powersgd_project(matrices: Sequence[_Matrix], p: Sequence[int]) -> None:
-    """P = v Q. Nothing else is written. ValueError for a rank out of range, before anything is written."""
+    """P = v Q, and the gradient becomes v: the state is not touched. ValueError for a rank out of range, before anything is written."""
 
 def powersgd_absorb(matrices: Sequence[_Matrix], p: Sequence[int], q: Sequence[int]) -> None:
     """P is orthonormalized in place; Q = vᵀ P; the state takes both, and v."""
@@ -247,7 +247,8 @@ class Reducer:
         """A DLPack capsule over the gradient memory of parameter `index`, zeroed; exactly its bytes. Take it with
         torch.utils.dlpack.from_dlpack; the memory lives as long as the tensor, whatever becomes of the Reducer."""
     def bucket(self, bucket: int) -> Any:
-        """A DLPack capsule over a whole bucket, 1-D, padding included (zeros)."""
+        """A DLPack capsule over a whole bucket, 1-D, padding included (zeros; sliced, in a pool: anything, since buckets share
+        their memory)."""
     def bucket_parameters(self, bucket: int) -> list[int]:
         """Parameter indices of a bucket, in memory order."""
     def is_used(self, index: int) -> bool:
@@ -307,9 +308,11 @@ class Reducer:
         """True: the mean is over the ranks that contribute in the round; False (default): over the world size."""
     def set_bucket_callback(self, callback: Callable[[int, bool], None] | None) -> None:
         """A user's communication hook owns the buckets: called at the end of a round for each bucket in order,
-        (bucket, is_last); it leaves the result in the memory of bucket(bucket)."""
+        (bucket, is_last); it leaves the result in the memory of bucket(bucket), or, if sliced, in that of result()."""
     def used_by_any(self, index: int) -> bool:
         """In or after a round: whether some rank used the parameter in it."""
+    def standing_ranks(self, index: int) -> int:
+        """In a bucket callback of sliced gradients: how many ranks did not clear the parameter's mean, which is to be added."""
     def mark_unfrozen(self, index: int) -> None:
         """Touches the memory of a parameter that was frozen, so that its hook may run."""
     def stats(self) -> dict[str, int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from ._engine import block_decode, block_encode, block_fold, block_is_finite, block_record_bytes
 from .compression_state import CompressionState
-from .exchange import Exchange
+from .exchange import Exchange, share_of
 
 
 class BlockState(CompressionState):
@@ -48,6 +48,7 @@ class BlockState(CompressionState):
         self.bits = bits
         self.block = block
         self.error_feedback = error_feedback
+        self._rest = torch.empty(0)
         super().__init__(process_group, named_parameters)
 
     def settings(self) -> dict[str, Any]:
@@ -68,57 +69,157 @@ class BlockState(CompressionState):
                 error = self.entry(parameter, {"error": (gradient.numel(),)})[0]["error"]
             spans.append(_Span(flat, offset, gradient.numel(), first, error))
             first += -(-gradient.numel() // self.block)
-        self._exchange_records(self.exchange, spans, first)
+        share, keeps_slice = share_of(bucket)
+        owners = _owners(spans, first, self.exchange, share, keeps_slice, self.block)
+        self._exchange_records(self.exchange, owners, keeps_slice)
         if flat is not buffer:
             buffer.copy_(flat)
         self.end_bucket(bucket.is_last())
         return buffer
 
-    def _exchange_records(self, exchange: Exchange, spans: list[_Span], count: int) -> None:
-        world, size = exchange.world_size, self._record_bytes
-        share = max(1, -(-count // world))
-        message = exchange.begin(share * size)
+    def _exchange_records(self, exchange: Exchange, owners: list[_Owner], keeps_slice: bool) -> None:
+        size = self._record_bytes
+        count = max(1, *(owner.end - owner.begin for owner in owners))
+        message = exchange.begin(count * size)
+        parts = [part for rank, owner in enumerate(owners) for part in owner.parts(rank * count, self.block)]
         base = message.data_ptr()
-        for span in spans:
-            block_encode(self.block, self.bits, base + span.first * size, span.address, span.error_address, span.numel)
-        message[count * size :].zero_()  # records of zeros
+        for part in parts:
+            block_encode(self.block, self.bits, base + part.at * size, part.address, part.error, part.numel)
+        for rank, owner in enumerate(owners):  # records of zeros
+            message[(rank * count + owner.end - owner.begin) * size : (rank + 1) * count * size].zero_()
         # The message is overwritten by nobody before the next begin(): it is "own" below.
         pieces, result = exchange.scatter(), exchange.result()
-        rest = torch.empty(share * self.block) if self.error_feedback else None
-        block_fold(
-            self.block,
-            self.bits,
-            result.data_ptr(),
-            [piece.data_ptr() for piece in pieces],
-            share,
-            1.0 / world,
-            rest.data_ptr() if rest is not None else 0,
-        )
-        whole = exchange.gather()
-        keep = rest is not None and block_is_finite(self.block, self.bits, whole.data_ptr(), share * world)
-        for span in spans:
-            at = span.first * size
-            error = span.error_address if keep else 0
-            block_decode(self.block, self.bits, span.address, whole.data_ptr() + at, error, base + at, span.numel)
+        rest = self._rest_of(count) if self.error_feedback else None
+        places = [piece.data_ptr() for piece in pieces]
+        rest_address = rest.data_ptr() if rest is not None else 0
+        block_fold(self.block, self.bits, result.data_ptr(), places, count, 1.0 / exchange.world_size, rest_address)
+        if keeps_slice:
+            keep = self._take_slice(exchange, parts, result, base, count)
+        else:
+            keep = self._take_whole(exchange, parts, base, count)
         if keep and rest is not None:
-            _add_rest(spans, rest.mul_(world), exchange.rank * share * self.block, self.block)
+            owners[exchange.rank].add_rest(rest.mul_(exchange.world_size), self.block)
+
+    def _take_whole(self, exchange: Exchange, parts: list[_Part], base: int, count: int) -> bool:
+        """Every rank's results are decoded. Whether errors were updated."""
+        size = self._record_bytes
+        whole = exchange.gather().data_ptr()
+        keep = self.error_feedback and block_is_finite(self.block, self.bits, whole, count * exchange.world_size)
+        for part in parts:
+            at = part.at * size
+            error = part.error if keep else 0
+            block_decode(self.block, self.bits, part.address, whole + at, error, base + at, part.numel)
+        return keep
+
+    def _take_slice(self, exchange: Exchange, parts: list[_Part], result: torch.Tensor, base: int, count: int) -> bool:
+        """This rank's results alone are decoded. Whether errors were updated, which are of all parts."""
+        size, first = self._record_bytes, exchange.rank * count
+        keep = exchange.agree(block_is_finite(self.block, self.bits, result.data_ptr(), count)) and self.error_feedback
+        for part in parts:  # what the message says takes the place of what was to be said, and is written over below
+            if keep and not part.is_copy:
+                at = base + part.at * size
+                block_decode(self.block, self.bits, part.address, at, part.error, at, part.numel)
+        for part in parts:
+            if first <= part.at < first + count:
+                at = result.data_ptr() + (part.at - first) * size
+                block_decode(self.block, self.bits, part.address, at, 0, 0, part.numel)
+        return keep
+
+    def _rest_of(self, count: int) -> torch.Tensor:
+        if self._rest.numel() < count * self.block:
+            self._rest = torch.empty(count * self.block)
+        return self._rest[: count * self.block]
 
 
 class _Span:
-    """One parameter's part of a bucket: floats, first record, error."""
+    """One parameter's part of a bucket: where it begins, its first record, its error."""
 
     def __init__(self, flat: torch.Tensor, offset: int, numel: int, first: int, error: torch.Tensor | None) -> None:
         self.address = flat.data_ptr() + 4 * offset
+        self.offset = offset
         self.numel = numel
         self.first = first
         self.error = error
         self.error_address = error.data_ptr() if error is not None else 0
 
+    def record_at(self, element: int, block: int) -> int:
+        """The first record that begins at `element` of the bucket or after it; a record of this span or the next one's first."""
+        return self.first + -(-min(max(element - self.offset, 0), self.numel) // block)
 
-def _add_rest(spans: list[_Span], rest: torch.Tensor, begin: int, block: int) -> None:
-    """rest covers elements [begin, begin + len) of the records' own count, in which span.first * block is a span's start."""
+
+class _Part(NamedTuple):
+    """Records of one parameter, one after the other in one owner's slice of the message."""
+
+    at: int  # the first record's place in the message
+    address: int
+    error: int
+    numel: int
+    is_copy: bool  # of a record that the owner before has too
+
+
+class _Owner:
+    """Records [begin, end) of a bucket are folded by one rank; those from `own` on are its, the one before is shared.
+
+    A record belongs to the rank in whose slice its first element lies. Where ranks keep their slices alone, the rank whose
+    slice begins inside a record folds it too.
+    """
+
+    def __init__(self, begin: int, own: int, end: int, spans: list[_Span]) -> None:
+        self.begin, self.own, self.end = begin, own, end
+        self._spans = spans
+
+    def parts(self, place: int, block: int) -> Iterator[_Part]:
+        """Of a slice that begins at record `place` of the message."""
+        for low, high in ((self.begin, self.own), (self.own, self.end)):
+            for span in self._spans:
+                begin = max(low, span.first)
+                end = min(high, span.first + -(-span.numel // block))
+                if begin < end:
+                    skip = (begin - span.first) * block
+                    numel = min((end - begin) * block, span.numel - skip)
+                    error = span.error_address + 4 * skip if span.error_address else 0
+                    at = place + begin - self.begin
+                    yield _Part(at, span.address + 4 * skip, error, numel, low < self.own)
+
+    def add_rest(self, rest: torch.Tensor, block: int) -> None:
+        """What rounding the folds left out is the owner's to owe; `rest` covers the records from `begin` on."""
+        for span in self._spans:
+            start = span.first * block
+            low, high = max(start, self.own * block), min(start + span.numel, self.end * block)
+            if low < high and span.error is not None:
+                origin = self.begin * block
+                span.error[low - start : high - start] += rest[low - origin : high - origin]
+
+
+def _owners(
+    spans: list[_Span], count: int, exchange: Exchange, share: int | None, keeps_slice: bool, block: int
+) -> list[_Owner]:
+    """Who folds which of `count` records: equal parts where the bucket does not say whose slice is where."""
+    world = exchange.world_size
+    if share is None:
+        each = max(1, -(-count // world))
+        own = [min(rank * each, count) for rank in range(world + 1)]
+        return [_Owner(low, low, high, spans) for low, high in zip(own, own[1:])]
+    owners = []
+    for rank in range(world):
+        own = _first_record(spans, rank * share, count, block)
+        begin = _record_across(spans, rank * share, own, block) if keeps_slice else own
+        owners.append(_Owner(begin, own, _first_record(spans, (rank + 1) * share, count, block), spans))
+    return owners
+
+
+def _first_record(spans: list[_Span], element: int, count: int, block: int) -> int:
+    """The first record that begins at `element` of the bucket or after it."""
     for span in spans:
-        start = span.first * block
-        low, high = max(start, begin), min(start + span.numel, begin + rest.numel())
-        if low < high and span.error is not None:
-            span.error[low - start : high - start] += rest[low - begin : high - begin]
+        if element < span.offset + span.numel:
+            return span.record_at(element, block)
+    return count
+
+
+def _record_across(spans: list[_Span], element: int, own: int, block: int) -> int:
+    """The record that begins before `element` and ends after it, if there is one; else `own`."""
+    for span in spans:
+        inside = element - span.offset
+        if 0 < inside < span.numel and inside % block:
+            return span.first + inside // block
+    return own

@@ -13,28 +13,17 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ._engine import Error, Reducer
-from .gradients import dtype_name
+from ._engine import Error, HostComm, Reducer
+from .gradients import dense_strides, dtype_name
 
 
 class GradBucket:
-    """What torch.distributed.GradBucket is to a hook."""
+    """What torch.distributed.GradBucket is to a hook, and, for hooks of our own, what a bucket of ours knows besides."""
 
-    def __init__(
-        self,
-        index: int,
-        buffer: torch.Tensor,
-        offsets: list[int],
-        views: list[torch.Tensor],
-        parameters: list[torch.Tensor],
-        is_last: bool,
-        used: list[bool],
-    ) -> None:
+    def __init__(self, bucket: _Bucket, flat: torch.Tensor, index: int, is_last: bool, used: list[bool]) -> None:
+        self._bucket = bucket
+        self._buffer = flat
         self._index = index
-        self._buffer = buffer
-        self._offsets = offsets
-        self._views = views
-        self._parameters = parameters
         self._is_last = is_last
         self._used = used
 
@@ -49,11 +38,13 @@ class GradBucket:
     def gradients(self) -> list[torch.Tensor]:
         """Views of buffer(), one a parameter, of its shape."""
         base = self._buffer.storage_offset()
-        return [self._buffer.as_strided(v.shape, v.stride(), base + o) for v, o in zip(self._views, self._offsets)]
+        return [
+            self._buffer.as_strided(*layout, base + o) for layout, o in zip(self._bucket.layouts, self._bucket.offsets)
+        ]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of gradients()."""
-        return self._parameters
+        return self._bucket.parameters
 
     def is_last(self) -> bool:
         """Whether no bucket follows in this round."""
@@ -62,6 +53,14 @@ class GradBucket:
     def used(self) -> list[bool]:
         """Whether some rank used the parameter in this round, in the order of parameters(). torch's bucket has no such thing."""
         return self._used
+
+    def slice_numel(self) -> int:
+        """Elements of each rank's slice of the bucket. torch's bucket has no such thing."""
+        return self._bucket.slice_numel
+
+    def keeps_slice(self) -> bool:
+        """Whether the result is wanted in this rank's slice of buffer() alone. torch's bucket has no such thing."""
+        return self._bucket.keeps_slice
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replaces buffer(), by one of the same number of elements."""
@@ -76,26 +75,31 @@ class HookRunner:
     Parameters
     ----------
     reducer : Reducer
-    parameters, views : sequences of Tensor
+    parameters : sequence of Parameter
         As attached to the reducer.
+    world_size : int
     state : object
         Passed to the hook.
     hook : callable
         `hook(state, bucket)` gives a Future of a tensor (or of a list of one), or the tensor itself.
     """
 
+    keeps_slice = False
+
     def __init__(
         self,
         reducer: Reducer,
         parameters: tuple[torch.nn.Parameter, ...],
-        views: list[torch.Tensor],
+        world_size: int,
         state: object,
         hook: Callable[[Any, Any], Any],
     ) -> None:
         self._used_by_any = reducer.used_by_any
         self._state = state
         self._hook = hook
-        self._buckets = [_Bucket(reducer, bucket, parameters, views) for bucket in range(reducer.bucket_count)]
+        self._buckets = [
+            _Bucket(reducer, bucket, parameters, world_size, self.keeps_slice) for bucket in range(reducer.bucket_count)
+        ]
         self._position = 0
 
     def __call__(self, bucket: int, is_last: bool) -> None:
@@ -104,54 +108,116 @@ class HookRunner:
         self._position = 0 if is_last else self._position + 1
 
     def _run(self, bucket: _Bucket, is_last: bool) -> None:
-        used = [self._used_by_any(index) for index in bucket.indices]
-        kept = [(view, view.clone()) for view, is_used in zip(bucket.views, used) if not is_used]
-        bucket.clear_padding()
-        argument = GradBucket(
-            self._position, bucket.flat, bucket.offsets, bucket.views, bucket.parameters, is_last, used
-        )
-        result = _value_of(self._hook(self._state, argument))
-        if result.numel() != bucket.flat.numel():
+        flat = bucket.flat()
+        used = self._used(bucket)
+        parts = zip(used, bucket.offsets, bucket.parameters)
+        kept = [(part := flat[o : o + p.numel()], part.clone()) for is_used, o, p in parts if not is_used]
+        self._reduce(bucket, flat, is_last, used)
+        for part, before in kept:
+            part.copy_(before)
+
+    def _used(self, bucket: _Bucket) -> list[bool]:
+        return [self._used_by_any(index) for index in bucket.indices]
+
+    def _reduce(self, bucket: _Bucket, flat: torch.Tensor, is_last: bool, used: list[bool]) -> None:
+        bucket.clear_padding(flat)
+        result = _value_of(self._hook(self._state, GradBucket(bucket, flat, self._position, is_last, used)))
+        if result.numel() != flat.numel():
             raise Error(
                 f"the communication hook {_name(self._hook)} returned {result.numel()} elements "
-                f"for a bucket of {bucket.flat.numel()}"
+                f"for a bucket of {flat.numel()}"
             )
-        if result.data_ptr() != bucket.flat.data_ptr() or result.dtype != bucket.flat.dtype:
-            bucket.flat.copy_(result.reshape(-1))
-        for view, before in kept:
-            view.copy_(before)
+        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
+            flat.copy_(result.reshape(-1))
+
+
+class SlicedHookRunner(HookRunner):
+    """The same where a rank keeps its slices of the averages apart from the buckets (zero >= 2, in a pool).
+
+    A bucket is then a slot that others use too; the hook leaves the average in this rank's slice of it, and it goes on from
+    there. A contribution on top of a standing average came without it: the owner adds its share of that to the result.
+    """
+
+    keeps_slice = True
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        parameters: tuple[torch.nn.Parameter, ...],
+        comm: HostComm,
+        pieces: list[torch.Tensor],
+        state: object,
+        hook: Callable[[Any, Any], Any],
+    ) -> None:
+        super().__init__(reducer, parameters, comm.world_size, state, hook)
+        self._standing_ranks = reducer.standing_ranks
+        self._pieces = pieces
+        self._rank, self._world_size = comm.rank, comm.world_size
+
+    def _run(self, bucket: _Bucket, is_last: bool) -> None:
+        flat = bucket.flat()
+        used = self._used(bucket)
+        self._reduce(bucket, flat, is_last, used)
+        begin = self._rank * bucket.slice_numel
+        for index, offset, is_used in zip(bucket.indices, bucket.offsets, used):
+            piece = self._pieces[index]
+            if is_used and piece.numel():
+                at = max(begin, offset)
+                self._keep(piece, flat[at : at + piece.numel()], self._standing_ranks(index) / self._world_size)
+
+    @staticmethod
+    def _keep(piece: torch.Tensor, average: torch.Tensor, standing: float) -> None:
+        if standing == 0:
+            piece.copy_(average)
+        elif standing == 1:
+            piece.add_(average)
+        else:
+            piece.mul_(standing).add_(average)
 
 
 class _Bucket:
-    """A bucket's memory as tensors, and what lies where."""
+    """What lies where in a bucket."""
 
     def __init__(
-        self, reducer: Reducer, bucket: int, parameters: tuple[torch.nn.Parameter, ...], views: list[torch.Tensor]
+        self,
+        reducer: Reducer,
+        bucket: int,
+        parameters: tuple[torch.nn.Parameter, ...],
+        world_size: int,
+        keeps_slice: bool,
     ) -> None:
-        self.indices = [i for i in reducer.bucket_parameters(bucket) if views[i].numel()]
-        self._all_views = views  # the reducer's own list: a view that somebody keeps is replaced in it
+        self.indices = [i for i in reducer.bucket_parameters(bucket) if parameters[i].numel()]
         self.parameters: list[torch.Tensor] = [parameters[i] for i in self.indices]
-        dtype = getattr(torch, reducer.bucket_dtype(bucket))
-        if not self.views:
-            self.flat, self.offsets = torch.empty(0, dtype=dtype), []
-            return
-        whole = from_dlpack(reducer.bucket(bucket))
-        for view in self.views:
-            if view.dtype != dtype:
-                raise Error(f"a bucket of {dtype} holds a gradient of {dtype_name(view.dtype)}")
-        self.offsets = [(v.data_ptr() - whole.data_ptr()) // v.element_size() for v in self.views]
-        end = self.offsets[-1] + self.views[-1].numel()
-        self.flat = whole[:end]
-        ends = [o + v.numel() for o, v in zip(self.offsets, self.views)]
-        self._gaps = [(a, b) for a, b in zip([0, *ends], self.offsets) if b > a]
+        self.offsets = [reducer.place(i)[1] for i in self.indices]
+        self.layouts = [(p.shape, dense_strides(p) or _contiguous_strides(p)) for p in self.parameters]
+        self.keeps_slice = keeps_slice
+        _, numel, name, _ = reducer.bucket_shape(bucket)
+        self.slice_numel = numel // world_size
+        dtype = getattr(torch, name)
+        for parameter in self.parameters:
+            if parameter.dtype != dtype:
+                raise Error(f"a bucket of {dtype} holds a gradient of {dtype_name(parameter.dtype)}")
+        ends = [o + p.numel() for o, p in zip(self.offsets, self.parameters)]
+        self._end = numel if keeps_slice else max(ends, default=0)
+        self._gaps = [(a, b) for a, b in zip([0, *ends], [*self.offsets, self._end]) if b > a]
+        self._memory = reducer.bucket, bucket
+        self._flat: torch.Tensor | None = None
+        self._dtype = dtype
 
-    @property
-    def views(self) -> list[torch.Tensor]:
-        return [self._all_views[i] for i in self.indices]
+    def flat(self) -> torch.Tensor:
+        """All of it, one-dimensional; without the padding at its end where the whole result is wanted."""
+        if self.keeps_slice or self._flat is None:  # a slot may have moved
+            get, bucket = self._memory
+            self._flat = from_dlpack(get(bucket))[: self._end] if self._end else torch.empty(0, dtype=self._dtype)
+        return self._flat
 
-    def clear_padding(self) -> None:
-        for start, end in getattr(self, "_gaps", ()):
-            self.flat[start:end].zero_()
+    def clear_padding(self, flat: torch.Tensor) -> None:
+        for start, end in self._gaps:
+            flat[start:end].zero_()
+
+
+def _contiguous_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def _value_of(result: Any) -> torch.Tensor:

@@ -125,7 +125,7 @@ class PowerSGD(Compressor):
         return state, powerSGD_hook
 
 
-def check_compressor(compress: Any, zero: int, reduce: str) -> None:
+def check_compressor(compress: Any, reduce: str) -> None:
     """TypeError or NotImplementedError with a sentence, before anything is made."""
     if compress is None:
         return
@@ -136,8 +136,4 @@ def check_compressor(compress: Any, zero: int, reduce: str) -> None:
     if not isinstance(compress, Compressor):
         raise TypeError(
             f"compress must be None, sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}"
-        )
-    if zero >= 2:
-        raise NotImplementedError(
-            f"compress={compress} at zero={zero} is not there yet: its exchange needs whole gradients, zero must be 0 or 1"
         )

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from . import _hooks
 from ._engine import Error
-from .comm_hook import HookRunner
 from .compress import Compressor, check_compressor
 from .compression_state import CompressionState
 from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
@@ -343,15 +342,17 @@ class DistributedDataParallel(TorchDDP):
         """
         if self._zero >= 2:
             raise NotImplementedError(
-                f"a communication hook at zero={self._zero} is not there yet: no rank holds whole gradients for it to average"
+                f"a communication hook at zero={self._zero} is not there: no rank keeps whole gradients for it to average; "
+                "sw.wrap(..., compress=...) is"
             )
         self._check_comm_hook(hook)
+        self._run_buckets_by(state, hook)
+
+    def _run_buckets_by(self, state: object, hook: Callable[..., Any]) -> None:
         if self._comm_hooks:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
-        replica.reducer.set_bucket_callback(
-            HookRunner(replica.reducer, replica.table.parameters, replica.views, state, hook)
-        )
+        replica.reducer.set_bucket_callback(replica.hook_runner(state, hook))
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:
@@ -362,9 +363,9 @@ class DistributedDataParallel(TorchDDP):
         Error
             A hook or compressor is registered already, or ranks disagree about it.
         NotImplementedError
-            At zero >= 2.
+            The options want a sum instead of a mean.
         """
-        check_compressor(compress, self._zero, self._options.reduce)
+        check_compressor(compress, self._options.reduce)
         if self._comm_hooks:
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
@@ -374,7 +375,7 @@ class DistributedDataParallel(TorchDDP):
         state, hook = compress.hook(exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))
-        self.register_comm_hook(state, hook)
+        self._run_buckets_by(state, hook)
         self.compression_state = state if isinstance(state, CompressionState) else None
         replica.compression = (repr(compress), exchange)
 

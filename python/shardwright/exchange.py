@@ -61,6 +61,11 @@ class Exchange:
         self._gather(whole, self._slice_bytes)
         return whole
 
+    def agree(self, ok: bool) -> bool:
+        """In place of gather(), where each rank needs its own result alone: whether all ranks say ok. A byte from each."""
+        self.wire_bytes += self.world_size - 1
+        return self._agree(ok)
+
     def _message(self, slice_bytes: int) -> torch.Tensor:
         raise NotImplementedError
 
@@ -71,6 +76,9 @@ class Exchange:
         raise NotImplementedError
 
     def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
+        raise NotImplementedError
+
+    def _agree(self, ok: bool) -> bool:
         raise NotImplementedError
 
 
@@ -109,6 +117,13 @@ class GroupExchange(Exchange):
             return
         single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         single(whole, mine, group=self._group)
+
+    def _agree(self, ok: bool) -> bool:
+        if self.world_size == 1:
+            return ok
+        flag = torch.tensor([ok], dtype=torch.uint8)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
+        return bool(flag)
 
 
 class HostExchange(Exchange):
@@ -151,6 +166,9 @@ class HostExchange(Exchange):
         for rank, part in enumerate(self._parts):
             whole[rank * slice_bytes : (rank + 1) * slice_bytes].copy_(part[:slice_bytes])
 
+    def _agree(self, ok: bool) -> bool:
+        return b"\0" not in self._comm.all_gather_bytes(b"\1" if ok else b"\0", "compressed gradients")
+
 
 _exchanges: weakref.WeakKeyDictionary[Any, GroupExchange] = weakref.WeakKeyDictionary()
 _single: dict[None, GroupExchange] = {}
@@ -172,8 +190,15 @@ def slice_numel(numel: int, world_size: int) -> int:
     return max(_ALIGNMENT, -(-share // _ALIGNMENT) * _ALIGNMENT)
 
 
-def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
-    """begin()'s message, as elements of its dtype, averaged or summed over ranks in rank order; the whole of it.
+def share_of(bucket: Any) -> tuple[int | None, bool]:
+    """Elements of a rank's slice of a bucket, None where the bucket does not say; and whether that slice alone is wanted."""
+    if not hasattr(bucket, "slice_numel"):
+        return None, False
+    return bucket.slice_numel(), bucket.keeps_slice()
+
+
+def fold_slice(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
+    """This rank's slice of begin()'s message, as elements of its dtype, averaged or summed over ranks in rank order.
 
     Of one rank it is the message itself.
     """
@@ -184,15 +209,26 @@ def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Te
     result = exchange.result()
     name = str(dtype).removeprefix("torch.")
     fold(result.data_ptr(), [piece.data_ptr() for piece in pieces], result.numel() // dtype.itemsize, name, op)
-    return exchange.gather().view(dtype)
+    return result.view(dtype)
 
 
-def average_plain(exchange: Exchange, flat: torch.Tensor) -> None:
-    """The mean over ranks in place, in the dtype of `flat`, which is one-dimensional: no compression."""
+def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
+    """The same, and the whole of it."""
+    own = fold_slice(exchange, message, op)
+    return message if exchange.world_size == 1 else exchange.gather().view(own.dtype)
+
+
+def average_plain(exchange: Exchange, flat: torch.Tensor, share: int | None = None, keeps_slice: bool = False) -> None:
+    """The mean over ranks in place, in the dtype of `flat`, which is one-dimensional: no compression. Of the rank's own
+    `share` elements alone if `keeps_slice`: the rest is then anything."""
     if exchange.world_size == 1:
         return
-    share = slice_numel(flat.numel(), exchange.world_size)
+    share = share or slice_numel(flat.numel(), exchange.world_size)
     message = exchange.begin(share * flat.element_size()).view(flat.dtype)
     message[: flat.numel()].copy_(flat)
     message[flat.numel() :].zero_()
-    flat.copy_(fold_message(exchange, message, "mean")[: flat.numel()])
+    if not keeps_slice:
+        flat.copy_(fold_message(exchange, message, "mean")[: flat.numel()])
+        return
+    flat[exchange.rank * share : (exchange.rank + 1) * share].copy_(fold_slice(exchange, message, "mean"))
+    exchange.agree(True)

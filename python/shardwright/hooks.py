@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ._engine import half_decode, half_encode
 from .block_compression import BlockState
 from .compression_state import reshard_state
-from .exchange import Exchange, fold_message, group_exchange, slice_numel
+from .exchange import Exchange, fold_message, fold_slice, group_exchange, share_of, slice_numel
 from .powersgd import PowerSGDState
 
 __all__ = [
@@ -43,21 +43,29 @@ def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def average_half(exchange: Exchange, flat: torch.Tensor, dtype: torch.dtype) -> None:
-    """The mean over ranks in place, float16 or bfloat16 on the wire. `flat` is one-dimensional, float32."""
+def average_half(
+    exchange: Exchange, flat: torch.Tensor, dtype: torch.dtype, share: int | None = None, keeps_slice: bool = False
+) -> None:
+    """The mean over ranks in place, float16 or bfloat16 on the wire. `flat` is one-dimensional, float32. Of the rank's own
+    `share` elements alone if `keeps_slice`: the same bits, and the rest is anything."""
     numel, name = flat.numel(), str(dtype).removeprefix("torch.")
-    message = exchange.begin(slice_numel(numel, exchange.world_size) * dtype.itemsize).view(dtype)
+    share = share or slice_numel(numel, exchange.world_size)
+    message = exchange.begin(share * dtype.itemsize).view(dtype)
     half_encode(name, message.data_ptr(), flat.data_ptr(), numel, 1.0 / exchange.world_size)
     message[numel:].zero_()
-    whole = fold_message(exchange, message, "sum")
-    half_decode(name, flat.data_ptr(), whole.data_ptr(), numel)
+    if not keeps_slice:
+        half_decode(name, flat.data_ptr(), fold_message(exchange, message, "sum").data_ptr(), numel)
+        return
+    own = fold_slice(exchange, message, "sum")
+    half_decode(name, flat.data_ptr() + 4 * exchange.rank * share, own.data_ptr(), share)
+    exchange.agree(True)
 
 
 def run_half(exchange: Exchange, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
     """One bucket of any floating dtype."""
     buffer = bucket.buffer()
     flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-    average_half(exchange, flat, dtype)
+    average_half(exchange, flat, dtype, *share_of(bucket))
     if flat is not buffer:
         buffer.copy_(flat)
     return _done(buffer)

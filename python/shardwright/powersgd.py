@@ -18,7 +18,7 @@ from ._engine import (
     powersgd_stride,
 )
 from .compression_state import CompressionState
-from .exchange import average_plain, fold_message, slice_numel
+from .exchange import average_plain, fold_message, share_of, slice_numel
 
 _RANK_MAX = 256
 
@@ -120,7 +120,7 @@ class PowerSGDState(CompressionState):
         """The bucket's buffer, averaged in place."""
         buffer = bucket.buffer()
         if self.iter < self.start_powerSGD_iter:
-            average_plain(self.exchange, buffer)
+            average_plain(self.exchange, buffer, *share_of(bucket))
         else:
             flat = buffer if buffer.dtype == torch.float32 else buffer.float()
             self._average_compressed(bucket, flat, buffer.storage_offset())

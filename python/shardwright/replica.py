@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from . import _hooks
 from ._engine import Error, Reducer
+from .comm_hook import HookRunner, SlicedHookRunner
 from .drift import DriftCheck
 from .exchange import Exchange
 from .gradients import copy_gradient, gradient_view
@@ -124,6 +125,13 @@ class Replica:
             )
             for i, p in enumerate(self.table.parameters)
         ]
+
+    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
+        """What calls a communication hook for every bucket."""
+        if self.zero >= 2 and self.reducer.transport == "pool":
+            pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
+            return SlicedHookRunner(self.reducer, self.table.parameters, self.group.comm, pieces, state, hook)
+        return HookRunner(self.reducer, self.table.parameters, self.group.world_size, state, hook)
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """An older replica of this very module gives way; one of another module that shares a parameter is an error."""

@@ -58,7 +58,7 @@ def wrap(
     clip_grad_norm : float, optional
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
-        What travels instead of whole gradients, at zero 0 and 1; a communication hook then cannot be registered.
+        What travels instead of whole gradients; a communication hook then cannot be registered.
     precision, offload
         Not there yet: None.
     partition : {"auto", "flat", "tensor"}
@@ -96,7 +96,7 @@ def wrap(
     >>> optimizer.step()
     """
     _check_later(zero, dict(precision=precision, offload=offload))
-    check_compressor(compress, zero, options.get("reduce", "mean"))
+    check_compressor(compress, options.get("reduce", "mean"))
     if partition not in ("auto", "flat", "tensor"):
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
     Options.from_keywords(options, also_known=("zero", "partition", "compress", *_LATER))

@@ -138,6 +138,8 @@ static void check_step(size_t rows, size_t cols, size_t rank, bool feedback)
     expect(factor_distance(&s, v, s.m.basis, floats(&s.p), true) <= bound * sqrt((double)cols),
            "P = v Q");
     expect(memcmp(memory_before, s.memory.data, s.memory.bytes) == 0, "project writes no memory");
+    for (size_t i = 0; i < rows * cols; ++i)
+        expect(fabs(v[i] - (double)s.m.gradient[i]) <= bound, "gradient = v");
     sw_powersgd_absorb(&s.m, floats(&s.p), floats(&s.q));
     expect(orthonormality(floats(&s.p), rows, rank) < 1e-5, "P is orthonormal");
     expect(factor_distance(&s, v, floats(&s.p), floats(&s.q), false) <= bound * sqrt((double)rows),

@@ -13,30 +13,60 @@
 
 #include "kernels/compress_kernels.h"
 #include "kernels/host/half_body.h"
+#include "kernels/host/stream_body.h"
 
 enum { HALF_BLOCK_NUMEL = 1024 };
 
-static void half_narrow(uint16_t *wire, const float *source, size_t numel, float scale,
-                        sw_dtype dtype)
+static void narrow_scaled_bfloat16(uint16_t *restrict wire, const float *restrict source,
+                                   size_t numel, float scale)
+{
+    for (size_t i = 0; i < numel; ++i)
+        wire[i] = bfloat16_narrow(source[i] * scale);
+}
+
+static void narrow_scaled_float16(uint16_t *restrict wire, const float *restrict source,
+                                  size_t numel, float scale)
 {
     float scaled[HALF_BLOCK_NUMEL];
     for (size_t start = 0; start < numel; start += HALF_BLOCK_NUMEL) {
         size_t count = numel - start < HALF_BLOCK_NUMEL ? numel - start : HALF_BLOCK_NUMEL;
         for (size_t i = 0; i < count; ++i)
             scaled[i] = source[start + i] * scale;
-        if (dtype == SW_DTYPE_FLOAT16)
-            narrow_float16(wire + start, scaled, count);
-        else
-            narrow_bfloat16(wire + start, scaled, count);
+        narrow_float16(wire + start, scaled, count);
     }
 }
 
-static void half_widen(float *out, const uint16_t *wire, size_t numel, sw_dtype dtype)
+static void half_narrow(uint16_t *wire, const float *source, size_t numel, float scale,
+                        sw_dtype dtype)
 {
     if (dtype == SW_DTYPE_FLOAT16)
-        widen_float16(out, wire, numel);
+        narrow_scaled_float16(wire, source, numel, scale);
     else
-        widen_bfloat16(out, wire, numel);
+        narrow_scaled_bfloat16(wire, source, numel, scale);
+}
+
+static void widen(float *out, const uint16_t *wire, size_t count, sw_dtype dtype)
+{
+    if (dtype == SW_DTYPE_FLOAT16)
+        widen_float16(out, wire, count);
+    else
+        widen_bfloat16(out, wire, count);
+}
+
+/* What is decoded is not read again until the whole bucket is: it goes past the caches. */
+static void half_widen(float *out, const uint16_t *wire, size_t numel, sw_dtype dtype)
+{
+    float wide[HALF_BLOCK_NUMEL];
+    if (!stream_pays(out, numel * sizeof *out)) {
+        widen(out, wire, numel, dtype);
+        return;
+    }
+    for (size_t start = 0; start < numel; start += HALF_BLOCK_NUMEL) {
+        size_t count = numel - start < HALF_BLOCK_NUMEL ? numel - start : HALF_BLOCK_NUMEL;
+        widen(wide, wire + start, count, dtype);
+        stream_floats(out + start, wide, count);
+    }
+    stream_end();
 }
 
 static size_t record_bytes(size_t block, int bits)

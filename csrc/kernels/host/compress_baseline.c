@@ -1,5 +1,9 @@
 /* compress_baseline.c - the compression bodies for what every processor of this architecture runs.
  */
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #define COMPRESS_VECTOR_BYTES 16
 #define COMPRESS_TABLE sw_compress_kernels_baseline
 #include "kernels/host/block_body.h"

@@ -74,7 +74,7 @@ static void widen_bfloat16(float *restrict out, const uint16_t *restrict in, siz
         out[i] = bfloat16_widen(in[i]);
 }
 
-static void narrow_bfloat16(uint16_t *restrict out, const float *restrict in, size_t count)
+static inline void narrow_bfloat16(uint16_t *restrict out, const float *restrict in, size_t count)
 {
     for (size_t i = 0; i < count; ++i)
         out[i] = bfloat16_narrow(in[i]);

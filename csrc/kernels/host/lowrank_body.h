@@ -17,13 +17,16 @@
 #include <string.h>
 
 #include "kernels/compress_kernels.h"
+#include "kernels/host/stream_body.h"
 
 enum {
     LANES = SW_LOWRANK_LANES,
     WIDTH = COMPRESS_VECTOR_BYTES / 4,
     ROWS = 4,
-    TILE = 1024,
-    RANKS = 4, /* factor rows at a time */
+    TILE = 512,
+    TILE_STRIDE = TILE + LANES, /* not a power of two: rows would share the cache's sets */
+    RANKS = 4,                  /* factor rows at a time */
+    PAIR = 2,                   /* vectors of a row at a time */
 };
 
 typedef float vector __attribute__((vector_size(COMPRESS_VECTOR_BYTES)));
@@ -45,6 +48,20 @@ LOWRANK_INLINE vector vector_load(const float *from)
 LOWRANK_INLINE void vector_store(float *to, vector value)
 {
     memcpy(to, &value, sizeof value);
+}
+
+/* `to` is aligned to the vector. */
+LOWRANK_INLINE void vector_stream(float *to, vector value)
+{
+#if defined(__x86_64__) && COMPRESS_VECTOR_BYTES == 64
+    _mm512_stream_ps(to, (__m512)value);
+#elif defined(__x86_64__) && COMPRESS_VECTOR_BYTES == 32
+    _mm256_stream_ps(to, (__m256)value);
+#elif defined(__x86_64__)
+    _mm_stream_ps(to, (__m128)value);
+#else
+    vector_store(to, value);
+#endif
 }
 
 LOWRANK_INLINE vector vector_of(float value)
@@ -72,11 +89,11 @@ LOWRANK_INLINE void tile_combine(float *v, float coefficient[][ROWS], const floa
             f[k] = vector_load(factor + (size_t)k * stride + j);
         LOWRANK_UNROLL
         for (int row = 0; row < ROWS; ++row) {
-            vector value = vector_load(v + row * TILE + j);
+            vector value = vector_load(v + row * TILE_STRIDE + j);
             LOWRANK_UNROLL
             for (int k = 0; k < ranks; ++k)
                 value = subtract ? value - c[k][row] * f[k] : value + c[k][row] * f[k];
-            vector_store(v + row * TILE + j, value);
+            vector_store(v + row * TILE_STRIDE + j, value);
         }
     }
 }
@@ -96,7 +113,7 @@ LOWRANK_INLINE void tile_dot(const float *v, const float *basis, size_t stride, 
             vector value[ROWS];
             LOWRANK_UNROLL
             for (int row = 0; row < ROWS; ++row)
-                value[row] = vector_load(v + row * TILE + j);
+                value[row] = vector_load(v + row * TILE_STRIDE + j);
             LOWRANK_UNROLL
             for (int k = 0; k < ranks; ++k) {
                 vector b = vector_load(basis + (size_t)k * stride + j);
@@ -127,7 +144,7 @@ LOWRANK_INLINE void tile_gather(const float *v, float coefficient[][ROWS], float
         vector value[ROWS];
         LOWRANK_UNROLL
         for (int row = 0; row < ROWS; ++row)
-            value[row] = vector_load(v + row * TILE + j);
+            value[row] = vector_load(v + row * TILE_STRIDE + j);
         LOWRANK_UNROLL
         for (int k = 0; k < ranks; ++k) {
             float *at = out + (size_t)k * stride + j;
@@ -182,7 +199,7 @@ static void tile_read(float *v, const float *from, size_t width, tile at)
 {
     size_t padded = sw_lowrank_stride(at.cols);
     for (size_t row = 0; row < ROWS; ++row) {
-        float *to = v + row * TILE;
+        float *to = v + row * TILE_STRIDE;
         size_t cols = from && row < at.rows ? at.cols : 0;
         if (cols)
             memcpy(to, from + (at.row + row) * width + at.col, cols * sizeof *to);
@@ -193,14 +210,14 @@ static void tile_read(float *v, const float *from, size_t width, tile at)
 static void tile_write(float *to, const float *v, size_t width, tile at)
 {
     for (size_t row = 0; row < at.rows; ++row)
-        memcpy(to + (at.row + row) * width + at.col, v + row * TILE, at.cols * sizeof *v);
+        memcpy(to + (at.row + row) * width + at.col, v + row * TILE_STRIDE, at.cols * sizeof *v);
 }
 
 static void tile_add(float *v, const float *from, size_t width, tile at)
 {
     for (size_t row = 0; row < at.rows; ++row) {
         const float *restrict source = from + (at.row + row) * width + at.col;
-        float *restrict to = v + row * TILE;
+        float *restrict to = v + row * TILE_STRIDE;
         for (size_t j = 0; j < at.cols; ++j)
             to[j] = source[j] + to[j];
     }
@@ -213,89 +230,89 @@ static void tile_sub_product(float *v, float left[][ROWS], const sw_lowrank *m, 
                                            count, ranks, true))
 }
 
-/* One stage of v = gradient + (memory - leftᵀ right), for a tile of whole vectors: the first stage
- * reads memory, the last one adds the gradient and may write memory. The next four rows are asked
- * for meanwhile: a row is often a page, at whose end the processor's own prefetching stops. */
-LOWRANK_INLINE void tile_stage(float *v, float left[][ROWS], size_t k, const sw_lowrank *m, tile at,
-                               int ranks, bool first, bool last, bool write)
+/* v = gradient + (memory - leftᵀ right) for a tile of whole vectors, in registers: two vectors of
+ * each row at a time, over all of the rank. The next four rows are asked for meanwhile: a row is
+ * often a page, at whose end the processor's own prefetching stops. */
+LOWRANK_INLINE void tile_stage(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
+                               size_t rank)
 {
     size_t stride = sw_lowrank_stride(m->cols), place = at.row * m->cols + at.col;
-    const float *factor = m->right + k * stride + at.col, *gradient = m->gradient + place;
-    float *memory = m->memory + place;
-    vector c[RANKS][ROWS];
-    LOWRANK_UNROLL
-    for (int r = 0; r < ranks; ++r)
-        LOWRANK_UNROLL
-    for (size_t row = 0; row < ROWS; ++row)
-        c[r][row] = vector_of(left[k + (size_t)r][row]);
-    for (size_t j = 0; j < at.cols; j += WIDTH) {
-        vector f[RANKS];
-        LOWRANK_UNROLL
-        for (int r = 0; r < ranks; ++r)
-            f[r] = vector_load(factor + (size_t)r * stride + j);
+    const float *factor = m->right + at.col, *memory = m->memory + place;
+    float *gradient = m->gradient + place;
+    for (size_t j = 0; j < at.cols; j += PAIR * WIDTH) {
+        vector value[ROWS][PAIR];
         LOWRANK_UNROLL
         for (size_t row = 0; row < ROWS; ++row) {
             size_t here = row * m->cols + j, ahead = (here + ROWS * m->cols) * sizeof(float);
-            vector value = vector_load(first ? memory + here : v + row * TILE + j);
-            if (first)
-                __builtin_prefetch((const void *)((uintptr_t)memory + ahead), 0, 2);
-            LOWRANK_UNROLL
-            for (int r = 0; r < ranks; ++r)
-                value -= c[r][row] * f[r];
-            if (last) {
-                __builtin_prefetch((const void *)((uintptr_t)gradient + ahead), 0, 2);
-                value = vector_load(gradient + here) + value;
-                if (write)
-                    vector_store(memory + here, value);
+            __builtin_prefetch((const void *)((uintptr_t)memory + ahead), 0, 2);
+            __builtin_prefetch((const void *)((uintptr_t)gradient + ahead), 0, 2);
+            if (PAIR * WIDTH > LANES) {
+                __builtin_prefetch((const void *)((uintptr_t)memory + ahead + 64), 0, 2);
+                __builtin_prefetch((const void *)((uintptr_t)gradient + ahead + 64), 0, 2);
             }
-            vector_store(v + row * TILE + j, value);
+            LOWRANK_UNROLL
+            for (size_t part = 0; part < PAIR; ++part)
+                value[row][part] = vector_load(memory + here + part * WIDTH);
+        }
+        for (size_t k = 0; k < rank; ++k) {
+            vector f[PAIR];
+            LOWRANK_UNROLL
+            for (size_t part = 0; part < PAIR; ++part)
+                f[part] = vector_load(factor + k * stride + j + part * WIDTH);
+            LOWRANK_UNROLL
+            for (size_t row = 0; row < ROWS; ++row) {
+                vector c = vector_of(left[k][row]);
+                LOWRANK_UNROLL
+                for (size_t part = 0; part < PAIR; ++part)
+                    value[row][part] -= c * f[part];
+            }
+        }
+        LOWRANK_UNROLL
+        for (size_t row = 0; row < ROWS; ++row) {
+            LOWRANK_UNROLL
+            for (size_t part = 0; part < PAIR; ++part) {
+                size_t here = row * m->cols + j + part * WIDTH;
+                value[row][part] = vector_load(gradient + here) + value[row][part];
+                vector_store(gradient + here, value[row][part]);
+                vector_store(v + row * TILE_STRIDE + j + part * WIDTH, value[row][part]);
+            }
         }
     }
 }
 
-LOWRANK_INLINE void tile_stages(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
-                                bool write)
+LOWRANK_INLINE void tile_stages(float *v, float left[][ROWS], const sw_lowrank *m, tile at)
 {
-    if (m->rank <= RANKS) {
-        LOWRANK_BY_RANKS(m->rank, tile_stage(v, left, k, m, at, ranks, true, true, write))
-        return;
-    }
-    size_t stride = sw_lowrank_stride(m->cols), final = (m->rank - 1) / RANKS * RANKS;
-    tile_stage(v, left, 0, m, at, RANKS, true, false, false);
-    for (size_t k = RANKS; k < final; k += RANKS)
-        tile_combine(v, left + k, m->right + k * stride + at.col, stride, at.cols, RANKS, true);
-    switch (m->rank - final) {
+    switch (m->rank) {
     case 1:
-        tile_stage(v, left, final, m, at, 1, false, true, write);
+        tile_stage(v, left, m, at, 1);
         break;
     case 2:
-        tile_stage(v, left, final, m, at, 2, false, true, write);
+        tile_stage(v, left, m, at, 2);
         break;
     case 3:
-        tile_stage(v, left, final, m, at, 3, false, true, write);
+        tile_stage(v, left, m, at, 3);
+        break;
+    case 4:
+        tile_stage(v, left, m, at, 4);
         break;
     default:
-        tile_stage(v, left, final, m, at, 4, false, true, write);
+        tile_stage(v, left, m, at, m->rank);
     }
 }
 
-/* v = gradient + (memory - leftᵀ right), and memory = v if `write`. */
-LOWRANK_INLINE void tile_value(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
-                               bool write)
+/* v = gradient + (memory - leftᵀ right), and gradient = v. */
+LOWRANK_INLINE void tile_value(float *v, float left[][ROWS], const sw_lowrank *m, tile at)
 {
-    if (!m->memory) {
-        tile_read(v, m->gradient, m->cols, at);
+    if (m->memory && at.rows == ROWS && at.cols % (PAIR * WIDTH) == 0) {
+        tile_stages(v, left, m, at);
         return;
     }
-    if (at.rows == ROWS && at.cols % LANES == 0) {
-        tile_stages(v, left, m, at, write);
+    tile_read(v, m->memory ? m->memory : m->gradient, m->cols, at);
+    if (!m->memory)
         return;
-    }
-    tile_read(v, m->memory, m->cols, at);
     tile_sub_product(v, left, m, at);
     tile_add(v, m->gradient, m->cols, at);
-    if (write)
-        tile_write(m->memory, v, m->cols, at);
+    tile_write(m->gradient, v, m->cols, at);
 }
 
 static tile tile_at(const sw_lowrank *m, size_t row, size_t col)
@@ -319,7 +336,7 @@ static float lanes_sum(const float *lanes)
 static void lowrank_project(const sw_lowrank *m, const float *basis, float *out)
 {
     size_t stride = sw_lowrank_stride(m->cols), out_stride = sw_lowrank_stride(m->rows);
-    float v[ROWS * TILE], left[SW_LOWRANK_RANK_MAX][ROWS];
+    float v[ROWS * TILE_STRIDE], left[SW_LOWRANK_RANK_MAX][ROWS];
     float lanes[SW_LOWRANK_RANK_MAX][ROWS][LANES];
     memset(out, 0, m->rank * out_stride * sizeof *out);
     for (size_t row = 0; row < m->rows; row += ROWS) {
@@ -330,7 +347,7 @@ static void lowrank_project(const sw_lowrank *m, const float *basis, float *out)
         for (size_t col = 0; col < m->cols; col += TILE) {
             tile at = tile_at(m, row, col);
             size_t count = sw_lowrank_stride(at.cols);
-            tile_value(v, left, m, at, false);
+            tile_value(v, left, m, at);
             LOWRANK_BY_RANKS(m->rank,
                              tile_dot(v, basis + k * stride + col, stride, count, lanes + k, ranks))
         }
@@ -340,68 +357,94 @@ static void lowrank_project(const sw_lowrank *m, const float *basis, float *out)
     }
 }
 
+/* out[k] += sum over rows of now[k][row] * v[row], and memory = v past the caches, for a tile of
+ * whole vectors; memory NULL: not. */
+LOWRANK_INLINE void tile_absorb(const sw_lowrank *m, float now[][ROWS], float *out, tile at,
+                                size_t rank, bool keep)
+{
+    size_t stride = sw_lowrank_stride(m->cols), place = at.row * m->cols + at.col;
+    const float *v = m->gradient + place;
+    float *memory = keep ? m->memory + place : NULL;
+    out += at.col;
+    for (size_t j = 0; j < at.cols; j += WIDTH) {
+        vector value[ROWS];
+        LOWRANK_UNROLL
+        for (size_t row = 0; row < ROWS; ++row) {
+            size_t here = row * m->cols + j, ahead = (here + ROWS * m->cols) * sizeof(float);
+            __builtin_prefetch((const void *)((uintptr_t)v + ahead), 0, 2);
+            value[row] = vector_load(v + here);
+            if (keep)
+                vector_stream(memory + here, value[row]);
+        }
+        for (size_t k = 0; k < rank; ++k) {
+            float *to = out + k * stride + j;
+            vector sum = (value[0] * vector_of(now[k][0]) + value[1] * vector_of(now[k][1])) +
+                         (value[2] * vector_of(now[k][2]) + value[3] * vector_of(now[k][3]));
+            vector_store(to, vector_load(to) + sum);
+        }
+    }
+}
+
 static void lowrank_absorb(const sw_lowrank *m, const float *left_now, float *out)
 {
     size_t stride = sw_lowrank_stride(m->cols), left_stride = sw_lowrank_stride(m->rows);
-    float v[ROWS * TILE], left[SW_LOWRANK_RANK_MAX][ROWS], now[SW_LOWRANK_RANK_MAX][ROWS];
+    bool stream = m->memory && m->cols % LANES == 0 && (uintptr_t)m->memory % 64 == 0;
+    float v[ROWS * TILE_STRIDE], now[SW_LOWRANK_RANK_MAX][ROWS];
     memset(out, 0, m->rank * stride * sizeof *out);
     for (size_t row = 0; row < m->rows; row += ROWS) {
         size_t rows = tile_at(m, row, 0).rows;
-        if (m->memory)
-            read_coefficients(left, m->left, left_stride, row, rows, m->rank);
         read_coefficients(now, left_now, left_stride, row, rows, m->rank);
         for (size_t col = 0; col < m->cols; col += TILE) {
             tile at = tile_at(m, row, col);
             size_t count = sw_lowrank_stride(at.cols);
-            tile_value(v, left, m, at, true);
+            if (at.rows == ROWS && stream) {
+                tile_absorb(m, now, out, at, m->rank, true);
+                continue;
+            }
+            tile_read(v, m->gradient, m->cols, at);
+            if (m->memory)
+                tile_write(m->memory, v, m->cols, at);
             LOWRANK_BY_RANKS(m->rank,
                              tile_gather(v, now + k, out + k * stride + col, stride, count, ranks))
         }
     }
+    if (stream)
+        stream_end();
 }
 
-/* out = leftᵀ right, or out += it, for a tile of whole vectors. */
-LOWRANK_INLINE void tile_expand(float *out, float left[][ROWS], const float *factor, size_t stride,
-                                size_t width, size_t count, int ranks, bool add)
-{
-    vector c[RANKS][ROWS];
-    LOWRANK_UNROLL
-    for (int k = 0; k < ranks; ++k)
-        LOWRANK_UNROLL
-    for (int row = 0; row < ROWS; ++row)
-        c[k][row] = vector_of(left[k][row]);
-    for (size_t j = 0; j < count; j += WIDTH) {
-        vector f[RANKS];
-        LOWRANK_UNROLL
-        for (int k = 0; k < ranks; ++k)
-            f[k] = vector_load(factor + (size_t)k * stride + j);
-        LOWRANK_UNROLL
-        for (size_t row = 0; row < ROWS; ++row) {
-            vector value = add ? vector_load(out + row * width + j) : (vector){0};
-            LOWRANK_UNROLL
-            for (int k = 0; k < ranks; ++k)
-                value += c[k][row] * f[k];
-            vector_store(out + row * width + j, value);
-        }
-    }
-}
-
-static void expand_whole(float *out, float left[][ROWS], const float *right, const sw_lowrank *m,
-                         tile at)
+/* out = leftᵀ right for a tile of whole vectors. */
+LOWRANK_INLINE void expand_whole(float *out, float left[][ROWS], const float *right,
+                                 const sw_lowrank *m, tile at, size_t rank, bool stream)
 {
     size_t stride = sw_lowrank_stride(m->cols);
-    float *to = out + at.row * m->cols + at.col;
+    out += at.row * m->cols + at.col;
     right += at.col;
-    if (m->rank >= RANKS)
-        tile_expand(to, left, right, stride, m->cols, at.cols, RANKS, false);
-    else
-        LOWRANK_BY_RANKS(m->rank,
-                         tile_expand(to, left, right, stride, m->cols, at.cols, ranks, false))
-    if (m->rank > RANKS) {
-        left += RANKS;
-        right += RANKS * stride;
-        LOWRANK_BY_RANKS(m->rank - RANKS, tile_expand(to, left + k, right + k * stride, stride,
-                                                      m->cols, at.cols, ranks, true))
+    for (size_t j = 0; j < at.cols; j += PAIR * WIDTH) {
+        vector value[ROWS][PAIR] = {{{0}}};
+        for (size_t k = 0; k < rank; ++k) {
+            vector f[PAIR];
+            LOWRANK_UNROLL
+            for (size_t part = 0; part < PAIR; ++part)
+                f[part] = vector_load(right + k * stride + j + part * WIDTH);
+            LOWRANK_UNROLL
+            for (size_t row = 0; row < ROWS; ++row) {
+                vector c = vector_of(left[k][row]);
+                LOWRANK_UNROLL
+                for (size_t part = 0; part < PAIR; ++part)
+                    value[row][part] += c * f[part];
+            }
+        }
+        LOWRANK_UNROLL
+        for (size_t row = 0; row < ROWS; ++row) {
+            LOWRANK_UNROLL
+            for (size_t part = 0; part < PAIR; ++part) {
+                float *to = out + row * m->cols + j + part * WIDTH;
+                if (stream)
+                    vector_stream(to, value[row][part]);
+                else
+                    vector_store(to, value[row][part]);
+            }
+        }
     }
 }
 
@@ -410,14 +453,18 @@ static void lowrank_expand(float *out, const float *left, const float *right, si
 {
     const sw_lowrank m = {.rows = rows, .cols = cols, .rank = rank};
     size_t stride = sw_lowrank_stride(cols), left_stride = sw_lowrank_stride(rows);
-    float v[ROWS * TILE], coefficient[SW_LOWRANK_RANK_MAX][ROWS];
+    bool stream = cols % LANES == 0 && stream_pays(out, rows * cols * sizeof *out);
+    float v[ROWS * TILE_STRIDE], coefficient[SW_LOWRANK_RANK_MAX][ROWS];
     for (size_t row = 0; row < rows; row += ROWS) {
         read_coefficients(coefficient, left, left_stride, row, tile_at(&m, row, 0).rows, rank);
         for (size_t col = 0; col < cols; col += TILE) {
             tile at = tile_at(&m, row, col);
             size_t count = sw_lowrank_stride(at.cols);
-            if (at.rows == ROWS && at.cols % LANES == 0) {
-                expand_whole(out, coefficient, right, &m, at);
+            if (at.rows == ROWS && at.cols % (PAIR * WIDTH) == 0) {
+                if (stream)
+                    expand_whole(out, coefficient, right, &m, at, rank, true);
+                else
+                    expand_whole(out, coefficient, right, &m, at, rank, false);
                 continue;
             }
             tile_read(v, NULL, cols, at);
@@ -426,12 +473,14 @@ static void lowrank_expand(float *out, const float *left, const float *right, si
             tile_write(out, v, cols, at);
         }
     }
+    if (stream)
+        stream_end();
 }
 
 static void lowrank_error(const sw_lowrank *m, float *error)
 {
     size_t left_stride = sw_lowrank_stride(m->rows);
-    float v[ROWS * TILE], left[SW_LOWRANK_RANK_MAX][ROWS];
+    float v[ROWS * TILE_STRIDE], left[SW_LOWRANK_RANK_MAX][ROWS];
     for (size_t row = 0; row < m->rows; row += ROWS) {
         read_coefficients(left, m->left, left_stride, row, tile_at(m, row, 0).rows, m->rank);
         for (size_t col = 0; col < m->cols; col += TILE) {

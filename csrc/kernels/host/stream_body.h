@@ -1,0 +1,50 @@
+/* stream_body.h - stores past the caches, for the bodies that are compiled once per instruction
+ * set.
+ *
+ * Idea: what is written once and read megabytes later should neither be fetched before it is
+ * overwritten nor drive out what is needed sooner. Below STREAM_LEAST_BYTES, and on other
+ * architectures, they are plain stores. The bits are the same.
+ *
+ * The includer includes immintrin.h or emmintrin.h where it has them, and calls stream_end() before
+ * anybody else may read.
+ */
+#ifndef SW_KERNELS_HOST_STREAM_BODY_H
+#define SW_KERNELS_HOST_STREAM_BODY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { STREAM_LEAST_BYTES = 1024 * 1024 };
+
+static inline bool stream_pays(const void *to, size_t size_bytes)
+{
+    return size_bytes >= STREAM_LEAST_BYTES && (uintptr_t)to % 64 == 0;
+}
+
+/* `to` is aligned to 64 bytes. */
+static inline void stream_floats(float *to, const float *from, size_t count)
+{
+    size_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= count; i += 16)
+        _mm512_stream_ps(to + i, _mm512_loadu_ps(from + i));
+#elif defined(__AVX__)
+    for (; i + 8 <= count; i += 8)
+        _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
+#elif defined(__x86_64__)
+    for (; i + 4 <= count; i += 4)
+        _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+#endif
+    memcpy(to + i, from + i, (count - i) * sizeof *to);
+}
+
+static inline void stream_end(void)
+{
+#if defined(__x86_64__)
+    _mm_sfence(); /* streamed stores are not ordered by a later release */
+#endif
+}
+
+#endif
