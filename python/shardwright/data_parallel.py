@@ -232,6 +232,7 @@ class DistributedDataParallel(TorchDDP):
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
+            replica.announce("forward", notify=False)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -296,10 +297,14 @@ class DistributedDataParallel(TorchDDP):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
-        """A context in which ranks may run out of inputs at different times. See torch's."""
-        if self._zero:
+        """A context in which ranks may run out of inputs at different times. See torch's.
+
+        At zero >= 1 a rank that ran out goes on updating the slices that it owns, with the hyperparameters of the lowest rank that
+        still trains; collectives of one's own inside (full_gradients, full_parameters, checkpoints) wait for it in vain.
+        """
+        if self._zero == 3 and not self._engine().parameters().shared:
             raise NotImplementedError(
-                f"join() at zero={self._zero} is not there yet: a rank without inputs must still step on its slices"
+                "join() at zero=3 with parameters of each rank's own is not there yet: a rank without inputs gathers no units"
             )
         if self._replica is not None and self._replica.compression is not None and not divide_by_initial_world_size:
             raise NotImplementedError(

@@ -262,6 +262,28 @@ def test_a_bf16_forward_autocasts(rank, world_size):
     assert_same(*found)
 
 
+@on_every_rank(at_least=2)
+@launches
+def test_join_uneven_inputs_joins(rank, world_size):
+    found = []
+    for zero in (0, 1, 2, 3):
+        accelerator = fresh(zero)
+        model, optimizer, _ = prepare(accelerator, "mos")
+        loader = accelerator.prepare(torch.utils.data.DataLoader(batch(9, 5, 7), batch_size=1))
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for x in loader:
+                accelerator.backward(model(x).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 0.02)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert loader.batch_sampler.even_batches
+        found.append(parameters_of(model))
+        assert same_everywhere([p.tolist() for p in found[-1]])
+        gather(None)
+    for zero, parameters in enumerate(found):
+        assert_same(parameters, found[0], zero)
+
+
 # ---------------------------------------------------------------- compressed gradients
 
 
