@@ -26,6 +26,7 @@ from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
 from .exchange import HostExchange
 from .join import ShadowHook
 from .options import Options
+from .precision import PrecisionPlan, remove_plan
 from .process_group import host_group, is_default_group, resolve_group
 from .replica import Replica
 from .table import verify
@@ -52,6 +53,8 @@ class DistributedDataParallel(TorchDDP):
         Accepted; what they ask for holds anyway.
     zero : {0, 1, 2, 3}
         What is sliced over ranks (see wrap).
+    precision : str, Precision or dict
+        In what the module computes (see wrap); its reduce_dtype is wrap's affair.
     **options
         Further fields of Options: timeout_s, transport, ignored_params, ...
 
@@ -94,6 +97,7 @@ class DistributedDataParallel(TorchDDP):
         forward_sync_buffers: bool | None = None,
         *,
         zero: int = 0,
+        precision: Any = None,
         **options: Any,
     ) -> None:
         given = dict(locals())
@@ -117,6 +121,7 @@ class DistributedDataParallel(TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
         self.module = module
         self._zero = zero
+        self._precision = self._plan_precision(precision)
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
         self._build(
             init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers
@@ -168,6 +173,15 @@ class DistributedDataParallel(TorchDDP):
         self.logger = LoggerFacade()
         self._assign_modules_buffers()
 
+    def _plan_precision(self, precision: Any) -> PrecisionPlan | None:
+        """Makes masters, before anybody looks at the parameters."""
+        if precision is None:
+            remove_plan(self.module)
+            return None
+        plan = PrecisionPlan(self.module, precision, self._ignored_names())
+        plan.install()
+        return plan
+
     def _ignored_names(self) -> set[str]:
         ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         ignored.update(item for item in self._options.ignored_params if isinstance(item, str))
@@ -188,6 +202,7 @@ class DistributedDataParallel(TorchDDP):
             "zero": self._zero,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
+            "precision": repr(self._precision),
         }
         self._replica = Replica(
             self.module,
@@ -198,6 +213,8 @@ class DistributedDataParallel(TorchDDP):
             settings,
             self._zero,
         )
+        if self._precision is not None and self._zero == 3 and not self._replica.parameters().shared:
+            raise NotImplementedError("precision at zero=3 with parameters of each rank's own is not there yet")
         self._retire = weakref.finalize(self, self._replica.retire)
         self._retire.atexit = False
         if init_sync:
@@ -256,7 +273,14 @@ class DistributedDataParallel(TorchDDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._pre_forward()
-        return self._post_forward(self.module(*inputs, **kwargs))
+        if self._precision is None:
+            return self._post_forward(self.module(*inputs, **kwargs))
+        inputs, kwargs = self._precision.enter(inputs, kwargs)
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            self._precision.leave()
+        return self._post_forward(self._precision.cast_output(output))
 
     # buffers ------------------------------------------------------------------------------------------------------
 
