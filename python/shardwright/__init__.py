@@ -15,6 +15,7 @@ from .clip import clip_grad_norm_
 from .compress import Bf16, Fp16, Int4, Int8, PowerSGD
 from .data_parallel import DistributedDataParallel
 from .options import Options
+from .precision import Precision
 from .wrap import (
     full_gradients,
     full_optimizer_state_dict,
@@ -44,6 +45,7 @@ __all__ = [
     "Int8",
     "Options",
     "PowerSGD",
+    "Precision",
     "__version__",
     "checkpoint",
     "clip_grad_norm_",

@@ -10,6 +10,7 @@ import torch
 
 from . import _engine
 from .data_parallel import DistributedDataParallel
+from .gradients import as_real, norm_over_ranks
 from .replica import Replica
 from .sharded_gradient import ShardedGradient
 
@@ -78,12 +79,15 @@ def _replica_of(module: Any) -> Replica | None:
 
 
 def _norm_of_slices(replica: Replica) -> float:
-    pieces = [replica.gradient_slice(index) for index in range(len(replica.table.parameters))]
-    mine = _engine.norm_sum([_real(piece) for piece in pieces if piece is not None])
-    return _engine.norm_value(replica.group.comm.all_gather_bytes(mine, f"norm of the gradients of {replica.label}"))
+    slices = [replica.gradient_slice(index) for index in range(len(replica.table.parameters))]
+    if replica.zero == 1 and replica.is_joining:  # who has joined keeps no gradients; here they are whole
+        gradients = [parameter.grad for parameter in replica.table.parameters if parameter.grad is not None]
+        return _engine.norm_value([_engine.norm_sum([_real(gradient) for gradient in gradients])])
+    replica.announce("norm")
+    return norm_over_ranks(replica.group.comm, slices, replica.label)
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, ShardedGradient):
         raise _engine.Error("clip_grad_norm_ needs the wrapped module, not its parameters, at zero >= 2")
-    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return as_real(gradient)

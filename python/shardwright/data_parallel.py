@@ -25,6 +25,7 @@ from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
 from .exchange import GroupExchange, HostExchange
 from .join import ShadowHook
 from .options import Options
+from .precision import PrecisionPlan, remove_plan
 from .process_group import host_group, is_default_group, resolve_group
 from .replica import Replica
 from .table import verify
@@ -51,6 +52,8 @@ class DistributedDataParallel(TorchDDP):
         Accepted; what they ask for holds anyway.
     zero : {0, 1, 2, 3}
         What is sliced over ranks (see wrap).
+    precision : str, Precision or dict
+        In what the module computes (see wrap); its reduce_dtype is wrap's affair.
     **options
         Further fields of Options: timeout_s, transport, ignored_params, ...
 
@@ -93,6 +96,7 @@ class DistributedDataParallel(TorchDDP):
         forward_sync_buffers: bool | None = None,
         *,
         zero: int = 0,
+        precision: Any = None,
         **options: Any,
     ) -> None:
         given = dict(locals())
@@ -116,6 +120,7 @@ class DistributedDataParallel(TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
         self.module = module
         self._zero = zero
+        self._precision = self._plan_precision(precision)
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
         self._build(
             init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers
@@ -167,6 +172,15 @@ class DistributedDataParallel(TorchDDP):
         self.logger = LoggerFacade()
         self._assign_modules_buffers()
 
+    def _plan_precision(self, precision: Any) -> PrecisionPlan | None:
+        """Makes masters, before anybody looks at the parameters."""
+        if precision is None:
+            remove_plan(self.module)
+            return None
+        plan = PrecisionPlan(self.module, precision, self._ignored_names())
+        plan.install()
+        return plan
+
     def _ignored_names(self) -> set[str]:
         ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         ignored.update(item for item in self._options.ignored_params if isinstance(item, str))
@@ -192,6 +206,7 @@ class DistributedDataParallel(TorchDDP):
             "zero": self._zero,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
+            "precision": repr(self._precision),
         }
         self._replica = Replica(
             self.module,
@@ -202,6 +217,8 @@ class DistributedDataParallel(TorchDDP):
             settings,
             self._zero,
         )
+        if self._precision is not None and self._zero == 3 and not self._replica.parameters().shared:
+            raise NotImplementedError("precision at zero=3 with parameters of each rank's own is not there yet")
         self._retire = weakref.finalize(self, self._replica.retire)
         self._retire.atexit = False
         if init_sync:
@@ -236,6 +253,7 @@ class DistributedDataParallel(TorchDDP):
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
+            replica.announce("forward", notify=False)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -259,7 +277,14 @@ class DistributedDataParallel(TorchDDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._pre_forward()
-        return self._post_forward(self.module(*inputs, **kwargs))
+        if self._precision is None:
+            return self._post_forward(self.module(*inputs, **kwargs))
+        inputs, kwargs = self._precision.enter(inputs, kwargs)
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            self._precision.leave()
+        return self._post_forward(self._precision.cast_output(output))
 
     # buffers ------------------------------------------------------------------------------------------------------
 
@@ -300,10 +325,14 @@ class DistributedDataParallel(TorchDDP):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
-        """A context in which ranks may run out of inputs at different times. See torch's."""
-        if self._zero:
+        """A context in which ranks may run out of inputs at different times. See torch's.
+
+        At zero >= 1 a rank that ran out goes on updating the slices that it owns, with the hyperparameters of the lowest rank that
+        still trains; collectives of one's own inside (full_gradients, full_parameters, checkpoints) wait for it in vain.
+        """
+        if self._zero == 3 and not self._engine().parameters().shared:
             raise NotImplementedError(
-                f"join() at zero={self._zero} is not there yet: a rank without inputs must still step on its slices"
+                "join() at zero=3 with parameters of each rank's own is not there yet: a rank without inputs gathers no units"
             )
         if self._replica is not None and self._replica.compression is not None and not divide_by_initial_world_size:
             raise NotImplementedError(

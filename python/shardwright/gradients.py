@@ -7,11 +7,12 @@ place stays one pass), else it is contiguous.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ._engine import Reducer
+from ._engine import HostComm, Reducer, norm_sum, norm_value
 
 _warned_of_sparse = False
 
@@ -58,3 +59,14 @@ def copy_gradient(view: torch.Tensor, gradient: torch.Tensor) -> None:
                 )
             gradient = gradient.to_dense()
         view.copy_(gradient)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Pairs of reals for complex numbers; else the tensor."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def norm_over_ranks(comm: HostComm, slices: Iterable[torch.Tensor | None], label: str) -> float:
+    """The exact 2-norm of all ranks' slices together. Collective: 1,112 bytes a rank."""
+    mine = norm_sum([as_real(piece) for piece in slices if piece is not None])
+    return norm_value(comm.all_gather_bytes(mine, f"norm of the gradients of {label}"))

@@ -3,16 +3,31 @@
 A joined rank shadows each iteration of the others, collective for collective, in the order in which forward and
 backward issue them: buffers, the flag that says whether this backward synchronises, the round. At the end all take the
 model of the rank that trained longest.
+
+At zero >= 1 a joined rank still owns slices, so it has more to take part in: the optimizer's step and, where gradients are sliced
+too, their norms and votes. How many of these an iteration has is the others' affair, so each is *announced*: the ranks that still
+train say what comes, and with it all that a joined rank lacks (hyperparameters, which gradients there are, what they were scaled
+by), which it takes from the lowest of them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.algorithms.join import JoinHook, _JoinConfig
+import torch
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+
+from ._engine import Error
+from .gradients import norm_over_ranks
+from .parameter_memory import memory_order
+from .sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
     from .data_parallel import DistributedDataParallel
+    from .replica import Replica
 
 
 class ShadowHook(JoinHook):
@@ -28,22 +43,32 @@ class ShadowHook(JoinHook):
     def __init__(self, wrapper: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
         self._wrapper = wrapper
         wrapper._divide_by_initial_world_size = divide_by_initial_world_size
-        wrapper._engine().reducer.set_divide_by(not divide_by_initial_world_size)
+        replica = wrapper._engine()
+        replica.reducer.set_divide_by(not divide_by_initial_world_size)
+        if wrapper._zero:
+            replica.join_through(Announcer(wrapper))
 
     def main_hook(self) -> None:
-        """One iteration of the others."""
+        """One iteration of the others; at zero >= 1 one of the things that they announce."""
         wrapper = self._wrapper
+        replica = wrapper._engine()
+        if replica.announcer is not None:
+            heard = replica.announcer.listen()
+            if heard["kind"] != "forward":
+                _SHADOWS[heard["kind"]](replica, heard)
+                return
         if wrapper._check_sync_bufs_pre_fwd():
             wrapper._sync_buffers(candidate=False)
         synchronises = wrapper._agree_on_sync(False)
         wrapper.require_forward_param_sync = synchronises
         if synchronises:
-            wrapper._engine().reducer.shadow()
+            replica.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody takes the model of the last rank that joined; among several, the highest."""
         wrapper = self._wrapper
         replica = wrapper._engine()
+        replica.join_through(None)
         root = replica.group.highest_rank_where(is_last_joiner, "last rank to join")
         wrapper._authoritative_rank = root
         wrapper._assign_modules_buffers()
@@ -51,3 +76,167 @@ class ShadowHook(JoinHook):
         replica.reducer.set_divide_by(False)
         replica.reducer.forget_steps()
         wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+class Announcer:
+    """How ranks that still train tell joined ones what comes, at zero >= 1.
+
+    Attributes
+    ----------
+    joined : list of int
+        Ranks that had joined at the last announcement.
+    lowest : int
+        The lowest rank that still trained then.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self.joined: list[int] = []
+        self.lowest = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a join is under way; one with enable=False is not."""
+        wrapper = self._wrapper()
+        return wrapper is not None and bool(wrapper._join_config.enable)
+
+    def announce(self, kind: str, number: float, groups: Any, notify: bool) -> None:
+        """What every rank that trains calls before what joined ranks must take part in. Collective.
+
+        `number`: which optimizer, or the order of the norm. `notify`: nobody has told torch's Join yet.
+        """
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        if not wrapper._join_config.is_first_joinable:
+            raise NotImplementedError(
+                f"a Join of several modules at zero={wrapper._zero} is not there yet: join each by itself, with model.join()"
+            )
+        work = Join.notify_join_context(wrapper) if notify else None
+        if work is not None:
+            work.wait()
+        replica = wrapper._engine()
+        said: dict[str, Any] = {"kind": kind, "number": number, "groups": groups}
+        if kind != "forward":
+            said["gradients"] = [_state_of(parameter.grad) for parameter in replica.table.parameters]
+            said["factors"] = replica.gradient_factors()
+        self._exchange(replica, json.dumps(said).encode())
+
+    def listen(self) -> dict[str, Any]:
+        """What the lowest rank that trains announced."""
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        heard: dict[str, Any] = json.loads(self._exchange(wrapper._engine(), b""))
+        return heard
+
+    def _exchange(self, replica: Replica, mine: bytes) -> bytes:
+        said = replica.group.comm.all_gather_bytes(mine, f"what comes next in the join of {replica.label}")
+        trains = {rank: json.loads(each) for rank, each in enumerate(said) if each}
+        self.joined = [rank for rank, each in enumerate(said) if not each]
+        self.lowest = min(trains)
+        first = trains[self.lowest]
+        for rank, other in trains.items():
+            if (other["kind"], other["number"]) != (first["kind"], first["number"]):
+                raise Error(
+                    f"ranks disagree inside join: rank {self.lowest} comes to {_WORDS[first['kind']]}, rank {rank} to "
+                    f"{_WORDS[other['kind']]} ({first['number']:g}, {other['number']:g})"
+                )
+        return said[self.lowest]
+
+
+_WORDS = {
+    "forward": "a forward",
+    "step": "a step of an optimizer",
+    "norm": "clipping by the norm",
+    "norms": "the norms of gradients",
+    "vote": "unscaling gradients",
+}
+_NONE, _ZERO, _VALUE = range(3)
+
+
+def _state_of(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return _NONE
+    return _ZERO if isinstance(gradient, ShardedGradient) and gradient._cleared else _VALUE
+
+
+# what a joined rank does -------------------------------------------------------------------------------------------
+
+
+def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | None]:
+    """This rank's slices of sliced averages, as ranks that train would have them."""
+    found: list[torch.Tensor | None] = []
+    for view, state in zip(replica.views, states):
+        assert isinstance(view, ShardedGradient)
+        found.append(None if state == _NONE else torch.zeros_like(view.piece) if state == _ZERO else view.piece)
+    return found
+
+
+def _shadow_norm(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.follow_factors(heard["factors"])
+    norm_over_ranks(replica.group.comm, _own_slices(replica, heard["gradients"]), replica.label)
+
+
+def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.follow_factors(heard["factors"])
+    replica.board().gather_norms(heard["number"])
+
+
+def _shadow_vote(replica: Replica, heard: dict[str, Any]) -> None:
+    slices = _own_slices(replica, heard["gradients"])
+    overflowed = any(piece is not None and not bool(piece.isfinite().all()) for piece in slices)
+    replica.follow_factors(heard["factors"])
+    replica.board().any_rank(overflowed)
+
+
+def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.follow_factors(heard["factors"])
+    optimizer = replica.optimizers()[int(heard["number"])]
+    states = heard["gradients"]
+    gradients = exchange_slices(replica, states) if replica.zero == 1 else _own_slices(replica, states)
+    optimizer.shadow_step(heard["groups"], gradients)
+
+
+_SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
+    "norm": _shadow_norm,
+    "norms": _shadow_norms,
+    "vote": _shadow_vote,
+    "step": _shadow_step,
+}
+
+
+def exchange_slices(replica: Replica, states: Sequence[int] | None = None) -> list[torch.Tensor | None]:
+    """zero=1: joined ranks' slices of the gradients, from the lowest rank that trains, which may have scaled or cut them as it
+    liked. Collective; what a joined rank gets back is what it steps with, `states` says which gradients there are.
+
+    Cost: the bytes of the joined ranks' slices.
+    """
+    announcer, memory = replica.announcer, replica.parameters()
+    assert announcer is not None
+    if not announcer.joined:
+        return []
+    table, rank = replica.table, replica.group.rank
+    mine = []
+    if rank == announcer.lowest:
+        for to in announcer.joined:
+            for index, parameter in enumerate(table.parameters):
+                low, high = memory.run(index, to)
+                if parameter.grad is not None and low < high:
+                    flat = memory_order(parameter.grad.detach(), parameter)[low:high]
+                    mine.append(flat.contiguous().view(torch.uint8).numpy().tobytes())
+    label = f"gradients for ranks that have joined, of {replica.label}"
+    data = replica.group.comm.all_gather_bytes(b"".join(mine), label)[announcer.lowest]
+    if states is None:
+        return []
+    found: list[torch.Tensor | None] = [None] * len(table.parameters)
+    at = 0
+    for to in announcer.joined:
+        for index, parameter in enumerate(table.parameters):
+            low, high = memory.run(index, to)
+            if states[index] == _NONE:
+                continue
+            size = (high - low) * parameter.element_size()
+            if to == rank:
+                piece = bytearray(data[at : at + size])
+                found[index] = torch.frombuffer(piece, dtype=parameter.dtype) if size else parameter.new_empty(0)
+            at += size
+    return found

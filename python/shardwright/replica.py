@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -22,6 +22,10 @@ from .parameter_memory import ParameterMemory, memory_order
 from .process_group import HostGroup
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .table import ParameterTable, verify
+
+if TYPE_CHECKING:
+    from .join import Announcer
+    from .sharded_optimizer import ShardedOptimizer
 
 _serials = itertools.count()
 #: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
@@ -95,6 +99,8 @@ class Replica:
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
         self.compression: tuple[str, Exchange] | None = None
+        self.announcer: Announcer | None = None
+        self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         _live.add(self)
         _hooks.watch_steps(self)
 
@@ -231,9 +237,48 @@ class Replica:
         finally:
             self.count_writes(self.table.parameters)
 
-    def gradient_factors(self) -> list[float]:
+    def gradient_factors(self) -> list[list[Any]]:
         """What sliced gradients were scaled by since the last round."""
         return self._board.factors() if self._board is not None else []
+
+    # uneven inputs, see join.py -------------------------------------------------------------------------------------
+
+    def join_through(self, announcer: Announcer | None) -> None:
+        """Inside join at zero >= 1 collectives of ranks that train are announced to those that have joined."""
+        self.announcer = announcer
+        if self._board is not None:
+            self._board.announce = self.announce if announcer is not None else lambda *_: None
+
+    @property
+    def is_joining(self) -> bool:
+        return self.announcer is not None and self.announcer.is_on
+
+    def announce(self, kind: str, number: float = 0, groups: Any = None, *, notify: bool = True) -> None:
+        """Inside join, tells ranks that have joined what comes; else nothing."""
+        if self.announcer is not None and self.announcer.is_on:
+            self.announcer.announce(kind, number, groups, notify)
+
+    def follow_factors(self, factors: list[list[Any]]) -> None:
+        """Scales what this rank holds of the gradients as ranks that train have scaled theirs."""
+        done = self.gradient_factors()
+        for index, name, factor in factors[len(done) :]:
+            view = self.views[index]
+            assert isinstance(view, ShardedGradient)
+            getattr(view._held, name)(factor)
+            done.append([index, name, factor])
+
+    def board(self) -> GradientBoard:
+        """At zero >= 2 only."""
+        assert self._board is not None
+        return self._board
+
+    def serve(self, optimizer: ShardedOptimizer) -> int:
+        """Its position among the optimizers of this module, in order of their making: the same on every rank."""
+        self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
+
+    def optimizers(self) -> list[Any]:
+        return [reference() for reference in self._optimizers]
 
     def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
         """Parameters were written through other tensors: autograd and others that watch versions are told."""

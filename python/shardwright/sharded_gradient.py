@@ -32,22 +32,22 @@ class GradientBoard:
     def __init__(self, comm: HostComm, reducer: Reducer, label: str) -> None:
         self._comm, self._reducer, self._label = comm, reducer, label
         self._pieces: list[torch.Tensor] = []  # not the gradients: they hold the board, and autograd holds them
-        self._factors: list[float] = []
+        self._factors: list[list[Any]] = []
         self._factors_of = -1
         self._norms: dict[float, list[float]] = {}
         self._norms_of: tuple[int, int] = (-1, -1)
+        self.announce: Callable[..., None] = lambda *_: None  # what ranks that joined must be told; see join.py
 
     def join(self, piece: torch.Tensor) -> int:
         self._pieces.append(piece)
         return len(self._pieces) - 1
 
-    def scaled(self, index: int, factor: float) -> None:
+    def scaled(self, index: int, name: str, factor: float) -> None:
         """A gradient was scaled: norms that were asked before hold no longer, and ranks must have done the same."""
-        self.factors()
-        self._factors += [index, factor]
+        self.factors().append([index, name, factor])
 
-    def factors(self) -> list[float]:
-        """(index, factor) of what was scaled since the last round, flat: compared between ranks before a step."""
+    def factors(self) -> list[list[Any]]:
+        """[index, "mul_" or "div_", factor] of what was scaled since the last round: compared between ranks before a step."""
         rounds = self._reducer.stats()["rounds"]
         if rounds != self._factors_of:
             self._factors, self._factors_of = [], rounds
@@ -59,19 +59,21 @@ class GradientBoard:
         if state != self._norms_of:
             self._norms, self._norms_of = {}, state
         if order not in self._norms:
-            self._norms[order] = self._gather_norms(order)
+            self.announce("norms", order)
+            self._norms[order] = self.gather_norms(order)
         return self._norms[order][index]
 
-    def _gather_norms(self, order: float) -> list[float]:
+    def gather_norms(self, order: float) -> list[float]:
+        """Of every gradient. Collective."""
         mine = [_partial(piece, order) for piece in self._pieces]
         packed = struct.pack(f"{len(mine)}d", *mine)
         label = f"norms of the gradients of {self._label}"
         rows = [struct.unpack(f"{len(mine)}d", each) for each in self._comm.all_gather_bytes(packed, label)]
         return [_whole(column, order) for column in zip(*rows)]
 
-    def any_rank(self, condition: bool, label: str) -> bool:
-        """Whether `condition` holds on some rank. Collective."""
-        return b"\1" in self._comm.all_gather_bytes(b"\1" if condition else b"\0", label)
+    def any_rank(self, overflowed: bool) -> bool:
+        """Whether a gradient overflowed on some rank. Collective."""
+        return b"\1" in self._comm.all_gather_bytes(b"\1" if overflowed else b"\0", "whether a gradient overflowed")
 
 
 def _partial(piece: torch.Tensor, order: float) -> float:
@@ -180,7 +182,7 @@ def _scaled(name: str) -> Callable[..., Any]:
         getattr(grad._held, name)(factor)
         if grad._pending is not None:
             grad._pending = getattr(grad._pending.clone(), name)(factor)
-        grad._board.scaled(grad._index, float(factor))
+        grad._board.scaled(grad._index, name, float(factor))
         return grad
 
     return scale
@@ -231,11 +233,12 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -
     for grad in grads:
         if isinstance(grad, ShardedGradient):
             grad.averaged_piece()
-            grad._board.scaled(grad._index, float(inverse_scale))
+            grad._board.scaled(grad._index, "mul_", float(inverse_scale))
     plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
     aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
     board = next(g._board for g in grads if isinstance(g, ShardedGradient))
-    if board.any_rank(bool(found_inf.item()), "whether a gradient overflowed"):
+    board.announce("vote")
+    if board.any_rank(bool(found_inf.item())):
         found_inf.fill_(1.0)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ._engine import Error
+from .join import exchange_slices
 from .parameter_memory import memory_order
 from .replica import Replica
 
@@ -72,6 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = optimizer.state
         for parameter, state in whole.items():
             self._take_state(self._index[id(parameter)], state)
+        self._position = replica.serve(self)
 
     def _check_members(self, parameters: Any, position: int) -> None:
         for parameter in parameters:
@@ -129,12 +131,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group, parameters in zip(self._inner.param_groups, whole):
                 group["params"] = parameters
 
-    def _take_gradients(self) -> None:
+    def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 index = self._index[id(parameter)]
                 piece = self.slice_of(index)
-                gradient = self._replica.gradient_slice(index)
+                gradient = gradient_of(index)
                 if piece is None:
                     continue
                 piece.grad = gradient
@@ -155,9 +157,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
             self._replica.reducer.close_pending()
         self._check_groups()
+        self._replica.announce("step", self._position, [_hyperparameters(group) for group in self.param_groups])
+        if self._replica.zero == 1 and self._replica.is_joining:
+            exchange_slices(self._replica)
+        self._step_together(self._replica.gradient_slice)
+        self._count_writes([p for group in self.param_groups for p in group["params"] if p.grad is not None])
+        return loss
+
+    def shadow_step(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None]) -> None:
+        """A step of the others, of a rank that ran out of inputs (join): on its slices, with hyperparameters and gradients that it
+        was told. Collective."""
+        for group, theirs in zip(self.param_groups, groups):
+            _adopt(group, theirs)
+        self._check_groups()
+        self._step_together(gradients.__getitem__)
+        members = [p for group in self.param_groups for p in group["params"]]
+        self._count_writes([p for p in members if gradients[self._index[id(p)]] is not None])
+
+    def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
         refusal = None
         try:
-            self._take_gradients()
+            self._take_gradients(gradient_of)
         except Error as error:  # the others are told, before they wait for this rank's slices
             refusal = error
         self._agree(refusal)
@@ -173,11 +193,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if piece is not None:
                     piece.grad = None
         self._replica.parameters().publish()
-        self._count_writes()
-        return loss
 
-    def _count_writes(self) -> None:
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         self._replica.count_writes(stepped)
         self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
@@ -192,8 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _agree(self, refusal: Error | None) -> None:
         """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
         groups: list[Any] = [
-            [[self._index[id(p)] for p in group["params"]], {k: _plain(v) for k, v in group.items() if k != "params"}]
-            for group in self.param_groups
+            [[self._index[id(p)] for p in group["params"]], _hyperparameters(group)] for group in self.param_groups
         ]
         groups.append([[], {"factors that gradients were scaled by": self._replica.gradient_factors()}])
         encoded = json.dumps(groups, sort_keys=True, separators=(",", ":")).encode()
@@ -419,6 +435,22 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
             f"optimizer {name} is not known to treat each element by itself, so that it cannot be sliced by itself: pass "
             "partition='flat' if it does (what it computes for an element depends on that element alone)"
         )
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in group.items() if key != "params"}
+
+
+def _adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Another rank's hyperparameters; what a tensor holds is written into it."""
+    for key, value in theirs.items():
+        mine = group.get(key)
+        if _plain(mine) == value:
+            continue
+        if isinstance(mine, torch.Tensor):
+            mine.copy_(torch.tensor(value))
+        else:
+            group[key] = tuple(value) if isinstance(mine, tuple) else value
 
 
 def _plain(value: Any) -> Any:

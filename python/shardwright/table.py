@@ -78,6 +78,12 @@ def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
         raise NotImplementedError(
             f"{what} {name!r} is on {tensor.device}: only CPU tensors are there yet, move the module with .cpu()"
         )
+    gradient_dtype = getattr(tensor, "grad_dtype", None)
+    if gradient_dtype not in (None, tensor.dtype):
+        raise NotImplementedError(
+            f"{what} {name!r} is {tensor.dtype} with grad_dtype={gradient_dtype}: a gradient of another dtype is not there yet; "
+            "precision= keeps float32 parameters and computes in low precision"
+        )
     if tensor.layout is not torch.strided:
         raise Error(f"{what} {name!r} has layout {tensor.layout}: only strided tensors can be wrapped")
 

@@ -14,10 +14,10 @@ from .clip import clip_grad_norm_
 from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .options import Options
+from .precision import PrecisionPlan
 from .sharded_optimizer import ShardedOptimizer, check_sliceable
 
 _LATER = {
-    "precision": "precision policies are not there yet: use torch.autocast around the forward",
     "offload": "offload is not there yet: leave it None",
 }
 
@@ -59,7 +59,10 @@ def wrap(
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
         What travels instead of whole gradients; a communication hook then cannot be registered.
-    precision, offload
+    precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
+        In what the module computes. Parameters are then float32 (low-precision ones become so), are their own masters, and are
+        cast for the time of the wrapper's forward. None: nothing is cast. See docs/design/precision.md.
+    offload
         Not there yet: None.
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1; no effect at 0.
@@ -95,11 +98,11 @@ def wrap(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
     """
-    _check_later(zero, dict(precision=precision, offload=offload))
+    _check_later(zero, dict(offload=offload))
     check_compressor(compress, options.get("reduce", "mean"))
     if partition not in ("auto", "flat", "tensor"):
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
-    Options.from_keywords(options, also_known=("zero", "partition", "compress", *_LATER))
+    Options.from_keywords(options, also_known=("zero", "partition", "compress", "precision", *_LATER))
     if clip_grad_norm is not None and (optimizer is None or not clip_grad_norm > 0):
         raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {clip_grad_norm!r}")
     if not isinstance(module, torch.nn.Module):
@@ -110,7 +113,9 @@ def wrap(
         raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     if zero and optimizer is not None:
         check_sliceable(optimizer, partition)
-    wrapped = DistributedDataParallel(module, zero=zero, **options)
+    if precision is not None:
+        compress = _reduce_in(PrecisionPlan(module, precision), compress, zero, options.get("reduce", "mean"))
+    wrapped = DistributedDataParallel(module, zero=zero, precision=precision, **options)
     if compress is not None:
         wrapped.compress_gradients(compress)
     if optimizer is None:
@@ -216,6 +221,17 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 def _original(module: torch.nn.Module) -> torch.nn.Module:
     return getattr(module, "_orig_mod", module)
+
+
+def _reduce_in(plan: PrecisionPlan, compress: Any, zero: int, reduce: str) -> Any:
+    """The compressor that a policy's reduce_dtype stands for."""
+    asked = plan.compressor()
+    if asked is None:
+        return compress
+    if compress is not None:
+        raise ValueError(f"reduce_dtype and compress={compress} both say what gradients travel in: pass one of them")
+    check_compressor(asked, zero, reduce)
+    return asked
 
 
 def _check_later(zero: int, later: dict[str, Any]) -> None:

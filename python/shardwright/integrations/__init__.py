@@ -1,0 +1,1 @@
+"""Seams to other libraries: one module a library, imported by name; none of them is needed to run."""

@@ -1,0 +1,316 @@
+"""Mixed precision: the forward and backward run in a low-precision copy, parameters stay float32 and are their own masters.
+
+While the wrapper's forward runs, each parameter's place in its module holds `parameter.to(param_dtype)`, a node of the autograd
+graph; so gradients arrive in the parameter's dtype, and everything behind them (accumulation, averages, clipping, loss scaling,
+optimizers, checkpoints) is that of a float32 model, at every stage. Activation checkpointing runs pieces of the forward again
+inside the backward: there each module takes its copies for the time of its call. Outside of the wrapper the module computes in
+float32. docs/design/precision.md has the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from . import _hooks
+from .compress import Bf16, Compressor, Fp16
+
+__all__ = ["Precision"]
+
+_LOW = (torch.bfloat16, torch.float16)
+_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """In which dtypes a module computes; fields as in FSDP2's MixedPrecisionPolicy.
+
+    Parameters
+    ----------
+    param_dtype : torch.dtype, optional
+        Of parameters during forward and backward. None: their own.
+    reduce_dtype : torch.dtype, optional
+        What gradients travel in. None: the parameters' own dtype, float32 where `master`. bfloat16 and float16 at zero 0 and 1,
+        as compress=sw.Bf16() and sw.Fp16().
+    output_dtype : torch.dtype, optional
+        Floating outputs are cast to it. None: as they are; of a module inside another policy, that policy's param_dtype.
+    cast_forward_inputs : bool
+        Floating inputs are cast to param_dtype.
+    master : bool
+        Low-precision parameters become float32 when wrapped: what the optimizer updates. False: they stay as they are.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    master: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise TypeError(f"Precision: {field} must be a floating dtype or None, got {value!r}")
+        if self.reduce_dtype not in (None, torch.float32, *_LOW):
+            raise ValueError(
+                f"Precision: reduce_dtype must be float32, bfloat16, float16 or None, got {self.reduce_dtype}"
+            )
+        if self.reduce_dtype is torch.float32 and not self.master:
+            raise ValueError(
+                "Precision: reduce_dtype=float32 needs master=True: gradients of low-precision parameters travel in their own dtype"
+            )
+        for field in ("cast_forward_inputs", "master"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"Precision: {field} must be True or False, got {getattr(self, field)!r}")
+
+    @staticmethod
+    def of(value: Any, where: str = "precision") -> Precision:
+        """A policy from "bf16", "fp16", "fp32", a dtype's policy, or a policy."""
+        if isinstance(value, Precision):
+            return value
+        if isinstance(value, str) and value in _NAMES:
+            return Precision(param_dtype=_NAMES[value])
+        raise ValueError(
+            f"{where} must be None, 'bf16', 'fp16', 'fp32', a sw.Precision or a dict of them, got {value!r}"
+        )
+
+
+class PrecisionPlan:
+    """Policies laid over the tree of one module, and what is in force at the moment.
+
+    Parameters
+    ----------
+    module : Module
+        The one that is wrapped.
+    precision : str, Precision or mapping of module names to them
+        "" is the module itself; the nearest name above a submodule holds for it, where there is none nothing is cast.
+    ignored : collection of str
+        Names of parameters that are left alone.
+
+    Raises
+    ------
+    ValueError, TypeError
+        No such policy, or no such module.
+    """
+
+    def __init__(self, module: torch.nn.Module, precision: Any, ignored: Collection[str] = ()) -> None:
+        given = precision if isinstance(precision, Mapping) else {"": precision}
+        submodules = dict(module.named_modules())
+        for name in given:
+            if name not in submodules:
+                near = difflib.get_close_matches(str(name), submodules, 1)
+                offer = f", did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"precision: no module is called {name!r}{offer}")
+        self._policies = {name: Precision.of(value, f"precision[{name!r}]") for name, value in given.items()}
+        self._module = module
+        self._root = self._nearest("")
+        self._boundaries: dict[torch.nn.Module, tuple[Precision, torch.dtype | None]] = {
+            submodules[name]: (policy, policy.output_dtype or self._dtype_around(name))
+            for name, policy in self._policies.items()
+            if name
+        }
+        self._slots = {each: self._slots_of(name, each, set(ignored)) for name, each in submodules.items()}
+        self._active = False
+        self._swapped: dict[torch.nn.Module, dict[str, Any]] = {}  # what lay in their places before
+        self._copies: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._recomputing: list[tuple[torch.nn.Module, list[torch.nn.Module]]] = []
+        self._handles: list[Any] = []
+
+    def _nearest(self, name: str) -> Precision | None:
+        while name and name not in self._policies:
+            name = name.rpartition(".")[0]
+        return self._policies.get(name)
+
+    def _dtype_around(self, name: str) -> torch.dtype | None:
+        around = self._nearest(name.rpartition(".")[0])
+        return None if around is None else around.param_dtype
+
+    def _slots_of(self, name: str, module: torch.nn.Module, ignored: set[str]) -> dict[str, torch.dtype]:
+        """Names of its own parameters, and what they are cast to."""
+        policy = self._nearest(name)
+        if policy is None or policy.param_dtype is None:
+            return {}
+        own = {each: p for each, p in module._parameters.items() if p is not None and p.is_floating_point()}
+        return {each: policy.param_dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
+
+    def __repr__(self) -> str:
+        return f"PrecisionPlan({self._policies})"
+
+    def compressor(self) -> Compressor | None:
+        """What reduce_dtype asks for. ValueError where policies differ: a bucket holds parameters of several."""
+        asked = {policy.reduce_dtype for policy in self._policies.values() if policy.reduce_dtype is not None}
+        if len(asked) > 1:
+            raise ValueError(f"precision: reduce_dtype must be one for the whole module, got {sorted(map(str, asked))}")
+        made: dict[Any, Compressor] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}
+        return made.get(next(iter(asked), None))
+
+    # installing ---------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Makes masters and registers hooks; takes the place of an earlier plan of the same module."""
+        remove_plan(self._module)
+        _plans[id(self._module)] = self
+        for name, submodule in self._module.named_modules():
+            policy = self._nearest(name)
+            for each in self._slots[submodule] if policy is not None and policy.master else ():
+                parameter = submodule._parameters[each]
+                if parameter is not None and parameter.dtype in _LOW:
+                    parameter.data = parameter.data.float()
+            if submodule is not self._module:
+                self._hook(submodule)
+
+    def _hook(self, module: torch.nn.Module) -> None:
+        self._handles.append(module.register_forward_pre_hook(self._before_module, prepend=True))
+        if module in self._boundaries:
+            self._handles.append(module.register_forward_pre_hook(self._cast_inputs_of, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._cast_output_of))
+        # Called after an exception too: a recomputation is ended by one as soon as it has what it needs.
+        self._handles.append(module.register_forward_hook(self._after_module, always_call=True))
+
+    def remove(self) -> None:
+        """Takes the hooks off; parameters stay float32."""
+        self._give_back_places()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # the wrapper's forward ----------------------------------------------------------------------------------------
+
+    def enter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Copies take the parameters' places. Inputs as the module is to get them."""
+        self._take_places()
+        return _cast_inputs(self._root, inputs, kwargs) or (inputs, kwargs)
+
+    def leave(self) -> None:
+        """The parameters are back in their places."""
+        self._give_back_places()
+
+    def cast_output(self, output: Any) -> Any:
+        """What the wrapper returns."""
+        return output if self._root is None else _cast(output, self._root.output_dtype)
+
+    def _take(self) -> None:
+        self._restore(list(self._swapped))
+        self._recomputing.clear()
+        self._active = True
+        self._swap(self._module)
+
+    def _give_back(self) -> None:
+        self._active = False
+        self._restore(list(self._swapped))
+        self._recomputing.clear()
+        self._copies.clear()
+
+    _take_places = _hooks.disable_compile(_take)
+    _give_back_places = _hooks.disable_compile(_give_back)
+
+    def _swap(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+        """Copies in the places of all parameters below `module`, where they are not yet; gives the modules that it changed."""
+        changed = []
+        for submodule in module.modules():
+            slots = self._slots.get(submodule)
+            if not slots or submodule in self._swapped:
+                continue
+            before = {}
+            for name, dtype in slots.items():
+                parameter = submodule._parameters[name]
+                if parameter is not None and parameter.dtype is not dtype:
+                    before[name] = parameter
+                    submodule._parameters[name] = self._copy(parameter, dtype)  # type: ignore[assignment]
+            self._swapped[submodule] = before
+            changed.append(submodule)
+            _refresh_weights(submodule)
+        return changed
+
+    def _copy(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not self._active:
+            return parameter.to(dtype)
+        key = (id(parameter), dtype)  # one copy of what is tied
+        if key not in self._copies:
+            self._copies[key] = parameter.to(dtype)
+        return self._copies[key]
+
+    def _restore(self, modules: list[torch.nn.Module]) -> None:
+        for submodule in modules:
+            submodule._parameters.update(self._swapped.pop(submodule))
+            _refresh_weights(submodule)
+
+    # hooks on submodules ------------------------------------------------------------------------------------------
+
+    def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
+        """A module that a backward runs again, for activations that were not kept, takes its copies for the time."""
+        if not _is_compiling() and not self._active and _hooks.graph_task_id() != -1:
+            changed = self._swap(module)
+            if changed:
+                self._recomputing.append((module, changed))
+
+    def _after_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not _is_compiling() and self._recomputing and self._recomputing[-1][0] is module:
+            self._restore(self._recomputing.pop()[1])
+
+    def _cast_inputs_of(self, module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
+        return _cast_inputs(self._boundaries[module][0], inputs, kwargs) if self._is_in_force() else None
+
+    def _cast_output_of(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        return _cast(output, self._boundaries[module][1]) if self._is_in_force() else None
+
+    def _is_in_force(self) -> bool:
+        return self._active or bool(self._recomputing)
+
+
+#: id of a wrapped module -> its plan, which holds the module
+_plans: weakref.WeakValueDictionary[int, PrecisionPlan] = weakref.WeakValueDictionary()
+_is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+
+
+def remove_plan(module: torch.nn.Module) -> None:
+    """Ends what an earlier wrapping of `module` asked for."""
+    earlier = _plans.pop(id(module), None)
+    if earlier is not None:
+        earlier.remove()
+
+
+def _refresh_weights(module: torch.nn.Module) -> None:
+    """Recurrent layers keep a list of their weights beside the parameters."""
+    names = getattr(module, "_flat_weights_names", None)
+    if names is not None:
+        module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
+
+
+def _cast_inputs(policy: Precision | None, inputs: Any, kwargs: Any) -> Any:
+    if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
+        return None
+    return _cast(inputs, policy.param_dtype), _cast(kwargs, policy.param_dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors in nested tuples, lists, dicts and dataclasses, in `dtype`; what holds none is returned as it is."""
+    if dtype is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        cast = {key: _cast(each, dtype) for key, each in value.items()}
+        return cast if type(value) is dict else _rebuilt(value, cast)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(each, dtype) for each in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(each, dtype) for each in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: _cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value)}
+        )
+    return value
+
+
+def _rebuilt(value: Mapping[Any, Any], cast: dict[Any, Any]) -> Any:
+    """A mapping of its own kind, such as a model output that is both a dict and a dataclass."""
+    try:
+        return type(value)(**cast)
+    except TypeError:
+        return type(value)(cast)  # type: ignore[call-arg]

@@ -1,0 +1,396 @@
+"""Law of mixed precision: under a policy the forward computes in low precision on float32 masters; losses, parameters and optimizer state
+have the bits of stage 0 at every stage, and stage 0 those of the naive loop that casts every parameter by hand."""
+
+import copy
+
+import pytest
+import torch
+from harness import LONG, gather, on_every_rank, same_everywhere
+from models import Mlp
+from oracle.data_parallel import NaiveDataParallel
+from oracle.fold import bits_equal
+from peer import PEER, batch, sw
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.attention = nn.Linear(24, 72)
+        self.mix = nn.Linear(24, 24, bias=False)
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (3, 8)).transpose(1, 2) for each in self.attention(self.norm(x)).chunk(3, -1))
+        return x + self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Gpt(nn.Module):
+    """Two blocks, a norm, and a head that is tied to the embedding and used outside of its module's forward."""
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.embedding = nn.Embedding(31, 24)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(24)
+        self.recompute = recompute
+
+    def forward(self, tokens, scale=1.0):
+        x = self.embedding(tokens) * scale
+        for block in self.blocks:
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def loss_of(model, rank, step):
+    tokens = torch.randint(0, 31, (3, 9), generator=torch.Generator().manual_seed(100 * step + rank))
+    logits = model(tokens)
+    return F.cross_entropy(logits.float().flatten(0, 1)[:-1], tokens.flatten()[1:])
+
+
+def plain(model, optimizer, rank, steps):
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def accumulated_and_clipped(model, optimizer, rank, steps):
+    losses = []
+    for step in range(steps // 2):
+        with model.no_sync():
+            loss_of(model, rank, 2 * step).backward()
+        loss = loss_of(model, rank, 2 * step + 1)
+        loss.backward()
+        losses += [loss.item(), sw.clip_grad_norm_(model, 0.3).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def run(rank, zero, precision, training=plain, steps=6, build=Gpt, **options):
+    torch.manual_seed(0)
+    module = build()
+    model, optimizer = sw.wrap(
+        module, torch.optim.AdamW(module.parameters(), lr=3e-3), zero=zero, precision=precision, **options
+    )
+    losses = training(model, optimizer, rank, steps)
+    assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in module.parameters())
+    state = copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer)["state"])
+    tensors = [p.detach().clone() for p in module.parameters()] + [
+        entry[key] for entry in state.values() for key in sorted(entry)
+    ]
+    gather(None)
+    return losses, tensors
+
+
+def assert_same(found, expected, what=None):
+    assert found[0] == expected[0], (what, found[0], expected[0])
+    assert all(bits_equal(a, b) for a, b in zip(found[1], expected[1], strict=True)), what
+
+
+POLICIES = {
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp32": "fp32",
+    "modules": {"": "bf16", "norm": "fp32", "blocks.0.attention": "fp16"},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("training", [plain, accumulated_and_clipped])
+@on_every_rank()
+def test_20_steps_have_the_bits_of_stage_0(rank, world_size, training, policy):
+    precision = POLICIES[policy]
+    if policy == "modules":
+        precision = {**precision, "norm": sw.Precision(param_dtype=torch.float32, output_dtype=torch.bfloat16)}
+    expected = run(rank, 0, precision, training, 20, bucket_cap_mb=0.01)
+    for zero in (1, 2, 3):
+        assert_same(run(rank, zero, precision, training, 20), expected, zero)
+    assert same_everywhere(expected[1][0].tolist())
+    if policy != "fp32":
+        assert expected[0] != run(rank, 0, "fp32", training, 20)[0]
+
+
+class CastByHand(nn.Module):
+    """The law: every parameter is cast, whatever then happens to it is autograd's."""
+
+    def __init__(self, module, dtype):
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, *inputs):
+        cast = {name: p.to(self.dtype) for name, p in self.module.named_parameters()}
+        return torch.func.functional_call(self.module, cast, inputs)
+
+
+@pytest.mark.parametrize("name", LOW)
+@on_every_rank()
+def test_stage_0_is_the_naive_loop_that_casts(rank, world_size, name):
+    torch.manual_seed(0)
+    naive = NaiveDataParallel(CastByHand(Gpt(), LOW[name]))
+    optimizer = torch.optim.AdamW(naive.module.parameters(), lr=3e-3)
+    losses = []
+    for step in range(6):
+        loss = loss_of(naive, rank, step)
+        loss.backward()
+        naive.synchronise()
+        optimizer.step()
+        naive.module.zero_grad()
+        losses.append(loss.item())
+    found = run(rank, 0, name)
+    assert found[0] == losses
+    for mine, theirs in zip(found[1], naive.module.parameters()):
+        assert bits_equal(mine, theirs.detach())
+
+
+@on_every_rank()
+def test_a_scaler_of_torch_runs_unchanged_in_fp16(rank, world_size):
+    def scaled(model, optimizer, rank, steps):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+        seen = []
+        for step in range(steps):
+            loss = loss_of(model, rank, step)
+            scaler.scale(loss * (1e9 if step == 2 and rank == world_size - 1 else 1.0)).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                sw.clip_grad_norm_(model, 0.3)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen += [loss.item(), scaler.get_scale()]
+        assert 2.0**11 in seen and 2.0**12 in seen
+        return seen
+
+    expected = run(rank, 0, "fp16", scaled)
+    for zero in (1, 2, 3):
+        assert_same(run(rank, zero, "fp16", scaled), expected, zero)
+
+
+@on_every_rank()
+def test_modules_see_what_their_policy_says(rank, world_size):
+    low = sw.Precision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    policies = {"": low, "blocks.1": "fp32"}
+    for zero in (0, 3):
+        torch.manual_seed(0)
+        module = Gpt()
+        seen = {}
+        for name, each in module.named_modules():
+            if isinstance(each, (nn.Linear, nn.LayerNorm, Block)):
+
+                def look(module, inputs, name=name, seen=seen):
+                    weight = next(module.parameters())
+                    seen[name] = (inputs[0].dtype, weight.dtype, type(weight) is nn.Parameter)
+
+                each.register_forward_pre_hook(look)
+        model = sw.wrap(module, zero=zero, precision=policies)
+        output = model(torch.zeros(1, 4, dtype=torch.int64), scale=torch.ones(1))
+        assert output.dtype == torch.float64
+        assert seen["blocks.0"] == (torch.bfloat16, torch.bfloat16, False)
+        assert seen["blocks.0.mix"][:2] == (torch.bfloat16, torch.bfloat16)
+        assert seen["blocks.1"] == (torch.bfloat16, torch.float32, True)  # cast after this hook, which came first
+        assert seen["blocks.1.norm"][:2] == (torch.float32, torch.float32)
+        assert seen["norm"][:2] == (torch.bfloat16, torch.bfloat16)
+        seen.clear()
+        sw.unwrap(model)(torch.zeros(1, 4, dtype=torch.int64))
+        assert {each[:2] for each in seen.values()} == {(torch.float32, torch.float32)}  # outside of the wrapper
+        gather(None)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["non-reentrant", "reentrant"])
+@on_every_rank()
+def test_recomputed_activations_have_the_same_bits(rank, world_size, recompute):
+    for precision in ("bf16", {"": "bf16", "blocks.0.norm": "fp32", "blocks.1": "fp32"}):
+        expected = run(rank, 0, precision)
+        for zero in (0, 2, 3):
+            assert_same(run(rank, zero, precision, build=lambda: Gpt(recompute)), expected, zero)
+
+
+@on_every_rank()
+def test_after_an_exception_parameters_are_in_their_places(rank, world_size):
+    torch.manual_seed(0)
+    module = Gpt(recompute=False)
+    before = list(module.parameters())
+    model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=3e-3), zero=2, precision="bf16")
+
+    def fail(*_):
+        raise ArithmeticError("on purpose")
+
+    handle = module.blocks[1].mix.register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(model, rank, 0)
+    handle.remove()
+    assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
+    loss = loss_of(model, rank, 0)
+    handle = module.blocks[0].mix.register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    handle.remove()
+    assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
+    optimizer.zero_grad()
+    plain(model, optimizer, rank, 2)
+    gather(None)
+
+
+@on_every_rank()
+def test_low_precision_parameters_get_masters_unless_told_otherwise(rank, world_size):
+    for zero in (0, 2):
+        for master in (True, False):
+            torch.manual_seed(0)
+            module = Mlp().to(torch.bfloat16)
+            optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+            policy = sw.Precision(param_dtype=torch.bfloat16, master=master)
+            model, optimizer = sw.wrap(module, optimizer, zero=zero, precision=policy)
+            assert {p.dtype for p in module.parameters()} == {torch.float32 if master else torch.bfloat16}
+            before = [p.detach().clone() for p in module.parameters()]
+            output = model(batch(rank, 6, 7))
+            assert output.dtype == torch.bfloat16
+            output.float().square().mean().backward()
+            optimizer.step()
+            after = list(module.parameters())
+            unmoved = sum(int((a == b).sum()) for a, b in zip(before, after, strict=True))
+            assert (unmoved < 100) is master, unmoved  # steps smaller than half a unit of bfloat16
+            gather(None)
+
+
+@on_every_rank()
+def test_states_copies_and_wrapping_again(rank, world_size):
+    torch.manual_seed(0)
+    module = Gpt()
+    model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters()), zero=1, precision="bf16")
+    plain(model, optimizer, rank, 1)
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    average, twin = copy.deepcopy(module), copy.deepcopy(model)
+    tokens = torch.arange(8).view(1, 8)
+    assert average(tokens).dtype == torch.float32
+    assert model(tokens).dtype == twin(tokens).dtype == torch.bfloat16
+    assert bits_equal(model(tokens), twin(tokens))
+    again = sw.wrap(module, zero=0)
+    assert again(tokens).dtype == torch.float32
+    gather(None)
+
+
+@on_every_rank()
+def test_recurrent_layers_and_structured_outputs(rank, world_size):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.GRU(7, 5, batch_first=True)
+
+        def forward(self, x, *, extra):
+            output, last = self.cell(x["x"])
+            return {"output": output, "many": [last, extra], "count": torch.tensor(3)}
+
+    module = Recurrent()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    policy = sw.Precision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model, optimizer = sw.wrap(module, optimizer, zero=1, precision=policy)
+    for _ in range(2):
+        output = model({"x": batch(rank, 3, 4, 7)}, extra=(torch.ones(2), torch.ones(2, dtype=torch.int64)))
+        assert output["output"].dtype == output["many"][0].dtype == output["many"][1][0].dtype == torch.float32
+        assert output["count"].dtype == output["many"][1][1].dtype == torch.int64
+        output["output"].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert module.cell(batch(rank, 3, 4, 7))[0].dtype == torch.float32
+    gather(None)
+
+
+@on_every_rank()
+def test_reduce_dtype_is_what_travels(rank, world_size):
+    for zero in (0, 1):
+        policy = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        found = run(rank, zero, policy, build=Gpt)
+        assert_same(found, run(rank, 0, "bf16", compress=sw.Bf16()))
+    with pytest.raises(NotImplementedError, match="zero must be 0 or 1"):
+        sw.wrap(Mlp(), zero=2, precision=policy)
+    with pytest.raises(ValueError, match="both say what gradients travel in"):
+        sw.wrap(Mlp(), precision=policy, compress=sw.Int8())
+    full = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert_same(run(rank, 2, full), run(rank, 0, "bf16"))
+    gather(None)
+
+
+@on_every_rank()
+def test_autocast_has_the_same_bits_at_every_stage(rank, world_size):
+    def autocast(model, optimizer, rank, steps):
+        losses = []
+        for step in range(steps):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, rank, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected = run(rank, 0, None, autocast)
+    for zero in (1, 2, 3):
+        assert_same(run(rank, zero, None, autocast), expected, zero)
+
+
+@on_every_rank()
+def test_a_compiled_wrapper_computes_the_same(rank, world_size):
+    if world_size > 1 and not LONG:
+        return  # compiling takes seconds, and nothing here depends on the ranks
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = sw.wrap(Gpt(), zero=0, precision="bf16")
+    compiled = torch.compile(model, backend="eager")
+    tokens = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(rank))
+    gradients = []
+    for call in (model, compiled, compiled):
+        model.zero_grad()
+        output = call(tokens)
+        assert output.dtype == torch.bfloat16
+        output.float().square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for again in gradients[1:]:
+        assert all(bits_equal(a, b) for a, b in zip(gradients[0], again, strict=True))
+    torch._dynamo.reset()
+
+
+@on_every_rank()
+def test_what_cannot_be_is_a_sentence(rank, world_size):
+    for precision, kind, words in [
+        ("bf8", ValueError, "precision.* must be None, 'bf16'"),
+        ({"": "bf16", "4x": "fp32"}, ValueError, "no module is called '4x', did you mean '4'"),
+        (
+            {"0": sw.Precision(reduce_dtype=torch.bfloat16), "2": sw.Precision(reduce_dtype=torch.float16)},
+            ValueError,
+            "one for the",
+        ),
+    ]:
+        with pytest.raises(kind, match=words):
+            sw.wrap(Mlp(), precision=precision)
+    if hasattr(torch.Tensor, "grad_dtype"):
+        module = nn.Linear(3, 3).to(torch.bfloat16)
+        module.weight.grad_dtype = torch.float32
+        with pytest.raises(NotImplementedError, match="'weight' is torch.bfloat16 with grad_dtype=torch.float32"):
+            sw.wrap(module)
+        model = sw.wrap(module, precision="bf16")
+        model(batch(rank, 2, 3)).sum().backward()
+        assert module.weight.grad.dtype == torch.float32
+    with pytest.raises(TypeError, match="param_dtype must be a floating dtype"):
+        sw.Precision(param_dtype=torch.int8)
+    with pytest.raises(ValueError, match="needs master=True"):
+        sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, master=False)
+    gather(None)
+
+
+@on_every_rank(at_least=2)
+def test_ranks_that_disagree_are_told(rank, world_size):
+    with pytest.raises(sw.Error, match="precision"):
+        sw.wrap(Mlp(), precision="bf16" if rank else "fp16")
+    gather(None)
