@@ -117,6 +117,7 @@ class DistributedDataParallel(TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
         self.module = module
         self._zero = zero
+        self._options.check_stage(zero)
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
         self._build(
             init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers
@@ -186,6 +187,7 @@ class DistributedDataParallel(TorchDDP):
             "reduce": options.reduce,
             "timeout_s": options.timeout_s,
             "zero": self._zero,
+            "share_parameters": options.share_parameters,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
         }
