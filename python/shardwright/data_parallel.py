@@ -29,6 +29,7 @@ from .options import Options
 from .process_group import host_group, is_default_group, resolve_group
 from .replica import Replica
 from .table import verify
+from .units import check_marks
 
 _RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", "_retire", "__weakref__")
 
@@ -118,6 +119,7 @@ class DistributedDataParallel(TorchDDP):
         self.module = module
         self._zero = zero
         self._options.check_stage(zero)
+        check_marks(module, zero, self._options.share_parameters)
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
         self._build(
             init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers

@@ -20,7 +20,7 @@ from .parameter_memory import memory_order
 from .process_group import HostGroup
 from .table import ParameterTable
 from .unit_schedule import UnitSchedule
-from .units import UnitPlan
+from .units import UnitPlan, mark_of
 
 _ALIGNMENT = 128
 #: parameters of at most as many bytes are never released: whoever reads them gains nothing by waiting
@@ -74,6 +74,10 @@ class UnitMemory:
         ]
         self._units = self._make_units(plans, members)
         self.schedule = UnitSchedule(self._units, plans, [self._members(each) for each in members])
+        for number, plan in enumerate(plans):
+            mark = mark_of(plan.module)
+            if mark is not None:
+                mark.join(self.schedule, number)
         group.comm.barrier(f"slices of the parameters of {label}")
 
     def _plan_slices(self) -> None:

@@ -7,7 +7,6 @@ A parameter that several modules hold belongs to the innermost unit around all o
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -23,14 +22,18 @@ _SIZE_BYTES = 32 * _MIB
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
-@dataclasses.dataclass
-class Mark:
-    """What fully_shard said of a module."""
-
-    reshard_after_forward: bool
+def mark_of(module: torch.nn.Module) -> Any:
+    """What fully_shard said of a module (fully_shard.Mark); None if nothing."""
+    return getattr(type(module), "_shardwright_mark", None)
 
 
-marks: weakref.WeakKeyDictionary[torch.nn.Module, Mark] = weakref.WeakKeyDictionary()
+def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> None:
+    """ValueError for a module that fully_shard was called on, if it is wrapped as anything but what that means."""
+    marked = next((name for name, each in module.named_modules() if mark_of(each) is not None), None)
+    if marked is not None and (zero != 3 or share_parameters is not False):
+        raise ValueError(
+            f"sw.fully_shard was called on {marked or 'the module'!r}: it can be wrapped with zero=3 and share_parameters=False only"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +80,7 @@ def cut(
 ) -> list[UnitPlan]:
     """The units of `module`, the outermost first, then in the order of modules().
 
-    The outermost unit is whole from its forward to the end of its backward, unless fully_shard said otherwise: it is needed
-    first in the backward, and last in the forward.
+    The outermost unit is whole from its forward to the end of its backward: it is needed last in the one, first in the other.
     """
     chosen = _choose(module, units)
     owners: dict[int, list[list[torch.nn.Module]]] = {}
@@ -95,8 +97,9 @@ def cut(
     for name, each in module.named_modules():
         if each is not module and id(each) not in chosen:
             continue
-        mark = marks.get(each)
-        reshards = mark.reshard_after_forward if mark is not None else reshard_after_forward and each is not module
+        mark = mark_of(each)
+        reshards = mark.reshard_after_forward if mark is not None else reshard_after_forward
+        reshards = reshards and each is not module
         plans.append(UnitPlan(name, each, tuple(members.get(id(each), ())), reshards))
     return plans
 
@@ -104,7 +107,7 @@ def cut(
 def _choose(module: torch.nn.Module, units: Any) -> set[int]:
     """Identities of the modules that are units, but for the outermost."""
     if units == "auto":
-        marked = {id(each) for each in module.modules() if each in marks}
+        marked = {id(each) for each in module.modules() if mark_of(each) is not None and each is not module}
         return marked or {id(each) for each in repeated_blocks(module)}
     if units == "size" or isinstance(units, (int, float)):
         return _by_size(module, _SIZE_BYTES if units == "size" else int(units * _MIB))

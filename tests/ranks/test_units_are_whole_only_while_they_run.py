@@ -290,7 +290,9 @@ def broken_off(model, optimizer, rank):
     return losses + steps(model, optimizer, rank, 2)
 
 
-@pytest.mark.parametrize("train", [several_forwards, the_same_graph_twice, gradients_of_inputs, accumulating, broken_off])
+@pytest.mark.parametrize(
+    "train", [several_forwards, the_same_graph_twice, gradients_of_inputs, accumulating, broken_off]
+)
 @pytest.mark.parametrize("cut", ["blocks", "nested"])
 @on_every_rank()
 def test_every_shape_of_a_step(rank, world_size, train, cut):
@@ -391,7 +393,9 @@ def test_a_placeholder_that_was_changed_is_an_error(rank, world_size, write):
             weight.fill_(0.5)
         else:
             weight.data = torch.ones_like(weight)
-    with pytest.raises(engine.Error, match=r"parameter 'blocks.1.wide.weight' was|data of parameter 'blocks.1.wide.weight'"):
+    with pytest.raises(
+        engine.Error, match=r"parameter 'blocks.1.wide.weight' was|data of parameter 'blocks.1.wide.weight'"
+    ):
         model(batch(rank, 6, 7))
     if write == "fill":
         steps(model, optimizer, rank, 2)
