@@ -15,10 +15,11 @@ size_t sw_page_ring_chunks(size_t size_bytes)
     return size_bytes / chunk_bytes + (size_bytes % chunk_bytes != 0);
 }
 
-static size_t page_rounded(size_t size_bytes)
+size_t sw_page_ring_span(size_t size_bytes)
 {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    return (size_bytes + page - 1) / page * page;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE),
+           unit = size_bytes < chunk_bytes ? page : chunk_bytes;
+    return (size_bytes + unit - 1) / unit * unit;
 }
 
 /* The file that blank ranges show. Its bytes are written once, and never again. */
@@ -33,9 +34,10 @@ static sw_status make_blank(int *fd, const char *label, sw_error *err)
 }
 
 /* The first pages that units use are there, and in huge pages where the kernel can. */
-static void warm(const sw_page_ring *ring, size_t size_bytes)
+static void warm(const sw_page_ring *ring)
 {
     uint8_t *bytes;
+    size_t size_bytes = ring->warm_chunks * chunk_bytes;
     sw_error ignored;
     if (size_bytes == 0 || sw_memfd_map(ring->fd, size_bytes, &bytes, &ignored) != SW_OK)
         return;
@@ -56,7 +58,7 @@ sw_status sw_page_ring_init(sw_page_ring *ring, size_t chunk_count, size_t warm_
         SW_FAIL(err, SW_E_MEMORY, "%s: no memory for a table of %zu chunks", label, chunk_count);
     SW_TRY_GOTO(status, sw_memfd_create(chunk_count * chunk_bytes, label, &ring->fd, err), failed);
     SW_TRY_GOTO(status, make_blank(&ring->blank_fd, label, err), failed);
-    warm(ring, sw_size_min(warm_bytes, chunk_count * chunk_bytes) / chunk_bytes * chunk_bytes);
+    warm(ring);
     return SW_OK;
 failed:
     sw_page_ring_fini(ring);
@@ -108,7 +110,7 @@ static sw_status show_blank(const sw_page_ring *ring, uint8_t *address, size_t s
 sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_bytes,
                            uint32_t *chunks, sw_error *err)
 {
-    size_t size = page_rounded(size_bytes), count = sw_page_ring_chunks(size_bytes);
+    size_t size = sw_page_ring_span(size_bytes), count = sw_page_ring_chunks(size_bytes);
     if (count > ring->chunk_count - ring->in_use)
         SW_FAIL(err, SW_E_STATE, "a range of %zu chunks does not fit a ring with %zu of %zu free",
                 count, ring->chunk_count - ring->in_use, ring->chunk_count);
@@ -132,7 +134,7 @@ sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_byt
 sw_status sw_page_ring_blank(sw_page_ring *ring, uint8_t *address, size_t size_bytes,
                              const uint32_t *chunks, sw_error *err)
 {
-    SW_TRY(show_blank(ring, address, page_rounded(size_bytes), err));
+    SW_TRY(show_blank(ring, address, sw_page_ring_span(size_bytes), err));
     if (chunks)
         give_back(ring, sw_page_ring_chunks(size_bytes), chunks);
     return SW_OK;

@@ -31,12 +31,16 @@ typedef struct sw_page_ring {
 /* Chunks that a range of `size_bytes` takes. */
 size_t sw_page_ring_chunks(size_t size_bytes);
 
+/* Bytes of addresses that a range of `size_bytes` takes: whole pages, and from one chunk on whole
+ * chunks, so that huge pages can lie behind all of it. */
+size_t sw_page_ring_span(size_t size_bytes);
+
 /* For ranges of `chunk_count` chunks together, all in use at once. */
 SW_MUST_USE sw_status sw_page_ring_init(sw_page_ring *ring, size_t chunk_count, size_t warm_bytes,
                                         const char *label, sw_error *err);
 void sw_page_ring_fini(sw_page_ring *ring);
 
-/* Puts pages behind [address, address + size_bytes), which is a reserved range. `chunks`:
+/* Puts pages behind [address, address + span of size_bytes), which is a reserved range. `chunks`:
  * sw_page_ring_chunks(size_bytes) numbers, written. Contents are undefined. On failure the range is
  * blank. */
 SW_MUST_USE sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_bytes,

@@ -58,7 +58,7 @@ static sw_status unit_init(unit *made, const sw_unit_spec *spec, sw_error *err)
         memcpy(made->runs, spec->runs, spec->run_count * sizeof *made->runs);
     if (spec->size_bytes == 0)
         return SW_OK;
-    made->address = sw_memory_reserve(spec->size_bytes);
+    made->address = sw_memory_reserve(sw_page_ring_span(spec->size_bytes));
     if (!made->address)
         SW_FAIL(err, SW_E_MEMORY, "unit '%s': no address range of %zu bytes", spec->name,
                 spec->size_bytes);
@@ -111,7 +111,7 @@ void sw_units_destroy(sw_units *units)
     if (!units)
         return;
     for (size_t i = 0; i < units->count; ++i) {
-        sw_memory_unmap(units->unit[i].address, units->unit[i].size_bytes);
+        sw_memory_unmap(units->unit[i].address, sw_page_ring_span(units->unit[i].size_bytes));
         free(units->unit[i].runs);
         free(units->unit[i].chunks);
     }

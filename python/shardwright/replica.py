@@ -247,6 +247,11 @@ class Replica:
         finally:
             self.count_writes(self.table.parameters)
 
+    @property
+    def releases_parameters(self) -> bool:
+        """Whether parameters are whole only while they are used."""
+        return isinstance(self._parameters, UnitMemory)
+
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """See full_parameters."""
         return self._parameters.whole() if isinstance(self._parameters, UnitMemory) else contextlib.nullcontext()

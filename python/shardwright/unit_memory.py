@@ -23,6 +23,8 @@ from .unit_schedule import UnitSchedule
 from .units import UnitPlan, mark_of
 
 _ALIGNMENT = 128
+#: in which units' pages are counted
+_CHUNK_BYTES = 2 << 20
 #: parameters of at most as many bytes are never released: whoever reads them gains nothing by waiting
 _SMALL_BYTES = 128
 
@@ -117,9 +119,10 @@ class UnitMemory:
             specs.append((plan.name or self._label, size, runs))
             places += [(index, number, offset) for index, offset in offsets.items()]
         sizes = [size for _, size, _ in specs]
-        kept = sum(size for plan, size in zip(plans[1:], sizes[1:]) if not plan.reshard_after_forward)
         self._sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
-        self._warm = sizes[0] + max([kept, *sizes[1:]])
+        spans = [-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in sizes]
+        kept = sum(span for plan, span in zip(plans[1:], spans[1:]) if not plan.reshard_after_forward)
+        self._warm = spans[0] + max([kept, *spans[1:]])
         units = Units(self._arena, specs, self._warm, f"units of {self._label}")
         for index, number, offset in places:
             data = self._table.parameters[index].data

@@ -129,6 +129,8 @@ class UnitSchedule:
         self._clock = itertools.count()
         self._tasks: set[int] = set()
         self._keepers = 0  # how many everything() are entered
+        self._latest: Unit | None = None  # whose forward ended last
+        self._turning: Unit | None = None  # whose forward is the last before the backward, as it was the last time
         self._handles: list[Any] = []
         for unit in self.units:
             unit.show(unit.placeholders)
@@ -261,8 +263,16 @@ class UnitSchedule:
         hooked = differentiable and self._hook_outputs(unit, begin, end, output)
         if differentiable and not hooked and any(p.requires_grad for p in unit.parameters):
             unit.pin = unit.pin if unit.pin is Pin.BY_USER else Pin.UNTIL_STEP
-        if not (hooked and not unit.reshard_after_forward):
+        self._note_order(unit)
+        if not hooked or (unit.reshard_after_forward and unit is not self._turning):
             self._release_if_idle(unit)
+
+    def _note_order(self, unit: Unit) -> None:
+        """The unit that runs last in a forward is the one that the backward begins with: it is not released between them."""
+        if unit is self.units[0]:
+            self._turning, self._latest = self._latest, None
+        elif not unit.running:
+            self._latest = unit
 
     def _hook_outputs(self, unit: Unit, begin: int, end: int, output: Any) -> bool:
         hook = _TensorHook(self, unit.number, begin, end)
@@ -317,9 +327,10 @@ class _ModuleHook:
 
     def __init__(self, schedule: UnitSchedule, method: Callable[..., None], number: int) -> None:
         self._schedule = weakref.ref(schedule)
-        self._method = _hooks.disable_compile(method)
+        self._method = method
         self._number = number
 
+    @_hooks.disable_compile
     def __call__(self, *arguments: Any) -> None:
         schedule = self._schedule()
         if schedule is not None and schedule.units:

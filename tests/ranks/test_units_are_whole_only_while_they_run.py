@@ -3,7 +3,9 @@ outside of a unit's run a rank has its slices, and NaN for the rest."""
 
 import copy
 import math
+import pathlib
 import pickle
+import sys
 
 import pytest
 import torch
@@ -346,6 +348,39 @@ def test_a_rank_that_evaluates_alone(rank, world_size):
         return losses
 
     assert_same_training(train, Blocks)
+
+
+def small_gpt():
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+    from gpt.model import GPT, VOCABULARY
+
+    torch.manual_seed(0)
+    return GPT(context=16, layers=3, width=48, heads=3), VOCABULARY
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"units": nn.Linear}, {"reshard_after_forward": False}], ids=["auto", "layers", "kept"]
+)
+@on_every_rank()
+def test_twenty_steps_of_a_gpt(rank, world_size, options):
+    found = []
+    for stage in ({"zero": 0}, {"zero": 3, "share_parameters": False, **options}):
+        module, vocabulary = small_gpt()
+        model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-3), clip_grad_norm=1.0, **stage)
+        generator = torch.Generator().manual_seed(rank)
+        losses = []
+        for _ in range(20):
+            tokens = torch.randint(vocabulary, (2, 17), generator=generator)
+            output = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(output.flatten(0, -2), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append((losses, sw.full_state_dict(model)))
+    assert found[0][0] == found[1][0]
+    assert all(bits_equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    gather(None)
 
 
 # misuse ---------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from .._engine import CheckpointError, CheckpointSaver
 from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
 from .names import ModelTensors, model_tensors, plain
-from .peers import Peers, whole_parameters
+from .peers import Peers, has_passing_parameters, whole_parameters
 
 logger = logging.getLogger("shardwright")
 _POLL_S = 0.1
@@ -103,7 +103,10 @@ class Writer:
         retired: Sequence[str],
     ) -> None:
         found, divergent = self._look_together(training.model)
-        shared = Content([model_group(found, self._max_file_bytes)])
+        model = model_group(found, self._max_file_bytes)
+        if has_passing_parameters(training.model):  # a lazy snapshot would read them too late
+            model.eager = frozenset(model.tensors)
+        shared = Content([model])
         optimizer_tree = None
         if training.optimizer is not None:
             group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes)
