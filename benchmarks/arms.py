@@ -23,8 +23,14 @@ TORCH_SETTINGS: dict[str, dict[str, Any]] = {
     **{f"torch DDP view static cap {cap}": {**VIEW_STATIC, "bucket_cap_mb": cap} for cap in (1, 5, 25, 100)},
 }
 QUICK_SETTINGS = ["torch DDP view static cap 5", "torch DDP view static cap 25"]
-#: stages of sw.wrap
-STAGES = {"ours": 0, "zero=1": 1, "zero=2": 2, "zero=3": 3}
+#: keywords of sw.wrap
+STAGES: dict[str, dict[str, Any]] = {
+    "ours": {"zero": 0},
+    "zero=1": {"zero": 1},
+    "zero=2": {"zero": 2},
+    "zero=3": {"zero": 3},
+    "zero=3 private": {"zero": 3, "share_parameters": False},
+}
 #: ZeroRedundancyOptimizer over DDP with bucket views: whether its parameters are views of buckets too
 REDUNDANCY = {"ZeroRedundancyOptimizer": False, "ZeroRedundancyOptimizer view": True}
 #: FSDP2: reshard_after_forward of each block or layer; the root keeps its own, as is FSDP2's default
@@ -50,7 +56,7 @@ def build(arm: str, module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer
         return outer, ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **settings)
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
     if arm in STAGES:
-        return sw.wrap(module, optimizer, zero=STAGES[arm])
+        return sw.wrap(module, optimizer, **STAGES[arm])
     return TorchDDP(module, **TORCH_SETTINGS[arm]) if arm in TORCH_SETTINGS else module, optimizer
 
 

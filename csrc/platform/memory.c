@@ -116,6 +116,31 @@ sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_error *err)
     return SW_OK;
 }
 
+uint8_t *sw_memory_reserve(size_t size_bytes)
+{
+    void *range = reserve(size_bytes);
+    return range == MAP_FAILED ? NULL : range;
+}
+
+sw_status sw_memory_remap(uint8_t *address, size_t size_bytes, int fd, size_t offset_bytes,
+                          bool present, sw_error *err)
+{
+    int protection = present ? PROT_READ | PROT_WRITE : PROT_READ;
+    int flags = MAP_SHARED | MAP_FIXED | MAP_NORESERVE | (present ? MAP_POPULATE : 0);
+    if (mmap(address, size_bytes, protection, flags, fd, (off_t)offset_bytes) == MAP_FAILED)
+        return sw_error_set(err, SW_E_MEMORY, errno,
+                            "mapping %zu bytes over others failed (vm.max_map_count bounds how "
+                            "many mappings a process has): %s",
+                            size_bytes, strerror(errno));
+    return SW_OK;
+}
+
+void sw_memory_discard(int fd, size_t offset_bytes, size_t size_bytes)
+{
+    (void)fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset_bytes,
+                    (off_t)size_bytes);
+}
+
 void sw_memory_unmap(uint8_t *address, size_t size_bytes)
 {
     if (address)

@@ -8,6 +8,7 @@
 #ifndef SW_PLATFORM_MEMORY_H
 #define SW_PLATFORM_MEMORY_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -24,6 +25,19 @@ SW_MUST_USE sw_status sw_memfd_map(int fd, size_t size_bytes, uint8_t **address,
 
 /* Private zeroed pages, for one rank alone. Pages come when touched. */
 SW_MUST_USE sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_error *err);
+
+/* An address range that nothing lies behind yet, on a huge page's boundary if it is that large;
+ * NULL with errno where there is none. Ended by sw_memory_unmap. */
+uint8_t *sw_memory_reserve(size_t size_bytes);
+
+/* Puts `size_bytes` of `fd` from `offset_bytes` (multiples of the page size, as `address`) over
+ * whatever lies in a reserved range, in one step: `present` pages are writable and there at once,
+ * others can only be read, and come when touched. SW_E_MEMORY: the old pages stay. */
+SW_MUST_USE sw_status sw_memory_remap(uint8_t *address, size_t size_bytes, int fd,
+                                      size_t offset_bytes, bool present, sw_error *err);
+
+/* Gives the pages of a range of `fd` back to the system; a hint. */
+void sw_memory_discard(int fd, size_t offset_bytes, size_t size_bytes);
 
 /* Ends either mapping. NULL is allowed. */
 void sw_memory_unmap(uint8_t *address, size_t size_bytes);

@@ -28,7 +28,7 @@
 typedef struct engine_state {
     PyObject *error, *comm_error, *comm_timeout_error, *checkpoint_error;
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
-    PyTypeObject *plan_type, *saver_type, *folder_type;
+    PyTypeObject *plan_type, *saver_type, *folder_type, *units_type;
 } engine_state;
 
 typedef struct comm_object {
@@ -109,6 +109,9 @@ typedef struct plan_object {
 extern PyType_Spec sw_py_checkpoint_plan_type_spec;
 extern PyType_Spec sw_py_checkpoint_saver_type_spec;
 extern PyType_Spec sw_py_checkpoint_folder_type_spec;
+
+/* units_type.c */
+extern PyType_Spec sw_py_units_type_spec;
 
 /* kernels_module.c */
 extern PyMethodDef sw_py_kernel_functions[];

@@ -16,6 +16,8 @@ typedef struct reducer_object {
     PyObject *params,
         *views; /* owned lists; NULL before attach. The list of views is the caller's own */
     PyObject *hook_tables; /* owned list: where torch keeps the hooks of each parameter, or None */
+    PyObject *layouts; /* owned list of tensors laid out as gradients are, where parameters are not
+                          always; or None */
     PyObject *copy, *open, *renew, *task_id, *bucket_callback; /* owned callables or NULL */
     bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
                     gradients */

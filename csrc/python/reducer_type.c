@@ -155,6 +155,7 @@ static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->copy);
     Py_VISIT(self->open);
     Py_VISIT(self->task_id);
+    Py_VISIT(self->layouts);
     Py_VISIT(self->bucket_callback);
     return 0;
 }
@@ -169,6 +170,7 @@ static int reducer_clear(PyObject *op)
     ENGINE_CLEAR(self->copy);
     ENGINE_CLEAR(self->open);
     ENGINE_CLEAR(self->task_id);
+    ENGINE_CLEAR(self->layouts);
     ENGINE_CLEAR(self->bucket_callback);
     return 0;
 }
@@ -344,8 +346,9 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
     self->exchange = count ? sw_py_tensor_exchange_table(
                                  PyList_GetItem(self->sliced ? self->params : self->views, 0))
                            : NULL;
+    PyObject *models = self->sliced ? self->layouts : self->views;
     self->shapes =
-        self->exchange && !self->sliced ? calloc((size_t)count, sizeof *self->shapes) : NULL;
+        self->exchange && models != Py_None ? calloc((size_t)count, sizeof *self->shapes) : NULL;
     self->hook_counts = calloc((size_t)count + 1, sizeof *self->hook_counts);
     self->hook_tables = PyList_New(count);
     if (!self->hook_counts || !self->hook_tables) {
@@ -355,8 +358,8 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
     for (Py_ssize_t i = 0; i < count; ++i) {
         Py_INCREF(Py_None);
         PyList_SetItem(self->hook_tables, i, Py_None);
-        if (self->shapes && !sw_py_tensor_view_get(self->exchange, PyList_GetItem(self->views, i),
-                                                   &self->shapes[i]))
+        if (self->shapes &&
+            !sw_py_tensor_view_get(self->exchange, PyList_GetItem(models, i), &self->shapes[i]))
             self->shapes[i].ndim = -1; /* never equal: always through copy() */
     }
     return 0;
@@ -364,16 +367,19 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
 
 static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"parameters", "views", "copy", "open", "renew", "task_id", NULL};
+    static char *names[] = {"parameters", "views",   "copy",    "open",
+                            "renew",      "task_id", "layouts", NULL};
     reducer_object *self = (reducer_object *)op;
-    PyObject *params, *views, *copy, *open, *renew, *task_id;
+    PyObject *params, *views, *copy, *open, *renew, *task_id, *layouts;
     if (reducer_check_made(self) < 0 ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOO:attach", names, &params, &PyList_Type,
-                                     &views, &copy, &open, &renew, &task_id))
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOOO:attach", names, &params,
+                                     &PyList_Type, &views, &copy, &open, &renew, &task_id,
+                                     &layouts))
         return NULL;
     PyObject *param_list = PySequence_List(params);
     Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;
-    if (!param_list || PyList_Size(param_list) != count || PyList_Size(views) != count) {
+    bool fits = layouts == Py_None || (PyList_Check(layouts) && PyList_Size(layouts) == count);
+    if (!param_list || PyList_Size(param_list) != count || PyList_Size(views) != count || !fits) {
         Py_XDECREF(param_list);
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError,
@@ -387,6 +393,7 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     keep(&self->open, open);
     keep(&self->renew, renew);
     keep(&self->task_id, task_id);
+    keep(&self->layouts, layouts);
     if (attach_shapes(self, count) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -551,7 +558,8 @@ static PyMethodDef reducer_methods[] = {
     {"bucket_shape", reducer_bucket_shape, METH_O,
      "bucket_shape(bucket)\n--\n\n(offset_bytes, numel, dtype, trainable)."},
     {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
-     "attach(parameters, views, *, copy, open, renew, task_id)\n--\n\nBinds tensors."},
+     "attach(parameters, views, *, copy, open, renew, task_id, layouts)\n--\n\nBinds "
+     "tensors."},
     {"watch_hooks", reducer_watch_hooks, METH_VARARGS,
      "watch_hooks(index, table)\n--\n\nNotices hooks after ours."},
     {"hook", reducer_hook, METH_O,

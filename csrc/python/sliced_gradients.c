@@ -25,9 +25,10 @@ static int write_gradient(reducer_object *self, size_t index, PyObject *param, P
     sw_dtype dtype = dtype_of(self, index);
     size_t numel = sw_reducer_layout(self->reducer)->place[index].numel;
     void *memory = sw_reducer_address(self->reducer, index);
-    if (self->exchange && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
-        sw_py_tensor_view_get(self->exchange, param, &shape) &&
-        sw_py_gradient_has_layout(&seen, &shape)) {
+    bool known =
+        self->shapes || (self->exchange && sw_py_tensor_view_get(self->exchange, param, &shape));
+    if (known && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
+        sw_py_gradient_has_layout(&seen, self->shapes ? &self->shapes[index] : &shape)) {
         const void *sources[] = {memory, seen.data};
         if (add)
             sw_kernels()->fold[dtype](&memory, 1, sources, 2, numel, 1, SW_REDOP_SUM);

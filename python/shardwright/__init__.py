@@ -14,12 +14,14 @@ from ._engine import CheckpointError, CommError, CommTimeoutError, Error
 from .clip import clip_grad_norm_
 from .compress import Bf16, Fp16, Int4, Int8, PowerSGD
 from .data_parallel import DistributedDataParallel
+from .fully_shard import fully_shard
 from .options import Options
 from .precision import Precision
 from .wrap import (
     full_gradients,
     full_optimizer_state_dict,
     full_parameters,
+    full_state_dict,
     load_full_optimizer_state_dict,
     shard_optimizer,
     unwrap,
@@ -53,6 +55,8 @@ __all__ = [
     "full_gradients",
     "full_optimizer_state_dict",
     "full_parameters",
+    "full_state_dict",
+    "fully_shard",
     "hooks",
     "load",
     "load_full_optimizer_state_dict",

@@ -269,6 +269,7 @@ class Reducer:
         open: Callable[[], bool],
         renew: Callable[[int], None],
         task_id: Callable[[], int],
+        layouts: list[torch.Tensor] | None,
     ) -> None:
         """Binds tensors. `views[i]` is the gradient view over memory(i); the list itself is kept, and must hold the only
         reference to each view.
@@ -276,7 +277,8 @@ class Reducer:
         `copy(view, grad)` writes a gradient of any layout into its view. `open()` is called by the first gradient of
         a round: it arranges that close() runs at the end of the outermost graph task and returns whether this
         backward synchronises. `renew(i)` replaces views[i], before it is overwritten, when somebody else holds it: the
-        old one must keep its values. `task_id()` is torch's current graph task id.
+        old one must keep its values. `task_id()` is torch's current graph task id. `layouts[i]`, if sliced, has the strides
+        that gradients have, where the parameter itself does not always (it may be released).
         """
     def watch_hooks(self, index: int, table: dict[int, Any]) -> None:
         """`table` is where torch keeps the gradient hooks of a parameter, ours the last of them. Once there are more, the
@@ -317,6 +319,28 @@ class Reducer:
         """Touches the memory of a parameter that was frozen, so that its hook may run."""
     def stats(self) -> dict[str, int]:
         """rounds, local_rounds, abandoned, buckets_sent, buckets_early, copies, bytes."""
+
+@final
+class Units:
+    """Sets of parameters that are gathered together out of the ranks' slices, and released. See csrc/zero/unit.h."""
+
+    def __init__(
+        self, arena: Arena, units: list[tuple[str, int, list[tuple[int, int, int, int]]]], warm_bytes: int, label: str
+    ) -> None:
+        """`units`: (name, nbytes, runs), runs (target_bytes, rank, source_bytes, nbytes). ValueError for a run that leaves its
+        unit or a rank's part of the arena."""
+    def gather(self, unit: int) -> None:
+        """Sharded to unsharded. Error from elsewhere."""
+    def release(self, unit: int) -> None:
+        """Unsharded to sharded: its addresses read as NaN. Error from elsewhere."""
+    def state(self, unit: int) -> str:
+        """ "sharded", "gathering" or "unsharded"."""
+    def stats(self) -> dict[str, int]:
+        """gathers, releases, gathered_bytes, gather_ns, most_unit_bytes (of pages in use at once)."""
+    def tensor(
+        self, unit: int, offset_bytes: int, numel: int, dtype: str, shape: Sequence[int], strides: Sequence[int]
+    ) -> Any:
+        """A DLPack capsule over a unit's addresses, which last as long as the tensor, whatever lies behind them."""
 
 @final
 class CheckpointPlan:

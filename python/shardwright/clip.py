@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import _engine
-from .data_parallel import DistributedDataParallel
+from .fully_shard import wrapper_of
 from .gradients import as_real, norm_over_ranks
 from .replica import Replica
 from .sharded_gradient import ShardedGradient
@@ -74,8 +74,8 @@ def clip_grad_norm_(
 
 
 def _replica_of(module: Any) -> Replica | None:
-    wrapped = getattr(module, "_orig_mod", module)
-    return wrapped._engine() if isinstance(wrapped, DistributedDataParallel) else None
+    wrapped = wrapper_of(module)
+    return None if wrapped is None else wrapped._engine()
 
 
 def _norm_of_slices(replica: Replica) -> float:

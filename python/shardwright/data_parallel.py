@@ -29,6 +29,7 @@ from .precision import PrecisionPlan, remove_plan
 from .process_group import host_group, is_default_group, resolve_group
 from .replica import Replica
 from .table import verify
+from .units import check_marks
 
 _RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", "_retire", "__weakref__")
 
@@ -120,6 +121,8 @@ class DistributedDataParallel(TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
         self.module = module
         self._zero = zero
+        self._options.check_stage(zero)
+        check_marks(module, zero, self._options.share_parameters)
         self._precision = self._plan_precision(precision)
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
         self._build(
@@ -204,6 +207,7 @@ class DistributedDataParallel(TorchDDP):
             "reduce": options.reduce,
             "timeout_s": options.timeout_s,
             "zero": self._zero,
+            "share_parameters": options.share_parameters,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),

@@ -11,6 +11,8 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from .units import check_units
+
 __all__ = ["Options"]
 
 _MIB = 1024 * 1024
@@ -47,8 +49,14 @@ class Options:
         On the host results are always deterministic; accepted.
     transport : {"auto", "pool", "staged"}
         Where gradient memory lies: shared between ranks, or private and staged through slots. Same bits either way.
-    units, reshard_after_forward, share_parameters
-        Of zero=3; only their defaults are accepted so far.
+    share_parameters : {"auto", True, False}
+        Of zero=3: whether the ranks of a host share one copy of the parameters, which nothing has to gather ("auto": they do), or
+        each keeps its slices and gathers whole ones while they are used.
+    units : "auto", "size", float, type or collection of types
+        Of zero=3 without sharing: what is gathered together. Modules that sw.fully_shard marked, or else repeated blocks; modules
+        of at least 32 MiB ("size") or that many MiB; or modules of the types. What is left belongs to the whole module's own unit.
+    reshard_after_forward : bool
+        Of zero=3 without sharing: whether units are released between forward and backward. The outermost one never is.
 
     Raises
     ------
@@ -100,11 +108,9 @@ class Options:
             raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
-        if self.units != "auto" or self.reshard_after_forward is not True or self.share_parameters != "auto":
-            raise NotImplementedError(
-                "units, reshard_after_forward and share_parameters are not there yet: at zero=3 the ranks of a host share one "
-                "copy of the parameters, which nothing has to gather"
-            )
+        if self.share_parameters not in ("auto", True, False):
+            raise ValueError(f"share_parameters must be 'auto', True or False, got {self.share_parameters!r}")
+        check_units(self.units)
         if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):
             raise TypeError(f"ignored_params must be a collection of parameters or names, got {self.ignored_params!r}")
 
@@ -138,6 +144,12 @@ class Options:
             if name not in known:
                 raise TypeError(_unknown_name(name, known | set(also_known)))
         return cls(**keywords)
+
+    def check_stage(self, zero: int) -> None:
+        """ValueError for an option that means nothing at stage `zero`."""
+        for name in ("share_parameters", "units", "reshard_after_forward") if zero != 3 else ():
+            if getattr(self, name) != getattr(Options, name):
+                raise ValueError(f"{name} is of zero=3, and was given with zero={zero}")
 
     def without_group(self) -> Options:
         """A copy that can be pickled: process group and mesh left out."""

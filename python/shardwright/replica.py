@@ -22,6 +22,8 @@ from .parameter_memory import ParameterMemory, memory_order
 from .process_group import HostGroup
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .table import ParameterTable, verify
+from .unit_memory import UnitMemory
+from .units import cut
 
 if TYPE_CHECKING:
     from .join import Announcer
@@ -85,17 +87,18 @@ class Replica:
             sliced=zero >= 2,
             label=self.label,
         )
-        self._parameters = None
+        self._parameters: ParameterMemory | UnitMemory | None = None
         self._board: GradientBoard | None = None
         if zero:
-            self._parameters = ParameterMemory(group, self.reducer, self.table, self.label, shared=zero == 3)
+            self._parameters = self._make_parameters(module, options)
         try:
             self._attach(synchronises)
         except BaseException as error:  # of this rank alone: the others must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
-        self._drift = DriftCheck(module, self.table, ignored, pinned=bool(zero), shared=zero == 3)
+        shared = self._parameters is not None and self._parameters.shared
+        self._drift = DriftCheck(module, self.table, ignored, pinned=bool(zero), shared=shared, places=self._places())
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
         self.compression: tuple[str, Exchange] | None = None
@@ -103,6 +106,21 @@ class Replica:
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         _live.add(self)
         _hooks.watch_steps(self)
+
+    def _make_parameters(self, module: torch.nn.Module, options: Options) -> ParameterMemory | UnitMemory:
+        if self.zero < 3 or options.share_parameters is not False:
+            return ParameterMemory(self.group, self.reducer, self.table, self.label, shared=self.zero == 3)
+        plans = cut(module, self.table, options.units, options.reshard_after_forward)
+        return UnitMemory(self.group, self.reducer, self.table, plans, self.label)
+
+    def _places(self) -> Callable[[], list[int]] | None:
+        """What tells where data should be, if it moves."""
+        return self._parameters.addresses if isinstance(self._parameters, UnitMemory) else None
+
+    def layout_of(self, index: int) -> torch.Tensor:
+        """A tensor with the strides of a parameter, which itself may be released. Not to be read."""
+        memory = self._parameters
+        return memory.like(index) if isinstance(memory, UnitMemory) else self.table.parameters[index]
 
     def _attach(self, synchronises: Callable[[], bool]) -> None:
         self.views = self._make_views()
@@ -113,6 +131,7 @@ class Replica:
             open=_opener(weakref.ref(self), synchronises),
             renew=_renewer(weakref.ref(self)),
             task_id=_hooks.graph_task_id,
+            layouts=self._parameters.layouts() if isinstance(self._parameters, UnitMemory) else None,
         )
         self._handles: list[Any] = []
         self._gradient_slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -123,13 +142,14 @@ class Replica:
     def _make_views(self) -> list[torch.Tensor]:
         if self.zero < 2:
             return [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
+        like = [self.layout_of(i) for i in range(len(self.table.parameters))]
         board = self._board = GradientBoard(self.group.comm, self.reducer, self.label)
         staged = self.reducer.transport == "staged"
         return [
             ShardedGradient(
                 p, from_dlpack(self.reducer.result(i)), board, gradient_view(p, self.reducer, i) if staged else None
             )
-            for i, p in enumerate(self.table.parameters)
+            for i, p in enumerate(like)
         ]
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
@@ -184,7 +204,7 @@ class Replica:
         """Whether `parameter` is in the table."""
         return id(parameter) in self._identities
 
-    def parameters(self) -> ParameterMemory:
+    def parameters(self) -> ParameterMemory | UnitMemory:
         """Where the parameters lie; at zero >= 1 only."""
         assert self._parameters is not None
         return self._parameters
@@ -195,10 +215,14 @@ class Replica:
             return {}
         held = "shared_parameter_bytes" if self._parameters.shared else "parameter_bytes"
         plan: dict[str, Any] = {held: self._parameters.bytes_held}
+        if isinstance(self._parameters, UnitMemory):
+            plan = {"parameter_bytes": self._parameters.bytes_held, **self._parameters.plan()}
         return {**plan, "parameters_reason": self._parameters.reason} if self._parameters.reason else plan
 
     def stats(self) -> dict[str, Any]:
-        """The reducer's counts, and what a compressor has sent to other ranks."""
+        """The reducer's counts, those of units, and what a compressor has sent to other ranks."""
+        if isinstance(self._parameters, UnitMemory):
+            return {**self.reducer.stats(), **self._parameters.schedule.stats()}
         if self.compression is None:
             return self.reducer.stats()
         name, exchange = self.compression
@@ -236,6 +260,15 @@ class Replica:
                 yield
         finally:
             self.count_writes(self.table.parameters)
+
+    @property
+    def releases_parameters(self) -> bool:
+        """Whether parameters are whole only while they are used."""
+        return isinstance(self._parameters, UnitMemory)
+
+    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """See full_parameters."""
+        return self._parameters.whole() if isinstance(self._parameters, UnitMemory) else contextlib.nullcontext()
 
     def gradient_factors(self) -> list[list[Any]]:
         """What sliced gradients were scaled by since the last round."""
@@ -303,7 +336,7 @@ class Replica:
                 low, high = self.parameters().run(index, rank)
                 if low < high:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            found[name] = flat.as_strided(parameter.shape, parameter.stride())
+            found[name] = flat.as_strided(parameter.shape, self.layout_of(index).stride())
         return found
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -333,7 +366,9 @@ class Replica:
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Parameters and `buffers` of rank `root` to all. Collective."""
-        parameters = () if self.zero == 3 else self.table.parameters  # the host's one copy has rank 0's values already
+        parameters = (
+            () if self.zero == 3 else self.table.parameters
+        )  # what is sliced or shared has rank 0's values already
         self.group.broadcast([*parameters, *buffers], root, f"state of {self.label}")
 
     def retire(self) -> None:
@@ -375,7 +410,7 @@ def _writer(replica: weakref.ref[Replica]) -> Callable[[int, torch.Tensor, bool]
         alive = replica()
         if alive is None:
             return
-        memory = gradient_view(alive.table.parameters[index], alive.reducer, index)
+        memory = gradient_view(alive.layout_of(index), alive.reducer, index)
         if add:
             whole = torch.empty_like(memory)
             copy_gradient(whole, gradient)

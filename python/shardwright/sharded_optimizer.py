@@ -231,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         piece = self.slice_of(index)
         if piece is None:
             return
-        parameter = self._replica.table.parameters[index]
+        parameter = self._replica.layout_of(index)
         low, high = self._replica.parameters().run(index, self._replica.group.rank)
         kept: dict[str, Any] = {}
         for key, value in state.items():
@@ -366,7 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gather_state(self, index: int) -> dict[str, Any]:
         comm, memory = self._replica.group.comm, self._replica.parameters()
-        parameter = self._replica.table.parameters[index]
+        parameter = self._replica.layout_of(index)
         piece = self.slice_of(index)
         mine = self._inner.state.get(piece, {}) if piece is not None else {}
         label = f"optimizer state of {self._replica.table.names[index]}"

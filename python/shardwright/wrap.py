@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any, overload
 
@@ -13,6 +14,7 @@ from ._engine import Error
 from .clip import clip_grad_norm_
 from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
+from .fully_shard import wrapper_of
 from .options import Options
 from .precision import PrecisionPlan
 from .sharded_optimizer import ShardedOptimizer, check_sliceable
@@ -154,7 +156,7 @@ class _Clip:
 def shard_optimizer(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, partition: str = "auto"
 ) -> torch.optim.Optimizer:
-    """The optimizer of a module that was wrapped with zero >= 1, sliced over ranks.
+    """The optimizer of a module that was wrapped with zero >= 1, or given to fully_shard, sliced over ranks. Collective.
 
     Raises
     ------
@@ -163,9 +165,11 @@ def shard_optimizer(
     ValueError
         The optimizer holds a parameter that is not the module's, or is not known to be elementwise (see `partition`).
     """
-    wrapped = _original(module)
-    if not isinstance(wrapped, DistributedDataParallel) or not wrapped._zero:
-        raise Error("shard_optimizer needs a module that was wrapped with zero >= 1")
+    wrapped = wrapper_of(module)
+    if wrapped is None or not wrapped._zero:
+        raise Error(
+            "shard_optimizer needs a module that was wrapped with zero >= 1, or the outermost one that was fully sharded"
+        )
     return ShardedOptimizer(optimizer, wrapped._engine(), partition)
 
 
@@ -179,9 +183,9 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
     Cost at zero >= 2: the gradients' bytes to every rank.
     """
-    wrapped = _original(module)
-    if not isinstance(wrapped, DistributedDataParallel):
-        raise Error("full_gradients needs a wrapped module")
+    wrapped = wrapper_of(module)
+    if wrapped is None:
+        raise Error("full_gradients needs a wrapped module, or the outermost one that was fully sharded")
     return wrapped._engine().full_gradients()
 
 
@@ -196,14 +200,21 @@ def full_parameters(module: torch.nn.Module, *, writable: bool = False) -> Itera
     writable : bool
         Whether they may be written. Each rank writes to its own; afterwards all ranks have rank 0's.
     """
-    wrapped = _original(module)
-    if not isinstance(wrapped, DistributedDataParallel):
-        raise Error("full_parameters needs a wrapped module")
-    if writable:
-        with wrapped._engine().writable_parameters():
-            yield
-    else:
+    wrapped = wrapper_of(module)
+    if wrapped is None:
+        raise Error("full_parameters needs a wrapped module, or the outermost one that was fully sharded")
+    engine = wrapped._engine()
+    with engine.writable_parameters() if writable else engine.whole_parameters():
         yield
+
+
+def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """The bare module's state_dict, copied, on every rank, at any stage. Collective at zero=3.
+
+    Cost: the parameters' bytes a rank.
+    """
+    with full_parameters(module):
+        return copy.deepcopy(unwrap(module).state_dict())
 
 
 def load_full_optimizer_state_dict(

@@ -34,12 +34,24 @@ OPTIMIZERS = {
 }
 
 
+#: a stage too: zero=3, and each rank has nothing but its slices outside of a layer's run
+PRIVATE = "3, private"
+
+
+def stage(zero, options):
+    """Keywords of sw.wrap."""
+    if zero != PRIVATE:
+        return {**options, "zero": zero}
+    return {"units": nn.Linear, **options, "zero": 3, "share_parameters": False}
+
+
 class Outcome:
     """What a training run leaves on this rank."""
 
-    def __init__(self, losses, module, state):
+    def __init__(self, losses, model, state):
         self.losses = losses
-        self.parameters = [p.detach().clone() for p in module.parameters()]
+        with sw.full_parameters(model):
+            self.parameters = [p.detach().clone() for p in model.parameters()]
         self.state = state
 
     def assert_equals(self, other, what):
@@ -140,10 +152,10 @@ def run(zero, training, rank, build=Mlp, optimizer="AdamW", **options):
     made = OPTIMIZERS[optimizer](module.parameters())
     if zero == 3:
         options.pop("transport", None)  # one copy on the host has to be mapped
-    model, made = sw.wrap(module, made, zero=zero, **options)
+    model, made = sw.wrap(module, made, **stage(zero, options))
     losses = training(model, made, rank)
     state = copy.deepcopy(sw.full_optimizer_state_dict(model, made))
-    outcome = Outcome(losses, module, state)
+    outcome = Outcome(losses, model, state)
     gather(None)  # at zero=3 nobody leaves while others read
     return outcome
 
@@ -153,7 +165,7 @@ def run(zero, training, rank, build=Mlp, optimizer="AdamW", **options):
 @on_every_rank()
 def test_every_training_at_every_stage(rank, world_size, cap, training):
     whole = run(0, training, rank, bucket_cap_mb=cap)
-    for zero in (1, 2, 3):
+    for zero in (1, 2, 3, PRIVATE):
         run(zero, training, rank, bucket_cap_mb=cap).assert_equals(whole, f"zero={zero}")
         run(zero, training, rank, bucket_cap_mb=0.004).assert_equals(whole, f"zero={zero}, another cap")
         run(zero, training, rank, bucket_cap_mb=cap, transport="staged").assert_equals(whole, f"zero={zero}, staged")
@@ -164,7 +176,7 @@ def test_every_training_at_every_stage(rank, world_size, cap, training):
 @on_every_rank()
 def test_every_elementwise_optimizer_of_torch(rank, world_size, optimizer):
     whole = run(0, plain_steps, rank, optimizer=optimizer, bucket_cap_mb=0.001)
-    for zero in (1, 2, 3):
+    for zero in (1, 2, 3, PRIVATE):
         run(zero, plain_steps, rank, optimizer=optimizer, bucket_cap_mb=0.001).assert_equals(whole, f"zero={zero}")
 
 
@@ -187,7 +199,7 @@ def test_stage_0_is_the_naive_loop(rank, world_size):
 def test_clipping_by_torch_agrees_to_rounding(rank, world_size):
     """torch's own sum of squares rounds in another order on slices."""
     whole = run(0, clipped_by_torch, rank)
-    for zero in (1, 2, 3):
+    for zero in (1, 2, 3, PRIVATE):
         sliced = run(zero, clipped_by_torch, rank)
         for mine, theirs in zip(sliced.parameters, whole.parameters, strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-6)
@@ -213,7 +225,7 @@ def test_clipping_by_ours_has_the_same_bits(rank, world_size, cap):
     other = run(0, plain_steps, rank, clip_grad_norm=0.02)
     for mine, theirs in zip(other.parameters, whole.parameters, strict=True):
         assert bits_equal(mine, theirs)
-    for zero in (1, 2, 3):
+    for zero in (1, 2, 3, PRIVATE):
         run(zero, clipped_by_ours, rank, bucket_cap_mb=cap).assert_equals(whole, f"zero={zero}")
         run(zero, plain_steps, rank, clip_grad_norm=0.02).assert_equals(other, f"zero={zero}, at each step")
 
@@ -247,7 +259,7 @@ class Odd(nn.Module):
 @on_every_rank()
 def test_every_kind_of_parameter(rank, world_size, training):
     whole = run(0, training, rank, build=Odd, optimizer="AdamW", bucket_cap_mb=0.001)
-    for zero in (1, 2, 3):
+    for zero in (1, 2, 3, PRIVATE):
         run(zero, training, rank, build=Odd, optimizer="AdamW", bucket_cap_mb=0.001).assert_equals(
             whole, f"zero={zero}"
         )
@@ -270,7 +282,7 @@ def some_heads(model, optimizer, rank):
 @on_every_rank()
 def test_parameters_that_some_or_all_ranks_leave_unused(rank, world_size, cap):
     whole = run(0, some_heads, rank, build=Heads, bucket_cap_mb=cap)
-    for zero in (1, 2, 3):
+    for zero in (1, 2, 3, PRIVATE):
         run(zero, some_heads, rank, build=Heads, bucket_cap_mb=cap).assert_equals(whole, f"zero={zero}")
 
 
@@ -308,17 +320,17 @@ def failing_once(model, optimizer, rank):
 @on_every_rank()
 def test_recomputed_and_interrupted_backwards(rank, world_size, cap, training):
     whole = run(0, training, rank, bucket_cap_mb=cap)
-    for zero in (1, 2, 3):
+    for zero in (1, 2, 3, PRIVATE):
         run(zero, training, rank, bucket_cap_mb=cap).assert_equals(whole, f"zero={zero}")
 
 
 @on_every_rank()
 def test_full_gradients_are_those_of_stage_0(rank, world_size):
     found = []
-    for zero in (0, 1, 2, 3):
+    for zero in (0, 1, 2, 3, PRIVATE):
         torch.manual_seed(0)
         module = Mlp()
-        model, _ = sw.wrap(module, OPTIMIZERS["AdamW"](module.parameters()), zero=zero, bucket_cap_mb=0.001)
+        model, _ = sw.wrap(module, OPTIMIZERS["AdamW"](module.parameters()), **stage(zero, {"bucket_cap_mb": 0.001}))
         loss(model, rank, 0).backward()
         found.append(sw.full_gradients(model))
         gather(None)
@@ -331,18 +343,19 @@ def test_full_gradients_are_those_of_stage_0(rank, world_size):
 def test_state_goes_from_any_stage_to_any_other(rank, world_size):
     """Two steps, the whole state, and two more steps at another stage: the bits of four steps."""
     whole = run(0, plain_steps, rank)
-    for first in (0, 1, 2, 3):
-        second = (first + 2) % 4
+    for first, second in [(0, 2), (1, 3), (2, PRIVATE), (3, 1), (PRIVATE, 0), (PRIVATE, 3)]:
         torch.manual_seed(0)
         module = Mlp()
-        model, optimizer = sw.wrap(module, OPTIMIZERS["AdamW"](module.parameters()), zero=first, bucket_cap_mb=0.001)
+        model, optimizer = sw.wrap(
+            module, OPTIMIZERS["AdamW"](module.parameters()), **stage(first, {"bucket_cap_mb": 0.001})
+        )
         losses = plain_steps(model, optimizer, rank, 2)
-        weights = copy.deepcopy(module.state_dict())
+        weights = sw.full_state_dict(model)
         state = copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))
         gather(None)
         module = Mlp()
         module.load_state_dict(weights)
-        model, optimizer = sw.wrap(module, OPTIMIZERS["AdamW"](module.parameters()), zero=second)
+        model, optimizer = sw.wrap(module, OPTIMIZERS["AdamW"](module.parameters()), **stage(second, {}))
         sw.load_full_optimizer_state_dict(model, optimizer, state)
         for step in (2, 3):
             value = loss(model, rank, step)
@@ -350,7 +363,7 @@ def test_state_goes_from_any_stage_to_any_other(rank, world_size):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(value.item())
-        Outcome(losses, module, copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))).assert_equals(
+        Outcome(losses, model, copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))).assert_equals(
             whole, f"{first} to {second}"
         )
         gather(None)
@@ -359,16 +372,16 @@ def test_state_goes_from_any_stage_to_any_other(rank, world_size):
 @on_every_rank()
 def test_an_optimizer_that_has_state_is_taken_over(rank, world_size):
     found = []
-    for zero in (0, 1, 2, 3):
+    for zero in (0, 1, 2, 3, PRIVATE):
         torch.manual_seed(0)
         module = Mlp()
         optimizer = OPTIMIZERS["AdamW"](module.parameters())
         module(batch(0, 6, 7)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        model, optimizer = sw.wrap(module, optimizer, zero=zero, bucket_cap_mb=0.001)
+        model, optimizer = sw.wrap(module, optimizer, **stage(zero, {"bucket_cap_mb": 0.001}))
         losses = plain_steps(model, optimizer, rank, 2)
-        found.append(Outcome(losses, module, copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))))
+        found.append(Outcome(losses, model, copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))))
         gather(None)
     for other in found[1:]:
         other.assert_equals(found[0], "taken over")

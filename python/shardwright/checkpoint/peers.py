@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CheckpointError
+from ..fully_shard import wrapper_of
 from ..process_group import host_group, resolve_group
 
 _BOARD_BYTES = 4096
@@ -20,12 +21,15 @@ def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContex
     or shared."""
     import shardwright
 
-    enter = getattr(shardwright, "full_parameters", None)
-    wrapped = getattr(model, "_orig_mod", model)
-    if enter is None or not isinstance(wrapped, shardwright.DistributedDataParallel):
+    if wrapper_of(model) is None:
         return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = enter(model, writable=writable)
-    return context
+    return shardwright.full_parameters(model, writable=writable)
+
+
+def has_passing_parameters(model: Any) -> bool:
+    """Whether whole parameters are there inside of whole_parameters() alone."""
+    wrapped = wrapper_of(model)
+    return wrapped is not None and wrapped._engine().releases_parameters
 
 
 class Peers:

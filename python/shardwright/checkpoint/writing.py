@@ -18,7 +18,7 @@ from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
 from .names import ModelTensors, model_tensors, plain
-from .peers import Peers, whole_parameters
+from .peers import Peers, has_passing_parameters, whole_parameters
 from .slices import Sliced, describe_state, is_sliced, sliced_state
 
 logger = logging.getLogger("shardwright")
@@ -180,7 +180,10 @@ class Writer:
     def _shared_content(
         self, training: Training, found: ModelTensors, states: Any
     ) -> tuple[Content, dict[str, Any] | None]:
-        shared = Content([model_group(found, self._max_file_bytes)])
+        model = model_group(found, self._max_file_bytes)
+        if has_passing_parameters(training.model):  # a lazy snapshot would read them too late
+            model.eager = frozenset(model.tensors)
+        shared = Content([model])
         if training.optimizer is None:
             return shared, None
         group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes, states)

@@ -1,0 +1,229 @@
+/* units_type.c - shardwright._engine.Units: parameters that are gathered and released in units.
+ *
+ * A tensor over a unit's addresses keeps the Units, and they the arena of the slices: addresses are
+ * never given to something else while a tensor has them. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/engine.h"
+#include "zero/unit.h"
+
+typedef struct units_object {
+    PyObject_HEAD sw_units *units; /* owned; NULL before __init__ */
+    PyObject *arena;               /* owned: where the slices are */
+} units_object;
+
+static int raise(units_object *self, sw_status status, const sw_error *err)
+{
+    if (status == SW_OK)
+        return 0;
+    sw_py_raise(sw_py_state_of((PyObject *)self), err, NULL);
+    return -1;
+}
+
+/* Fills specs[i] from (name, nbytes, runs); runs[i] is owned by the caller. */
+static int read_spec(PyObject *item, sw_unit_spec *spec, sw_unit_run **runs)
+{
+    PyObject *list;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(item, "snO!:unit", &spec->name, &size, &PyList_Type, &list))
+        return -1;
+    Py_ssize_t count = PyList_Size(list);
+    if (size < 0) {
+        PyErr_Format(PyExc_ValueError, "Units: nbytes must be at least 0, got %zd", size);
+        return -1;
+    }
+    *runs = calloc((size_t)count + 1, sizeof **runs);
+    if (!*runs) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    spec->size_bytes = (size_t)size;
+    spec->runs = *runs;
+    spec->run_count = (size_t)count;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        Py_ssize_t target, rank, source, bytes;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nnnn:run", &target, &rank, &source, &bytes))
+            return -1;
+        if (target < 0 || rank < 0 || source < 0 || bytes < 0) {
+            PyErr_SetString(PyExc_ValueError, "Units: a run has no negative numbers");
+            return -1;
+        }
+        (*runs)[i] = (sw_unit_run){(size_t)target, (size_t)rank, (size_t)source, (size_t)bytes};
+    }
+    return 0;
+}
+
+static int create(units_object *self, const sw_arena *arena, PyObject *list, size_t warm_bytes,
+                  const char *label)
+{
+    size_t count = (size_t)PyList_Size(list);
+    int failed = -1;
+    sw_error err;
+    sw_unit_spec *specs = calloc(count + 1, sizeof *specs);
+    sw_unit_run **runs = calloc(count + 1, sizeof *runs);
+    if (!specs || !runs) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (size_t i = 0; i < count; ++i)
+        if (read_spec(PyList_GetItem(list, (Py_ssize_t)i), &specs[i], &runs[i]) < 0)
+            goto done;
+    sw_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_units_create(arena->base, (size_t)arena->world_size, arena->size_bytes, specs,
+                             count, warm_bytes, label, &self->units, &err);
+    Py_END_ALLOW_THREADS
+    failed = raise(self, status, &err);
+done:
+    for (size_t i = 0; runs && i < count; ++i)
+        free(runs[i]);
+    free(runs);
+    free(specs);
+    return failed;
+}
+
+static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"arena", "units", "warm_bytes", "label", NULL};
+    units_object *self = (units_object *)op;
+    PyObject *arena, *list;
+    Py_ssize_t warm_bytes;
+    const char *label;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!ns:Units", names,
+                                     sw_py_state_of(op)->arena_type, &arena, &PyList_Type, &list,
+                                     &warm_bytes, &label))
+        return -1;
+    const sw_arena *parts = ((arena_object *)arena)->arena;
+    if (self->units || !parts || warm_bytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "Units: made once, over an arena that ranks share, with "
+                                          "warm_bytes of at least 0");
+        return -1;
+    }
+    Py_INCREF(arena);
+    self->arena = arena;
+    return create(self, parts, list, (size_t)warm_bytes, label);
+}
+
+static void units_dealloc(PyObject *op)
+{
+    units_object *self = (units_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    sw_units_destroy(self->units);
+    ENGINE_CLEAR(self->arena);
+    PyObject_Free(op);
+    Py_DECREF(type);
+}
+
+/* The number of a unit, or -1 with an exception. */
+static Py_ssize_t read_unit(const units_object *self, PyObject *position)
+{
+    Py_ssize_t unit = PyLong_AsSsize_t(position);
+    if (unit == -1 && PyErr_Occurred())
+        return -1;
+    size_t count = self->units ? sw_units_count(self->units) : 0;
+    if (unit < 0 || (size_t)unit >= count) {
+        PyErr_Format(PyExc_ValueError, "Units: unit must be in [0, %zu), got %zd", count, unit);
+        return -1;
+    }
+    return unit;
+}
+
+static PyObject *units_gather(PyObject *op, PyObject *position)
+{
+    units_object *self = (units_object *)op;
+    Py_ssize_t unit = read_unit(self, position);
+    sw_status status;
+    sw_error err;
+    if (unit < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_unit_gather(self->units, (size_t)unit, &err);
+    Py_END_ALLOW_THREADS
+    if (raise(self, status, &err) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *units_release(PyObject *op, PyObject *position)
+{
+    units_object *self = (units_object *)op;
+    Py_ssize_t unit = read_unit(self, position);
+    sw_error err;
+    if (unit < 0 || raise(self, sw_unit_release(self->units, (size_t)unit, &err), &err) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *units_state(PyObject *op, PyObject *position)
+{
+    units_object *self = (units_object *)op;
+    Py_ssize_t unit = read_unit(self, position);
+    if (unit < 0)
+        return NULL;
+    return PyUnicode_FromString(sw_shard_state_name(sw_unit_state(self->units, (size_t)unit)));
+}
+
+static PyObject *units_stats(PyObject *op, PyObject *unused)
+{
+    units_object *self = (units_object *)op;
+    sw_units_stats stats = {0};
+    (void)unused;
+    if (self->units)
+        stats = sw_units_get_stats(self->units);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:n}", "gathers", (unsigned long long)stats.gathers,
+                         "releases", (unsigned long long)stats.releases, "gathered_bytes",
+                         (unsigned long long)stats.bytes, "gather_ns",
+                         (unsigned long long)stats.gather_ns, "most_unit_bytes",
+                         (Py_ssize_t)stats.most_bytes);
+}
+
+static PyObject *units_tensor(PyObject *op, PyObject *args)
+{
+    units_object *self = (units_object *)op;
+    PyObject *position, *shape, *strides;
+    Py_ssize_t offset, numel, unit;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "OnnsOO:tensor", &position, &offset, &numel, &name, &shape,
+                          &strides) ||
+        (unit = read_unit(self, position)) < 0)
+        return NULL;
+    sw_dtype dtype = sw_dtype_from_name(name);
+    if (dtype == SW_DTYPE_COUNT)
+        return PyErr_Format(PyExc_ValueError,
+                            "Units.tensor: dtype '%s' is not one the engine moves", name);
+    size_t size = sw_unit_size_bytes(self->units, (size_t)unit), bytes;
+    if (offset < 0 || numel <= 0 || (size_t)offset > size ||
+        __builtin_mul_overflow((size_t)numel, sw_dtype_size_bytes(dtype), &bytes) ||
+        bytes > size - (size_t)offset)
+        return PyErr_Format(PyExc_ValueError,
+                            "Units.tensor: %zd elements from byte %zd leave the unit of %zu bytes",
+                            numel, offset, size);
+    return sw_py_dlpack_capsule_new(op, sw_unit_address(self->units, (size_t)unit) + offset, dtype,
+                                    shape, strides);
+}
+
+static PyMethodDef units_methods[] = {
+    {"gather", units_gather, METH_O, "gather(unit)\n--\n\nSharded to unsharded."},
+    {"release", units_release, METH_O, "release(unit)\n--\n\nUnsharded to sharded."},
+    {"state", units_state, METH_O, "state(unit)\n--\n\n'sharded', 'gathering' or 'unsharded'."},
+    {"stats", units_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
+    {"tensor", units_tensor, METH_VARARGS,
+     "tensor(unit, offset_bytes, numel, dtype, shape, strides)\n--\n\nA DLPack capsule."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot units_slots[] = {
+    {Py_tp_init, units_init},
+    {Py_tp_dealloc, units_dealloc},
+    {Py_tp_methods, units_methods},
+    {Py_tp_doc, "Parameters that are gathered and released in units, over an arena of slices."},
+    {0, NULL},
+};
+
+PyType_Spec sw_py_units_type_spec = {
+    .name = "shardwright._engine.Units",
+    .basicsize = sizeof(units_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = units_slots,
+};

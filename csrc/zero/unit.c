@@ -1,0 +1,186 @@
+/* unit.c - see the header. */
+#include "zero/unit.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "platform/clock.h"
+#include "platform/memory.h"
+#include "zero/page_ring.h"
+
+enum { NAME_BYTES = 96 };
+
+typedef struct unit {
+    char name[NAME_BYTES];
+    sw_shard_state state;
+    uint8_t *address; /* owned: a reserved range; NULL where size_bytes is 0 */
+    size_t size_bytes;
+    sw_unit_run *runs; /* owned */
+    size_t run_count;
+    uint32_t *chunks; /* owned; of the ring, while it is not SHARDED */
+} unit;
+
+struct sw_units {
+    size_t count, world_size;
+    uint8_t **parts; /* owned table of borrowed addresses */
+    unit *unit;      /* owned */
+    sw_page_ring ring;
+    sw_units_stats stats;
+};
+
+static sw_status check_run(const sw_unit_spec *spec, const sw_unit_run *run, size_t world_size,
+                           size_t part_bytes, sw_error *err)
+{
+    size_t target_end, source_end;
+    if (run->rank >= world_size || !sw_size_add(run->target_bytes, run->size_bytes, &target_end) ||
+        !sw_size_add(run->source_bytes, run->size_bytes, &source_end) ||
+        target_end > spec->size_bytes || source_end > part_bytes)
+        SW_FAIL(err, SW_E_INVALID,
+                "unit '%s': a run of %zu bytes from byte %zu of rank %zu to byte %zu leaves the "
+                "%zu bytes of a part, the %zu of the unit or the %zu ranks",
+                spec->name, run->size_bytes, run->source_bytes, run->rank, run->target_bytes,
+                part_bytes, spec->size_bytes, world_size);
+    return SW_OK;
+}
+
+static sw_status unit_init(unit *made, const sw_unit_spec *spec, sw_error *err)
+{
+    size_t chunks = sw_page_ring_chunks(spec->size_bytes);
+    strncpy(made->name, spec->name, NAME_BYTES - 1);
+    made->size_bytes = spec->size_bytes;
+    made->run_count = spec->run_count;
+    made->runs = malloc((spec->run_count + 1) * sizeof *made->runs);
+    made->chunks = malloc((chunks + 1) * sizeof *made->chunks);
+    if (!made->runs || !made->chunks)
+        SW_FAIL(err, SW_E_MEMORY, "unit '%s': no memory for its tables", spec->name);
+    if (spec->run_count)
+        memcpy(made->runs, spec->runs, spec->run_count * sizeof *made->runs);
+    if (spec->size_bytes == 0)
+        return SW_OK;
+    made->address = sw_memory_reserve(sw_page_ring_span(spec->size_bytes));
+    if (!made->address)
+        SW_FAIL(err, SW_E_MEMORY, "unit '%s': no address range of %zu bytes", spec->name,
+                spec->size_bytes);
+    return SW_OK;
+}
+
+sw_status sw_units_create(uint8_t *const *parts, size_t world_size, size_t part_bytes,
+                          const sw_unit_spec *specs, size_t count, size_t warm_bytes,
+                          const char *label, sw_units **units, sw_error *err)
+{
+    size_t chunks = 0;
+    sw_status status = SW_OK;
+    for (size_t i = 0; i < count; ++i) {
+        for (size_t j = 0; j < specs[i].run_count; ++j)
+            SW_TRY(check_run(&specs[i], &specs[i].runs[j], world_size, part_bytes, err));
+        chunks += sw_page_ring_chunks(specs[i].size_bytes);
+    }
+    sw_units *made = calloc(1, sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "%s: no memory for a table of units", label);
+    made->ring.fd = made->ring.blank_fd = -1;
+    made->world_size = world_size;
+    made->parts = malloc(world_size * sizeof *made->parts);
+    made->unit = calloc(count + 1, sizeof *made->unit);
+    if (!made->parts || !made->unit) {
+        status = sw_error_set(err, SW_E_MEMORY, -1, "%s: no memory for %zu units", label, count);
+        goto failed;
+    }
+    memcpy(made->parts, parts, world_size * sizeof *made->parts);
+    SW_TRY_GOTO(status, sw_page_ring_init(&made->ring, chunks, warm_bytes, label, err), failed);
+    for (; made->count < count; ++made->count) {
+        unit *next = &made->unit[made->count];
+        status = unit_init(next, &specs[made->count], err);
+        if (status == SW_OK && next->address)
+            status = sw_page_ring_blank(&made->ring, next->address, next->size_bytes, NULL, err);
+        if (status != SW_OK) {
+            made->count++; /* what it has is given back with the others */
+            goto failed;
+        }
+    }
+    *units = made;
+    return SW_OK;
+failed:
+    sw_units_destroy(made);
+    return status;
+}
+
+void sw_units_destroy(sw_units *units)
+{
+    if (!units)
+        return;
+    for (size_t i = 0; i < units->count; ++i) {
+        sw_memory_unmap(units->unit[i].address, sw_page_ring_span(units->unit[i].size_bytes));
+        free(units->unit[i].runs);
+        free(units->unit[i].chunks);
+    }
+    sw_page_ring_fini(&units->ring);
+    free(units->unit);
+    free(units->parts);
+    free(units);
+}
+
+size_t sw_units_count(const sw_units *units)
+{
+    return units->count;
+}
+
+sw_shard_state sw_unit_state(const sw_units *units, size_t index)
+{
+    return units->unit[index].state;
+}
+
+uint8_t *sw_unit_address(const sw_units *units, size_t index)
+{
+    return units->unit[index].address;
+}
+
+size_t sw_unit_size_bytes(const sw_units *units, size_t index)
+{
+    return units->unit[index].size_bytes;
+}
+
+sw_units_stats sw_units_get_stats(const sw_units *units)
+{
+    sw_units_stats stats = units->stats;
+    stats.most_bytes = units->ring.most_in_use * SW_PAGE_RING_CHUNK_BYTES;
+    return stats;
+}
+
+sw_status sw_unit_gather(sw_units *units, size_t index, sw_error *err)
+{
+    unit *it = &units->unit[index];
+    int64_t begin_ns = sw_clock_now_ns();
+    SW_TRY(sw_shard_move(&it->state, SW_SHARD_GATHER, it->name, err));
+    if (it->address) {
+        sw_status status =
+            sw_page_ring_map(&units->ring, it->address, it->size_bytes, it->chunks, err);
+        if (status != SW_OK) {
+            sw_error second;
+            (void)!sw_shard_move(&it->state, SW_SHARD_FAIL, it->name, &second);
+            return status;
+        }
+    }
+    for (size_t i = 0; i < it->run_count; ++i) {
+        const sw_unit_run *run = &it->runs[i];
+        memcpy(it->address + run->target_bytes, units->parts[run->rank] + run->source_bytes,
+               run->size_bytes);
+        units->stats.bytes += run->size_bytes;
+    }
+    units->stats.gathers++;
+    units->stats.gather_ns += (uint64_t)(sw_clock_now_ns() - begin_ns);
+    return sw_shard_move(&it->state, SW_SHARD_COMPLETE, it->name, err);
+}
+
+sw_status sw_unit_release(sw_units *units, size_t index, sw_error *err)
+{
+    unit *it = &units->unit[index];
+    sw_shard_state after = it->state;
+    SW_TRY(sw_shard_move(&after, SW_SHARD_RELEASE, it->name, err));
+    if (it->address)
+        SW_TRY(sw_page_ring_blank(&units->ring, it->address, it->size_bytes, it->chunks, err));
+    it->state = after;
+    units->stats.releases++;
+    return SW_OK;
+}

@@ -1,0 +1,65 @@
+/* unit.h - units: sets of parameters that are gathered together into whole ones, and released.
+ *
+ * Idea: a unit is a range of addresses that lasts as long as the units do. Gathering puts pages
+ * behind it and copies every rank's slices there, straight out of the ranks' arena; releasing takes
+ * the pages away. No message is sent: ranks update slices only between two barriers of their
+ * optimizer's step, and gather only outside of them (the caller's part).
+ *
+ * What it leaves out: when to gather and release, which is the schedule's (Python's hooks), and
+ * what a parameter is.
+ *
+ * Thread rule: one at a time.
+ */
+#ifndef SW_ZERO_UNIT_H
+#define SW_ZERO_UNIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "zero/shard_state.h"
+
+typedef struct sw_unit_run { /* bytes of a slice, and where they go */
+    size_t target_bytes;     /* from the unit's first byte */
+    size_t rank;             /* whose part of the arena */
+    size_t source_bytes;     /* from that part's first byte */
+    size_t size_bytes;
+} sw_unit_run;
+
+typedef struct sw_unit_spec {
+    const char *name; /* borrowed: copied */
+    size_t size_bytes;
+    const sw_unit_run *runs; /* borrowed: copied; in any order, disjoint in the unit */
+    size_t run_count;
+} sw_unit_spec;
+
+typedef struct sw_units_stats {
+    uint64_t gathers, releases, bytes; /* bytes: copied */
+    uint64_t gather_ns;
+    size_t most_bytes; /* of pages in use at once */
+} sw_units_stats;
+
+typedef struct sw_units sw_units;
+
+/* `parts`: one address a rank, each of `part_bytes`, borrowed: they outlive the units.
+ * `warm_bytes`: pages that stay while no unit needs them. SW_E_INVALID for a run that leaves its
+ * unit or part. Every unit is SHARDED and reads as NaN. */
+SW_MUST_USE sw_status sw_units_create(uint8_t *const *parts, size_t world_size, size_t part_bytes,
+                                      const sw_unit_spec *specs, size_t count, size_t warm_bytes,
+                                      const char *label, sw_units **units, sw_error *err);
+/* Takes the addresses away: nothing may point there any more. */
+void sw_units_destroy(sw_units *units);
+
+size_t sw_units_count(const sw_units *units);
+sw_shard_state sw_unit_state(const sw_units *units, size_t unit);
+uint8_t *sw_unit_address(const sw_units *units, size_t unit);
+size_t sw_unit_size_bytes(const sw_units *units, size_t unit);
+sw_units_stats sw_units_get_stats(const sw_units *units);
+
+/* SHARDED to UNSHARDED: its bytes are those that the slices have now. SW_E_STATE from elsewhere.
+ * Cost: the unit's bytes, read and written once; one mapping. */
+SW_MUST_USE sw_status sw_unit_gather(sw_units *units, size_t unit, sw_error *err);
+/* UNSHARDED to SHARDED. SW_E_STATE from elsewhere. */
+SW_MUST_USE sw_status sw_unit_release(sw_units *units, size_t unit, sw_error *err);
+
+#endif

@@ -1,0 +1,273 @@
+"""Parameters of which a rank keeps its slices, gathered in units while they are used: private parameters at zero=3.
+
+What stands behind a parameter: its slices, one a rank, in an arena that the host's ranks map; and a range of addresses of its
+own, which are pages only while its unit is whole. A released parameter's data is one NaN, its own, expanded to its shape.
+When units are gathered and released is the schedule's (unit_schedule.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ._engine import Reducer, Units
+from .gradients import dense_strides, dtype_name
+from .parameter_memory import memory_order
+from .process_group import HostGroup
+from .table import ParameterTable
+from .unit_schedule import UnitSchedule
+from .units import UnitPlan, mark_of
+
+_ALIGNMENT = 128
+#: in which units' pages are counted
+_CHUNK_BYTES = 2 << 20
+#: parameters of at most as many bytes are never released: whoever reads them gains nothing by waiting
+_SMALL_BYTES = 128
+
+
+class UnitMemory:
+    """Slices the parameters of a table and releases them. Making it is collective; values are rank 0's.
+
+    Parameters
+    ----------
+    group : HostGroup
+    reducer : Reducer
+        Its layout says which elements a rank owns.
+    table : ParameterTable
+    plans : sequence of UnitPlan
+    label : str
+        Of the model, in messages.
+
+    Attributes
+    ----------
+    schedule : UnitSchedule
+
+    Notes
+    -----
+    Memory a rank: its slices; the pages of units that are whole at once; and, kept warm between uses, pages for the outermost
+    unit and the largest other one.
+    """
+
+    shared = False
+    reason = ""
+
+    def __init__(
+        self, group: HostGroup, reducer: Reducer, table: ParameterTable, plans: Sequence[UnitPlan], label: str
+    ) -> None:
+        self._group, self._reducer, self._table, self._label = group, reducer, table, label
+        self._runs: dict[int, tuple[int, int]] = {}
+        self._plan_slices()
+        self._arena = group.comm.arena(max(self._slice_bytes, _ALIGNMENT), f"slices of the parameters of {label}")
+        group.broadcast(table.parameters, 0, f"parameters of {label}")
+        self._whole: dict[int, torch.Tensor] = {}
+        for parameter in table.parameters:
+            if dense_strides(parameter) is None:
+                parameter.data = parameter.data.contiguous()
+        self._slices = {index: self._slice(index) for index in range(len(table.parameters))}
+        self._write_slices()
+        members = [[i for i in plan.indices if _can_be_released(table.parameters[i])] for plan in plans]
+        released = {index for each in members for index in each}
+        self._refreshed = [
+            (p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
+        ]
+        self._units = self._make_units(plans, members)
+        self.schedule = UnitSchedule(self._units, plans, [self._members(each) for each in members])
+        for number, plan in enumerate(plans):
+            mark = mark_of(plan.module)
+            if mark is not None:
+                mark.join(self.schedule, number)
+        group.comm.barrier(f"slices of the parameters of {label}")
+
+    def _plan_slices(self) -> None:
+        self._offsets: list[int] = []
+        self._slice_bytes = 0
+        for bucket in range(self._reducer.bucket_count):
+            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            self._offsets.append(self._slice_bytes)
+            self._slice_bytes += numel // self._group.world_size * _itemsize(dtype)
+
+    def _slice(self, index: int, rank: int | None = None) -> torch.Tensor:
+        """The elements of a parameter that a rank owns, this one if not said; may be empty."""
+        rank = self._group.rank if rank is None else rank
+        bucket, begin, _ = self._reducer.place(index)
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        low, high = self.run(index, rank)
+        first = max(begin + low - rank * (numel // self._group.world_size), 0) if low < high else 0
+        offset = self._offsets[bucket] + first * _itemsize(dtype)
+        return from_dlpack(self._arena.tensor(offset, dtype, [high - low], None, rank))
+
+    def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """(low, high, slice) of every rank that owns some of a parameter."""
+        runs = [(rank, *self.run(index, rank)) for rank in range(self._group.world_size)]
+        return [(low, high, self._slice(index, rank)) for rank, low, high in runs if low < high]
+
+    def _write_slices(self) -> None:
+        """From whole parameters to what this rank owns of them."""
+        for index, parameter in enumerate(self._table.parameters):
+            low, high = self.own_run(index)
+            if low < high:
+                self._slices[index].copy_(memory_order(parameter.data, parameter.data)[low:high])
+
+    def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> Units:
+        specs, places = [], []
+        for number, (plan, indices) in enumerate(zip(plans, members)):
+            size, runs, offsets = self._plan_unit(indices)
+            specs.append((plan.name or self._label, size, runs))
+            places += [(index, number, offset) for index, offset in offsets.items()]
+        sizes = [size for _, size, _ in specs]
+        self._sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
+        spans = [-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in sizes]
+        kept = sum(span for plan, span in zip(plans[1:], spans[1:]) if not plan.reshard_after_forward)
+        self._warm = spans[0] + max([kept, *spans[1:]])
+        units = Units(self._arena, specs, self._warm, f"units of {self._label}")
+        for index, number, offset in places:
+            data = self._table.parameters[index].data
+            strides = dense_strides(data)
+            assert strides is not None
+            capsule = units.tensor(
+                number, offset, data.numel(), dtype_name(data.dtype), list(data.shape), list(strides)
+            )
+            self._whole[index] = from_dlpack(capsule)
+        return units
+
+    def _plan_unit(self, indices: list[int]) -> tuple[int, list[tuple[int, int, int, int]], dict[int, int]]:
+        """Bytes of a unit, its runs, and where each parameter begins. What lies side by side in a bucket does so here too."""
+        size, offsets = 0, {}
+        pieces: list[list[int]] = []  # bucket, first and last element, where the first one goes
+        for index in sorted(indices, key=lambda index: self._reducer.place(index)[:2]):
+            bucket, begin, numel = self._reducer.place(index)
+            item = _itemsize(self._reducer.bucket_shape(bucket)[2])
+            if pieces and pieces[-1][0] == bucket and _aligned(pieces[-1][2] * item) == begin * item:
+                pieces[-1][2] = begin + numel
+            else:
+                pieces.append([bucket, begin, begin + numel, size])
+            offsets[index] = size
+            size += _aligned(numel * item)
+        runs = []
+        for bucket, begin, end, target in pieces:
+            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            item, width = _itemsize(dtype), numel // self._group.world_size
+            for rank in range(self._group.world_size):
+                low, high = max(begin, rank * width), min(end, (rank + 1) * width)
+                if low < high:
+                    source = self._offsets[bucket] + (low - rank * width) * item
+                    runs.append((target + (low - begin) * item, rank, source, (high - low) * item))
+        return size, runs, offsets
+
+    def _members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
+        return [(i, self._table.names[i], self._table.parameters[i], self._whole[i]) for i in indices]
+
+    # what the optimizer and the replica ask of either kind of memory ----------------------------------------------------
+
+    def run(self, index: int, rank: int) -> tuple[int, int]:
+        """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
+        bucket, begin, numel = self._reducer.place(index)
+        width = self._reducer.bucket_shape(bucket)[1] // self._group.world_size
+        low = max(rank * width - begin, 0)
+        high = min((rank + 1) * width - begin, numel)
+        return (low, high) if low < high else (0, 0)
+
+    def own_run(self, index: int) -> tuple[int, int]:
+        """run(index, this rank), kept."""
+        if index not in self._runs:
+            self._runs[index] = self.run(index, self._group.rank)
+        return self._runs[index]
+
+    def adopt(self, index: int) -> None:
+        """Frozen parameters are sliced from the start."""
+
+    def is_moved(self, index: int) -> bool:
+        return True
+
+    def like(self, index: int) -> torch.Tensor:
+        """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""
+        return self._whole.get(index, self._table.parameters[index])
+
+    def layouts(self) -> list[torch.Tensor]:
+        """like() of every parameter."""
+        return [self.like(index) for index in range(len(self._table.parameters))]
+
+    def addresses(self) -> list[int]:
+        """Where the data of every parameter should be now."""
+        expected = self.schedule.addresses()
+        return [expected.get(i, p.data_ptr()) for i, p in enumerate(self._table.parameters)]
+
+    def slice(self, index: int) -> torch.Tensor | None:
+        """This rank's elements of a parameter; None if it owns none. Parameters without elements are rank 0's."""
+        piece = self._slices[index]
+        empty = self._table.parameters[index].numel() == 0
+        return piece if piece.numel() or (empty and self._group.rank == 0) else None
+
+    def publish(self) -> None:
+        """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Collective.
+
+        Cost: one barrier, and the bytes of what is never released.
+        """
+        self.schedule.release_all()
+        self._group.comm.barrier(f"updated parameters of {self._label}")
+        self._refresh()
+
+    def _refresh(self) -> None:
+        with torch.no_grad():
+            for parameter, owned in self._refreshed:
+                if not parameter.requires_grad:
+                    continue
+                flat = memory_order(parameter.data, parameter.data)
+                for low, high, piece in owned:
+                    flat[low:high].copy_(piece)
+        self.schedule.gather_pinned()
+
+    @property
+    def bytes_held(self) -> int:
+        """Of slices, on this rank."""
+        return self._slice_bytes
+
+    def plan(self) -> dict[str, Any]:
+        """For describe()."""
+        return {
+            "units": [f"{name or self._label}: {size} bytes" for name, size in self._sizes],
+            "unit_bytes": self._warm,
+        }
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, all parameters are whole."""
+        with self.schedule.everything():
+            yield
+
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Inside, each rank has whole parameters of its own to write to; afterwards all have rank 0's. Collective.
+
+        Cost: the parameters' bytes a rank, and a broadcast.
+        """
+        comm, label = self._group.comm, f"written parameters of {self._label}"
+        with self.schedule.everything():
+            comm.barrier(label)  # nobody writes slices before everybody has read them
+            try:
+                yield
+            finally:
+                self._group.broadcast(self._table.parameters, 0, label)
+                self._write_slices()
+        comm.barrier(label)
+
+    def give_back(self) -> None:
+        """The parameters become this rank's own again, whole. Not collective: slices are read where they are."""
+        self.schedule.surrender()
+
+
+def _can_be_released(parameter: torch.Tensor) -> bool:
+    floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
+    return floating and parameter.numel() * parameter.element_size() > _SMALL_BYTES
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize

@@ -1,0 +1,373 @@
+"""When units are gathered and released: around their modules' forwards, and again around their backwards.
+
+Each forward of a unit has a beginning and an end, counted by one clock. Autograd runs the nodes of a graph in the reverse of
+the order in which they were made; so when the backward reaches the outputs of a forward, that of every forward which began after
+this one's end is over, and their units are released. What is left is released at the end of the graph task. Releasing is
+always safe: whoever needs a unit gathers it first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import _hooks
+from ._engine import Error, Units
+from .units import UnitPlan
+
+_NO_TASK = -1
+_COPY = (
+    "this module's parameters are released, and each rank keeps slices of them: {what} inside "
+    "`with sw.full_parameters(module)`, or use sw.full_state_dict(module)"
+)
+
+
+class Pin(enum.Enum):
+    """Why a unit stays whole though nothing runs in it."""
+
+    NONE = 0
+    #: a second backward may come, or one that no hook announces
+    UNTIL_STEP = 1
+    #: unshard()
+    BY_USER = 2
+
+
+class Unit:
+    """Parameters that are whole or released together.
+
+    Attributes
+    ----------
+    running : list of int
+        When each forward that is running began.
+    opened : list of (int, int)
+        Of each backward that has begun: when its forward began, and its graph task.
+    """
+
+    def __init__(
+        self, number: int, plan: UnitPlan, members: Sequence[tuple[int, str, torch.nn.Parameter, torch.Tensor]]
+    ) -> None:
+        self.number = number
+        self.name = plan.name
+        self.module = weakref.ref(plan.module)
+        self.reshard_after_forward = plan.reshard_after_forward
+        self.indices = [index for index, _, _, _ in members]
+        self.names = [name for _, name, _, _ in members]
+        self.parameters = [parameter for _, _, parameter, _ in members]
+        self.whole = [whole for _, _, _, whole in members]
+        self.running: list[int] = []
+        self.opened: list[tuple[int, int]] = []
+        self.pin = Pin.NONE
+        self._make_placeholders()
+
+    def _make_placeholders(self) -> None:
+        """One NaN a parameter, expanded to its shape."""
+        dtypes = {parameter.dtype for parameter in self.parameters}
+        self._scalars = {
+            dtype: torch.full((sum(p.dtype == dtype for p in self.parameters),), float("nan"), dtype=dtype)
+            for dtype in dtypes
+        }
+        following = {dtype: iter(scalars) for dtype, scalars in self._scalars.items()}
+        self.placeholders = [next(following[p.dtype]).expand(p.shape) for p in self.parameters]
+        self._addresses = [each.data_ptr() for each in self.placeholders]
+        self._whole_addresses = [each.data_ptr() for each in self.whole]
+
+    def show(self, data: Sequence[torch.Tensor]) -> None:
+        """Makes `data` what the parameters are."""
+        for parameter, each in zip(self.parameters, data):
+            parameter.data = each
+
+    def addresses(self, is_whole: bool) -> list[int]:
+        return self._whole_addresses if is_whole else self._addresses
+
+    def check_placeholders(self) -> None:
+        """Error, naming the parameter, if somebody wrote to one that is released; it is released again."""
+        same = all(bool(torch.isnan(scalars).all()) for scalars in self._scalars.values())
+        if same and [p.data_ptr() for p in self.parameters] == self._addresses:
+            return
+        written = [
+            name
+            for name, p, placeholder, address in zip(self.names, self.parameters, self.placeholders, self._addresses)
+            if p.data_ptr() != address or not bool(torch.isnan(placeholder.flatten()[:1]).all())
+        ]
+        for scalars in self._scalars.values():
+            scalars.fill_(float("nan"))
+        self.show(self.placeholders)
+        raise Error(
+            f"parameter {written[0]!r} was written to while it was released, and what was written is lost: write inside "
+            "`with sw.full_parameters(module, writable=True)`"
+        )
+
+
+class UnitSchedule:
+    """The units of one module, and what runs in each.
+
+    Parameters
+    ----------
+    units : Units
+    plans : sequence of UnitPlan
+        The outermost unit first.
+    members : sequence of list
+        Of each unit: (number in the table, name, parameter, its whole data).
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        plans: Sequence[UnitPlan],
+        members: Sequence[list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]],
+    ) -> None:
+        self._units = units
+        self.units = [Unit(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
+        self._clock = itertools.count()
+        self._tasks: set[int] = set()
+        self._keepers = 0  # how many everything() are entered
+        self._latest: Unit | None = None  # whose forward ended last
+        self._turning: Unit | None = None  # whose forward is the last before the backward, as it was the last time
+        self._handles: list[Any] = []
+        for unit in self.units:
+            unit.show(unit.placeholders)
+        for unit, plan in zip(self.units, plans):
+            self._hook_forward(unit, plan.module)
+        self._hook_states(plans[0].module)
+
+    def _hook_forward(self, unit: Unit, module: torch.nn.Module) -> None:
+        before = _ModuleHook(self, UnitSchedule._before_forward, unit.number)
+        after = _ModuleHook(self, UnitSchedule._after_forward, unit.number)
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def _hook_states(self, module: torch.nn.Module) -> None:
+        released = {id(p): unit.number for unit in self.units for p in unit.parameters}
+        for each in module.modules():
+            numbers = {released[id(p)] for p in each.parameters(recurse=False) if id(p) in released}
+            for number in sorted(numbers):
+                hook = _ModuleHook(self, UnitSchedule._before_state_dict, number)
+                self._handles.append(each.register_state_dict_pre_hook(hook))
+
+    def detach(self) -> None:
+        """Takes the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # gathering and releasing --------------------------------------------------------------------------------------
+
+    def is_whole(self, unit: Unit) -> bool:
+        return self._units.state(unit.number) == "unsharded"
+
+    def _gather(self, unit: Unit) -> None:
+        if not self.is_whole(unit):
+            unit.check_placeholders()
+            self._units.gather(unit.number)
+            unit.show(unit.whole)
+
+    def _release(self, unit: Unit) -> None:
+        if self.is_whole(unit):
+            unit.show(unit.placeholders)
+            self._units.release(unit.number)
+
+    def _release_if_idle(self, unit: Unit) -> None:
+        if not (unit.running or unit.opened or self._keepers) and unit.pin is Pin.NONE:
+            self._release(unit)
+
+    def release_all(self) -> None:
+        """The slices are about to be others: nothing that was gathered before is used again."""
+        self._tasks.clear()
+        for unit in self.units:
+            unit.running.clear()
+            unit.opened.clear()
+            if unit.pin is Pin.UNTIL_STEP:
+                unit.pin = Pin.NONE
+            self._release(unit)
+
+    def gather_pinned(self) -> None:
+        """What is whole at all times is whole again."""
+        for unit in self.units:
+            if self._keepers or unit.pin is Pin.BY_USER:
+                self._gather(unit)
+
+    @contextlib.contextmanager
+    def everything(self) -> Iterator[None]:
+        """Inside, all units are whole."""
+        self._keepers += 1
+        try:
+            for unit in self.units:
+                self._gather(unit)
+            yield
+        finally:
+            self._keepers -= 1
+            for unit in self.units:
+                self._release_if_idle(unit)
+
+    def surrender(self) -> None:
+        """The parameters get memory of their own, but for those whose data was replaced; from then on nothing is ours."""
+        self.detach()
+        units, self.units = self.units, []
+        for unit in units:
+            if not self.is_whole(unit):
+                self._units.gather(unit.number)
+            ours = {*unit.addresses(True), *unit.addresses(False)}
+            for parameter, whole in zip(unit.parameters, unit.whole):
+                if parameter.data_ptr() in ours:
+                    parameter.data = whole.clone(memory_format=torch.preserve_format)
+            self._units.release(unit.number)
+
+    def pin(self, unit: Unit) -> None:
+        unit.pin = Pin.BY_USER
+        self._gather(unit)
+
+    def unpin(self, unit: Unit) -> None:
+        unit.pin = Pin.NONE
+        self._release_if_idle(unit)
+
+    def addresses(self) -> dict[int, int]:
+        """Number of each parameter that can be released -> where its data should be now."""
+        return {
+            index: address
+            for unit in self.units
+            for index, address in zip(unit.indices, unit.addresses(self.is_whole(unit)))
+        }
+
+    def stats(self) -> dict[str, Any]:
+        return {"units": len(self.units), **self._units.stats()}
+
+    # what happens in a module -------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, *_: Any) -> None:
+        unit.running.append(next(self._clock))
+        if _hooks.graph_task_id() == _NO_TASK:
+            self._end_broken_tasks()
+        self._gather(unit)
+
+    def _end_broken_tasks(self) -> None:
+        """No backward runs: those that have not ended were broken off by an exception."""
+        if self._tasks:
+            self._end_tasks(self._tasks.copy())
+
+    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not unit.running:
+            return  # another hook raised before ours
+        begin, end = unit.running.pop(), next(self._clock)
+        failed = output is None and sys.exc_info()[0] is not None
+        differentiable = not failed and torch.is_grad_enabled()
+        hooked = differentiable and self._hook_outputs(unit, begin, end, output)
+        if differentiable and not hooked and any(p.requires_grad for p in unit.parameters):
+            unit.pin = unit.pin if unit.pin is Pin.BY_USER else Pin.UNTIL_STEP
+        self._note_order(unit)
+        if not hooked or (unit.reshard_after_forward and unit is not self._turning):
+            self._release_if_idle(unit)
+
+    def _note_order(self, unit: Unit) -> None:
+        """The unit that runs last in a forward is the one that the backward begins with: it is not released between them."""
+        if unit is self.units[0]:
+            self._turning, self._latest = self._latest, None
+        elif not unit.running:
+            self._latest = unit
+
+    def _hook_outputs(self, unit: Unit, begin: int, end: int, output: Any) -> bool:
+        hook = _TensorHook(self, unit.number, begin, end)
+        hooked = False
+        for tensor in _hooks.find_tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(hook)
+                hooked = True
+        return hooked
+
+    def _before_backward(self, unit: Unit, begin: int, end: int) -> None:
+        task = _hooks.graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            _hooks.queue_at_end(functools.partial(_end_task, weakref.ref(self), task))
+        for other in self.units:
+            if other.opened and min(other.opened)[0] > end:
+                other.opened.clear()
+                self._release_if_idle(other)
+        if (begin, task) not in unit.opened:
+            unit.opened.append((begin, task))
+        self._gather(unit)
+        if torch.is_grad_enabled() and unit.pin is Pin.NONE:  # create_graph: the backward of this backward is to come
+            unit.pin = Pin.UNTIL_STEP
+
+    def _end_tasks(self, tasks: Iterable[int]) -> None:
+        ended = set(tasks)
+        self._tasks -= ended
+        for unit in self.units:
+            if unit.opened:
+                unit.opened = [each for each in unit.opened if each[1] not in ended]
+                self._release_if_idle(unit)
+
+    def _before_state_dict(self, unit: Unit, *_: Any) -> None:
+        self.refuse(unit, "take the state_dict")
+
+    def refuse(self, unit: Unit, what: str) -> None:
+        """Error if `unit` is released."""
+        if not self.is_whole(unit):
+            raise Error(_COPY.format(what=what))
+
+
+def _end_task(schedule: weakref.ref[UnitSchedule], task: int) -> None:
+    alive = schedule()
+    if alive is not None:
+        alive._end_tasks([task])
+
+
+class _ModuleHook:
+    """A hook that lies in a module's own dictionaries. It refuses to be copied with it while the module is released; a copy of
+    a whole module gets one that does nothing."""
+
+    def __init__(self, schedule: UnitSchedule, method: Callable[..., None], number: int) -> None:
+        self._schedule = weakref.ref(schedule)
+        self._method = method
+        self._number = number
+
+    @_hooks.disable_compile
+    def __call__(self, *arguments: Any) -> None:
+        schedule = self._schedule()
+        if schedule is not None and schedule.units:
+            self._method(schedule, schedule.units[self._number], *arguments)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._copy("copy it")
+
+    def __reduce__(self) -> Any:
+        return self._copy("pickle it").__reduce__()
+
+    def _copy(self, what: str) -> _NoHook:
+        schedule = self._schedule()
+        if schedule is not None and schedule.units:
+            schedule.refuse(schedule.units[self._number], what)
+        return _NoHook()
+
+
+class _NoHook:
+    """What stands in a copied module where the original has a hook of ours."""
+
+    def __call__(self, *arguments: Any) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        return (_NoHook, ())
+
+
+class _TensorHook:
+    """A hook on the outputs of one forward."""
+
+    def __init__(self, schedule: UnitSchedule, number: int, begin: int, end: int) -> None:
+        self._schedule = weakref.ref(schedule)
+        self._arguments = (number, begin, end)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        schedule = self._schedule()
+        if schedule is not None and schedule.units:
+            number, begin, end = self._arguments
+            schedule._before_backward(schedule.units[number], begin, end)

@@ -1,0 +1,160 @@
+"""Which parameters are gathered together: the cut of a module into units.
+
+A unit is a module, and holds the parameters of its subtree that no unit inside it holds; the outermost module is always one.
+A parameter that several modules hold belongs to the innermost unit around all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from .table import ParameterTable
+
+_MIB = 1024 * 1024
+#: bytes of parameters from which a module is a unit where units are cut by size
+_SIZE_BYTES = 32 * _MIB
+#: their forward is not what runs
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def mark_of(module: torch.nn.Module) -> Any:
+    """What fully_shard said of a module (fully_shard.Mark); None if nothing."""
+    return getattr(type(module), "_shardwright_mark", None)
+
+
+def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> None:
+    """ValueError for a module that fully_shard was called on, if it is wrapped as anything but what that means."""
+    marked = next((name for name, each in module.named_modules() if mark_of(each) is not None), None)
+    if marked is not None and (zero != 3 or share_parameters is not False):
+        raise ValueError(
+            f"sw.fully_shard was called on {marked or 'the module'!r}: it can be wrapped with zero=3 and share_parameters=False only"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """One unit.
+
+    Attributes
+    ----------
+    name : str
+        Of the module in the outermost one; "" for that itself.
+    module : Module
+        Whose forward the parameters are whole for.
+    indices : tuple of int
+        Its parameters, in the table's numbers.
+    reshard_after_forward : bool
+        Whether it is released between its forward and its backward.
+    """
+
+    name: str
+    module: torch.nn.Module
+    indices: tuple[int, ...]
+    reshard_after_forward: bool
+
+
+def check_units(units: Any) -> None:
+    """TypeError or ValueError unless `units` is a legal value of the option."""
+    if isinstance(units, bool) or not (
+        units in ("auto", "size") if isinstance(units, str) else isinstance(units, (int, float)) or _types(units)
+    ):
+        raise TypeError(
+            f"units must be 'auto', 'size', a number of MiB, a subclass of torch.nn.Module or a collection of them, got {units!r}"
+        )
+    if isinstance(units, (int, float)) and not units > 0:
+        raise ValueError(f"units, as a number of MiB, must be above 0, got {units!r}")
+
+
+def _types(units: Any) -> tuple[type, ...]:
+    found = (units,) if isinstance(units, type) else tuple(units) if isinstance(units, Collection) else ()
+    return found if all(isinstance(each, type) and issubclass(each, torch.nn.Module) for each in found) else ()
+
+
+def cut(
+    module: torch.nn.Module, table: ParameterTable, units: Any = "auto", reshard_after_forward: bool = True
+) -> list[UnitPlan]:
+    """The units of `module`, the outermost first, then in the order of modules().
+
+    The outermost unit is whole from its forward to the end of its backward: it is needed last in the one, first in the other.
+    """
+    chosen = _choose(module, units)
+    owners: dict[int, list[list[torch.nn.Module]]] = {}
+    paths = _paths(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        around = [each for each in paths[name.rpartition(".")[0]] if each is module or id(each) in chosen]
+        owners.setdefault(id(parameter), []).append(around)
+    members: dict[int, list[int]] = {}
+    for index, parameter in enumerate(table.parameters):
+        chains = owners[id(parameter)]
+        common = [each for each in chains[0] if all(any(each is other for other in chain) for chain in chains)]
+        members.setdefault(id(common[-1]), []).append(index)
+    plans = []
+    for name, each in module.named_modules():
+        if each is not module and id(each) not in chosen:
+            continue
+        mark = mark_of(each)
+        reshards = mark.reshard_after_forward if mark is not None else reshard_after_forward
+        reshards = reshards and each is not module
+        plans.append(UnitPlan(name, each, tuple(members.get(id(each), ())), reshards))
+    return plans
+
+
+def _choose(module: torch.nn.Module, units: Any) -> set[int]:
+    """Identities of the modules that are units, but for the outermost."""
+    if units == "auto":
+        marked = {id(each) for each in module.modules() if mark_of(each) is not None and each is not module}
+        return marked or {id(each) for each in repeated_blocks(module)}
+    if units == "size" or isinstance(units, (int, float)):
+        return _by_size(module, _SIZE_BYTES if units == "size" else int(units * _MIB))
+    kinds = _types(units)
+    return {id(each) for each in module.modules() if isinstance(each, kinds) and not isinstance(each, _CONTAINERS)}
+
+
+def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost modules that have a sibling of the same class with parameters of the same names, shapes and dtypes."""
+    found: list[torch.nn.Module] = []
+    waiting = [module]
+    while waiting:
+        children = [child for child in waiting.pop(0).children() if any(True for _ in child.parameters())]
+        kinds = Counter(map(_kind, children))
+        for child in children:
+            repeated = kinds[_kind(child)] > 1 and not isinstance(child, _CONTAINERS)
+            (found if repeated else waiting).append(child)
+    return found
+
+
+def _kind(module: torch.nn.Module) -> Any:
+    return type(module), tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+
+
+def _by_size(module: torch.nn.Module, least_bytes: int) -> set[int]:
+    """Innermost first: a module is a unit once what no unit inside it holds reaches `least_bytes`."""
+    chosen: set[int] = set()
+    taken: set[int] = set()
+
+    def visit(each: torch.nn.Module) -> None:
+        for child in each.children():
+            visit(child)
+        if each is module or isinstance(each, _CONTAINERS):
+            return
+        own = [p for p in each.parameters() if id(p) not in taken]
+        if sum(p.numel() * p.element_size() for p in own) >= least_bytes:
+            taken.update(map(id, own))
+            chosen.add(id(each))
+
+    visit(module)
+    return chosen
+
+
+def _paths(module: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
+    """Name of each module, under every name that it has -> the modules from the outermost to it."""
+    found = {"": [module]}
+    for name, each in module.named_modules(remove_duplicate=False):
+        if name:
+            found[name] = [*found[name.rpartition(".")[0]], each]
+    return found

@@ -1,0 +1,113 @@
+"""Law: sw.fully_shard on inner modules and then on the outermost one, with sw.shard_optimizer, is zero=3 with private
+parameters: the bits of stage 0, in place, under FSDP2's names."""
+
+import copy
+
+import pytest
+import torch
+from harness import gather, on_every_rank
+from oracle.fold import bits_equal
+from peer import PEER, batch, engine, sw
+from test_units_are_whole_only_while_they_run import Block, Blocks, assert_released, steps, wrap
+from torch import nn
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+
+def sharded(**options):
+    torch.manual_seed(0)
+    module = Blocks()
+    for block in module.blocks:
+        sw.fully_shard(block, **options)
+    sw.fully_shard(module)
+    return module, sw.shard_optimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+
+
+def accumulating(model, optimizer, rank):
+    losses = []
+    for step in range(3):
+        with model.no_sync():
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+        losses += steps(model, optimizer, rank, 1)
+    return losses
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("train", [steps, accumulating])
+@on_every_rank()
+def test_by_hand_as_by_wrap(rank, world_size, train, reshard_after_forward):
+    model, optimizer = wrap(Blocks, 0)
+    expected = train(model, optimizer, rank), sw.full_state_dict(model)
+    module, optimizer = sharded(reshard_after_forward=reshard_after_forward)
+    assert_released(module)
+    assert train(module, optimizer, rank) == expected[0]
+    assert sw.stats()["models"][-1]["units"] == 4
+    found = sw.full_state_dict(module)
+    assert found.keys() == expected[1].keys()
+    assert all(bits_equal(value, expected[1][name]) for name, value in found.items())
+    assert_released(module)
+
+
+@on_every_rank()
+def test_the_class_is_a_subclass_and_a_copy_has_the_original(rank, world_size):
+    module, optimizer = sharded()
+    assert isinstance(module, Blocks) and isinstance(module.blocks[0], Block) and type(module) is not Blocks
+    assert sw.unwrap(module) is module
+    with pytest.raises(engine.Error, match=r"sw\.full_parameters"):
+        copy.deepcopy(module)
+    with sw.full_parameters(module):
+        copied = copy.deepcopy(module)
+    assert type(copied) is Blocks and type(copied.blocks[0]) is Block
+    x = batch(0, 6, 7)
+    with torch.no_grad():
+        assert bits_equal(copied(x), module(x))
+    gather(None)
+
+
+@on_every_rank()
+def test_unshard_and_reshard(rank, world_size):
+    module, optimizer = sharded()
+    block = module.blocks[1]
+    block.unshard()
+    steps(module, optimizer, rank, 2)  # stays whole, and follows the updates
+    expected = sw.full_state_dict(module)
+    assert bits_equal(block.wide.weight.detach(), expected["blocks.1.wide.weight"])
+    block.state_dict()
+    block.reshard()
+    assert_released(module)
+    gather(None)
+
+
+@on_every_rank()
+def test_clipping_and_norms(rank, world_size):
+    model, optimizer = wrap(Blocks, 0)
+    module, sliced = sharded()
+    for each, made in ((model, optimizer), (module, sliced)):
+        each(batch(rank, 6, 7)).square().mean().backward()
+    assert sw.clip_grad_norm_(model, 0.01) == sw.clip_grad_norm_(module, 0.01)
+    whole, full = sw.full_gradients(model), sw.full_gradients(module)
+    assert all(bits_equal(full[name], value) for name, value in whole.items())
+    gather(None)
+
+
+@on_every_rank()
+def test_what_cannot_be_is_said(rank, world_size):
+    module, _ = sharded()
+    with pytest.raises(engine.Error, match="already"):
+        sw.fully_shard(module)
+    with pytest.raises(TypeError, match="ModuleList"):
+        sw.fully_shard(module.blocks)
+    with pytest.raises(engine.Error, match="outermost"):
+        module.blocks[0].no_sync()
+    marked = Blocks()
+    sw.fully_shard(marked.blocks[1])
+    with pytest.raises(ValueError, match="'blocks.1'.*zero=3"):
+        sw.wrap(marked, zero=2)
+    model = sw.wrap(marked, zero=3, share_parameters=False)
+    assert sw.stats()["models"][-1]["units"] == 2
+    with pytest.raises(ValueError, match="units"):
+        sw.wrap(Blocks(), zero=1, units=nn.Linear)
+    with pytest.raises(TypeError, match="units"):
+        sw.wrap(Blocks(), zero=3, units="some")
+    del model
+    gather(None)

@@ -1,0 +1,514 @@
+"""Law: at zero=3 with private parameters, whatever shape the module and its backward have, the bits are those of stage 0; and
+outside of a unit's run a rank has its slices, and NaN for the rest."""
+
+import copy
+import math
+import pathlib
+import pickle
+import sys
+
+import pytest
+import torch
+from harness import LONG, gather, on_every_rank, same_everywhere
+from models import Heads, Mlp
+from oracle.fold import bits_equal
+from peer import PEER, batch, engine, sw
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 3 * WIDTH)
+        self.back = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.back(torch.tanh(self.wide(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self, count=3):
+        super().__init__()
+        self.first = nn.Linear(7, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.last = nn.Linear(WIDTH, 5)
+
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        return self.last(self.run(self.first(x)))
+
+
+class Twice(Blocks):
+    """A module called several times, one never, and one registered under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = self.blocks[1]
+        self.never = Block()
+
+    def run(self, x):
+        return super().run(self.again(super().run(x)))
+
+
+class Tied(Blocks):
+    """A parameter of two units; a head that is another module's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].wide.weight = self.blocks[0].wide.weight
+        self.last = nn.Linear(WIDTH, 7)
+        del self.last.weight
+
+    def forward(self, x):
+        return nn.functional.linear(self.run(self.first(x)), self.first.weight.t(), self.last.bias)
+
+
+class Normed(Blocks):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.blocks[0].wide)
+        nn.utils.parametrizations.spectral_norm(self.blocks[1].wide)
+        nn.utils.weight_norm(self.blocks[2].wide)
+
+
+class Recomputed(Blocks):
+    reentrant = False
+
+    def run(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
+class RecomputedTogether(Blocks):
+    def run(self, x):
+        return checkpoint(super().run, x, use_reentrant=False)
+
+
+class Adapted(Blocks):
+    """Frozen units between ones that train."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].wide.requires_grad_(False)
+        self.first.requires_grad_(False)
+
+
+class Several(Blocks):
+    """Outputs in a dictionary, of which some are not used, and one that is the input."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        found = {"input": hidden, "states": []}
+        for block in self.blocks:
+            hidden = block(hidden)
+            found["states"].append(hidden)
+        return {**found, "last": self.last(hidden)}
+
+
+class Turned(Blocks):
+    """Parameters whose memory is not row-major."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.wide.weight = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH).div(8).t())
+
+
+MODELS = [Blocks, Twice, Tied, Normed, Recomputed, RecomputedReentrant, RecomputedTogether, Adapted, Several, Turned]
+#: what is gathered together: repeated blocks, all layers, layers inside of blocks, all at once
+CUTS = {"blocks": "auto", "layers": nn.Linear, "nested": (Block, nn.Linear), "whole": 1.0}
+
+
+def wrap(build, zero, **options):
+    torch.manual_seed(0)
+    module = build()
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+    return sw.wrap(module, optimizer, zero=zero, bucket_cap_mb=0.004, **options)
+
+
+def private(build, units="auto", **options):
+    return wrap(build, 3, share_parameters=False, units=units, **options)
+
+
+def loss_of(model, rank, step):
+    output = model(batch(rank, 6, 7, step=step).requires_grad_())
+    return (output["last"] + output["states"][0][:, :5] if isinstance(output, dict) else output).square().mean()
+
+
+def parameters_of(model):
+    with sw.full_parameters(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_released(model):
+    for name, p in model.named_parameters():
+        if p.numel() * p.element_size() > 128:
+            assert p.data_ptr() == p.flatten()[:1].data_ptr() and torch.isnan(p).all(), name
+            assert p.untyped_storage().nbytes() < 4096, name
+
+
+def steps(model, optimizer, rank, count=3, check=None):
+    losses = []
+    for step in range(count):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        if check:
+            check(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_training(train, build, **options):
+    """`train(model, optimizer)` leaves the same values and parameters at zero=0 and at zero=3, private."""
+    model, optimizer = wrap(build, 0)
+    expected = train(model, optimizer), parameters_of(model)
+    model, optimizer = private(build, **options)
+    found = train(model, optimizer), parameters_of(model)
+    assert found[0] == expected[0]
+    for name, ours, theirs in zip(dict(model.named_parameters()), found[1], expected[1], strict=True):
+        assert bits_equal(ours, theirs), name
+    assert_released(model)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("build", MODELS)
+@on_every_rank()
+def test_every_module_has_the_bits_of_stage_0(rank, world_size, build, cut):
+    if build is Tied and cut in ("layers", "nested"):
+        return  # the head is another unit's weight, which is read as NaN there
+    assert_same_training(lambda model, optimizer: steps(model, optimizer, rank), build, units=CUTS[cut])
+
+
+@pytest.mark.parametrize("build", [Blocks, Twice, Recomputed])
+@on_every_rank()
+def test_units_that_are_kept_after_the_forward(rank, world_size, build):
+    def train(model, optimizer):
+        return steps(model, optimizer, rank)
+
+    assert_same_training(train, build, units=Block, reshard_after_forward=False)
+
+
+@on_every_rank()
+def test_a_parameter_read_outside_of_its_unit_is_nan_and_never_an_old_value(rank, world_size):
+    model, _ = private(Tied, units=nn.Linear)
+    assert torch.isnan(model(batch(rank, 6, 7))).all()
+    gather(None)
+
+
+@on_every_rank()
+def test_everything_is_released_after_a_backward(rank, world_size):
+    model, optimizer = private(Blocks)
+    assert_released(model)
+    losses = steps(model, optimizer, rank, check=assert_released)
+    assert all(map(math.isfinite, losses))
+    gather(None)
+
+
+def several_forwards(model, optimizer, rank):
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, rank, step) + loss_of(model, rank, step + 10)
+        with torch.no_grad():
+            losses.append(loss_of(model, rank, 20).item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def the_same_graph_twice(model, optimizer, rank):
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, rank, step)
+        with model.no_sync():
+            loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def gradients_of_inputs(model, optimizer, rank):
+    losses = []
+    for step in range(3):
+        x = batch(rank, 6, 7, step=step).requires_grad_()
+        (found,) = torch.autograd.grad(model(x).square().sum(), x)
+        losses += [found.sum().item(), *steps(model, optimizer, rank, 1)]
+    return losses
+
+
+def accumulating(model, optimizer, rank):
+    losses = []
+    for step in range(3):
+        with model.no_sync():
+            for part in range(2):
+                loss_of(model, rank, 3 * step + part).backward()
+        losses += steps(model, optimizer, rank, 1)
+    return losses
+
+
+class Planned(ValueError):
+    pass
+
+
+def fail(*_):
+    raise Planned
+
+
+def broken_off(model, optimizer, rank):
+    """Exceptions in a forward and in a backward, on every rank; then clean steps."""
+    losses = steps(model, optimizer, rank, 1)
+    block = model.module.blocks[1]
+    handle = block.wide.register_forward_pre_hook(fail)
+    with pytest.raises(Planned):
+        model(batch(rank, 6, 7))
+    handle.remove()
+    losses += steps(model, optimizer, rank, 1)
+    handle = block.norm.register_full_backward_hook(fail)
+    with pytest.raises(Planned):
+        loss_of(model, rank, 5).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    return losses + steps(model, optimizer, rank, 2)
+
+
+@pytest.mark.parametrize(
+    "train", [several_forwards, the_same_graph_twice, gradients_of_inputs, accumulating, broken_off]
+)
+@pytest.mark.parametrize("cut", ["blocks", "nested"])
+@on_every_rank()
+def test_every_shape_of_a_step(rank, world_size, train, cut):
+    assert_same_training(lambda model, optimizer: train(model, optimizer, rank), Blocks, units=CUTS[cut])
+
+
+def penalty_on_gradients(model, optimizer, rank):
+    losses = []
+    for step in range(3):
+        x = batch(rank, 6, 7, step=step).requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        loss = output.square().mean() + slope.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@on_every_rank()
+def test_a_backward_through_a_backward(rank, world_size):
+    assert_same_training(lambda model, optimizer: penalty_on_gradients(model, optimizer, rank), Blocks)
+
+
+@on_every_rank()
+def test_ranks_that_take_different_branches(rank, world_size):
+    def train(model, optimizer):
+        losses = []
+        for step in range(4):
+            head = ["left", "right"][(rank + step) % 2]
+            loss = model(batch(rank, 6, 7, step=step), head).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert_same_training(train, Heads, units=nn.Linear)
+
+
+@on_every_rank()
+def test_a_rank_that_evaluates_alone(rank, world_size):
+    def train(model, optimizer):
+        losses = []
+        for _ in range(3):
+            losses += steps(model, optimizer, rank, 1)
+            if rank == 0:
+                with torch.no_grad():
+                    losses.append(sw.unwrap(model)(batch(rank, 6, 7)).sum().item())
+        return losses
+
+    assert_same_training(train, Blocks)
+
+
+def small_gpt():
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+    from gpt.model import GPT, VOCABULARY
+
+    torch.manual_seed(0)
+    return GPT(context=16, layers=3, width=48, heads=3), VOCABULARY
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"units": nn.Linear}, {"reshard_after_forward": False}], ids=["auto", "layers", "kept"]
+)
+@on_every_rank()
+def test_twenty_steps_of_a_gpt(rank, world_size, options):
+    found = []
+    for stage in ({"zero": 0}, {"zero": 3, "share_parameters": False, **options}):
+        module, vocabulary = small_gpt()
+        model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-3), clip_grad_norm=1.0, **stage)
+        generator = torch.Generator().manual_seed(rank)
+        losses = []
+        for _ in range(20):
+            tokens = torch.randint(vocabulary, (2, 17), generator=generator)
+            output = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(output.flatten(0, -2), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append((losses, sw.full_state_dict(model)))
+    assert found[0][0] == found[1][0]
+    assert all(bits_equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    gather(None)
+
+
+# misuse ---------------------------------------------------------------------------------------------------------------
+
+
+@on_every_rank()
+def test_copies_of_a_released_module_are_refused(rank, world_size):
+    model, optimizer = private(Blocks)
+    module = sw.unwrap(model)
+    for attempt in (
+        lambda: copy.deepcopy(model),
+        lambda: copy.deepcopy(module),
+        lambda: pickle.dumps(module),
+        lambda: model.state_dict(),
+        lambda: module.state_dict(),
+        lambda: module.blocks[1].wide.state_dict(),
+    ):
+        with pytest.raises(engine.Error, match=r"sw\.full_parameters.*sw\.full_state_dict"):
+            attempt()
+    steps(model, optimizer, rank, 1)
+    whole = sw.full_state_dict(model)
+    with sw.full_parameters(model):
+        copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        assert all(bits_equal(whole[name], p) for name, p in module.state_dict().items())
+    x = batch(0, 6, 7)
+    with torch.no_grad():
+        expected = module(x)
+    for each in copies:
+        assert bits_equal(each(x).detach(), expected)
+        each(x).sum().backward()
+        assert copy.deepcopy(each).state_dict().keys() == whole.keys()
+    assert_released(model)
+    assert same_everywhere([p.tolist() for p in whole.values()])
+
+
+@pytest.mark.parametrize("write", ["fill", "data"])
+@on_every_rank()
+def test_a_placeholder_that_was_changed_is_an_error(rank, world_size, write):
+    model, optimizer = private(Blocks)
+    weight = model.module.blocks[1].wide.weight
+    with torch.no_grad():
+        with pytest.raises(RuntimeError):
+            weight.add_(1)
+        if write == "fill":
+            weight.fill_(0.5)
+        else:
+            weight.data = torch.ones_like(weight)
+    with pytest.raises(
+        engine.Error, match=r"parameter 'blocks.1.wide.weight' was|data of parameter 'blocks.1.wide.weight'"
+    ):
+        model(batch(rank, 6, 7))
+    if write == "fill":
+        steps(model, optimizer, rank, 2)
+    gather(None)
+
+
+@on_every_rank()
+def test_what_is_written_in_full_parameters_is_everybodys(rank, world_size):
+    model, optimizer = private(Blocks)
+    with sw.full_parameters(model, writable=True), torch.no_grad():
+        for p in model.parameters():
+            p.fill_(rank + 0.125)
+    assert_released(model)
+    for p in parameters_of(model):
+        assert bool((p == 0.125).all())
+    steps(model, optimizer, rank, 1)
+    gather(None)
+
+
+@on_every_rank()
+def test_parameters_outlive_their_wrapper(rank, world_size):
+    model, optimizer = private(Blocks)
+    steps(model, optimizer, rank, 1)
+    expected = sw.full_state_dict(model)
+    module = sw.unwrap(model)
+    del model, optimizer
+    import gc
+
+    gc.collect()
+    assert all(bits_equal(expected[name], p) for name, p in module.state_dict().items())
+    module(batch(0, 6, 7)).sum().backward()
+    gather(None)
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes(tensors):
+    """Resident bytes of the mappings that hold the addresses of `tensors`."""
+    wanted = sorted(t.data_ptr() for t in tensors)
+    total, counts = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            words = line.split()
+            if "-" in words[0] and ":" not in words[0]:
+                low, high = (int(word, 16) for word in words[0].split("-"))
+                counts = any(low <= address < high for address in wanted)
+            elif counts and words[0] == "Rss:":
+                total += int(words[1]) * 1024
+    return total
+
+
+class Large(nn.Sequential):
+    """4 MiB a layer."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(7, 1024), *(nn.Linear(1024, 1024, bias=False) for _ in range(4)), nn.Linear(1024, 5))
+
+
+@on_every_rank()
+def test_a_released_unit_has_no_pages(rank, world_size):
+    model, optimizer = private(Large)
+    layer = model.module[2]
+    seen = {}
+
+    def look(module, *_):
+        data = module.weight.data
+        seen["whole"] = data
+        seen["pages"] = resident_bytes([data])
+
+    layer.register_forward_pre_hook(look)
+    steps(model, optimizer, rank, 2)
+    assert seen["pages"] >= 4 << 20
+    assert resident_bytes([seen["whole"]]) == 0
+    stats = sw.stats()["models"][-1]
+    whole = sum(p.numel() for p in model.parameters()) * 4
+    assert stats["most_unit_bytes"] <= 3 * (4 << 20), stats
+    described = sw.describe()["models"][-1]
+    assert described["parameter_bytes"] < whole / world_size * 1.1 + 65536
+    assert LONG or torch.isnan(seen["whole"][0, 0])
+    gather(None)
