@@ -16,7 +16,8 @@ sys.exit(sys.version_info < (3, 10) or not os.path.exists(sysconfig.get_path("in
 export SW_WERROR ?= 1
 MAKEFLAGS += --no-print-directory
 CSRC := $(sort $(shell find csrc -name '*.[ch]'))
-BUILD_INPUTS := $(CSRC) setup.py pyproject.toml
+KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))
+BUILD_INPUTS := $(CSRC) $(KERNEL_TEXT) setup.py pyproject.toml
 ENGINE := python/shardwright/_engine.abi3.so
 
 .PHONY: build demo test test-long test-torch asan tsan crash bench fmt wheel clean check-machine

@@ -41,7 +41,9 @@ def sources() -> list[str]:
 
 
 def headers() -> list[str]:
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.h"))
+    """What sources include, the device kernels' text (csrc/kernels/kernel_source.c) among it."""
+    patterns = ("*.h", "*.cu", "*.cuh")
+    return sorted(path.relative_to(ROOT).as_posix() for end in patterns for path in (ROOT / "csrc").rglob(end))
 
 
 def compile_flags() -> list[str]:

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,13 @@ def run_checked(command: list[str]) -> None:
 
 
 def newest_header() -> float:
-    headers = [*CSRC.rglob("*.h"), *(ROOT / "tests" / "csrc").glob("*.h"), ROOT / "setup.py", Path(__file__)]
+    headers = [
+        *CSRC.rglob("*.h"),
+        *CSRC.rglob("*.cu*"),
+        *(ROOT / "tests" / "csrc").glob("*.h"),
+        ROOT / "setup.py",
+        Path(__file__),
+    ]
     return max(header.stat().st_mtime for header in headers)
 
 
@@ -85,7 +92,8 @@ class Builder:
         self.command = [*shipped_flags(), "-D_GNU_SOURCE", "-pthread", "-Icsrc", "-Itests/csrc", *mode.flags]
         self.objects: list[Path] | None = None
 
-    def program(self, test: Path) -> Path:
+    def program(self, test: Path, with_it: Sequence[str] = ()) -> Path:
+        """The test as a program; `with_it` are more files and options of its link."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -93,7 +101,7 @@ class Builder:
                 with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
                     self.objects = list(pool.map(self.compile, [*engine_sources(), *SHARED]))
             program = self.folder / test.stem
-            linked = [str(self.compile(test)), *map(str, self.objects)]
+            linked = [str(self.compile(test)), *map(str, self.objects), *with_it]
             command = [self.mode.compiler, *self.mode.flags, "-pthread", *WRAPPED, *linked, "-lm", "-o", str(program)]
             run_checked(command)
         return program

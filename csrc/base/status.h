@@ -28,13 +28,14 @@ typedef enum sw_status {
     SW_E_COMM,        /* a peer died or left, detail is its rank: sw.CommError */
     SW_E_TIMEOUT,     /* a deadline passed, detail is the rank waited for: sw.CommTimeoutError */
     SW_E_INTERRUPTED, /* the caller asked to stop waiting (a signal): whatever it raised */
+    SW_E_DEVICE, /* a GPU's driver or NCCL failed, detail is CUresult or ncclResult_t: sw.Error */
 } sw_status;
 
 enum { SW_ERROR_MESSAGE_BYTES = 512 };
 
 typedef struct sw_error { /* caller-owned, may be NULL; one per call chain */
     sw_status status;     /* what callers branch on */
-    int detail;           /* errno or rank, by status; -1 when there is none */
+    int detail;           /* errno, rank, CUresult or ncclResult_t, by status; -1: none */
     char message[SW_ERROR_MESSAGE_BYTES];
 } sw_error;
 

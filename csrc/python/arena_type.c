@@ -4,39 +4,8 @@
  * Arena: the pages live as long as the last tensor, whatever else is gone. */
 #include <stdlib.h>
 
+#include "python/dlpack_abi.h"
 #include "python/engine.h"
-
-/* The part of DLPack's ABI (version 0, "dltensor") that a producer writes. dmlc/dlpack, dlpack.h.
- */
-typedef struct dl_tensor {
-    void *data;
-    struct {
-        int32_t device_type, device_id;
-    } device;
-    int32_t ndim;
-    struct {
-        uint8_t code, bits;
-        uint16_t lanes;
-    } dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} dl_tensor;
-
-typedef struct dl_managed_tensor {
-    dl_tensor tensor;
-    void *context;
-    void (*deleter)(struct dl_managed_tensor *self);
-} dl_managed_tensor;
-
-enum {
-    DL_CPU = 1,
-    DL_INT = 0,
-    DL_UINT = 1,
-    DL_FLOAT = 2,
-    DL_BFLOAT = 4,
-    DL_COMPLEX = 5,
-    DL_BOOL = 6
-};
 
 static uint8_t dl_code(sw_dtype dtype)
 {
@@ -112,12 +81,11 @@ PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtyp
         return PyErr_NoMemory();
     int64_t *sizes = (int64_t *)(managed + 1);
     managed->tensor.data = address;
-    managed->tensor.device.device_type = DL_CPU;
+    managed->tensor.device_type = DL_CPU;
     managed->tensor.ndim = (int32_t)count;
-    managed->tensor.dtype.code = dl_code(dtype);
-    managed->tensor.dtype.bits =
-        (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8);
-    managed->tensor.dtype.lanes = 1;
+    managed->tensor.code = dl_code(dtype);
+    managed->tensor.bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8);
+    managed->tensor.lanes = 1;
     managed->tensor.shape = sizes;
     managed->tensor.strides = sizes + count;
     managed->deleter = managed_delete;

@@ -159,6 +159,9 @@ int sw_py_optim_functions_add(PyObject *module);
 /* compress_module.c */
 int sw_py_compress_functions_add(PyObject *module);
 
+/* device_module.c */
+int sw_py_device_functions_add(PyObject *module);
+
 /* Drops *object into NULL first, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                          \
     do {                                              \

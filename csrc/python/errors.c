@@ -113,6 +113,7 @@ PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_objec
     case SW_OK:
     case SW_E_STATE:
     case SW_E_MISMATCH:
+    case SW_E_DEVICE:
         raise_plain(state->error, err->message);
         break;
     }

@@ -24,7 +24,8 @@ static int module_exec(PyObject *module)
         add_type(module, &sw_py_checkpoint_plan_type_spec, &state->plan_type) < 0 ||
         add_type(module, &sw_py_checkpoint_saver_type_spec, &state->saver_type) < 0 ||
         add_type(module, &sw_py_checkpoint_folder_type_spec, &state->folder_type) < 0 ||
-        sw_py_optim_functions_add(module) < 0 || sw_py_compress_functions_add(module) < 0)
+        sw_py_optim_functions_add(module) < 0 || sw_py_compress_functions_add(module) < 0 ||
+        sw_py_device_functions_add(module) < 0)
         return -1;
     return 0;
 }

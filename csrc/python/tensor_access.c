@@ -3,27 +3,8 @@
  * back to Python. */
 #include <string.h>
 
+#include "python/dlpack_abi.h"
 #include "python/engine.h"
-
-typedef struct dl_tensor { /* dmlc/dlpack, dlpack.h: DLTensor */
-    void *data;
-    int32_t device_type, device_id;
-    int32_t ndim;
-    uint8_t code, bits;
-    uint16_t lanes;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} dl_tensor;
-
-typedef struct exchange_table { /* dmlc/dlpack, dlpack.h: DLPackExchangeAPI, major version 1 */
-    uint32_t major, minor;
-    const struct exchange_table *previous;
-    void *managed_tensor_allocator;
-    void *managed_tensor_from_py_object_no_sync;
-    void *managed_tensor_to_py_object_no_sync;
-    int (*dltensor_from_py_object_no_sync)(void *object, dl_tensor *out);
-    void *current_work_stream;
-} exchange_table;
 
 const void *sw_py_tensor_exchange_table(PyObject *tensor)
 {
@@ -64,8 +45,6 @@ bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *vie
 }
 
 /* ---- with the fallback ---- */
-
-enum { DL_CPU = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
 
 /* DLPack's and torch's names meet in ours: the floating dtypes only. */
 static sw_dtype floating_dtype(uint8_t code, uint8_t bits)

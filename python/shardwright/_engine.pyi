@@ -124,6 +124,28 @@ def half_encode(dtype: str, wire: int, source: int, numel: int, scale: float) ->
 def half_decode(dtype: str, out: int, wire: int, numel: int) -> None:
     """out = wire as float32."""
 
+def cuda_devices(library: str | None = None, /) -> dict[str, Any]:
+    """``{"version": (major, minor), "devices": [{"name", "capability", "multiprocessors"}]}`` of the driver.
+
+    NotImplementedError when there is no driver, it shows no GPU or is too old; ``Error`` when it fails.
+    """
+
+def device_kernel_source() -> tuple[str, list[str]]:
+    """The CUDA text of the device kernels and the options it must be compiled with."""
+
+def device_kernel_image(
+    major: int,
+    minor: int,
+    packaged: str | None = None,
+    cache: str | None = None,
+    nvrtc: str | None = None,
+    builtins: str | None = None,
+) -> tuple[str, bytes]:
+    """``(origin, image)`` of the device kernels for compute capability major.minor.
+
+    Looked for in this order: the folder `packaged`, the folder `cache`, the compiler library `nvrtc`.
+    """
+
 #: gradient, memory, left, right, basis (addresses), rows, cols, rank, seed
 _Matrix = tuple[int, int, int, int, int, int, int, int, int]
 

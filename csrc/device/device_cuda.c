@@ -1,0 +1,377 @@
+/* device_cuda.c - a GPU as a device, through the driver's table.
+ *
+ * Idea: the primary context is retained, so it is the one that torch uses and its pointers, streams
+ * and events are ours to use as they are. A thread that has another context current gets it back
+ * after each call: torch must not find its current device changed.
+ *
+ * Left out: peer access and IPC, graphs (a captured stream is refused by those who would allocate).
+ */
+#include <sched.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "device/cuda_driver.h"
+#include "device/device.h"
+#include "platform/clock.h"
+
+enum { SPIN_NS = 50000, NAP_NS = 20000, WHAT_BYTES = 128 };
+
+typedef struct cuda_device {
+    sw_device base;
+    sw_cuda_driver driver;
+    sw_cu_context context; /* retained */
+    sw_cu_device handle;
+} cuda_device;
+
+static cuda_device *cuda_of(sw_device *device)
+{
+    return (cuda_device *)(void *)device;
+}
+
+static sw_cu_address address_of(const void *memory)
+{
+    return (sw_cu_address)(uintptr_t)memory;
+}
+
+/* Makes our context current; *entered tells whether leave() has to undo it. */
+static sw_status enter(cuda_device *cuda, bool *entered, sw_error *err)
+{
+    sw_cu_context current = NULL;
+    *entered = false;
+    SW_TRY(sw_cuda_check(&cuda->driver, cuda->driver.call.cuCtxGetCurrent(&current),
+                         "cuCtxGetCurrent", cuda->base.name, err));
+    if (current == cuda->context)
+        return SW_OK;
+    SW_TRY(sw_cuda_check(&cuda->driver, cuda->driver.call.cuCtxPushCurrent_v2(cuda->context),
+                         "cuCtxPushCurrent", cuda->base.name, err));
+    *entered = true;
+    return SW_OK;
+}
+
+static void leave(cuda_device *cuda, bool entered)
+{
+    sw_cu_context popped;
+    if (entered)
+        (void)cuda->driver.call.cuCtxPopCurrent_v2(&popped);
+}
+
+/* One driver call in our context, its result as a status. */
+#define CUDA_CALL(cuda, err, what, name, ...)                                  \
+    do {                                                                       \
+        bool entered_;                                                         \
+        SW_TRY(enter((cuda), &entered_, (err)));                               \
+        sw_cu_result result_ = (cuda)->driver.call.name(__VA_ARGS__);          \
+        leave((cuda), entered_);                                               \
+        SW_TRY(sw_cuda_check(&(cuda)->driver, result_, #name, (what), (err))); \
+    } while (0)
+
+/* The same where nothing can be done about a failure: undoing what a failed context lost anyway. */
+#define CUDA_UNDO(cuda, name, ...)                       \
+    do {                                                 \
+        bool entered_;                                   \
+        if (enter((cuda), &entered_, NULL) == SW_OK) {   \
+            (void)(cuda)->driver.call.name(__VA_ARGS__); \
+            leave((cuda), entered_);                     \
+        }                                                \
+    } while (0)
+
+static sw_status cuda_memory_alloc(sw_device *device, size_t size_bytes, void **memory,
+                                   sw_error *err)
+{
+    cuda_device *cuda = cuda_of(device);
+    sw_cu_address made = 0;
+    char what[WHAT_BYTES];
+    snprintf(what, sizeof what, "%zu bytes on GPU %d", size_bytes, device->ordinal);
+    CUDA_CALL(cuda, err, what, cuMemAlloc_v2, &made, size_bytes ? size_bytes : 1);
+    device->stats.allocations++;
+    *memory = (void *)(uintptr_t)made;
+    return SW_OK;
+}
+
+static void cuda_memory_free(sw_device *device, void *memory)
+{
+    if (memory)
+        CUDA_UNDO(cuda_of(device), cuMemFree_v2, address_of(memory));
+}
+
+static sw_status cuda_pinned_alloc(sw_device *device, size_t size_bytes, void **memory,
+                                   sw_error *err)
+{
+    cuda_device *cuda = cuda_of(device);
+    void *made = NULL;
+    char what[WHAT_BYTES];
+    snprintf(what, sizeof what, "%zu bytes of pinned memory", size_bytes);
+    CUDA_CALL(cuda, err, what, cuMemHostAlloc, &made, size_bytes ? size_bytes : 1,
+              SW_CU_MEMHOSTALLOC_PORTABLE);
+    device->stats.allocations++;
+    *memory = made;
+    return SW_OK;
+}
+
+static void cuda_pinned_free(sw_device *device, void *memory)
+{
+    if (memory)
+        CUDA_UNDO(cuda_of(device), cuMemFreeHost, memory);
+}
+
+static sw_status cuda_stream_create(sw_device *device, bool urgent, sw_stream **stream,
+                                    sw_error *err)
+{
+    cuda_device *cuda = cuda_of(device);
+    sw_cu_stream made = NULL;
+    /* Priorities out of the device's range are cut to it: -1 is one above the default. */
+    CUDA_CALL(cuda, err, device->name, cuStreamCreateWithPriority, &made, SW_CU_STREAM_NON_BLOCKING,
+              urgent ? -1 : 0);
+    *stream = (sw_stream *)(void *)made;
+    return SW_OK;
+}
+
+static void cuda_stream_destroy(sw_device *device, sw_stream *stream)
+{
+    if (stream)
+        CUDA_UNDO(cuda_of(device), cuStreamDestroy_v2, (sw_cu_stream)(void *)stream);
+}
+
+static sw_status cuda_stream_wait(sw_device *device, sw_stream *stream, sw_event *event,
+                                  sw_error *err)
+{
+    device->stats.stream_waits++;
+    CUDA_CALL(cuda_of(device), err, device->name, cuStreamWaitEvent, (sw_cu_stream)(void *)stream,
+              (sw_cu_event)(void *)event, 0);
+    return SW_OK;
+}
+
+static sw_status cuda_stream_is_capturing(sw_device *device, sw_stream *stream, bool *capturing,
+                                          sw_error *err)
+{
+    int status = SW_CU_CAPTURE_NONE;
+    CUDA_CALL(cuda_of(device), err, device->name, cuStreamIsCapturing, (sw_cu_stream)(void *)stream,
+              &status);
+    *capturing = status != SW_CU_CAPTURE_NONE;
+    return SW_OK;
+}
+
+static sw_status cuda_event_create(sw_device *device, sw_event **event, sw_error *err)
+{
+    sw_cu_event made = NULL;
+    CUDA_CALL(cuda_of(device), err, device->name, cuEventCreate, &made, SW_CU_EVENT_DISABLE_TIMING);
+    *event = (sw_event *)(void *)made;
+    return SW_OK;
+}
+
+static void cuda_event_destroy(sw_device *device, sw_event *event)
+{
+    if (event)
+        CUDA_UNDO(cuda_of(device), cuEventDestroy_v2, (sw_cu_event)(void *)event);
+}
+
+static sw_status cuda_event_record(sw_device *device, sw_event *event, sw_stream *stream,
+                                   sw_error *err)
+{
+    device->stats.records++;
+    CUDA_CALL(cuda_of(device), err, device->name, cuEventRecord, (sw_cu_event)(void *)event,
+              (sw_cu_stream)(void *)stream);
+    return SW_OK;
+}
+
+static sw_status cuda_event_query(sw_device *device, sw_event *event, bool *done, sw_error *err)
+{
+    cuda_device *cuda = cuda_of(device);
+    bool entered;
+    SW_TRY(enter(cuda, &entered, err));
+    sw_cu_result result = cuda->driver.call.cuEventQuery((sw_cu_event)(void *)event);
+    leave(cuda, entered);
+    if (result != SW_CU_NOT_READY)
+        SW_TRY(sw_cuda_check(&cuda->driver, result, "cuEventQuery", device->name, err));
+    *done = result == SW_CU_SUCCESS;
+    return SW_OK;
+}
+
+static sw_status cuda_event_wait(sw_device *device, sw_event *event, int64_t timeout_ns,
+                                 const char *what, sw_error *err)
+{
+    const struct timespec nap = {.tv_nsec = NAP_NS};
+    int64_t start = sw_clock_now_ns();
+    device->stats.host_waits++;
+    for (;;) {
+        bool done;
+        SW_TRY(cuda_event_query(device, event, &done, err));
+        if (done)
+            return SW_OK;
+        int64_t passed = sw_clock_now_ns() - start;
+        if (passed > timeout_ns)
+            SW_FAIL(err, SW_E_TIMEOUT, "GPU %d: %s was not done within %.3g s", device->ordinal,
+                    what, (double)timeout_ns * 1e-9);
+        if (passed < SPIN_NS)
+            sched_yield();
+        else
+            nanosleep(&nap, NULL);
+    }
+}
+
+static sw_status cuda_copy_async(sw_device *device, void *to, const void *from, size_t size_bytes,
+                                 sw_stream *stream, sw_error *err)
+{
+    if (size_bytes == 0)
+        return SW_OK;
+    device->stats.copies++;
+    CUDA_CALL(cuda_of(device), err, device->name, cuMemcpyAsync, address_of(to), address_of(from),
+              size_bytes, (sw_cu_stream)(void *)stream);
+    return SW_OK;
+}
+
+static sw_status cuda_fill_async(sw_device *device, void *to, unsigned char value,
+                                 size_t size_bytes, sw_stream *stream, sw_error *err)
+{
+    if (size_bytes == 0)
+        return SW_OK;
+    device->stats.copies++;
+    CUDA_CALL(cuda_of(device), err, device->name, cuMemsetD8Async, address_of(to), value,
+              size_bytes, (sw_cu_stream)(void *)stream);
+    return SW_OK;
+}
+
+static sw_status cuda_module_load(sw_device *device, const void *image, sw_module **module,
+                                  sw_error *err)
+{
+    sw_cu_module made = NULL;
+    char what[WHAT_BYTES];
+    snprintf(what, sizeof what, "an image of kernels on GPU %d (sm_%d%d)", device->ordinal,
+             device->major, device->minor);
+    CUDA_CALL(cuda_of(device), err, what, cuModuleLoadData, &made, image);
+    *module = (sw_module *)(void *)made;
+    return SW_OK;
+}
+
+static void cuda_module_unload(sw_device *device, sw_module *module)
+{
+    if (module)
+        CUDA_UNDO(cuda_of(device), cuModuleUnload, (sw_cu_module)(void *)module);
+}
+
+static sw_status cuda_module_function(sw_device *device, sw_module *module, const char *name,
+                                      sw_function **function, sw_error *err)
+{
+    sw_cu_function found = NULL;
+    CUDA_CALL(cuda_of(device), err, name, cuModuleGetFunction, &found, (sw_cu_module)(void *)module,
+              name);
+    *function = (sw_function *)(void *)found;
+    return SW_OK;
+}
+
+static sw_status cuda_launch_async(sw_device *device, sw_function *function, sw_grid grid,
+                                   void *arguments, sw_stream *stream, sw_error *err)
+{
+    void *parameters[1] = {arguments};
+    device->stats.launches++;
+    CUDA_CALL(cuda_of(device), err, device->name, cuLaunchKernel, (sw_cu_function)(void *)function,
+              grid.block_count, 1, 1, grid.thread_count, 1, 1, 0, (sw_cu_stream)(void *)stream,
+              parameters, NULL);
+    return SW_OK;
+}
+
+static sw_status cuda_pointer_inspect(sw_device *device, const void *address, sw_pointer *pointer,
+                                      sw_error *err)
+{
+    cuda_device *cuda = cuda_of(device);
+    bool entered;
+    int type = 0, ordinal = -1;
+    SW_TRY(enter(cuda, &entered, err));
+    sw_cu_result result = cuda->driver.call.cuPointerGetAttribute(&type, SW_CU_POINTER_MEMORY_TYPE,
+                                                                  address_of(address));
+    if (result == SW_CU_SUCCESS)
+        result = cuda->driver.call.cuPointerGetAttribute(&ordinal, SW_CU_POINTER_DEVICE_ORDINAL,
+                                                         address_of(address));
+    leave(cuda, entered);
+    *pointer = (sw_pointer){.kind = SW_MEMORY_UNKNOWN, .ordinal = -1};
+    if (result == SW_CU_INVALID_VALUE) /* the driver's way to say: not mine */
+        return SW_OK;
+    SW_TRY(sw_cuda_check(&cuda->driver, result, "cuPointerGetAttribute", device->name, err));
+    pointer->kind = type == SW_CU_MEMORYTYPE_DEVICE ? SW_MEMORY_DEVICE : SW_MEMORY_PINNED;
+    pointer->ordinal = ordinal;
+    return SW_OK;
+}
+
+static void cuda_destroy(sw_device *device)
+{
+    cuda_device *cuda = cuda_of(device);
+    if (cuda->context)
+        (void)cuda->driver.call.cuDevicePrimaryCtxRelease_v2(cuda->handle);
+    sw_cuda_driver_fini(&cuda->driver);
+    free(cuda);
+}
+
+static const sw_device_ops cuda_ops = {
+    .memory_alloc = cuda_memory_alloc,
+    .memory_free = cuda_memory_free,
+    .pinned_alloc = cuda_pinned_alloc,
+    .pinned_free = cuda_pinned_free,
+    .stream_create = cuda_stream_create,
+    .stream_destroy = cuda_stream_destroy,
+    .stream_wait = cuda_stream_wait,
+    .stream_is_capturing = cuda_stream_is_capturing,
+    .event_create = cuda_event_create,
+    .event_destroy = cuda_event_destroy,
+    .event_record = cuda_event_record,
+    .event_query = cuda_event_query,
+    .event_wait = cuda_event_wait,
+    .copy_async = cuda_copy_async,
+    .fill_async = cuda_fill_async,
+    .module_load = cuda_module_load,
+    .module_unload = cuda_module_unload,
+    .module_function = cuda_module_function,
+    .launch_async = cuda_launch_async,
+    .pointer_inspect = cuda_pointer_inspect,
+    .destroy = cuda_destroy,
+};
+
+static sw_status read_properties(cuda_device *cuda, sw_error *err)
+{
+    const sw_cuda_table *call = &cuda->driver.call;
+    sw_device *base = &cuda->base;
+    SW_TRY(sw_cuda_check(&cuda->driver,
+                         call->cuDeviceGetName(base->name, (int)sizeof base->name, cuda->handle),
+                         "cuDeviceGetName", "the GPU", err));
+    const struct {
+        int attribute, *value;
+    } wanted[] = {{SW_CU_ATTRIBUTE_CAPABILITY_MAJOR, &base->major},
+                  {SW_CU_ATTRIBUTE_CAPABILITY_MINOR, &base->minor},
+                  {SW_CU_ATTRIBUTE_MULTIPROCESSOR_COUNT, &base->processor_count}};
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; ++i)
+        SW_TRY(sw_cuda_check(
+            &cuda->driver,
+            call->cuDeviceGetAttribute(wanted[i].value, wanted[i].attribute, cuda->handle),
+            "cuDeviceGetAttribute", base->name, err));
+    return SW_OK;
+}
+
+static sw_status open_device(cuda_device *cuda, const char *library, int ordinal, sw_error *err)
+{
+    SW_TRY(sw_cuda_driver_init(&cuda->driver, library, err));
+    if (ordinal < 0 || ordinal >= cuda->driver.device_count)
+        SW_FAIL(err, SW_E_INVALID, "cuda device: ordinal must be in [0, %d), not %d",
+                cuda->driver.device_count, ordinal);
+    SW_TRY(sw_cuda_check(&cuda->driver, cuda->driver.call.cuDeviceGet(&cuda->handle, ordinal),
+                         "cuDeviceGet", "the GPU", err));
+    SW_TRY(read_properties(cuda, err));
+    return sw_cuda_check(&cuda->driver,
+                         cuda->driver.call.cuDevicePrimaryCtxRetain(&cuda->context, cuda->handle),
+                         "cuDevicePrimaryCtxRetain", cuda->base.name, err);
+}
+
+sw_status sw_device_cuda_create(const char *library, int ordinal, sw_device **device, sw_error *err)
+{
+    cuda_device *cuda = calloc(1, sizeof *cuda);
+    if (!cuda)
+        SW_FAIL(err, SW_E_MEMORY, "cuda device: no memory for %zu bytes", sizeof *cuda);
+    cuda->base = (sw_device){.ops = &cuda_ops, .kind = SW_DEVICE_CUDA, .ordinal = ordinal};
+    sw_status status = open_device(cuda, library, ordinal, err);
+    if (status != SW_OK) {
+        cuda_destroy(&cuda->base);
+        return status;
+    }
+    *device = &cuda->base;
+    return SW_OK;
+}

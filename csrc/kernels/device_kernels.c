@@ -1,0 +1,64 @@
+/* device_kernels.c - a device's kernels made ready and launched. */
+#include "kernels/device_kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { ARGS_BYTES_MAX = 4096 }; /* what every GPU takes as parameters */
+
+static sw_status load(sw_kernel_set *set, const sw_image_places *places, sw_error *err)
+{
+    const sw_device_ops *ops = set->device->ops;
+    sw_image image;
+    SW_TRY(sw_image_find(&image, set->device->major, set->device->minor, places, err));
+    set->origin = image.origin;
+    sw_status status = ops->module_load(set->device, image.data, &set->module, err);
+    sw_image_fini(&image);
+    SW_TRY(status);
+    for (int k = 0; k < SW_KERNEL_COUNT; ++k)
+        SW_TRY(ops->module_function(set->device, set->module, sw_kernel_contracts()[k].name,
+                                    &set->function[k], err));
+    return SW_OK;
+}
+
+sw_status sw_kernel_set_init(sw_kernel_set *set, sw_device *device, const sw_image_places *places,
+                             sw_error *err)
+{
+    sw_kernel_set made = {.device = device};
+    if (device->kind == SW_DEVICE_CUDA) {
+        sw_status status = load(&made, places, err);
+        if (status != SW_OK) {
+            sw_kernel_set_fini(&made);
+            return status;
+        }
+    }
+    *set = made;
+    return SW_OK;
+}
+
+void sw_kernel_set_fini(sw_kernel_set *set)
+{
+    if (set->module)
+        set->device->ops->module_unload(set->device, set->module);
+    set->module = NULL;
+}
+
+sw_status sw_kernel_launch(const sw_kernel_set *set, sw_kernel kernel, const void *args,
+                           sw_stream *stream, sw_error *err)
+{
+    const sw_kernel_contract *contract = &sw_kernel_contracts()[kernel];
+    union {
+        unsigned char bytes[ARGS_BYTES_MAX];
+        void *pointer; /* for its alignment */
+    } copy;
+    SW_TRY(contract->check(args, err));
+    if (set->device->kind == SW_DEVICE_HOST) {
+        set->device->stats.launches++;
+        contract->reference(args);
+        return SW_OK;
+    }
+    memcpy(copy.bytes, args, contract->args_bytes);
+    return set->device->ops->launch_async(set->device, set->function[kernel],
+                                          contract->grid(args, set->device->processor_count),
+                                          copy.bytes, stream, err);
+}

@@ -1,0 +1,118 @@
+/* kernel_args.h - the one parameter of each device kernel: C for the host, CUDA for the device.
+ *
+ * Idea: this file is compiled by the C compiler and is also the first part of the text that NVRTC
+ * gets (kernel_source.c), so both sides have one declaration. Hence no include, and only types that
+ * both have. Kernels take these structures by value: nothing is read through device memory but the
+ * data itself. What each kernel does, reads and writes: device_kernels.h.
+ *
+ * Dtypes are sw_dtype and operations sw_redop, whose numbers are said again here
+ * (kernel_contracts.c asserts that they agree). Thread rule: any.
+ */
+#ifndef SW_KERNELS_KERNEL_ARGS_H
+#define SW_KERNELS_KERNEL_ARGS_H
+
+typedef unsigned long long sw_u64;
+
+enum {
+    SW_ARG_FLOAT32 = 0,
+    SW_ARG_FLOAT64,
+    SW_ARG_FLOAT16,
+    SW_ARG_BFLOAT16,
+    SW_ARG_INT8,
+    SW_ARG_UINT8,
+    SW_ARG_INT16,
+    SW_ARG_INT32,
+    SW_ARG_INT64,
+    SW_ARG_COMPLEX64,
+    SW_ARG_COMPLEX128,
+
+    SW_ARG_SUM = 0,
+    SW_ARG_MEAN,
+    SW_ARG_MIN,
+    SW_ARG_MAX,
+
+    SW_ARG_DIGIT_COUNT = 136, /* of sw_norm_sum; then infinite, nan, additions */
+    SW_ARG_LOWEST_EXPONENT = -2176,
+
+    SW_PACK_SEGMENT_MAX = 64,
+};
+
+typedef struct sw_cast_args {
+    void *to;
+    const void *from;
+    sw_u64 numel;
+    float scale;
+    int to_dtype, from_dtype;
+} sw_cast_args;
+
+typedef struct sw_pack_segment {
+    void *to;
+    const void *from;
+    sw_u64 size_bytes;
+} sw_pack_segment;
+
+typedef struct sw_pack_args {
+    sw_pack_segment segment[SW_PACK_SEGMENT_MAX];
+    int segment_count;
+} sw_pack_args;
+
+typedef struct sw_fold_args {
+    void *to;        /* may be `own` */
+    const void *own; /* contribution `own_index` */
+    const void
+        *rest; /* contribution k lies at rest + k * stride_bytes; place own_index is unread */
+    sw_u64 numel, stride_bytes;
+    double scale; /* of SW_REDOP_MEAN */
+    int dtype, op, own_index, source_count;
+} sw_fold_args;
+
+typedef struct sw_run_args { /* sw_optim_run */
+    void *p, *m, *v, *v_max;
+    const void *g;
+    void *copy;
+    sw_u64 numel;
+    int p_dtype, state_dtype, g_dtype, copy_dtype;
+} sw_run_args;
+
+typedef struct sw_adam_args {
+    sw_run_args run;
+    float factor, decay, l2, lerp, beta2, square, correction, eps, negative_step;
+    int amsgrad;
+} sw_adam_args;
+
+typedef struct sw_sgd_args {
+    sw_run_args run;
+    float factor, l2, momentum, undampening, negative_lr;
+    int nesterov, first;
+} sw_sgd_args;
+
+typedef struct sw_norm_args {
+    void *sum; /* sw_norm_sum */
+    const void *data;
+    sw_u64 numel;
+    int dtype;
+} sw_norm_args;
+
+typedef struct sw_quantize_args {
+    void *records;
+    const void *source, *error; /* float32; error may be NULL */
+    sw_u64 numel, block;
+    int bits;
+} sw_quantize_args;
+
+typedef struct sw_dequantize_args {
+    void *out; /* float32 */
+    const void *records;
+    sw_u64 numel, block;
+    int bits, add;
+} sw_dequantize_args;
+
+typedef struct sw_residual_args {
+    void *error;        /* float32 */
+    const void *source; /* float32 */
+    const void *records;
+    sw_u64 numel, block;
+    int bits;
+} sw_residual_args;
+
+#endif

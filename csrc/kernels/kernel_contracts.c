@@ -1,0 +1,463 @@
+/* kernel_contracts.c - the table of device_kernels.h: checks, ranges, host references, grids. */
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/compress_kernels.h"
+#include "kernels/device_kernels.h"
+#include "kernels/kernels.h"
+#include "kernels/optim_kernels.h"
+
+enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
+enum { FOLD_SOURCE_MAX = 1024 }; /* a communicator's world ends there */
+
+#define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
+SAME(SW_ARG_FLOAT32, SW_DTYPE_FLOAT32);
+SAME(SW_ARG_FLOAT64, SW_DTYPE_FLOAT64);
+SAME(SW_ARG_FLOAT16, SW_DTYPE_FLOAT16);
+SAME(SW_ARG_BFLOAT16, SW_DTYPE_BFLOAT16);
+SAME(SW_ARG_INT8, SW_DTYPE_INT8);
+SAME(SW_ARG_UINT8, SW_DTYPE_UINT8);
+SAME(SW_ARG_INT16, SW_DTYPE_INT16);
+SAME(SW_ARG_INT32, SW_DTYPE_INT32);
+SAME(SW_ARG_INT64, SW_DTYPE_INT64);
+SAME(SW_ARG_COMPLEX64, SW_DTYPE_COMPLEX64);
+SAME(SW_ARG_COMPLEX128, SW_DTYPE_COMPLEX128);
+SAME(SW_ARG_SUM, SW_REDOP_SUM);
+SAME(SW_ARG_MEAN, SW_REDOP_MEAN);
+SAME(SW_ARG_MIN, SW_REDOP_MIN);
+SAME(SW_ARG_MAX, SW_REDOP_MAX);
+SAME(SW_ARG_DIGIT_COUNT, SW_NORM_DIGIT_COUNT);
+SAME(SW_ARG_LOWEST_EXPONENT, SW_NORM_LOWEST_EXPONENT);
+_Static_assert(offsetof(sw_norm_sum, infinite) == 8 * SW_ARG_DIGIT_COUNT, "layout of a sum");
+
+static bool is_small_float(int dtype)
+{
+    return dtype == SW_DTYPE_FLOAT32 || dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16;
+}
+
+static size_t array_bytes(sw_u64 numel, int dtype)
+{
+    return (size_t)numel * sw_dtype_size_bytes((sw_dtype)dtype);
+}
+
+/* Enough threads for `work` items each of ELEMENTS_A_THREAD, no more than stay busy. */
+static sw_grid grid_for(sw_u64 numel, int processor_count)
+{
+    sw_u64 wanted = (numel + THREADS * ELEMENTS_A_THREAD - 1) / (THREADS * ELEMENTS_A_THREAD);
+    sw_u64 most = (sw_u64)processor_count * BLOCKS_A_PROCESSOR;
+    wanted = wanted < most ? wanted : most;
+    return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
+}
+
+/* ---- cast ---- */
+
+static sw_status cast_check(const void *args, sw_error *err)
+{
+    const sw_cast_args *a = args;
+    int wrong = is_small_float(a->to_dtype) ? a->from_dtype : a->to_dtype;
+    if (!is_small_float(wrong))
+        SW_FAIL(err, SW_E_INVALID, "cast: dtype must be float32, float16 or bfloat16, not %s",
+                sw_dtype_name((sw_dtype)wrong));
+    return SW_OK;
+}
+
+static void cast_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_cast_args *a = args;
+    report(context, a->from, array_bytes(a->numel, a->from_dtype), SW_ACCESS_READ);
+    report(context, a->to, array_bytes(a->numel, a->to_dtype), SW_ACCESS_WRITE);
+}
+
+static void cast_reference(const void *args)
+{
+    const sw_cast_args *a = args;
+    const sw_compress_kernels *table = sw_kernels()->compress;
+    float wide[CAST_BLOCK_NUMEL];
+    for (size_t start = 0; start < a->numel; start += CAST_BLOCK_NUMEL) {
+        size_t left = (size_t)a->numel - start;
+        size_t count = left < CAST_BLOCK_NUMEL ? left : CAST_BLOCK_NUMEL;
+        const char *from = (const char *)a->from + array_bytes(start, a->from_dtype);
+        char *to = (char *)a->to + array_bytes(start, a->to_dtype);
+        if (a->from_dtype == SW_DTYPE_FLOAT32)
+            memcpy(wide, from, count * sizeof *wide);
+        else
+            table->half_widen(wide, (const uint16_t *)(const void *)from, count,
+                              (sw_dtype)a->from_dtype);
+        if (a->to_dtype != SW_DTYPE_FLOAT32) {
+            table->half_narrow((uint16_t *)(void *)to, wide, count, a->scale,
+                               (sw_dtype)a->to_dtype);
+            continue;
+        }
+        for (size_t i = 0; i < count; ++i)
+            wide[i] *= a->scale;
+        memcpy(to, wide, count * sizeof *wide);
+    }
+}
+
+static sw_grid cast_grid(const void *args, int processor_count)
+{
+    return grid_for(((const sw_cast_args *)args)->numel, processor_count);
+}
+
+/* ---- pack ---- */
+
+static sw_status pack_check(const void *args, sw_error *err)
+{
+    const sw_pack_args *a = args;
+    if (a->segment_count < 0 || a->segment_count > SW_PACK_SEGMENT_MAX)
+        SW_FAIL(err, SW_E_INVALID, "pack: segment_count must be in [0, %d], not %d",
+                SW_PACK_SEGMENT_MAX, a->segment_count);
+    return SW_OK;
+}
+
+static void pack_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_pack_args *a = args;
+    for (int i = 0; i < a->segment_count; ++i) {
+        report(context, a->segment[i].from, (size_t)a->segment[i].size_bytes, SW_ACCESS_READ);
+        report(context, a->segment[i].to, (size_t)a->segment[i].size_bytes, SW_ACCESS_WRITE);
+    }
+}
+
+static void pack_reference(const void *args)
+{
+    const sw_pack_args *a = args;
+    for (int i = 0; i < a->segment_count; ++i)
+        if (a->segment[i].size_bytes > 0)
+            memcpy(a->segment[i].to, a->segment[i].from, (size_t)a->segment[i].size_bytes);
+}
+
+static sw_grid pack_grid(const void *args, int processor_count)
+{
+    const sw_pack_args *a = args;
+    sw_u64 bytes = 0;
+    for (int i = 0; i < a->segment_count; ++i)
+        bytes += a->segment[i].size_bytes;
+    return grid_for(bytes / 4, processor_count);
+}
+
+/* ---- fold ---- */
+
+static sw_status fold_check(const void *args, sw_error *err)
+{
+    const sw_fold_args *a = args;
+    SW_TRY(sw_redop_check((sw_redop)a->op, (sw_dtype)a->dtype, err));
+    if (a->source_count < 1 || a->source_count > FOLD_SOURCE_MAX)
+        SW_FAIL(err, SW_E_INVALID, "fold: source_count must be in [1, %d], not %d", FOLD_SOURCE_MAX,
+                a->source_count);
+    if (a->own_index < -1 || a->own_index >= a->source_count)
+        SW_FAIL(err, SW_E_INVALID, "fold: own_index must be in [-1, %d), not %d", a->source_count,
+                a->own_index);
+    return SW_OK;
+}
+
+static const void *fold_source(const sw_fold_args *a, int k)
+{
+    return k == a->own_index ? a->own : (const char *)a->rest + (sw_u64)k * a->stride_bytes;
+}
+
+static void fold_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_fold_args *a = args;
+    for (int k = 0; k < a->source_count; ++k)
+        report(context, fold_source(a, k), array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
+    report(context, a->to, array_bytes(a->numel, a->dtype), SW_ACCESS_WRITE);
+}
+
+static void fold_reference(const void *args)
+{
+    const sw_fold_args *a = args;
+    const void *source[FOLD_SOURCE_MAX];
+    void *to = a->to;
+    for (int k = 0; k < a->source_count; ++k)
+        source[k] = fold_source(a, k);
+    sw_kernels()->fold[a->dtype](&to, 1, source, a->source_count, (size_t)a->numel, a->scale,
+                                 (sw_redop)a->op);
+}
+
+static sw_grid fold_grid(const void *args, int processor_count)
+{
+    return grid_for(((const sw_fold_args *)args)->numel, processor_count);
+}
+
+/* ---- optimizers ---- */
+
+static sw_status run_check(const sw_run_args *run, const char *what, sw_error *err)
+{
+    const int dtypes[] = {run->p_dtype, run->state_dtype, run->g_dtype, run->copy_dtype};
+    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; ++i)
+        if (!is_small_float(dtypes[i]))
+            SW_FAIL(err, SW_E_INVALID, "%s: dtype must be float32, float16 or bfloat16, not %s",
+                    what, sw_dtype_name((sw_dtype)dtypes[i]));
+    return SW_OK;
+}
+
+static sw_optim_run run_of(const sw_run_args *run)
+{
+    return (sw_optim_run){.p = run->p,
+                          .m = run->m,
+                          .v = run->v,
+                          .v_max = run->v_max,
+                          .g = run->g,
+                          .copy = run->copy,
+                          .numel = (size_t)run->numel,
+                          .step = 1, /* the kernels do not read it */
+                          .p_dtype = (sw_dtype)run->p_dtype,
+                          .state_dtype = (sw_dtype)run->state_dtype,
+                          .g_dtype = (sw_dtype)run->g_dtype,
+                          .copy_dtype = (sw_dtype)run->copy_dtype};
+}
+
+static void run_accesses(const sw_run_args *run, sw_access_fn *report, void *context)
+{
+    size_t state_bytes = array_bytes(run->numel, run->state_dtype);
+    report(context, run->g, array_bytes(run->numel, run->g_dtype), SW_ACCESS_READ);
+    report(context, run->p, array_bytes(run->numel, run->p_dtype), SW_ACCESS_BOTH);
+    if (run->copy)
+        report(context, run->copy, array_bytes(run->numel, run->copy_dtype), SW_ACCESS_WRITE);
+    if (run->v)
+        report(context, run->v, state_bytes, SW_ACCESS_BOTH);
+}
+
+static sw_status adam_check(const void *args, sw_error *err)
+{
+    return run_check(&((const sw_adam_args *)args)->run, "adam", err);
+}
+
+static void adam_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_adam_args *a = args;
+    size_t state_bytes = array_bytes(a->run.numel, a->run.state_dtype);
+    run_accesses(&a->run, report, context);
+    report(context, a->run.m, state_bytes, SW_ACCESS_BOTH);
+    if (a->amsgrad)
+        report(context, a->run.v_max, state_bytes, SW_ACCESS_BOTH);
+}
+
+static void adam_reference(const void *args)
+{
+    const sw_adam_args *a = args;
+    sw_optim_run run = run_of(&a->run);
+    sw_adam_scalars scalars = {.factor = a->factor,
+                               .decay = a->decay,
+                               .l2 = a->l2,
+                               .lerp = a->lerp,
+                               .beta2 = a->beta2,
+                               .square = a->square,
+                               .correction = a->correction,
+                               .eps = a->eps,
+                               .negative_step = a->negative_step,
+                               .amsgrad = a->amsgrad != 0};
+    if (!scalars.amsgrad)
+        run.v_max = NULL;
+    sw_kernels()->optim->adam(&run, &scalars);
+}
+
+static sw_grid adam_grid(const void *args, int processor_count)
+{
+    return grid_for(((const sw_adam_args *)args)->run.numel, processor_count);
+}
+
+static sw_status sgd_check(const void *args, sw_error *err)
+{
+    return run_check(&((const sw_sgd_args *)args)->run, "sgd", err);
+}
+
+static void sgd_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_sgd_args *a = args;
+    sw_run_args run = a->run;
+    run.v = NULL;
+    run_accesses(&run, report, context);
+    if (a->momentum != 0.0f)
+        report(context, a->run.m, array_bytes(a->run.numel, a->run.state_dtype),
+               a->first ? SW_ACCESS_WRITE : SW_ACCESS_BOTH);
+}
+
+static void sgd_reference(const void *args)
+{
+    const sw_sgd_args *a = args;
+    sw_optim_run run = run_of(&a->run);
+    sw_sgd_scalars scalars = {.factor = a->factor,
+                              .l2 = a->l2,
+                              .momentum = a->momentum,
+                              .undampening = a->undampening,
+                              .negative_lr = a->negative_lr,
+                              .nesterov = a->nesterov != 0,
+                              .first = a->first != 0};
+    sw_kernels()->optim->sgd(&run, &scalars);
+}
+
+static sw_grid sgd_grid(const void *args, int processor_count)
+{
+    return grid_for(((const sw_sgd_args *)args)->run.numel, processor_count);
+}
+
+/* ---- norm ---- */
+
+static sw_status norm_check(const void *args, sw_error *err)
+{
+    const sw_norm_args *a = args;
+    if (!is_small_float(a->dtype) && a->dtype != SW_DTYPE_FLOAT64)
+        SW_FAIL(err, SW_E_INVALID,
+                "norm: dtype must be float32, float64, float16 or bfloat16, not %s",
+                sw_dtype_name((sw_dtype)a->dtype));
+    if (a->numel > UINT64_C(1) << 31)
+        SW_FAIL(err, SW_E_INVALID, "norm: numel must be at most 2^31, not %llu", a->numel);
+    return SW_OK;
+}
+
+static void norm_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_norm_args *a = args;
+    report(context, a->data, array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
+    report(context, a->sum, sizeof(sw_norm_sum), SW_ACCESS_BOTH);
+}
+
+static void norm_reference(const void *args)
+{
+    const sw_norm_args *a = args;
+    sw_kernels()->optim->norm(a->sum, a->data, (size_t)a->numel, (sw_dtype)a->dtype);
+}
+
+static sw_grid norm_grid(const void *args, int processor_count)
+{
+    return grid_for(((const sw_norm_args *)args)->numel, processor_count);
+}
+
+/* ---- blocks ---- */
+
+static sw_status block_check(sw_u64 block, int bits, const void *records, sw_error *err)
+{
+    if (block < SW_BLOCK_NUMEL_STEP || block > SW_BLOCK_NUMEL_MAX || block % SW_BLOCK_NUMEL_STEP)
+        SW_FAIL(err, SW_E_INVALID, "quantize: block must be a multiple of %d in [%d, %d], not %llu",
+                SW_BLOCK_NUMEL_STEP, SW_BLOCK_NUMEL_STEP, SW_BLOCK_NUMEL_MAX, block);
+    if (bits != 8 && bits != 4)
+        SW_FAIL(err, SW_E_INVALID, "quantize: bits must be 8 or 4, not %d", bits);
+    if ((uintptr_t)records % sizeof(float) != 0)
+        SW_FAIL(err, SW_E_INVALID, "quantize: records must be on a 4-byte boundary, not at %p",
+                records);
+    return SW_OK;
+}
+
+static size_t record_count(sw_u64 numel, sw_u64 block)
+{
+    return (size_t)((numel + block - 1) / block);
+}
+
+static size_t records_bytes(sw_u64 numel, sw_u64 block, int bits)
+{
+    return record_count(numel, block) * (sizeof(float) + (size_t)block * (size_t)bits / 8);
+}
+
+/* One block of threads a record. */
+static sw_grid record_grid(sw_u64 numel, sw_u64 block, int processor_count)
+{
+    size_t records = record_count(numel, block);
+    size_t most = (size_t)processor_count * BLOCKS_A_PROCESSOR * 2;
+    records = records < most ? records : most;
+    return (sw_grid){.block_count = (unsigned)(records ? records : 1), .thread_count = 64};
+}
+
+static sw_status quantize_check(const void *args, sw_error *err)
+{
+    const sw_quantize_args *a = args;
+    return block_check(a->block, a->bits, a->records, err);
+}
+
+static void quantize_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_quantize_args *a = args;
+    report(context, a->source, (size_t)a->numel * sizeof(float), SW_ACCESS_READ);
+    if (a->error)
+        report(context, a->error, (size_t)a->numel * sizeof(float), SW_ACCESS_READ);
+    report(context, a->records, records_bytes(a->numel, a->block, a->bits), SW_ACCESS_WRITE);
+}
+
+static void quantize_reference(const void *args)
+{
+    const sw_quantize_args *a = args;
+    sw_kernels()->compress->block_quantize(a->records, a->source, a->error, (size_t)a->numel,
+                                           (size_t)a->block, a->bits);
+}
+
+static sw_grid quantize_grid(const void *args, int processor_count)
+{
+    const sw_quantize_args *a = args;
+    return record_grid(a->numel, a->block, processor_count);
+}
+
+static sw_status dequantize_check(const void *args, sw_error *err)
+{
+    const sw_dequantize_args *a = args;
+    return block_check(a->block, a->bits, a->records, err);
+}
+
+static void dequantize_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_dequantize_args *a = args;
+    report(context, a->records, records_bytes(a->numel, a->block, a->bits), SW_ACCESS_READ);
+    report(context, a->out, (size_t)a->numel * sizeof(float),
+           a->add ? SW_ACCESS_BOTH : SW_ACCESS_WRITE);
+}
+
+static void dequantize_reference(const void *args)
+{
+    const sw_dequantize_args *a = args;
+    sw_kernels()->compress->block_dequantize(a->out, a->records, (size_t)a->numel, (size_t)a->block,
+                                             a->bits, a->add != 0);
+}
+
+static sw_grid dequantize_grid(const void *args, int processor_count)
+{
+    const sw_dequantize_args *a = args;
+    return record_grid(a->numel, a->block, processor_count);
+}
+
+static sw_status residual_check(const void *args, sw_error *err)
+{
+    const sw_residual_args *a = args;
+    return block_check(a->block, a->bits, a->records, err);
+}
+
+static void residual_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_residual_args *a = args;
+    report(context, a->records, records_bytes(a->numel, a->block, a->bits), SW_ACCESS_READ);
+    report(context, a->source, (size_t)a->numel * sizeof(float), SW_ACCESS_READ);
+    report(context, a->error, (size_t)a->numel * sizeof(float), SW_ACCESS_BOTH);
+}
+
+static void residual_reference(const void *args)
+{
+    const sw_residual_args *a = args;
+    sw_kernels()->compress->block_residual(a->error, a->source, a->records, (size_t)a->numel,
+                                           (size_t)a->block, a->bits);
+}
+
+static sw_grid residual_grid(const void *args, int processor_count)
+{
+    const sw_residual_args *a = args;
+    return record_grid(a->numel, a->block, processor_count);
+}
+
+#define CONTRACT(noun)                       \
+    {.name = "sw_" #noun,                    \
+     .args_bytes = sizeof(sw_##noun##_args), \
+     .check = noun##_check,                  \
+     .accesses = noun##_accesses,            \
+     .reference = noun##_reference,          \
+     .grid = noun##_grid}
+
+static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {
+    [SW_KERNEL_CAST] = CONTRACT(cast),         [SW_KERNEL_PACK] = CONTRACT(pack),
+    [SW_KERNEL_FOLD] = CONTRACT(fold),         [SW_KERNEL_ADAM] = CONTRACT(adam),
+    [SW_KERNEL_SGD] = CONTRACT(sgd),           [SW_KERNEL_NORM] = CONTRACT(norm),
+    [SW_KERNEL_QUANTIZE] = CONTRACT(quantize), [SW_KERNEL_DEQUANTIZE] = CONTRACT(dequantize),
+    [SW_KERNEL_RESIDUAL] = CONTRACT(residual),
+};
+
+const sw_kernel_contract *sw_kernel_contracts(void)
+{
+    return contracts;
+}

@@ -1,0 +1,48 @@
+/* nvrtc.h - NVIDIA's run-time compiler, by name at run time: CUDA text to an image for one GPU.
+ *
+ * The part of its interface that is used is declared by hand; tests/abi compares it with the real
+ * nvrtc.h. Valid C and C++. Thread rule: any.
+ */
+#ifndef SW_KERNELS_NVRTC_H
+#define SW_KERNELS_NVRTC_H
+
+#include <stddef.h>
+
+#include "base/status.h"
+
+typedef int sw_nvrtc_result; /* nvrtcResult; 0 is success */
+typedef struct _nvrtcProgram *sw_nvrtc_program;
+
+#define SW_NVRTC_FUNCTIONS(X)                                                              \
+    X(nvrtcVersion, (int *major, int *minor))                                              \
+    X(nvrtcGetNumSupportedArchs, (int *count))                                             \
+    X(nvrtcGetSupportedArchs, (int *archs))                                                \
+    X(nvrtcCreateProgram,                                                                  \
+      (sw_nvrtc_program * program, const char *source, const char *name, int header_count, \
+       const char *const *headers, const char *const *names))                              \
+    X(nvrtcCompileProgram,                                                                 \
+      (sw_nvrtc_program program, int option_count, const char *const *options))            \
+    X(nvrtcDestroyProgram, (sw_nvrtc_program * program))                                   \
+    X(nvrtcGetProgramLogSize, (sw_nvrtc_program program, size_t *bytes))                   \
+    X(nvrtcGetProgramLog, (sw_nvrtc_program program, char *log))                           \
+    X(nvrtcGetCUBINSize, (sw_nvrtc_program program, size_t *bytes))                        \
+    X(nvrtcGetCUBIN, (sw_nvrtc_program program, char *cubin))                              \
+    X(nvrtcGetPTXSize, (sw_nvrtc_program program, size_t *bytes))                          \
+    X(nvrtcGetPTX, (sw_nvrtc_program program, char *ptx))
+
+typedef struct sw_nvrtc_table {
+#define SW_NVRTC_FIELD(name, parameters) sw_nvrtc_result(*name) parameters;
+    SW_NVRTC_FUNCTIONS(SW_NVRTC_FIELD)
+#undef SW_NVRTC_FIELD
+} sw_nvrtc_table;
+
+/* Compiles `source` for compute capability major.minor with the compiler in `library`. Where the
+ * compiler is older than the GPU, the image is PTX of the newest architecture below, which the
+ * driver translates. *image is malloc'ed. `builtins` (may be NULL) is the companion that the
+ * compiler opens by bare name: it is loaded first, by this path. SW_E_UNSUPPORTED names the library
+ * that cannot be used, or the architecture; SW_E_STATE quotes the compiler's first words. */
+SW_MUST_USE sw_status sw_nvrtc_compile(const char *library, const char *builtins,
+                                       const char *source, const char *const *options, int major,
+                                       int minor, void **image, size_t *size_bytes, sw_error *err);
+
+#endif

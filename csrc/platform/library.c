@@ -1,0 +1,48 @@
+/* library.c - dlopen and dlsym, with errors that name what is missing. */
+#include "platform/library.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+static const char *reason(void)
+{
+    const char *text = dlerror();
+    return text ? text : "not loaded";
+}
+
+sw_status sw_library_open(const char *name, bool only_loaded, void **handle, sw_error *err)
+{
+    void *opened = dlopen(name, RTLD_NOW | RTLD_LOCAL | (only_loaded ? RTLD_NOLOAD : 0));
+    if (!opened)
+        SW_FAIL(err, SW_E_UNSUPPORTED, "%s cannot be used: %s", name, reason());
+    *handle = opened;
+    return SW_OK;
+}
+
+sw_status sw_library_bind(void *handle, const char *name, const sw_library_symbol *symbols,
+                          size_t count, void *table, sw_error *err)
+{
+    for (size_t i = 0; i < count; ++i) {
+        void *address = dlsym(handle, symbols[i].name);
+        if (!address)
+            SW_FAIL(err, SW_E_UNSUPPORTED,
+                    "%s has no function %s: it is older than this engine supports", name,
+                    symbols[i].name);
+        memcpy((unsigned char *)table + symbols[i].offset, &address, sizeof address);
+    }
+    return SW_OK;
+}
+
+void sw_library_close(void *handle)
+{
+    if (handle)
+        dlclose(handle);
+}
+
+void sw_library_path_of(const void *address, char *path, size_t path_bytes)
+{
+    Dl_info info;
+    bool known = dladdr(address, &info) != 0 && info.dli_fname;
+    snprintf(path, path_bytes, "%s", known ? info.dli_fname : "");
+}

@@ -1,0 +1,108 @@
+/* device_module.c - the module's functions about GPUs: what the driver shows, the kernels' text and
+ * images. */
+#include <string.h>
+
+#include "device/cuda_driver.h"
+#include "device/device.h"
+#include "kernels/kernel_image.h"
+#include "kernels/kernel_source.h"
+#include "python/engine.h"
+
+static PyObject *describe_device(PyObject *module, const char *library, int ordinal)
+{
+    sw_device *device;
+    sw_error err;
+    sw_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_cuda_create(library, ordinal, &device, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+    PyObject *made =
+        Py_BuildValue("{s:s,s:(ii),s:i}", "name", device->name, "capability", device->major,
+                      device->minor, "multiprocessors", device->processor_count);
+    sw_device_destroy(device);
+    return made;
+}
+
+static PyObject *cuda_devices(PyObject *module, PyObject *args)
+{
+    const char *library = NULL;
+    sw_cuda_driver driver;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "|z:cuda_devices", &library))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_cuda_driver_init(&driver, library, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+    int count = driver.device_count, version = driver.version;
+    PyObject *devices = PyList_New(0);
+    for (int i = 0; devices && i < count; ++i) {
+        PyObject *device = describe_device(module, library, i);
+        if (!device || PyList_Append(devices, device) < 0)
+            ENGINE_CLEAR(devices);
+        Py_XDECREF(device);
+    }
+    sw_cuda_driver_fini(&driver);
+    return devices ? Py_BuildValue("{s:(ii),s:N}", "version", version / 1000, version % 1000 / 10,
+                                   "devices", devices)
+                   : NULL;
+}
+
+static PyObject *device_kernel_source(PyObject *module, PyObject *unused)
+{
+    PyObject *options = PyList_New(0);
+    (void)module;
+    (void)unused;
+    for (const char *const *option = sw_kernel_options; options && *option; ++option) {
+        PyObject *text = PyUnicode_FromString(*option);
+        if (!text || PyList_Append(options, text) < 0)
+            ENGINE_CLEAR(options);
+        Py_XDECREF(text);
+    }
+    return options ? Py_BuildValue("(sN)", sw_kernel_source(), options) : NULL;
+}
+
+static PyObject *device_kernel_image(PyObject *module, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"major", "minor", "packaged", "cache", "nvrtc", "builtins", NULL};
+    sw_image_places places = {0};
+    sw_image image;
+    sw_error err;
+    sw_status status;
+    int major, minor;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "ii|zzzz:device_kernel_image", names, &major,
+                                     &minor, &places.packaged_folder, &places.cache_folder,
+                                     &places.nvrtc, &places.nvrtc_builtins))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_image_find(&image, major, minor, &places, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+    PyObject *bytes = PyBytes_FromStringAndSize(image.data, (Py_ssize_t)image.size_bytes);
+    const char *origin = sw_image_origin_name(image.origin);
+    sw_image_fini(&image);
+    return bytes ? Py_BuildValue("(sN)", origin, bytes) : NULL;
+}
+
+static PyMethodDef functions[] = {
+    {"cuda_devices", cuda_devices, METH_VARARGS,
+     "cuda_devices(library=None)\n--\n\nThe driver's version and the GPUs it shows."},
+    {"device_kernel_source", device_kernel_source, METH_NOARGS,
+     "device_kernel_source()\n--\n\nThe CUDA text of the device kernels, and its options."},
+    {"device_kernel_image", (PyCFunction)(void (*)(void))device_kernel_image,
+     METH_VARARGS | METH_KEYWORDS,
+     "device_kernel_image(major, minor, packaged=None, cache=None, nvrtc=None, "
+     "builtins=None)\n--\n\n"
+     "(origin, image) of the device kernels for one GPU."},
+    {NULL, NULL, 0, NULL},
+};
+
+int sw_py_device_functions_add(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,52 @@
+"""Where NVIDIA's headers, compilers and libraries lie on this machine: in pip packages or in a toolkit's folder.
+
+Nothing of it is needed to build or to run the tests: a test that finds none skips and says what was missing. Looked at,
+in order: the folders named in SW_TEST_CUDA (separated by colons), the `nvidia` packages of this Python, those of the
+tree's other environments (`make test-torch`), /usr/local/cuda.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _roots() -> list[Path]:
+    named = [Path(part) for part in os.environ.get("SW_TEST_CUDA", "").split(":") if part]
+    spec = importlib.util.find_spec("nvidia")
+    own = [Path(part) for part in (spec.submodule_search_locations or [])] if spec is not None else []
+    others = sorted(ROOT.glob(".venv-torch-*/lib/python*/site-packages/nvidia"))
+    return [root for root in (*named, *own, *others, Path("/usr/local/cuda")) if root.is_dir()]
+
+
+def _find(patterns: tuple[str, ...]) -> list[Path]:
+    """Existing files, one a real path, in the order of the roots."""
+    found: dict[Path, Path] = {}
+    for root in _roots():
+        for pattern in patterns:
+            for path in sorted(root.glob(pattern)):
+                found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def headers(name: str) -> list[Path]:
+    """Folders that hold the header `name`."""
+    return [path.parent for path in _find((f"include/{name}", f"*/include/{name}"))]
+
+
+def nvrtc_libraries() -> list[tuple[Path, Path | None]]:
+    """(compiler, its companion) of each NVRTC found."""
+    found = _find(("lib/libnvrtc.so.1*", "lib64/libnvrtc.so.1*", "*/lib/libnvrtc.so.1*"))
+    return [(path, next(iter(sorted(path.parent.glob("libnvrtc-builtins.so.*"))), None)) for path in found]
+
+
+def nccl_libraries() -> list[Path]:
+    return _find(("lib/libnccl.so.2", "*/lib/libnccl.so.2"))
+
+
+def nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")

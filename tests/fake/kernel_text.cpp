@@ -1,0 +1,30 @@
+// kernel_text.cpp - the device kernels' own text as host functions: see cuda_text.hpp. The files are those that
+// csrc/kernels/kernel_source.c names, in its order.
+#include "cuda_text.hpp"
+
+#include "kernels/kernel_args.h"
+
+#include "kernels/cuda/prelude.cuh"
+
+#include "kernels/cuda/move.cu"
+
+#include "kernels/cuda/fold.cu"
+
+#include "kernels/cuda/optim_steps.cu"
+
+#include "kernels/cuda/square_sum.cu"
+
+#include "kernels/cuda/block_codec.cu"
+
+#define RUN(noun) [](const void *args) { sw_##noun(*static_cast<const sw_##noun##_args *>(args)); }
+
+// Runs kernel number `kernel` (sw_kernel) over a grid; false for an unknown number.
+extern "C" bool run_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads)
+{
+    static void (*const bodies[])(const void *) = {RUN(cast), RUN(pack),     RUN(fold),       RUN(adam),    RUN(sgd),
+                                                   RUN(norm), RUN(quantize), RUN(dequantize), RUN(residual)};
+    if (kernel < 0 || kernel >= static_cast<int>(sizeof bodies / sizeof *bodies))
+        return false;
+    cuda_run(bodies[kernel], args, blocks, threads);
+    return true;
+}

@@ -1,0 +1,297 @@
+/* test_kernel_text.c - the .cu text, compiled by the host's compiler, has the bits of the host
+ * kernels.
+ *
+ * Law: for every kernel and dtype, sizes 0, 1, odd tails and several blocks, and grids that are not
+ * those of the launch, the memory after the text ran equals the memory after the contract's
+ * reference ran, guard bytes included; and nothing changed that the contract does not declare. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "kernels/compress_kernels.h"
+#include "kernels/device_kernels.h"
+#include "kernels/kernels.h"
+#include "kernels/optim_kernels.h"
+
+bool run_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads);
+
+enum { ARENA_BYTES = 1 << 18, REGION_BYTES = 1 << 14, NUMELS = 7, MOST = 1000 };
+static const size_t numels[NUMELS] = {0, 1, 31, 33, 256, 777, MOST};
+
+static unsigned char *arena, *by_text, *by_reference;
+static uint64_t state = 88172645463325252u;
+
+static uint32_t draw(void)
+{
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return (uint32_t)(state >> 16);
+}
+
+/* Region k of the arena: disjoint places that are `offset` bytes off a wide boundary. */
+static void *region(size_t k, size_t offset)
+{
+    return arena + k * REGION_BYTES + offset;
+}
+
+/* Ordinary numbers; with `wild` also infinities, NaN (canonical: the payload is the processor's),
+ * subnormals and both zeros. */
+static void fill(void *at, size_t numel, sw_dtype dtype, bool wild)
+{
+    static const float odd[] = {0.0f, -0.0f, 1e-41f, -3e-39f, 3e38f, -3e38f, 65504.0f, 1e-8f};
+    for (size_t i = 0; i < numel; ++i) {
+        float value = (float)(int32_t)draw() * 0x1p-30f;
+        if (wild && draw() % 8 == 0)
+            value = odd[draw() % 8];
+        if (wild && draw() % 64 == 0)
+            value = draw() % 2 ? __builtin_inff() : -__builtin_inff();
+        if (dtype == SW_DTYPE_FLOAT32)
+            memcpy((float *)at + i, &value, 4);
+        else if (dtype == SW_DTYPE_FLOAT64) {
+            double wide = (double)value * (wild ? 0x1p-1000 : 1.0);
+            memcpy((double *)at + i, &wide, 8);
+        } else if (dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16)
+            sw_kernels()->compress->half_narrow((uint16_t *)at + i, &value, 1, 1.0f, dtype);
+        else
+            for (size_t b = 0; b < sw_dtype_size_bytes(dtype); ++b)
+                ((unsigned char *)at)[i * sw_dtype_size_bytes(dtype) + b] = (unsigned char)draw();
+    }
+}
+
+typedef struct declared {
+    unsigned char *writable; /* one flag a byte of the arena */
+} declared;
+
+static void mark(void *context, const void *begin, size_t size_bytes, sw_access access)
+{
+    declared *marks = context;
+    size_t at = (size_t)((const unsigned char *)begin - arena);
+    if (size_bytes > 0 && access & SW_ACCESS_WRITE)
+        memset(marks->writable + at, 1, size_bytes);
+}
+
+/* Runs both forms from one state and compares. `settle` makes equal what is equal in meaning. */
+static void compare(sw_kernel kernel, const void *args, const char *what, void (*settle)(void))
+{
+    const sw_kernel_contract *contract = &sw_kernel_contracts()[kernel];
+    static const sw_grid grids[] = {{1, 32}, {3, 64}, {5, 17}};
+    static unsigned char before[ARENA_BYTES], writable[ARENA_BYTES];
+    declared marks = {.writable = writable};
+    sw_error err = {0};
+    if (!check(contract->check(args, &err) == SW_OK, "%s: %s", contract->name, err.message))
+        return;
+    memcpy(before, arena, ARENA_BYTES);
+    memset(writable, 0, sizeof writable);
+    contract->accesses(args, mark, &marks);
+    contract->reference(args);
+    if (settle)
+        settle();
+    memcpy(by_reference, arena, ARENA_BYTES);
+    for (size_t g = 0; g < sizeof grids / sizeof *grids; ++g) {
+        memcpy(arena, before, ARENA_BYTES);
+        check(run_kernel_text((int)kernel, args, grids[g].block_count, grids[g].thread_count),
+              "run");
+        if (settle)
+            settle();
+        memcpy(by_text, arena, ARENA_BYTES);
+        size_t differ = ARENA_BYTES, stray = ARENA_BYTES;
+        for (size_t i = ARENA_BYTES; i-- > 0;) {
+            differ = by_text[i] != by_reference[i] ? i : differ;
+            stray = by_text[i] != before[i] && !writable[i] ? i : stray;
+        }
+        check(differ == ARENA_BYTES,
+              "%s %s, grid %u x %u: byte %zu of region %zu is %02x, not %02x", contract->name, what,
+              grids[g].block_count, grids[g].thread_count, differ % REGION_BYTES,
+              differ / REGION_BYTES, by_text[differ % ARENA_BYTES],
+              by_reference[differ % ARENA_BYTES]);
+        check(stray == ARENA_BYTES, "%s %s: byte %zu of region %zu was written undeclared",
+              contract->name, what, stray % REGION_BYTES, stray / REGION_BYTES);
+    }
+    memcpy(arena, before, ARENA_BYTES);
+}
+
+static const sw_dtype small[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, SW_DTYPE_BFLOAT16};
+
+static void check_casts(size_t numel)
+{
+    for (int to = 0; to < 3; ++to)
+        for (int from = 0; from < 3; ++from) {
+            sw_cast_args args = {.to = region(0, 8),
+                                 .from = region(1, 4),
+                                 .numel = numel,
+                                 .scale = 0.7f,
+                                 .to_dtype = (int)small[to],
+                                 .from_dtype = (int)small[from]};
+            fill(region(1, 4), numel, small[from], true);
+            compare(SW_KERNEL_CAST, &args, sw_dtype_name(small[to]), NULL);
+        }
+}
+
+static void check_packs(size_t numel)
+{
+    sw_pack_args args = {.segment_count = 4};
+    for (size_t s = 0; s < 4; ++s)
+        args.segment[s] = (sw_pack_segment){
+            .to = region(s, s), .from = region(8 + s, s == 3 ? 5 : s), .size_bytes = numel * s};
+    fill(region(8, 0), 4 * REGION_BYTES / 4, SW_DTYPE_FLOAT32, false);
+    compare(SW_KERNEL_PACK, &args, "segments", NULL);
+}
+
+static void check_folds(size_t numel)
+{
+    for (int dtype = 0; dtype < SW_DTYPE_BOOL; ++dtype)
+        for (int op = 0; op < SW_REDOP_COUNT; ++op)
+            for (int sources = 1; sources <= 5; sources += 2) {
+                sw_fold_args args = {.to = region(0, 16),
+                                     .own = region(0, 16),
+                                     .rest = region(4, 16),
+                                     .numel = numel > 777 ? 777 : numel,
+                                     .stride_bytes = REGION_BYTES,
+                                     .scale = 1.0 / sources,
+                                     .dtype = dtype,
+                                     .op = op,
+                                     .own_index = sources / 2,
+                                     .source_count = sources};
+                if (sw_redop_check((sw_redop)op, (sw_dtype)dtype, NULL) != SW_OK)
+                    continue;
+                bool wild = dtype != SW_DTYPE_COMPLEX64 && dtype != SW_DTYPE_COMPLEX128;
+                fill(region(0, 16), args.numel, (sw_dtype)dtype, wild);
+                for (size_t k = 0; k < 5; ++k)
+                    fill(region(4 + k, 16), args.numel, (sw_dtype)dtype, wild);
+                compare(SW_KERNEL_FOLD, &args, sw_dtype_name((sw_dtype)dtype), NULL);
+            }
+}
+
+static sw_run_args run_of(size_t numel, int form)
+{
+    sw_dtype p = small[form % 3], s = small[form / 3 % 3], g = small[form / 9 % 3];
+    sw_run_args run = {.p = region(0, 0),
+                       .m = region(1, 0),
+                       .v = region(2, 0),
+                       .v_max = region(3, 0),
+                       .g = region(4, 0),
+                       .copy = form % 2 ? region(5, 0) : NULL,
+                       .numel = numel,
+                       .p_dtype = (int)p,
+                       .state_dtype = (int)s,
+                       .g_dtype = (int)g,
+                       .copy_dtype = (int)SW_DTYPE_BFLOAT16};
+    fill(run.p, numel, p, false);
+    fill(run.m, numel, s, false);
+    fill(region(6, 0), numel, SW_DTYPE_FLOAT32, false);
+    for (size_t i = 0; i < numel; ++i) { /* second moments are not negative */
+        float value = ((float *)region(6, 0))[i] * ((float *)region(6, 0))[i], twice = 2 * value;
+        sw_cast_args cast = {.from = &value, .numel = 1, .scale = 1, .to_dtype = (int)s};
+        cast.to = (char *)run.v + i * sw_dtype_size_bytes(s);
+        sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+        cast.from = &twice;
+        cast.to = (char *)run.v_max + i * sw_dtype_size_bytes(s);
+        sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+    }
+    fill((void *)(uintptr_t)run.g, numel, g, false);
+    return run;
+}
+
+static void check_optimizers(size_t numel)
+{
+    for (int form = 0; form < 27; ++form) {
+        sw_adam_args adam = {.run = run_of(numel, form),
+                             .factor = form % 4 ? 1.0f : -0.5f,
+                             .decay = 0.999f,
+                             .l2 = form % 3 == 1 ? 0.01f : 0.0f,
+                             .lerp = form % 5 == 2 ? 0.75f : 0.1f,
+                             .beta2 = 0.999f,
+                             .square = 0.001f,
+                             .correction = 0.17f,
+                             .eps = 1e-8f,
+                             .negative_step = -0.003f,
+                             .amsgrad = form % 7 == 3};
+        compare(SW_KERNEL_ADAM, &adam, "form", NULL);
+        sw_sgd_args sgd = {.run = run_of(numel, form),
+                           .factor = 1.0f,
+                           .l2 = form % 3 == 1 ? 0.01f : 0.0f,
+                           .momentum = form % 4 ? 0.9f : 0.0f,
+                           .undampening = 0.8f,
+                           .negative_lr = -0.1f,
+                           .nesterov = form % 4 == 2,
+                           .first = form % 4 == 3};
+        compare(SW_KERNEL_SGD, &sgd, "form", NULL);
+    }
+}
+
+static void carry(void)
+{
+    sw_norm_sum_carry(region(0, 0));
+}
+
+static void check_norms(size_t numel)
+{
+    static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, SW_DTYPE_BFLOAT16,
+                                      SW_DTYPE_FLOAT64};
+    for (int d = 0; d < 4; ++d)
+        for (int wild = 0; wild < 2; ++wild) {
+            sw_norm_args args = {
+                .sum = region(0, 0), .data = region(1, 0), .numel = numel, .dtype = (int)dtypes[d]};
+            memset(args.sum, 0, sizeof(sw_norm_sum));
+            fill(region(1, 0), numel, dtypes[d], wild);
+            compare(SW_KERNEL_NORM, &args, sw_dtype_name(dtypes[d]), carry);
+        }
+}
+
+static void check_blocks(size_t numel)
+{
+    static const size_t blocks[] = {32, 256};
+    for (int form = 0; form < 16; ++form) {
+        size_t block = blocks[form & 1];
+        int bits = form & 2 ? 8 : 4;
+        void *error = form & 4 ? region(2, 0) : NULL;
+        fill(region(1, 0), numel, SW_DTYPE_FLOAT32, form & 8);
+        fill(region(2, 0), numel, SW_DTYPE_FLOAT32, false);
+        sw_quantize_args quantize = {.records = region(0, 4),
+                                     .source = region(1, 0),
+                                     .error = error,
+                                     .numel = numel,
+                                     .block = block,
+                                     .bits = bits};
+        compare(SW_KERNEL_QUANTIZE, &quantize, bits == 8 ? "int8" : "int4", NULL);
+        sw_kernel_contracts()[SW_KERNEL_QUANTIZE].reference(&quantize);
+        if (form & 8)
+            continue; /* a NaN scale: the sign of a computed NaN is the processor's */
+        sw_dequantize_args dequantize = {.out = region(3, 0),
+                                         .records = region(0, 4),
+                                         .numel = numel,
+                                         .block = block,
+                                         .bits = bits,
+                                         .add = form & 4};
+        fill(region(3, 0), numel, SW_DTYPE_FLOAT32, false);
+        compare(SW_KERNEL_DEQUANTIZE, &dequantize, bits == 8 ? "int8" : "int4", NULL);
+        sw_residual_args residual = {.error = region(2, 0),
+                                     .source = region(1, 0),
+                                     .records = region(0, 4),
+                                     .numel = numel,
+                                     .block = block,
+                                     .bits = bits};
+        compare(SW_KERNEL_RESIDUAL, &residual, bits == 8 ? "int8" : "int4", NULL);
+    }
+}
+
+int main(void)
+{
+    arena = aligned_alloc(128, ARENA_BYTES);
+    by_text = malloc(ARENA_BYTES);
+    by_reference = malloc(ARENA_BYTES);
+    memset(arena, 0xab, ARENA_BYTES); /* guards: what is not filled keeps it */
+    for (int i = 0; i < NUMELS; ++i) {
+        check_casts(numels[i]);
+        check_packs(numels[i]);
+        check_folds(numels[i]);
+        check_optimizers(numels[i]);
+        check_norms(numels[i]);
+        check_blocks(numels[i]);
+    }
+    free(arena);
+    free(by_text);
+    free(by_reference);
+    return check_result();
+}

@@ -1,0 +1,176 @@
+"""Laws of the device kernels: their text compiles for every architecture of the installed compilers, as the engine would
+compile it; run by the host's compiler it has the host kernels' bits; an image is found in the promised order, and the
+cache is private, whole or absent, and never stale.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import cuda_files
+from shardwright import _engine
+from test_csrc import BUILDERS, ROOT, Builder, run_checked, shipped_flags
+
+LONG = os.environ.get("SW_TEST_LONG") == "1"
+OLDEST, NEWEST = 75, 120
+NVRTC = cuda_files.nvrtc_libraries()
+
+
+def nvrtc_places() -> dict[str, str]:
+    if not NVRTC:
+        pytest.skip("no libnvrtc on this machine (requirements/abi.txt names a package that has it)")
+    library, builtins = NVRTC[0]
+    return {"nvrtc": str(library), "builtins": str(builtins)}
+
+
+def nvcc_architectures() -> list[int]:
+    if cuda_files.nvcc() is None:
+        return []
+    done = subprocess.run([cuda_files.nvcc(), "--list-gpu-arch"], capture_output=True, text=True)
+    return sorted(arch for arch in map(int, re.findall(r"compute_(\d+)", done.stdout)) if OLDEST <= arch <= NEWEST)
+
+
+def quick(architectures: list[int]) -> list[int]:
+    """All in the long form; the oldest and the newest in the quick one."""
+    return architectures if LONG else sorted({*architectures[:1], *architectures[-1:]})
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    text, _ = _engine.device_kernel_source()
+    (tmp_path / "shardwright.cu").write_text(text)
+    return tmp_path / "shardwright.cu"
+
+
+@pytest.mark.parametrize("architecture", quick(nvcc_architectures()) or [None])
+def test_nvcc_compiles_the_text(architecture: int | None, source: Path) -> None:
+    if architecture is None:
+        pytest.skip("no nvcc on this machine")
+    _, options = _engine.device_kernel_source()
+    command = [str(cuda_files.nvcc()), *options, f"-arch=sm_{architecture}", "-cubin", "-Werror", "all-warnings"]
+    done = subprocess.run(
+        [*command, "-o", str(source.with_suffix(".cubin")), str(source)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_text_includes_nothing() -> None:
+    text, _ = _engine.device_kernel_source()
+    assert re.findall(r"^\s*#\s*include", text, re.MULTILINE) == []
+    files = sorted(path.name for path in (ROOT / "csrc" / "kernels" / "cuda").iterdir())
+    named = (ROOT / "csrc" / "kernels" / "kernel_source.c").read_text()
+    tested = (ROOT / "tests" / "fake" / "kernel_text.cpp").read_text()
+    assert [name for name in files if f'"cuda/{name}"' not in named or f"cuda/{name}" not in tested] == []
+
+
+@pytest.mark.parametrize("library", NVRTC if LONG else NVRTC[:1], ids=lambda pair: pair[0].name)
+def test_nvrtc_compiles_the_text_at_run_time(library: tuple[Path, Path | None]) -> None:
+    origin, image = _engine.device_kernel_image(9, 0, nvrtc=str(library[0]), builtins=str(library[1]))
+    assert origin == "compiled, not cached" and image[:4] == b"\x7fELF"
+    for kernel in (b"sw_cast", b"sw_pack", b"sw_fold", b"sw_adam", b"sw_sgd", b"sw_norm", b"sw_quantize"):
+        assert kernel in image
+
+
+def test_a_gpu_newer_than_the_compiler_gets_ptx() -> None:
+    _, image = _engine.device_kernel_image(99, 0, **nvrtc_places())
+    assert re.search(rb"\.target sm_\d+", image) and image.endswith(b"\0")
+
+
+def test_a_gpu_older_than_the_compiler_is_named() -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"no image of the kernels for sm_20.*no architecture as old as sm_20"
+    ):
+        _engine.device_kernel_image(2, 0, **nvrtc_places())
+
+
+def test_the_second_process_finds_the_image_in_the_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    origin, first = _engine.device_kernel_image(9, 0, cache=str(cache), **nvrtc_places())
+    assert origin == "compiled" and cache.stat().st_mode & 0o777 == 0o700
+    origin, second = _engine.device_kernel_image(9, 0, cache=str(cache))
+    assert origin == "cached" and second == first
+    (file,) = cache.iterdir()
+    assert re.fullmatch(r"shardwright-[0-9a-f]{16}-sm_90\.image", file.name)
+    origin, third = _engine.device_kernel_image(9, 0, packaged=str(cache), nvrtc="/nowhere.so")
+    assert origin == "packaged" and third == first
+
+    whole = file.read_bytes()  # cut or changed at any byte it is as good as none, and is replaced
+    for damaged in (whole[:-1], whole[:16], whole[:7], b"", whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]):
+        file.write_bytes(damaged)
+        with pytest.raises(NotImplementedError, match="cached in .*: none"):
+            _engine.device_kernel_image(9, 0, cache=str(cache))
+    assert _engine.device_kernel_image(9, 0, cache=str(cache), **nvrtc_places()) == ("compiled", first)
+    assert file.read_bytes() == whole
+
+
+def test_a_cache_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    assert (
+        _engine.device_kernel_image(9, 0, cache=str(tmp_path / "cache"), **nvrtc_places())[0] == "compiled, not cached"
+    )
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert (
+        _engine.device_kernel_image(9, 0, cache=str(tmp_path / "link"), **nvrtc_places())[0] == "compiled, not cached"
+    )
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
+def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+    places, stop = nvrtc_places(), threading.Event()
+    seen: set[str] = set()
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                seen.add(_engine.device_kernel_image(9, 0, cache=str(tmp_path))[0])
+            except NotImplementedError:
+                pass
+
+    tmp_path.chmod(0o700)
+    reader = threading.Thread(target=read)
+    reader.start()
+    with ThreadPoolExecutor(4) as pool:
+        images = [
+            image
+            for _, image in pool.map(
+                lambda _: _engine.device_kernel_image(9, 0, cache=str(tmp_path), **places), range(8)
+            )
+        ]
+    stop.set()
+    reader.join()
+    assert len(set(images)) == 1 and seen <= {"cached"} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_any_place_the_error_names_each() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        _engine.device_kernel_image(9, 0, packaged="/no/images", cache="/no/cache", nvrtc="/no/libnvrtc.so")
+    for piece in ("sm_90", "packaged in /no/images: none", "cached in /no/cache: none", "/no/libnvrtc.so"):
+        assert piece in str(caught.value)
+
+
+def text_program(builder: Builder) -> Path:
+    """tests/fake/test_kernel_text.c, linked with the kernels' text as C++ and the engine."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C++ compiler {compiler!r} on this machine")
+    builder.folder.mkdir(parents=True, exist_ok=True)
+    text = builder.folder / "kernel_text.o"
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Icsrc", "-x", "c++"]
+    run_checked([compiler, *flags, "-c", str(ROOT / "tests" / "fake" / "kernel_text.cpp"), "-o", str(text)])
+    return builder.program(ROOT / "tests" / "fake" / "test_kernel_text.c", [str(text), "-lstdc++"])
+
+
+def test_the_text_has_the_bits_of_the_host_kernels() -> None:
+    assert "-ffp-contract=off" in shipped_flags()
+    done = subprocess.run([str(text_program(BUILDERS["plain"]))], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
