@@ -49,7 +49,7 @@ graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _
 class _End:
     """What torch calls at the end of a graph task, and drops if the task fails: then nothing else tells us so."""
 
-    def __init__(self, callback: Callable[[], None], failed: Callable[[], None]) -> None:
+    def __init__(self, callback: Callable[[], None], failed: Callable[[], None] | None) -> None:
         self._callback, self._failed = callback, failed
         self._called = False
 
@@ -58,15 +58,16 @@ class _End:
         self._callback()
 
     def __del__(self) -> None:
-        if not self._called:
+        if not self._called and self._failed is not None:
             with contextlib.suppress(Exception):  # what is wrong with the peers is said by the next call
                 self._failed()
 
 
-def queue_at_end(callback: Callable[[], None], failed: Callable[[], None]) -> None:
+def queue_at_end(callback: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
     """Runs `callback` when the graph task that runs now has ended, on the thread that called backward.
 
-    Its exceptions come out of backward(). If the backward fails, `failed` runs instead, before the exception comes out.
+    Its exceptions come out of backward(). If the backward fails, `failed` runs instead, before the exception comes out;
+    its own exceptions are dropped.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_End(callback, failed))
 

@@ -116,7 +116,7 @@ def wrap(
     if zero and optimizer is not None:
         check_sliceable(optimizer, partition)
     if precision is not None:
-        compress = _reduce_in(PrecisionPlan(module, precision), compress, zero, options.get("reduce", "mean"))
+        compress = _reduce_in(PrecisionPlan(module, precision), compress, options.get("reduce", "mean"))
     wrapped = DistributedDataParallel(module, zero=zero, precision=precision, **options)
     if compress is not None:
         wrapped.compress_gradients(compress)
@@ -234,14 +234,14 @@ def _original(module: torch.nn.Module) -> torch.nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
-def _reduce_in(plan: PrecisionPlan, compress: Any, zero: int, reduce: str) -> Any:
+def _reduce_in(plan: PrecisionPlan, compress: Any, reduce: str) -> Any:
     """The compressor that a policy's reduce_dtype stands for."""
     asked = plan.compressor()
     if asked is None:
         return compress
     if compress is not None:
         raise ValueError(f"reduce_dtype and compress={compress} both say what gradients travel in: pass one of them")
-    check_compressor(asked, zero, reduce)
+    check_compressor(asked, reduce)
     return asked
 
 

@@ -503,7 +503,7 @@ def test_a_rank_that_dies_while_the_others_join_it_is_named_at_once(fresh_ranks,
 
 
 def drops_its_model(rank, world_size):
-    """In the middle of a backward, with buckets posted; then it goes on with another model."""
+    """After a backward that failed with buckets posted; then it goes on with another model."""
     torch.manual_seed(0)
     wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001)
     backward(wrapped, rank, 0)
@@ -519,14 +519,14 @@ def drops_its_model(rank, world_size):
         del wrapped, handle
         gc.collect()
     else:
-        with pytest.raises(engine.CommError, match="rank 1 gave up: .* was dropped in the middle of a backward"):
+        with pytest.raises(engine.Error, match="rank 1 .* left a backward unfinished"):
             backward(wrapped, rank, 1)
     again, naive = pair(Mlp)
     compare_step(again, naive, lambda model: backward(model, rank, 2))
 
 
 @at_least_two
-def test_a_model_that_is_dropped_in_the_middle_of_a_backward_is_named(fresh_ranks, world_size):
+def test_a_model_that_is_dropped_after_a_failed_backward_leaves_its_peers_in_step(fresh_ranks, world_size):
     with fresh_ranks(world_size) as team:
         team.run(drops_its_model, 20)
 

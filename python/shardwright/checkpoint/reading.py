@@ -16,7 +16,7 @@ from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import load_stateful, parameter_names, set_random_state
 from .names import dtype_name, model_tensors, plain, stored_shape
-from .peers import Peers, whole_parameters
+from .peers import Peers, has_passing_parameters, whole_parameters
 from .slices import Sliced, is_dtensor, is_row_major, own_parameters, slice_of_dtensor
 from .stored import Stored, stored_tensors
 from .writing import Training
@@ -136,7 +136,8 @@ class Reader:
     def _fill_model(self) -> None:
         model = getattr(self.training.model, "_orig_mod", self.training.model)
         with torch.no_grad():
-            if not (isinstance(model, DistributedDataParallel) and model._engine().zero):
+            in_slices = isinstance(model, DistributedDataParallel) and model._engine().zero
+            if not in_slices or has_passing_parameters(model):
                 with whole_parameters(model, writable=True):
                     self._fill(self._model_reads)
                 return

@@ -147,7 +147,7 @@ class Accelerator(accelerate.Accelerator):
         self.partition = partition
         self.compress = compress
         self.wrap_options = dict(wrap_options or {})
-        check_compressor(self._compressor(), zero, self.wrap_options.get("reduce", "mean"))
+        check_compressor(self._compressor(), self.wrap_options.get("reduce", "mean"))
         self._references: list[weakref.ref[DistributedDataParallel]] = []
         if self.mixed_precision == "fp16" and self.device.type == "cpu":
             self.native_amp = True
