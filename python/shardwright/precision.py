@@ -35,7 +35,7 @@ class Precision:
     param_dtype : torch.dtype, optional
         Of parameters during forward and backward. None: their own.
     reduce_dtype : torch.dtype, optional
-        What gradients travel in. None: the parameters' own dtype, float32 where `master`. bfloat16 and float16 at zero 0 and 1,
+        What gradients travel in. None: the parameters' own dtype, float32 where `master`. bfloat16 and float16
         as compress=sw.Bf16() and sw.Fp16().
     output_dtype : torch.dtype, optional
         Floating outputs are cast to it. None: as they are; of a module inside another policy, that policy's param_dtype.

@@ -58,7 +58,7 @@ class CompressionHandler(DistributedDataParallelKwargs):
     compress: Compressor | None = None
 
     def __post_init__(self) -> None:
-        check_compressor(self.compress, 0, "mean")
+        check_compressor(self.compress, "mean")
 
     def to_dict(
         self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -85,7 +85,7 @@ class Accelerator(accelerate.Accelerator):
     zero : {0, 1, 2, 3}
         What is sliced over ranks; see wrap.
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
-        At zero 0 and 1; see wrap.
+        See wrap.
     partition : {"auto", "flat", "tensor"}
         How optimizers are sliced; see wrap.
     wrap_options : mapping, optional
