@@ -84,7 +84,7 @@ REFUSED = {
     "no port": (without(TORCHRUN, "MASTER_PORT"), "RANK is set and MASTER_PORT is not"),
     "rank too high": (TORCHRUN.replace("RANK=5", "RANK=8", 1), "rank 8 of 8: it must be from 0 to 7"),
     "no number": (TORCHRUN.replace("RANK=5", "RANK=five", 1), "RANK must be a whole number from 0, got 'five'"),
-    "empty": (TORCHRUN.replace("RANK=5", "RANK=", 1), "RANK is set and RANK is not"),
+    "empty": (TORCHRUN.replace("RANK=5", "RANK=", 1), "RANK is set to nothing"),
     "world of none": (TORCHRUN.replace("WORLD_SIZE=8", "WORLD_SIZE=0", 1), "WORLD_SIZE must be .* from 1, got '0'"),
     "port too high": (TORCHRUN.replace("1234", "65536"), "MASTER_PORT must be from 1 to 65535, got 65536"),
     "local rank too high": (TORCHRUN.replace("LOCAL_RANK=1", "LOCAL_RANK=9"), "local rank 9 of 8"),

@@ -158,6 +158,35 @@ def test_two_hosts_are_made_limited_and_unmade(tmp_path):
     assert re.fullmatch(r"host0 sent \d+ MB", sent)
 
 
+@pytest.mark.skipif(os.environ.get("SW_TEST_LONG") != "1", reason="the long form: SW_TEST_LONG=1")
+def test_the_demo_trains_on_two_hosts_and_saves_once(tmp_path):
+    needs_namespaces()
+    root = LAUNCH.parents[1]
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(root / "python")}
+    small = [
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--heads",
+        "2",
+        "--context",
+        "32",
+        "--steps",
+        "10",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        ["bash", str(LAUNCH / "two_hosts.sh"), str(root / "examples" / "train_gpt.py"), *small],
+        env=os.environ | path, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *_, last, sent = done.stdout.splitlines()
+    assert re.fullmatch(r"demo: validation loss .* nats/byte, 4 ranks, .*", last), done.stdout
+    assert sent.startswith("host0 sent ") and (tmp_path / "checkpoint.pt").exists()
+
+
 def test_two_hosts_end_with_the_script_even_if_it_is_killed(tmp_path):
     needs_namespaces()
     (tmp_path / "torchrun").write_text(f"#!/bin/sh\nexec sleep {SLEEP}\n")

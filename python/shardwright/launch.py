@@ -230,6 +230,8 @@ class _Reader:
             )
 
     def _missing(self, name: str) -> str:
+        if name in self.environment:
+            return f"{name} is set to nothing: unset it, or give it a value"
         there = next(rank for rank in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if rank in self.environment)
         return f"{there} is set and {name} is not: its launcher sets both, or set {name} yourself"
 

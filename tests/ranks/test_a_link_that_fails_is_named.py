@@ -1,0 +1,160 @@
+"""Laws of links that fail: the host that cannot be reached is named, with one of its ranks, on every rank of every other, at
+the deadline; the ranks can end; nothing stays. A slow link is waited for. (Ranks that die: test_a_dead_host_is_named.py.)"""
+
+import os
+import pathlib
+import time
+
+import harness
+import pytest
+import torch
+from harness import LONG, RanksFailed, gather
+from models import Mlp
+from peer import PEER, batch, data_parallel, engine
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names nobody")
+
+TIMEOUT_S = 1.5
+#: after a deadline, on a machine that others use too
+SLACK_S = 1.5
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind():
+    names = set(os.listdir(harness.shared_memory_folder))
+    yield
+    left = set(os.listdir(harness.shared_memory_folder)) - names
+    assert not {name for name in left if not name.startswith(("sem.", "torch_", "psm_"))}
+
+
+def backward(model, rank, step):
+    model(batch(rank, 6, 7, step=step)).square().mean().backward()
+
+
+def trains_until_an_error(rank, world_size, folder, timeout_s):
+    """(rank, host, text, when) of the error. The group and the communicator are left as they are, and the process ends."""
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001, timeout_s=timeout_s)
+    backward(wrapped, rank, 0)
+    gather(None)
+    pathlib.Path(folder, f"training-{rank}").touch()
+    try:
+        for step in range(1, 1_000_000):
+            backward(wrapped, rank, step % 10)
+    except engine.CommError as error:
+        return error.rank, error.host, str(error), time.monotonic()
+
+
+def ends(rank, world_size):
+    raise SystemExit(0)
+
+
+def lose(lab, tmp_path, fault, timeout_s=TIMEOUT_S):
+    """Outcomes of ranks that train while `fault()` happens, and when it did."""
+    lab.team.start(trains_until_an_error, folder=str(tmp_path), timeout_s=timeout_s)
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.iterdir())) < lab.team.world_size:
+        if time.monotonic() > deadline:
+            raise RanksFailed(lab.team.wait(1))
+        time.sleep(0.01)
+    time.sleep(0.2)
+    when = time.monotonic()
+    fault()
+    return lab.team.wait(timeout_s + 15, patient=True), when
+
+
+def assert_named(lab, outcomes, survivors, lost, when, within_s):
+    for rank in survivors:
+        if not outcomes[rank].ok:
+            raise RanksFailed(outcomes)
+        culprit, host, text, raised = outcomes[rank].value
+        hosts = lost(rank)
+        assert lab.host_of(culprit) in hosts, (rank, outcomes[rank].value)
+        assert host == lab.network.name(lab.host_of(culprit)), (rank, outcomes[rank].value)
+        assert f"rank {culprit}" in text and host in text, (rank, text)
+        assert raised - when < within_s, (rank, raised - when, text)
+
+
+def assert_can_end(lab, survivors):
+    """Within 5 s, whatever threads still wait for the lost host."""
+    lab.team.start(ends)
+    others = [rank for rank in range(lab.team.world_size) if rank not in survivors]
+    for rank, outcome in enumerate(lab.team.wait(5, ignore=others, patient=True)):
+        assert rank in others or outcome.ended == "exit 0", (rank, outcome)
+
+
+FAULTS = {
+    "cut": lambda lab, host: lab.network.unplug(host),
+    "one way": lambda lab, host: lab.network.mute(host),
+    "stalled": lambda lab, host: lab.network.stall(host),
+}
+
+
+@pytest.mark.parametrize("host", [1, 0], ids=["the other", "the store's"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_link_that_passes_nothing_is_named_on_both_sides_at_the_deadline(hosts, tmp_path, fault, host):
+    if (host == 0) != (fault == "cut") and not LONG:  # of two hosts, a cut of one is a cut of the other
+        pytest.skip("the long form: SW_TEST_LONG=1")
+    with hosts(2, 1) as lab:
+        outcomes, when = lose(lab, tmp_path, lambda: FAULTS[fault](lab, host))
+        every = range(lab.team.world_size)
+        assert_named(lab, outcomes, every, lambda rank: [1 - lab.host_of(rank)], when, TIMEOUT_S + SLACK_S)
+        assert_can_end(lab, every)
+
+
+def test_the_host_that_is_cut_off_from_two_is_the_one_they_name(hosts, tmp_path):
+    with hosts(1, 1, 1) as lab:
+        outcomes, when = lose(lab, tmp_path, lambda: lab.network.unplug(2))
+        assert_named(lab, outcomes, (0, 1), lambda rank: [2], when, TIMEOUT_S + SLACK_S)
+        assert_named(lab, outcomes, (2,), lambda rank: [0, 1], when, TIMEOUT_S + SLACK_S)
+
+
+def trains_slowly(rank, world_size, timeout_s):
+    """Gradients of one step on every rank, over a link on which a step takes longer than a healthy one, and no deadline."""
+    torch.manual_seed(0)
+    wrapped = data_parallel(torch.nn.Linear(100, 250), timeout_s=timeout_s)
+    begin = time.monotonic()
+    wrapped(batch(rank, 6, 100)).square().mean().backward()
+    return wrapped.module.weight.grad.double().sum().item(), time.monotonic() - begin
+
+
+def test_a_slow_link_is_waited_for(hosts):
+    """25,250 gradients of 4 bytes at 1 Mbit/s: 0.8 s."""
+    with hosts(1, 1, rate="1mbit") as lab:
+        for host in range(2):
+            lab.network.limit(host, "1mbit", 8000)
+        (first, seconds), (second, _) = lab.team.run(trains_slowly, timeout_s=10.0)
+    assert first == second and seconds > 0.5
+
+
+def loses_a_host_while_it_joins(rank, world_size, folder):
+    from shardwright.process_group import HostGroup
+
+    exchange = HostGroup._exchange
+
+    def then_wait(self, *arguments):
+        found = exchange(self, *arguments)
+        pathlib.Path(folder, f"exchanged-{rank}").touch()
+        while not os.path.exists(os.path.join(folder, "cut")):
+            time.sleep(0.01)
+        return found
+
+    HostGroup._exchange = then_wait
+    begin = time.monotonic()
+    with pytest.raises((engine.Error, RuntimeError)) as raised:
+        data_parallel(Mlp(), timeout_s=TIMEOUT_S)
+    return str(raised.value), time.monotonic() - begin
+
+
+@pytest.mark.skipif(not LONG, reason="the long form: SW_TEST_LONG=1; torch's own group has its own deadline, 30 s here")
+@pytest.mark.timeout(120)
+def test_a_link_cut_while_ranks_join_is_an_error_on_every_rank(hosts, tmp_path):
+    with hosts(1, 1) as lab:
+        lab.team.start(loses_a_host_while_it_joins, folder=str(tmp_path))
+        while len(list(tmp_path.glob("exchanged-*"))) < 2:
+            time.sleep(0.01)
+        lab.network.unplug(1)
+        (tmp_path / "cut").touch()
+        for outcome in lab.team.wait(60, patient=True):
+            if not outcome.ok:
+                raise RanksFailed([outcome])
