@@ -16,6 +16,7 @@ from .data_parallel import DistributedDataParallel
 from .options import Options
 from .precision import PrecisionPlan
 from .sharded_optimizer import ShardedOptimizer, check_sliceable
+from .tensor_partition import TensorPartitionedOptimizer
 
 _LATER = {
     "offload": "offload is not there yet: leave it None",
@@ -65,7 +66,8 @@ def wrap(
     offload
         Not there yet: None.
     partition : {"auto", "flat", "tensor"}
-        How an optimizer is sliced at zero >= 1; no effect at 0.
+        How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, of optimizers that are known to treat each
+        element by itself; "flat": of any, the caller vouches for it; "tensor": whole tensors, balanced over ranks.
     **options
         Fields of Options.
 
@@ -163,7 +165,9 @@ def shard_optimizer(
     wrapped = _original(module)
     if not isinstance(wrapped, DistributedDataParallel) or not wrapped._zero:
         raise Error("shard_optimizer needs a module that was wrapped with zero >= 1")
-    return ShardedOptimizer(optimizer, wrapped._engine(), partition)
+    check_sliceable(optimizer, partition)
+    kind = TensorPartitionedOptimizer if partition == "tensor" else ShardedOptimizer
+    return kind(optimizer, wrapped._engine(), partition)
 
 
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
