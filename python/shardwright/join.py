@@ -192,7 +192,8 @@ def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
     replica.follow_factors(heard["factors"])
     optimizer = replica.optimizers()[int(heard["number"])]
     states = heard["gradients"]
-    gradients = exchange_slices(replica, states) if replica.zero == 1 else _own_slices(replica, states)
+    whole = replica.zero == 1
+    gradients = exchange_slices(replica, optimizer.run, states) if whole else _own_slices(replica, states)
     optimizer.shadow_step(heard["groups"], gradients)
 
 
@@ -204,13 +205,16 @@ _SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
 }
 
 
-def exchange_slices(replica: Replica, states: Sequence[int] | None = None) -> list[torch.Tensor | None]:
+def exchange_slices(
+    replica: Replica, run: Callable[[int, int], tuple[int, int]], states: Sequence[int] | None = None
+) -> list[torch.Tensor | None]:
     """zero=1: joined ranks' slices of the gradients, from the lowest rank that trains, which may have scaled or cut them as it
-    liked. Collective; what a joined rank gets back is what it steps with, `states` says which gradients there are.
+    liked. Collective; what a joined rank gets back is what it steps with, `states` says which gradients there are, and
+    run(index, rank) what a rank steps on.
 
     Cost: the bytes of the joined ranks' slices.
     """
-    announcer, memory = replica.announcer, replica.parameters()
+    announcer = replica.announcer
     assert announcer is not None
     if not announcer.joined:
         return []
@@ -219,7 +223,7 @@ def exchange_slices(replica: Replica, states: Sequence[int] | None = None) -> li
     if rank == announcer.lowest:
         for to in announcer.joined:
             for index, parameter in enumerate(table.parameters):
-                low, high = memory.run(index, to)
+                low, high = run(index, to)
                 if parameter.grad is not None and low < high:
                     flat = memory_order(parameter.grad.detach(), parameter)[low:high]
                     mine.append(flat.contiguous().view(torch.uint8).numpy().tobytes())
@@ -231,7 +235,7 @@ def exchange_slices(replica: Replica, states: Sequence[int] | None = None) -> li
     at = 0
     for to in announcer.joined:
         for index, parameter in enumerate(table.parameters):
-            low, high = memory.run(index, to)
+            low, high = run(index, to)
             if states[index] == _NONE:
                 continue
             size = (high - low) * parameter.element_size()

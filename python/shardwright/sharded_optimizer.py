@@ -44,7 +44,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     replica : Replica
         Of the wrapped module, which must hold every parameter of the optimizer.
     partition : {"auto", "flat"}
-        "auto" takes torch's elementwise optimizers; "flat" takes any: the caller vouches that it is elementwise.
+        "auto" takes torch's elementwise optimizers; "flat" takes any: the caller vouches that it is elementwise. For "tensor" see
+        tensor_partition.py.
 
     Notes
     -----
@@ -109,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if index in self._slices and not (index in self._unmoved and memory.is_moved(index)):
             return self._slices[index]
         old = self._slices.get(index)
-        piece = self._slices[index] = memory.slice(index)
+        piece = self._slices[index] = self._make_piece(index)
         if memory.is_moved(index):
             self._unmoved.discard(index)
         else:
@@ -117,6 +118,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if old is not None and piece is not None and old in self._inner.state:
             self._inner.state[piece] = self._inner.state.pop(old)
         return piece
+
+    def _make_piece(self, index: int) -> torch.Tensor | None:
+        return self._replica.parameters().slice(index)
+
+    def run(self, index: int, rank: int) -> tuple[int, int]:
+        """[begin, end) of the elements of a parameter, in memory order, that `rank` updates."""
+        return self._replica.parameters().run(index, rank)
 
     @contextlib.contextmanager
     def _on_slices(self) -> Iterator[None]:
@@ -136,12 +144,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 index = self._index[id(parameter)]
                 piece = self.slice_of(index)
-                gradient = gradient_of(index)
-                if piece is None:
-                    continue
-                piece.grad = gradient
-                if self._versions.get(index, parameter._version) != parameter._version:
+                self._take_gradient(index, piece, gradient_of(index))
+                if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
                     torch.autograd.graph.increment_version(piece)  # written by others: masters follow
+
+    def _own_gradient(self, index: int) -> torch.Tensor | None:
+        return self._replica.gradient_slice(index)
+
+    def _take_gradient(self, index: int, piece: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+        if piece is not None:
+            piece.grad = gradient
+
+    def _complete_gradients(self) -> None:
+        """What is left to do when all ranks are known to step."""
+
+    def _publish(self) -> None:
+        self._replica.parameters().publish()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on this rank's slices; then every rank has every update. Collective.
@@ -159,8 +177,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_groups()
         self._replica.announce("step", self._position, [_hyperparameters(group) for group in self.param_groups])
         if self._replica.zero == 1 and self._replica.is_joining:
-            exchange_slices(self._replica)
-        self._step_together(self._replica.gradient_slice)
+            exchange_slices(self._replica, self.run)
+        self._step_together(self._own_gradient)
         self._count_writes([p for group in self.param_groups for p in group["params"] if p.grad is not None])
         return loss
 
@@ -182,6 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refusal = error
         self._agree(refusal)
         try:
+            self._complete_gradients()
             with self._on_slices():
                 self._inner.step()
         except BaseException as error:  # the peers, which wait for this rank's slices, must hear of it
@@ -192,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for piece in self._slices.values():
                 if piece is not None:
                     piece.grad = None
-        self._replica.parameters().publish()
+        self._publish()
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         self._replica.count_writes(stepped)
@@ -206,12 +225,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "called on it): call them on the optimizer that sw.wrap returned"
             )
 
+    def _facts(self) -> dict[str, Any]:
+        """What ranks must agree on before a step, beside the groups."""
+        return {"factors that gradients were scaled by": self._replica.gradient_factors()}
+
     def _agree(self, refusal: Error | None) -> None:
         """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
         groups: list[Any] = [
             [[self._index[id(p)] for p in group["params"]], _hyperparameters(group)] for group in self.param_groups
         ]
-        groups.append([[], {"factors that gradients were scaled by": self._replica.gradient_factors()}])
+        groups.append([[], self._facts()])
         encoded = json.dumps(groups, sort_keys=True, separators=(",", ":")).encode()
         gather = self._replica.group.comm.all_gather_bytes
         mine = b"\1" + str(refusal).encode() if refusal else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
@@ -426,14 +449,19 @@ def _cast(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
 def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
+    if partition not in ("auto", "flat", "tensor"):
+        raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
     if isinstance(optimizer, ShardedOptimizer):
         raise Error("this optimizer is sliced already: pass the one that it was made from")
-    if partition == "tensor":
-        raise NotImplementedError("partition='tensor' is not there yet: 'flat' slices elementwise optimizers")
+    if partition == "tensor" and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"optimizer {name} joins all tensors to one: partition='tensor' cannot give them to different ranks"
+        )
     if partition == "auto" and name not in ELEMENTWISE:
         raise ValueError(
             f"optimizer {name} is not known to treat each element by itself, so that it cannot be sliced by itself: pass "
-            "partition='flat' if it does (what it computes for an element depends on that element alone)"
+            "partition='tensor' to give whole tensors to ranks, or partition='flat' if it does (what it computes for an element "
+            "depends on that element alone)"
         )
 
 

@@ -18,6 +18,7 @@ from .fully_shard import wrapper_of
 from .options import Options
 from .precision import PrecisionPlan
 from .sharded_optimizer import ShardedOptimizer, check_sliceable
+from .tensor_partition import TensorPartitionedOptimizer
 
 _LATER = {
     "offload": "offload is not there yet: leave it None",
@@ -67,7 +68,8 @@ def wrap(
     offload
         Not there yet: None.
     partition : {"auto", "flat", "tensor"}
-        How an optimizer is sliced at zero >= 1; no effect at 0.
+        How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, of optimizers that are known to treat each
+        element by itself; "flat": of any, the caller vouches for it; "tensor": whole tensors, balanced over ranks.
     **options
         Fields of Options.
 
@@ -170,7 +172,9 @@ def shard_optimizer(
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, or the outermost one that was fully sharded"
         )
-    return ShardedOptimizer(optimizer, wrapped._engine(), partition)
+    check_sliceable(optimizer, partition)
+    kind = TensorPartitionedOptimizer if partition == "tensor" else ShardedOptimizer
+    return kind(optimizer, wrapped._engine(), partition)
 
 
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -217,8 +217,10 @@ def test_what_cannot_be_is_refused(rank, world_size, zero):
         sw.shard_optimizer(model, torch.optim.SGD([*module.parameters(), *stranger.parameters()], lr=0.1))
     with pytest.raises(ValueError, match="LBFGS is not known to treat each element by itself"):
         sw.shard_optimizer(model, torch.optim.LBFGS(module.parameters()))
-    with pytest.raises(NotImplementedError, match="partition='tensor'"):
-        sw.shard_optimizer(model, stock, partition="tensor")
+    with pytest.raises(ValueError, match="LBFGS joins all tensors to one"):
+        sw.shard_optimizer(model, torch.optim.LBFGS(module.parameters()), partition="tensor")
+    with pytest.raises(ValueError, match="partition must be"):
+        sw.shard_optimizer(model, stock, partition="rows")
     optimizer = sw.shard_optimizer(model, stock)
     with pytest.raises(engine.Error, match="sliced already"):
         sw.shard_optimizer(model, optimizer)

@@ -1,0 +1,163 @@
+"""partition="tensor": whole tensors instead of slices, balanced over ranks, for optimizers that look at a tensor as a whole
+(Adafactor's row and column averages, Muon's orthogonalised momentum, norms a tensor, third-party classes).
+
+Each parameter has one owner, which alone keeps its optimizer state and steps on it as a tensor of its own shape; then everybody gets the
+owner's. Gradients are averaged and sliced as ever: at zero >= 2 an owner puts those of its tensors together before the step.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .replica import Replica
+from .sharded_optimizer import ShardedOptimizer
+
+_CHUNK_BYTES = 8 << 20
+
+
+class TensorPartitionedOptimizer(ShardedOptimizer):
+    """What `sw.wrap(module, optimizer, zero=1, partition="tensor")` returns as the optimizer.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Any whose update of a tensor depends on that tensor, its gradient and its state alone.
+    replica : Replica
+
+    Notes
+    -----
+    Memory: state about 1 / world_size, at worst one tensor more than that. A step writes every tensor to world_size - 1 ranks (none at
+    zero=3); at zero >= 2 the gradients' bytes go to every rank before it, 8 MiB at a time.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica, partition: str = "tensor") -> None:
+        self._owners: dict[int, int] = {}
+        self._loads = [0] * replica.group.world_size
+        self._gradient_slices: dict[int, torch.Tensor] = {}
+        super().__init__(optimizer, replica, partition)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._give_owners(param_group["params"])
+
+    def _give_owners(self, parameters: list[torch.Tensor]) -> None:
+        """The largest first, each to the rank that has least: the same on every rank."""
+        new = {self._index[id(p)]: p.numel() * p.element_size() for p in parameters}
+        for index in sorted(new, key=lambda index: (-new[index], index)):
+            if index not in self._owners:
+                rank = min(range(len(self._loads)), key=lambda rank: (self._loads[rank], rank))
+                self._owners[index] = rank
+                self._loads[rank] += new[index]
+
+    def run(self, index: int, rank: int) -> tuple[int, int]:
+        """All elements of a parameter for its owner."""
+        return (0, self._replica.table.parameters[index].numel()) if self._owners.get(index) == rank else (0, 0)
+
+    def _make_piece(self, index: int) -> torch.Tensor | None:
+        if self._owners.get(index) != self._replica.group.rank:
+            return None
+        flat = self._replica.parameters().flat(index)
+        parameter = self._replica.table.parameters[index]
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+
+    # stepping -----------------------------------------------------------------------------------------------------
+
+    def _own_gradient(self, index: int) -> torch.Tensor | None:
+        piece = super()._own_gradient(index)  # or why there cannot be a step
+        gradient = self._replica.table.parameters[index].grad
+        return piece if self._replica.zero >= 2 or gradient is None else gradient.detach()
+
+    def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
+        self._gradient_slices = {}
+        super()._take_gradients(gradient_of)
+
+    def _take_gradient(self, index: int, piece: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+        if self._replica.zero >= 2:
+            if gradient is not None:
+                self._gradient_slices[index] = gradient
+        elif piece is not None:
+            piece.grad = None if gradient is None else _shaped(gradient, piece)
+
+    def _facts(self) -> dict[str, Any]:
+        return {**super()._facts(), "parameters that have gradients": sorted(self._gradient_slices)}
+
+    def _complete_gradients(self) -> None:
+        """Owners get the gradients of their tensors from everybody's slices. Collective."""
+        slices, self._gradient_slices = self._gradient_slices, {}
+        memory, group = self._replica.parameters(), self._replica.group
+        for chunk in self._chunks(sorted(slices)):
+            mine = b"".join(slices[index].contiguous().view(torch.uint8).numpy().tobytes() for index in chunk)
+            label = f"gradients of the tensors that ranks own, of {self._replica.label}"
+            for rank, data in enumerate(group.comm.all_gather_bytes(mine, label)):
+                at = 0
+                for index in chunk:
+                    low, high = memory.run(index, rank)
+                    size = (high - low) * slices[index].element_size()
+                    piece = self.slice_of(index)
+                    if piece is not None and size:
+                        self._gather_into(piece, low, high, data[at : at + size])
+                    at += size
+
+    def _gather_into(self, piece: torch.Tensor, low: int, high: int, data: bytes) -> None:
+        if piece.grad is None:
+            piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype)
+        flat = piece.grad.as_strided((piece.numel(),), (1,))
+        flat[low:high] = torch.frombuffer(bytearray(data), dtype=piece.dtype)
+
+    def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
+        chunk: list[int] = []
+        size = 0
+        for index in indices:
+            parameter = self._replica.table.parameters[index]
+            chunk.append(index)
+            size += parameter.numel() * parameter.element_size()
+            if size >= _CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+    def _publish(self) -> None:
+        memory, comm = self._replica.parameters(), self._replica.group.comm
+        label = f"updated tensors of {self._replica.label}"
+        if memory.shared:
+            comm.barrier(label)
+            return
+        for root in range(self._replica.group.world_size):
+            owned = [index for index, owner in sorted(self._owners.items()) if owner == root]
+            flats = [memory.flat(index) for index in owned if self._replica.table.parameters[index].requires_grad]
+            ranges = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.numel()]
+            if ranges:
+                comm.broadcast(ranges, root, label)
+
+    # state --------------------------------------------------------------------------------------------------------
+
+    def _take_state(self, index: int, state: Mapping[str, Any]) -> None:
+        piece = self.slice_of(index)
+        if piece is not None:
+            self._inner.state[piece] = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
+            }
+
+    def _layout(self) -> list[Any]:
+        group = self._replica.group
+        return [group.rank, group.world_size, "tensor", sorted(self._owners.items())]
+
+    def _gather_state(self, index: int) -> dict[str, Any]:
+        piece = self.slice_of(index)
+        packed = io.BytesIO()
+        if piece is not None:
+            torch.save(dict(self._inner.state.get(piece, {})), packed)
+        label = f"optimizer state of {self._replica.table.names[index]}"
+        sent = self._replica.group.comm.all_gather_bytes(packed.getvalue(), label)[self._owners[index]]
+        state: dict[str, Any] = torch.load(io.BytesIO(sent), weights_only=True)
+        return state
+
+
+def _shaped(gradient: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """As it is; or, from another rank, one-dimensional in memory order, in the shape of `piece`."""
+    return gradient if gradient.shape == piece.shape else gradient.as_strided(piece.shape, piece.stride())
