@@ -158,7 +158,7 @@ def largest(path: str) -> Path:
 
 def flip(path: Path) -> None:
     with open(path, "r+b") as file:
-        file.seek(path.stat().st_size // 2 | 3)  # the high byte of a value
+        file.seek(path.stat().st_size * 2 // 5 | 3)  # the high byte of a value
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 0x10]))
@@ -166,7 +166,7 @@ def flip(path: Path) -> None:
 
 def zero_page(path: Path) -> None:
     with open(path, "r+b") as file:
-        file.seek(path.stat().st_size // 2 // PAGE * PAGE)
+        file.seek(path.stat().st_size * 2 // 5 // PAGE * PAGE)
         file.write(b"\0" * PAGE)
 
 
@@ -190,6 +190,7 @@ def outcome(arm: object, path: str, allowed: set[float]) -> str:
 
 
 def overwrite_for_ever(name: str, path: str) -> None:
+    warnings.simplefilter("ignore")
     for step in itertools.count(2):
         ARMS[name].save(path, float(step))
         print(step, flush=True)
@@ -232,6 +233,7 @@ def main() -> None:
     parser.add_argument("--overwrite", nargs=2, metavar=("NAME", "PATH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     if options.overwrite:
         overwrite_for_ever(*options.overwrite)
     columns = ["kill -9 while it is overwritten", *DAMAGE]

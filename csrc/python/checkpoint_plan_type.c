@@ -1,5 +1,6 @@
 /* checkpoint_plan_type.c - shardwright._engine.CheckpointPlan: names, shapes and sizes in, files
  * and places out. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -330,7 +331,7 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
                             "checksums; got '%.80s'",
                             nonce);
     manifest.step = step;
-    strcpy(manifest.nonce, nonce);
+    snprintf(manifest.nonce, sizeof manifest.nonce, "%s", nonce);
     for (size_t f = 0; f < plan->file_count && status == SW_OK; ++f)
         if (add_checksums(&plan->files[f], PyList_GetItem(lists, (Py_ssize_t)f), &manifest, &err) <
             0)
