@@ -20,7 +20,9 @@ KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))
 BUILD_INPUTS := $(CSRC) $(KERNEL_TEXT) setup.py pyproject.toml
 ENGINE := python/shardwright/_engine.abi3.so
 
-.PHONY: build demo test test-long test-torch asan tsan crash bench fmt wheel clean check-machine
+FUZZ_SECONDS ?= 60
+
+.PHONY: build demo test test-long test-torch asan tsan crash fuzz bench fmt wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -77,6 +79,19 @@ tsan: build
 crash: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py -k "checkpoint_crash and plain" $(PYTEST_ARGS)
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/ranks/test_checkpoint_survives_kill_at_any_moment.py $(PYTEST_ARGS)
+
+# Manifests and safetensors headers of any bytes: libFuzzer where clang has it, else random changes of sound ones
+FUZZ := tests/csrc/test_checkpoint_fuzz.c $(wildcard csrc/checkpoint/*.c csrc/base/*.c csrc/platform/*.c) \
+	csrc/kernels/host/crc32c.c
+FUZZ_FLAGS := -std=c11 -O1 -g -D_GNU_SOURCE -pthread -Icsrc -fsanitize=address,undefined -fno-sanitize-recover=all
+
+fuzz:
+	@mkdir -p build/fuzz/corpus # seeds: the golden manifest, and the golden header before its 539 bytes of data
+	@{ printf 0; sed 's/,"self_crc32c.*//' tests/golden/checkpoint/MANIFEST.json; } > build/fuzz/corpus/manifest
+	@{ printf '2\033\002'; tail -c +9 tests/golden/checkpoint/model.safetensors | head -c 4088; } > build/fuzz/corpus/header
+	@if clang $(FUZZ_FLAGS) -fsanitize=fuzzer -DSW_LIBFUZZER $(FUZZ) -o build/fuzz/run 2>build/fuzz/log; then \
+		build/fuzz/run -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -artifact_prefix=build/fuzz/ build/fuzz/corpus; \
+	else $(CC) $(FUZZ_FLAGS) $(FUZZ) -o build/fuzz/run && build/fuzz/run 2000000; fi
 
 bench: build
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done

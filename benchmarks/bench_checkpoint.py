@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import common
+import shardwright as sw
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-
-import shardwright as sw
 
 MIB = 1 << 20
 CHUNK = 8 * MIB

@@ -43,22 +43,15 @@ def main() -> None:
 
     rank, world_size = ranks.rank_and_world_size()
     batches, held_out = data.load(options, rank, world_size)
-    path = options.out / "checkpoint.pt"
-    step, train_losses, validation_losses = 0, [], []
-    if options.resume:
-        state = checkpoint.load(path, options)
-        with sw.full_parameters(model, writable=True):
-            model.module.load_state_dict(state["model"])
-        sw.load_full_optimizer_state_dict(model, optimizer, state["optimizer"])
-        batches.generator.set_state(state["data"])
-        step, train_losses, validation_losses = state["step"], state["train"], state["validation"]
+    run = checkpoint.Run(options, batches.generator)
+    checkpoints, step = checkpoint.open_checkpoints(options, rank, model, optimizer, run)
 
     reporter = Reporter(enabled=rank == 0, first_step=step, last_step=options.steps)
     parameters = sum(p.numel() for p in model.parameters())
     reporter.say(f"{parameters:,} parameters, {world_size} ranks, {len(batches.text):,} bytes")
-    if not validation_losses:
-        validation_losses.append((0, validate(model.module, *held_out)))
-        reporter.say(f"step     0   validation {validation_losses[0][1]:.3f} nats/byte")
+    if not run.validation:
+        run.validation.append((0, validate(model.module, *held_out)))
+        reporter.say(f"step     0   validation {run.validation[0][1]:.3f} nats/byte")
 
     tokens_a_step = options.batch_size * options.context
     first_step, started, training_s, tokens_per_s = step, time.monotonic(), 0.0, 0.0
@@ -83,27 +76,23 @@ def main() -> None:
             late = time.monotonic() - started > options.minutes * 60
             *sums, late_ranks = ranks.sum_over_ranks([*unreported, float(late)])
             first = step - len(sums) + 1
-            train_losses += [(first + i, total / world_size) for i, total in enumerate(sums)]
+            run.train += [(first + i, total / world_size) for i, total in enumerate(sums)]
             unreported, out_of_time = [], late_ranks > 0
             tokens_per_s = (step - first_step) * tokens_a_step / training_s
-            reporter.trained(step, train_losses[-1][1], tokens_per_s)
+            reporter.trained(step, run.train[-1][1], tokens_per_s)
 
         if step % VALIDATE_EVERY == 0 or step == options.steps or out_of_time:
-            validation_losses.append((step, validate(model.module, *held_out)))
-            reporter.validated(step, train_losses, validation_losses[-1][1], tokens_per_s)
-            with sw.full_parameters(model):
-                state = dict(model=model.module.state_dict())
-            state |= dict(optimizer=sw.full_optimizer_state_dict(model, optimizer))
-            state |= dict(step=step, train=train_losses, validation=validation_losses)
-            if rank == 0:
-                checkpoint.save(path, options, state | dict(data=batches.generator.get_state()))
+            run.validation.append((step, validate(model.module, *held_out)))
+            reporter.validated(step, run.train, run.validation[-1][1], tokens_per_s)
+            checkpoints.save(step - 1)  # returns at once: training goes on while it is written
     reporter.close()
+    checkpoints.close()
 
     if rank == 0:
         sample = model.module.generate(b"def ", 400, temperature=0.7, seed=options.seed)
         print(f"trained for {training_s:.0f} s\n\nsample:\n{printable(sample)}\n")
-        print(draw_loss_curve(options.out / "loss.png", train_losses, validation_losses))
-        before, after = validation_losses[0][1], validation_losses[-1][1]
+        print(draw_loss_curve(options.out / "loss.png", run.train, run.validation))
+        before, after = run.validation[0][1], run.validation[-1][1]
         print(
             f"demo: validation loss {before:.2f} -> {after:.2f} nats/byte,"
             f" {world_size} ranks, {tokens_per_s:,.0f} tokens/s"

@@ -1,16 +1,17 @@
 """Laws of the main job: it runs unchanged under torchrun, as one process and under accelerate; the loss falls; a resumed
-run prints the losses of the uninterrupted one; neither depends on what ranks slice; the last line is the one that README
+or killed run goes on with the losses of the uninterrupted one; neither depends on what ranks slice; the last line is the one that README
 quotes."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -33,22 +34,37 @@ LAUNCHERS = {
 }
 
 
-def run(launcher, *arguments):
-    """Everything printed."""
+def start(launcher, *arguments):
+    """The process: in a session of its own, the launcher and its ranks, nobody else."""
     command = LAUNCHERS[launcher]
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), environment.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [*command, EXAMPLE, *SMALL, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
     )  # fmt: skip
+
+
+def children_of(pid):
+    """Ranks: torchrun gives each a session of its own, out of reach of killpg."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def run(launcher, *arguments):
+    """Everything printed."""
+    process = start(launcher, *arguments)
     try:
         output, errors = process.communicate(timeout=150)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, 9)  # a session of its own: the launcher and its ranks, nobody else
+            os.killpg(process.pid, 9)
             process.wait()
     assert process.returncode == 0, output + errors
     return output
@@ -67,7 +83,7 @@ def test_the_loss_falls_under_every_launcher(tmp_path, launcher, ranks):
     assert int(world) == ranks
     assert float(last) < 0.8 * float(first), output
     assert "sample:" in output
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert newest(tmp_path) == "step-000060"
 
 
 def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
@@ -78,15 +94,40 @@ def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
     assert losses(whole)[-1][0] == "20", json.dumps([whole, resumed])
 
 
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("torchrun", "--steps", "300", "--out", str(whole))
+    process = start("torchrun", "--steps", "300", "--out", str(killed))
+    try:
+        deadline = time.monotonic() + 60
+        while not newest(killed) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        for pid in [*children_of(process.pid), process.pid]:  # every rank, in the middle of a step
+            os.kill(pid, 9)
+        process.communicate()
+    assert "step-000100" <= newest(killed) < "step-000300"
+    run("torchrun", "--steps", "300", "--resume", "--zero", "2", "--out", str(killed))
+    assert saved_losses(killed) == saved_losses(whole)
+
+
 def report_without_speed(output):
     """The printed losses."""
     return re.sub(r" +[\d,]+ tokens/s", "", "\n".join(line for line in output.splitlines() if line.startswith("step")))
 
 
+def newest(folder):
+    """The newest checkpoint's name, or ""."""
+    if not (folder / "checkpoints").exists():
+        return ""
+    names = [n for n in os.listdir(folder / "checkpoints") if re.fullmatch(r"step-\d+", n)]
+    return max(names, default="")
+
+
 def saved_losses(folder):
     """(step, loss) of training and of validation, every digit."""
-    state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    return state["train"], state["validation"]
+    state = json.loads((folder / "checkpoints" / newest(folder) / "state.json").read_text())["user_state"]
+    return tuple([tuple(pair["$tuple"]) for pair in state[kind]] for kind in ("train", "validation"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 /* checkpoint_plan_type.c - shardwright._engine.CheckpointPlan: names, shapes and sizes in, files
  * and places out. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <stdio.h>
 #include <string.h>

@@ -1,48 +1,56 @@
-"""One file that a crash cannot leave half written, and that resumes bit for bit.
+"""What a checkpoint holds besides model and optimizer: the data position, the losses so far, the settings.
 
-The state is whole, whatever ranks slice, so rank 0 writes for all and every rank reads: a file
-made at one stage of --zero resumes at any other.
+All of it is the same on every rank, so a run goes on at any world size and any stage of --zero.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import shardwright as sw
+
 # What the losses depend on, besides the state itself.
 SETTINGS = ("batch_size", "context", "layers", "width", "heads", "learning_rate", "seed")
 
 
-def save(path: Path, options: argparse.Namespace, state: dict[str, Any]) -> None:
-    """Replace ``path``: a reader sees the old file or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    settings = {name: getattr(options, name) for name in SETTINGS}
-    with open(temporary, "wb") as file:
-        torch.save({**state, "settings": settings, "torch_rng": torch.get_rng_state()}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    # The new name is durable only once its folder is.
-    folder = os.open(path.parent, os.O_RDONLY)
+class Run:
+    """The state that sw.Checkpointer stores as `user_state`."""
+
+    def __init__(self, options: argparse.Namespace, generator: torch.Generator) -> None:
+        self.settings = {name: getattr(options, name) for name in SETTINGS}
+        self.generator = generator
+        self.train: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        losses = dict(train=self.train, validation=self.validation)
+        return dict(settings=self.settings, data=self.generator.get_state(), **losses)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, saved in state["settings"].items():
+            if self.settings[name] != saved:
+                raise ValueError(f"it was made with --{name.replace('_', '-')} {saved}: give the same")
+        self.generator.set_state(state["data"])
+        self.train, self.validation = state["train"], state["validation"]
+
+
+def open_checkpoints(
+    options: argparse.Namespace, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: Run
+) -> tuple[sw.Checkpointer, int]:
+    """Return the checkpoints of this run and its first step; end with a sentence if it cannot go on."""
+    folder: Path = options.out / "checkpoints"
+    if rank == 0 and not options.resume:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def load(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Read what ``save`` wrote and restore torch's generator; end with a sentence if it cannot."""
-    if not path.exists():
-        raise SystemExit(f"--resume: there is no checkpoint at {path}")
-    state = torch.load(path, weights_only=True)
-    for name, saved in state["settings"].items():
-        if getattr(options, name) != saved:
-            flag = "--" + name.replace("_", "-")
-            raise SystemExit(f"--resume: {path} was made with {flag} {saved}: give the same")
-    torch.set_rng_state(state["torch_rng"])
-    return state
+        checkpoints = sw.Checkpointer(folder, model, optimizer, user_state=run, keep_last=2)
+        step = checkpoints.restore() if options.resume else 0
+    except sw.CheckpointError as error:
+        raise SystemExit(f"checkpoints: {error}") from None
+    if options.resume and not step:
+        raise SystemExit(f"--resume: there is no checkpoint in {folder}")
+    return checkpoints, step

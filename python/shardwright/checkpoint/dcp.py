@@ -44,7 +44,7 @@ from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from . import tree
 from .content import Group
 from .files import MAX_FILE_BYTES
-from .names import dtype_name, plain, stored_shape
+from .names import plain
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
 

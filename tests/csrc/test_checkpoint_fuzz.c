@@ -1,0 +1,246 @@
+/* test_checkpoint_fuzz.c - manifests, acknowledgements and safetensors headers of any bytes: they
+ * are refused, or what they say holds to the last word.
+ *
+ * One target, two drivers: libFuzzer (`make fuzz`, clang; compiled with SW_LIBFUZZER), and a plain
+ * one that mutates seeds at random, which the suite runs for a moment in its sanitizer modes.
+ * Random bytes would all fail at the manifest's checksum: the target closes each text with a right
+ * one. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "checkpoint/manifest.h"
+#include "checkpoint/safetensors.h"
+#include "kernels/crc32c.h"
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+static void require(bool holds, const char *what)
+{
+    if (!holds) {
+        fprintf(stderr, "accepted, but wrong: %s\n", what);
+        abort();
+    }
+}
+
+static void try_manifest(const uint8_t *data, size_t size, bool is_acknowledgement)
+{
+    char seal[32], *again = NULL;
+    size_t again_bytes = 0;
+    sw_manifest found = {0}, twice = {0};
+    int seal_bytes =
+        snprintf(seal, sizeof seal, ",\"self_crc32c\":\"%08x\"}\n", sw_crc32c(0, data, size));
+    char *text = malloc(size + (size_t)seal_bytes); /* exact: a sanitizer sees a read beyond */
+    if (!text)
+        return;
+    memcpy(text, data, size);
+    memcpy(text + size, seal, (size_t)seal_bytes);
+    if (sw_manifest_parse(text, size + (size_t)seal_bytes, is_acknowledgement, "fuzz", &found,
+                          NULL) == SW_OK) {
+        uint64_t blocks = 0;
+        require(sw_manifest_is_nonce(found.nonce) && found.world_size > 0, "nonce, world size");
+        for (size_t i = 0; i < found.file_count; ++i) {
+            const sw_manifest_file *file = &found.files[i];
+            uint64_t all =
+                file->size_bytes / SW_BLOCK_BYTES + (file->size_bytes % SW_BLOCK_BYTES != 0);
+            require(file->path[0] != '/' && file->path[0] != '.' && !strstr(file->path, "/."),
+                    "a path that may leave the folder");
+            require(is_acknowledgement ? file->first_block + file->block_count <= all
+                                       : file->block_count == all && file->first_block == blocks,
+                    "blocks of a file");
+            for (size_t j = 0; j < i && !is_acknowledgement; ++j)
+                require(strcmp(found.files[j].path, file->path) != 0, "a path twice");
+            blocks += file->block_count;
+        }
+        if (!is_acknowledgement) {
+            require(sw_manifest_print(&found, false, &again, &again_bytes, NULL) == SW_OK, "print");
+            require(sw_manifest_parse(again, again_bytes, false, "again", &twice, NULL) == SW_OK &&
+                        twice.file_count == found.file_count && twice.step == found.step,
+                    "what was printed is not what was read");
+            sw_manifest_fini(&twice);
+            free(again);
+        }
+        sw_manifest_fini(&found);
+    }
+    free(text);
+}
+
+static void check_entries(const sw_safetensors *found, size_t header_bytes, uint64_t file_bytes)
+{
+    uint64_t at = header_bytes;
+    for (size_t i = 0; i < found->entry_count; ++i) {
+        const sw_safetensors_entry *entry = &found->entries[i];
+        uint64_t size = sw_safetensors_element_bytes(entry->dtype);
+        const sw_json_node *length = sw_json_first(entry->shape);
+        require(size > 0, "a dtype");
+        for (size_t d = 0; d < entry->shape->count; ++d, length = sw_json_next(length))
+            require(length->integer >= 0 &&
+                        !__builtin_mul_overflow(size, (uint64_t)length->integer, &size),
+                    "a shape");
+        require(entry->begin == at && entry->size_bytes == size, "a hole, an overlap or a size");
+        at += size;
+        for (size_t j = 0; j < i; ++j)
+            require(strcmp(found->entries[j].name, entry->name) != 0, "a name twice");
+    }
+    require(at == file_bytes, "bytes behind the last tensor");
+}
+
+/* Two bytes say how much data follows the header, the rest is the header's text. */
+static void try_safetensors(const uint8_t *data, size_t size)
+{
+    sw_safetensors found = {0};
+    size_t header_bytes = 0;
+    if (size < 2 || size > 4096)
+        return;
+    uint64_t length = size - 2, file_bytes = 8 + length + data[0] + 256u * data[1];
+    uint8_t *header = malloc(8 + length);
+    if (!header)
+        return;
+    for (int i = 0; i < 8; ++i)
+        header[i] = (uint8_t)(length >> (8 * i));
+    memcpy(header + 8, data + 2, length);
+    if (sw_safetensors_header_size(header, file_bytes, "fuzz", &header_bytes, NULL) != SW_OK) {
+        free(header);
+        return;
+    }
+    require(header_bytes == 8 + length, "the header's length");
+    if (sw_safetensors_read(header, header_bytes, file_bytes, "fuzz", &found, NULL) == SW_OK) {
+        check_entries(&found, header_bytes, file_bytes);
+        sw_safetensors_fini(&found);
+    }
+    free(header);
+}
+
+static void try_header_size(const uint8_t *data, size_t size)
+{
+    uint64_t length = 0, file_bytes = 0;
+    size_t header_bytes = 0;
+    if (size < 16)
+        return;
+    memcpy(&length, data, 8);
+    memcpy(&file_bytes, data + 8, 8);
+    if (sw_safetensors_header_size(data, file_bytes, "fuzz", &header_bytes, NULL) == SW_OK)
+        require(length <= SW_SAFETENSORS_HEADER_MAX && header_bytes == length + 8 &&
+                    header_bytes <= file_bytes,
+                "a header beyond 100 MB or its file");
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    if (size < 1)
+        return 0;
+    switch (data[0] % 4) {
+    case 0:
+        try_manifest(data + 1, size - 1, false);
+        break;
+    case 1:
+        try_manifest(data + 1, size - 1, true);
+        break;
+    case 2:
+        try_safetensors(data + 1, size - 1);
+        break;
+    default:
+        try_header_size(data + 1, size - 1);
+    }
+    return 0;
+}
+
+#ifndef SW_LIBFUZZER
+static const char *const seeds[] = {
+    "0{\"format\":\"shardwright.checkpoint\",\"version\":1,\"step\":12,\"world_size\":3,\"nonce\":"
+    "\"abc9\",\"metric\":0.125,\"block_bytes\":1048576,\"files\":[{\"path\":\"empty\",\"bytes\":0,"
+    "\"crc32c\":\"\"},{\"path\":\"model.safetensors\",\"bytes\":1048577,\"crc32c\":"
+    "\"deadbeef00000001\"},{\"path\":\"ranks/00001.json\",\"bytes\":10,\"crc32c\":\"00000005\"}]",
+    "2\x1c\x01{\"__metadata__\":{\"a\":\"b\"},\"x\":{\"dtype\":\"F32\",\"shape\":[2,3],"
+    "\"data_offsets\":[0,24]},\"y\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[24,28]},"
+    "\"z\":{\"dtype\":\"U8\",\"shape\":[256,1],\"data_offsets\":[28,284]}}",
+    "3\x00\xe1\xf5\x05\x01\x02\x03\x04\x00\x00\x00\x00\x01\x00\x00\x00",
+};
+/* What a grammar of these texts is made of, and numbers at every edge. */
+static const char *const pieces[] = {
+    "\"",
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    "-1",
+    "0",
+    "1e999",
+    "9007199254740992",
+    "18446744073709551615",
+    "9223372036854775807",
+    "4294967296",
+    "../x",
+    "/",
+    "ranks/",
+    "\"x\":",
+    "null",
+    "\"bytes\":",
+    "\"path\":",
+    "\\u0000",
+    "\\ud800",
+    "\"F64\"",
+    "[0,0]",
+    ".",
+    "model",
+};
+
+static unsigned seed = 20;
+
+static size_t chance(size_t limit)
+{
+    return (size_t)rand_r(&seed) % limit;
+}
+
+/* One change: a byte, a piece put in, a run taken out, doubled or moved. */
+static size_t mutate(uint8_t *text, size_t size, size_t room)
+{
+    size_t at = chance(size + 1), run = chance(16);
+    const char *piece = pieces[chance(sizeof pieces / sizeof pieces[0])];
+    size_t length = strlen(piece);
+    switch (chance(4)) {
+    case 0:
+        if (at < size)
+            text[at] = (uint8_t)rand_r(&seed);
+        return size;
+    case 1:
+        if (size + length > room)
+            return size;
+        memmove(text + at + length, text + at, size - at);
+        memcpy(text + at, piece, length);
+        return size + length;
+    case 2:
+        if (at + run > size)
+            return size;
+        memmove(text + at, text + at + run, size - at - run);
+        return size - run;
+    default:
+        if (at + run > size || size + run > room)
+            return size;
+        memmove(text + at + run, text + at, size - at);
+        return size + run;
+    }
+}
+
+int main(int argc, char **argv)
+{
+    const char *is_long = getenv("SW_TEST_LONG");
+    long rounds = argc > 1 ? atol(argv[1]) : is_long && *is_long == '1' ? 2000000 : 60000;
+    static const size_t seed_bytes[] = {0, 0, 17};
+    for (long round = 0; round < rounds; ++round) {
+        size_t which = chance(sizeof seeds / sizeof seeds[0]);
+        size_t size = seed_bytes[which] ? seed_bytes[which] : strlen(seeds[which]);
+        uint8_t text[2048];
+        memcpy(text, seeds[which], size);
+        if (which == 0)
+            text[0] = (uint8_t)('0' + chance(2)); /* an acknowledgement, too */
+        for (size_t changes = chance(5); changes > 0; --changes)
+            size = 1 + mutate(text + 1, size - 1, sizeof text - 1);
+        (void)LLVMFuzzerTestOneInput(text, size);
+    }
+    return 0;
+}
+#endif
