@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
     from .describe import describe, stats
+    from .diloco import DiLoCo
+    from .compression_headroom import headroom
 
 __all__ = [
     "Bf16",
@@ -37,6 +39,7 @@ __all__ = [
     "Checkpointer",
     "CommError",
     "CommTimeoutError",
+    "DiLoCo",
     "DistributedDataParallel",
     "Error",
     "Fp16",
@@ -50,6 +53,7 @@ __all__ = [
     "full_gradients",
     "full_optimizer_state_dict",
     "full_parameters",
+    "headroom",
     "hooks",
     "load",
     "load_full_optimizer_state_dict",
@@ -66,6 +70,8 @@ _LAZY = {
     "stats": "describe",
     "__version__": "_version",
     "Checkpointer": "checkpoint",
+    "DiLoCo": "diloco",
+    "headroom": "compression_headroom",
     "load": "checkpoint",
     "save": "checkpoint",
 }

@@ -28,15 +28,27 @@ class Exchange:
     ----------
     rank, world_size : int
     wire_bytes : int
-        Sent by this rank to others so far.
+        Sent by this rank to others so far: counted where bytes are handed over.
+    bucket_wire_bytes : tuple of int
+        The same of each bucket of the last complete round.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.wire_bytes = 0
+        self.bucket_wire_bytes: tuple[int, ...] = ()
+        self._before_bucket = 0
+        self._buckets: list[int] = []
         self._slice_bytes = 0
         self._whole = torch.empty(0, dtype=torch.uint8)
+
+    def end_bucket(self, is_last: bool) -> None:
+        """What was sent since the last call was this bucket's."""
+        self._buckets.append(self.wire_bytes - self._before_bucket)
+        self._before_bucket = self.wire_bytes
+        if is_last:
+            self.bucket_wire_bytes, self._buckets = tuple(self._buckets), []
 
     def begin(self, slice_bytes: int) -> torch.Tensor:
         """The message, uint8, world_size slices of slice_bytes; what was in it is anything."""

@@ -57,8 +57,9 @@ def wrap(
         copy of the parameters, of which each rank updates its slices.
     clip_grad_norm : float, optional
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
-    compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
-        What travels instead of whole gradients; a communication hook then cannot be registered.
+    compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
+        What travels instead of whole gradients; a communication hook then cannot be registered. "auto" compresses only where
+        that can pay (see headroom): not inside one host.
     precision, offload
         Not there yet: None.
     partition : {"auto", "flat", "tensor"}
@@ -108,6 +109,10 @@ def wrap(
     if zero and optimizer is not None:
         check_sliceable(optimizer, partition)
     wrapped = DistributedDataParallel(module, zero=zero, **options)
+    if compress == "auto":
+        from .compression_headroom import resolve_auto
+
+        compress = resolve_auto(wrapped)
     if compress is not None:
         wrapped.compress_gradients(compress)
     if optimizer is None:
