@@ -16,7 +16,7 @@ import torch
 from gpt import checkpoint, data, ranks
 from gpt.loss import summed_loss, validate
 from gpt.model import GPT
-from gpt.options import parse_options
+from gpt.options import COMPRESSORS, parse_options
 from gpt.report import Reporter, draw_loss_curve, printable
 
 import shardwright as sw
@@ -39,7 +39,8 @@ def main() -> None:
     shape = dict(layers=options.layers, width=options.width, heads=options.heads)
     model = GPT(context=options.context, **shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.1)
-    model, optimizer = sw.wrap(model, optimizer, zero=options.zero, bucket_cap_mb=options.bucket_cap_mb)
+    how = dict(zero=options.zero, compress=COMPRESSORS[options.compress], bucket_cap_mb=options.bucket_cap_mb)
+    model, optimizer = sw.wrap(model, optimizer, **how)
 
     rank, world_size = ranks.rank_and_world_size()
     batches, held_out = data.load(options, rank, world_size)

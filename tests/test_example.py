@@ -153,3 +153,31 @@ def test_a_run_stopped_at_one_stage_goes_on_at_another(tmp_path, whole):
     train, validation = saved_losses(tmp_path)
     assert [step for step, _ in train] == list(range(1, 21))
     assert (train, validation[-1]) == (whole[1][0], whole[1][1][-1])
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int4"])
+def test_the_loss_falls_with_compressed_gradients(tmp_path, compress):
+    output = run("torchrun", "--steps", "40", "--compress", compress, "--zero", "2", "--out", str(tmp_path))
+    first, last, *_ = LAST_LINE.fullmatch(output.strip().splitlines()[-1]).groups()
+    assert float(last) < 0.85 * float(first), output
+
+
+def test_the_compression_study_in_its_short_form(tmp_path):
+    study = str(ROOT / "examples" / "compression_study.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), environment.get("PYTHONPATH", "")])
+    short = ["--seeds", "1", "--steps", "20", "--width", "32", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*LAUNCHERS["torchrun"], study, *short],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    head, *rows = [json.loads(line) for line in (tmp_path / "compression_study.jsonl").read_text().splitlines()]
+    assert head["seeds"] == 1 and len(rows) == 14
+    for row in rows:
+        wide = 10.0 if "PowerSGD" in row["arm"] or "int4" in row["arm"] else 1.0
+        assert abs(row["difference"]) < wide, row

@@ -5,6 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import shardwright as sw
+
+COMPRESSORS = {
+    "none": None,
+    "auto": "auto",
+    "fp16": sw.Fp16(),
+    "bf16": sw.Bf16(),
+    "int8": sw.Int8(),
+    "int4": sw.Int4(),
+    "powersgd": sw.PowerSGD(rank=4, warmup_steps=100),
+}
+
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -24,6 +36,7 @@ def parse_options() -> argparse.Namespace:
     add("--heads", type=_positive(int), default=4, help="attention heads a block")
     add("--learning-rate", type=_positive(float), default=2e-3, help="at the end of warm-up")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="what ranks slice: see README.md")
+    add("--compress", choices=sorted(COMPRESSORS), default="none", help="what travels instead of float32 gradients")
     add("--bucket-cap-mb", type=_positive(float), default=25, help="largest gradient bucket")
     options = parser.parse_args()
     # Rotary positions turn the features of a head in pairs.

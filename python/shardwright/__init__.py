@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
     from .describe import describe, stats
+    from .diloco import DiLoCo
+    from .compression_headroom import headroom
 
 __all__ = [
     "Bf16",
@@ -40,6 +42,7 @@ __all__ = [
     "Checkpointer",
     "CommError",
     "CommTimeoutError",
+    "DiLoCo",
     "DistributedDataParallel",
     "Error",
     "Fp16",
@@ -57,6 +60,7 @@ __all__ = [
     "full_parameters",
     "full_state_dict",
     "fully_shard",
+    "headroom",
     "hooks",
     "load",
     "load_full_optimizer_state_dict",
@@ -73,6 +77,8 @@ _LAZY = {
     "stats": "describe",
     "__version__": "_version",
     "Checkpointer": "checkpoint",
+    "DiLoCo": "diloco",
+    "headroom": "compression_headroom",
     "load": "checkpoint",
     "save": "checkpoint",
 }

@@ -49,6 +49,7 @@ class BlockState(CompressionState):
         self.block = block
         self.error_feedback = error_feedback
         self._rest = torch.empty(0)
+        self._world: torch.Tensor | None = None
         super().__init__(process_group, named_parameters)
 
     def settings(self) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class BlockState(CompressionState):
         else:
             keep = self._take_whole(exchange, parts, base, count)
         if keep and rest is not None:
-            owners[exchange.rank].add_rest(rest.mul_(exchange.world_size), self.block)
+            owners[exchange.rank].add_rest(rest.mul_(self._factor(exchange.world_size)), self.block)
 
     def _take_whole(self, exchange: Exchange, parts: list[_Part], base: int, count: int) -> bool:
         """Every rank's results are decoded. Whether errors were updated."""
@@ -124,6 +125,11 @@ class BlockState(CompressionState):
                 at = result.data_ptr() + (part.at - first) * size
                 block_decode(self.block, self.bits, part.address, at, 0, 0, part.numel)
         return keep
+
+    def _factor(self, world_size: int) -> torch.Tensor:
+        if self._world is None:  # kept: a number would be made a tensor at each use
+            self._world = torch.tensor(float(world_size))
+        return self._world
 
     def _rest_of(self, count: int) -> torch.Tensor:
         if self._rest.numel() < count * self.block:

@@ -98,6 +98,8 @@ class PowerSGD(Compressor):
         A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
     error_feedback : bool
     seed : int
+    alternate : bool
+        One exchange a bucket instead of two: P and Q take turns.
     """
 
     rank: int = 4
@@ -105,6 +107,7 @@ class PowerSGD(Compressor):
     min_compression_rate: float = 2
     error_feedback: bool = True
     seed: int = 0
+    alternate: bool = False
 
     def __post_init__(self) -> None:
         self._state()
@@ -117,6 +120,7 @@ class PowerSGD(Compressor):
             min_compression_rate=self.min_compression_rate,
             use_error_feedback=self.error_feedback,
             random_seed=self.seed,
+            alternate=self.alternate,
         )
 
     def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
@@ -127,7 +131,7 @@ class PowerSGD(Compressor):
 
 def check_compressor(compress: Any, reduce: str) -> None:
     """TypeError or NotImplementedError with a sentence, before anything is made."""
-    if compress is None:
+    if compress is None or isinstance(compress, str) and compress == "auto":
         return
     if reduce != "mean":
         raise NotImplementedError(
@@ -135,5 +139,5 @@ def check_compressor(compress: Any, reduce: str) -> None:
         )
     if not isinstance(compress, Compressor):
         raise TypeError(
-            f"compress must be None, sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}"
+            f"compress must be None, 'auto', sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from ._engine import Error
 from .compress import Compressor, check_compressor
 from .compression_state import CompressionState
 from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
-from .exchange import GroupExchange, HostExchange
+from .exchange import Exchange, exchange_of
 from .join import ShadowHook
 from .options import Options
 from .precision import PrecisionPlan, remove_plan
@@ -403,12 +404,11 @@ class DistributedDataParallel(TorchDDP):
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
         verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
-        one_host = replica.group.host_count == 1
-        exchange = HostExchange(replica.group.comm) if one_host else GroupExchange(self.process_group)
+        exchange = exchange_of(replica.group, self.process_group)
         state, hook = compress.hook(exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))
-        self._run_buckets_by(state, hook)
+        self._run_buckets_by(state, _metered(hook, exchange))
         self.compression_state = state if isinstance(state, CompressionState) else None
         replica.compression = (repr(compress), exchange)
 
@@ -477,6 +477,18 @@ class DistributedDataParallel(TorchDDP):
         made._options = self._options  # a group is shared, not copied
         made.process_group = self._options.process_group
         return made
+
+
+def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
+    """The hook, and the bytes of each bucket counted."""
+
+    @functools.wraps(hook)
+    def run(state: Any, bucket: Any) -> Any:
+        result = hook(state, bucket)
+        exchange.end_bucket(bucket.is_last())
+        return result
+
+    return run
 
 
 def _reads_sync_flag(wrapper: DistributedDataParallel) -> Callable[[], bool]:

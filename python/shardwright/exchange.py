@@ -8,13 +8,16 @@ on one rank, and all ranks end with the same bytes. A rank sends 2 (W - 1) / W o
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 from ._engine import HostComm, fold
+
+if TYPE_CHECKING:
+    from .process_group import HostGroup
 
 _ALIGNMENT = 64
 
@@ -28,15 +31,27 @@ class Exchange:
     ----------
     rank, world_size : int
     wire_bytes : int
-        Sent by this rank to others so far.
+        Sent by this rank to others so far: counted where bytes are handed over.
+    bucket_wire_bytes : tuple of int
+        The same of each bucket of the last complete round.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.wire_bytes = 0
+        self.bucket_wire_bytes: tuple[int, ...] = ()
+        self._before_bucket = 0
+        self._buckets: list[int] = []
         self._slice_bytes = 0
         self._whole = torch.empty(0, dtype=torch.uint8)
+
+    def end_bucket(self, is_last: bool) -> None:
+        """What was sent since the last call was this bucket's."""
+        self._buckets.append(self.wire_bytes - self._before_bucket)
+        self._before_bucket = self.wire_bytes
+        if is_last:
+            self.bucket_wire_bytes, self._buckets = tuple(self._buckets), []
 
     def begin(self, slice_bytes: int) -> torch.Tensor:
         """The message, uint8, world_size slices of slice_bytes; what was in it is anything."""
@@ -232,3 +247,8 @@ def average_plain(exchange: Exchange, flat: torch.Tensor, share: int | None = No
         return
     flat[exchange.rank * share : (exchange.rank + 1) * share].copy_(fold_slice(exchange, message, "mean"))
     exchange.agree(True)
+
+
+def exchange_of(group: HostGroup, process_group: Any) -> Exchange:
+    """Between the ranks of `group`, torch's name of which is `process_group`: in memory on one host, else through torch."""
+    return HostExchange(group.comm) if group.host_count == 1 else GroupExchange(process_group)

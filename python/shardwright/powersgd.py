@@ -19,6 +19,7 @@ from ._engine import (
 )
 from .compression_state import CompressionState
 from .exchange import average_plain, fold_message, share_of, slice_numel
+from .powersgd_in_turns import Turns
 
 _RANK_MAX = 256
 
@@ -42,6 +43,9 @@ class PowerSGDState(CompressionState):
     orthogonalization_epsilon, compression_stats_logging_frequency, batch_tensors_with_same_shape
         Accepted for torch's sake, without effect: columns that vanish are replaced, nothing is logged, and one call covers
         all matrices of a bucket.
+    alternate : bool
+        One exchange a round instead of two (ACP-SGD, Zhang et al. 2023): P and Q take turns, each against the other's basis of
+        the round before. Needs error feedback and warm start.
     named_parameters : iterable of (str, Parameter), optional
         Names for state_dict().
 
@@ -72,7 +76,10 @@ class PowerSGDState(CompressionState):
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        alternate: bool = False,
     ) -> None:
+        if alternate and not (use_error_feedback and warm_start):
+            raise ValueError("PowerSGDState: alternate=True needs use_error_feedback=True and warm_start=True")
         if not isinstance(matrix_approximation_rank, int) or not 1 <= matrix_approximation_rank <= _RANK_MAX:
             raise ValueError(
                 f"PowerSGDState: matrix_approximation_rank must be in [1, {_RANK_MAX}], got {matrix_approximation_rank!r}"
@@ -82,6 +89,9 @@ class PowerSGDState(CompressionState):
         if not min_compression_rate >= 0:
             raise ValueError(f"PowerSGDState: min_compression_rate must be at least 0, got {min_compression_rate!r}")
         super().__init__(process_group, named_parameters)
+        self._q = torch.empty(0)
+        self.alternate = alternate
+        self._turns = Turns()
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate
@@ -98,6 +108,7 @@ class PowerSGDState(CompressionState):
             "min_compression_rate": self.min_compression_rate,
             "use_error_feedback": self.use_error_feedback,
             "warm_start": self.warm_start,
+            "alternate": self.alternate,
         }
 
     def uses_entries(self) -> bool:
@@ -135,7 +146,7 @@ class PowerSGDState(CompressionState):
         return rank if (rows + cols) * rank * self.min_compression_rate < rows * cols else 0
 
     def _average_compressed(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
-        matrices: list[_Matrix] = []
+        matrices: list[Matrix] = []
         small: list[torch.Tensor] = []
         for gradient, parameter in self.members(bucket):
             offset = gradient.storage_offset() - base
@@ -147,29 +158,34 @@ class PowerSGDState(CompressionState):
             elif part.numel():
                 small.append(part)
         table = [matrix.row for matrix in matrices]
-        finite, q_places = self._exchange_p(table, matrices, small)
-        if finite and matrices:
-            finite = self._exchange_q(table, matrices, q_places)
+        if self.alternate:
+            of_p = (self.iter - self.start_powerSGD_iter) % 2 == 0
+            finite = self._turns.average(self.exchange, matrices, small, of_p=of_p)
+        else:
+            finite, own = self._exchange_p(table, matrices, small)
+            finite = finite and (not matrices or self._exchange_q(table, matrices, own))
         if not finite:
             for matrix in matrices:
                 matrix.part.fill_(math.nan)
 
-    def _matrix(self, parameter: torch.Tensor, part: torch.Tensor, rows: int, rank: int) -> _Matrix:
+    def _matrix(self, parameter: torch.Tensor, part: torch.Tensor, rows: int, rank: int) -> Matrix:
         cols = part.numel() // rows
         left, right = (rank, powersgd_stride(rows)), (rank, powersgd_stride(cols))
         shapes = {"left": left, "right": right, "basis": right}
         if self.use_error_feedback:
             shapes["memory"] = (rows, cols)
+        if self.alternate:
+            shapes["turn"] = left
         entry, is_new = self.entry(parameter, shapes)
         index = sum(map(ord, self.name_of(parameter)))  # equal on all ranks and in all runs, as hash() is not
         seed = (self.random_seed * 1_000_003 + index * 8191 + (0 if self.warm_start else self.iter * 131)) & (2**63 - 1)
-        matrix = _Matrix(part, entry, rows, cols, rank, seed)
+        matrix = Matrix(part, entry, rows, cols, rank, seed)
         if is_new or not self.warm_start:
             powersgd_init_basis([matrix.row])
         return matrix
 
     def _exchange_p(
-        self, table: list[Any], matrices: list[_Matrix], small: list[torch.Tensor]
+        self, table: list[Any], matrices: list[Matrix], small: list[torch.Tensor]
     ) -> tuple[bool, torch.Tensor]:
         """P becomes orthonormal and Q this rank's own, unless some P is not finite; what is small is averaged."""
         sizes = [matrix.left_numel for matrix in matrices]
@@ -186,13 +202,18 @@ class PowerSGDState(CompressionState):
         for part in small:
             part.copy_(whole[at : at + part.numel()])
             at += part.numel()
-        own = torch.empty(sum(matrix.right_numel for matrix in matrices))
+        own = self._own_q(sum(matrix.right_numel for matrix in matrices))
         finite = powersgd_is_finite(whole.data_ptr(), head)
         if finite:
             powersgd_absorb(table, _addresses(whole, sizes), _addresses(own, [m.right_numel for m in matrices]))
         return finite, own
 
-    def _exchange_q(self, table: list[Any], matrices: list[_Matrix], own: torch.Tensor) -> bool:
+    def _own_q(self, numel: int) -> torch.Tensor:
+        if self._q.numel() < numel:
+            self._q = torch.empty(numel)
+        return self._q[:numel]
+
+    def _exchange_q(self, table: list[Any], matrices: list[Matrix], own: torch.Tensor) -> bool:
         sizes = [matrix.right_numel for matrix in matrices]
         message = self.exchange.begin(4 * slice_numel(own.numel(), self.exchange.world_size)).view(torch.float32)
         message[: own.numel()].copy_(own)
@@ -207,7 +228,7 @@ class PowerSGDState(CompressionState):
         return True
 
 
-class _Matrix:
+class Matrix:
     """One gradient as rows x cols, and its row of the engine's table."""
 
     def __init__(
@@ -220,6 +241,13 @@ class _Matrix:
         memory = entry["memory"].data_ptr() if "memory" in entry else 0
         state = (entry["left"].data_ptr(), entry["right"].data_ptr(), entry["basis"].data_ptr())
         self.row = (part.data_ptr(), memory, *state, rows, cols, rank, seed)
+
+    def row_with(self, **addresses: int) -> tuple[int, int, int, int, int, int, int, int, int]:
+        """Its row with other memory, left or right."""
+        gradient, memory, left, right, *rest = self.row
+        places = {"memory": memory, "left": left, "right": right, **addresses}
+        basis, rows, cols, rank, seed = rest
+        return gradient, places["memory"], places["left"], places["right"], basis, rows, cols, rank, seed
 
 
 def _addresses(message: torch.Tensor, sizes: list[int]) -> list[int]:

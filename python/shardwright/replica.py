@@ -220,13 +220,25 @@ class Replica:
         return {**plan, "parameters_reason": self._parameters.reason} if self._parameters.reason else plan
 
     def stats(self) -> dict[str, Any]:
-        """The reducer's counts, those of units, and what a compressor has sent to other ranks."""
+        """The reducer's counts, those of units, and what this rank has sent to others: in all, a step and a bucket of the last round.
+
+        A compressor's bytes are counted where they are handed over; plain buckets fold in place, of which a rank's share is
+        W - 1 slices read (and at zero 0 and 1 as many written).
+        """
+        counts = self.reducer.stats()
         if isinstance(self._parameters, UnitMemory):
-            return {**self.reducer.stats(), **self._parameters.schedule.stats()}
+            counts = {**counts, **self._parameters.schedule.stats()}
         if self.compression is None:
-            return self.reducer.stats()
+            world, shots = self.group.world_size, 1 if self.zero >= 2 else 2
+            shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
+            sizes = [numel * getattr(torch, dtype).itemsize for _, numel, dtype, trains in shapes if trains]
+            buckets = tuple(shots * (world - 1) * (size // world) for size in sizes)
+            total = shots * (world - 1) * (counts["bytes"] // world)
+            return {**counts, "wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
         name, exchange = self.compression
-        return {**self.reducer.stats(), "compress": name, "wire_bytes": exchange.wire_bytes}
+        buckets = exchange.bucket_wire_bytes
+        wire = {"wire_bytes": exchange.wire_bytes, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
+        return {**counts, "compress": name, **wire}
 
     def gradient_slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""

@@ -60,8 +60,9 @@ def wrap(
         copy of the parameters, of which each rank updates its slices.
     clip_grad_norm : float, optional
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
-    compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
-        What travels instead of whole gradients; a communication hook then cannot be registered.
+    compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
+        What travels instead of whole gradients; a communication hook then cannot be registered. "auto" compresses only where
+        that can pay (see headroom): not inside one host.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
         In what the module computes. Parameters are then float32 (low-precision ones become so), are their own masters, and are
         cast for the time of the wrapper's forward. None: nothing is cast. See docs/design/precision.md.
@@ -120,6 +121,10 @@ def wrap(
     if precision is not None:
         compress = _reduce_in(PrecisionPlan(module, precision), compress, options.get("reduce", "mean"))
     wrapped = DistributedDataParallel(module, zero=zero, precision=precision, **options)
+    if compress == "auto":
+        from .compression_headroom import resolve_auto
+
+        compress = resolve_auto(wrapped)
     if compress is not None:
         wrapped.compress_gradients(compress)
     if optimizer is None:

@@ -103,6 +103,11 @@ def cases(name):
             powerSGD_hook,
             sw.PowerSGD(rank=2, warmup_steps=2, min_compression_rate=1),
         ),
+        "powersgd in turns": lambda: (
+            PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1, alternate=True),
+            powerSGD_hook,
+            sw.PowerSGD(rank=2, warmup_steps=2, min_compression_rate=1, alternate=True),
+        ),
         "powersgd of full rank": lambda: (
             PowerSGDState(None, 64, start_powerSGD_iter=0, min_compression_rate=0),
             powerSGD_hook,
@@ -111,7 +116,7 @@ def cases(name):
     }[name]()
 
 
-NAMES = ["fp16", "bf16", "int8", "int8 with feedback", "int4", "powersgd", "powersgd of full rank"]
+NAMES = ["fp16", "bf16", "int8", "int8 with feedback", "int4", "powersgd", "powersgd in turns", "powersgd of full rank"]
 
 
 @both_fronts
@@ -185,7 +190,7 @@ def test_blocks_are_off_by_half_a_level_twice(rank, world_size, bits, levels, bl
             assert float((part[piece] - mean).abs().max()) <= float(first + second) * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8 with feedback", "int4", "powersgd"])
+@pytest.mark.parametrize("name", ["int8", "int8 with feedback", "int4", "powersgd", "powersgd in turns"])
 @on_every_rank()
 def test_values_do_not_depend_on_buckets(rank, world_size, name):
     found = []
@@ -214,7 +219,7 @@ def powersgd_errors(state, owners):
     )
 
 
-@pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd"])
+@pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd", "powersgd in turns"])
 @on_every_rank()
 def test_what_is_left_out_is_owed(rank, world_size, name):
     owners = parameters()
@@ -225,7 +230,7 @@ def test_what_is_left_out_is_owed(rank, world_size, name):
     for step in range(60):
         applied += run(hook, state, owners, gradients_of(rank, step)).double()
         expected += mean_of(world_size, step)
-        error = block_errors(state) if name != "powersgd" else powersgd_errors(state, owners)
+        error = block_errors(state) if "powersgd" not in name else powersgd_errors(state, owners)
         sizes.append(float(error.norm()))
     mean_error = error.double()
     dist.all_reduce(mean_error)
@@ -235,7 +240,7 @@ def test_what_is_left_out_is_owed(rank, world_size, name):
     assert max(sizes[30:]) <= 1.25 * max(sizes[10:30]), sizes  # it does not grow
 
 
-@pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd"])
+@pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd", "powersgd in turns"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @on_every_rank()
 def test_what_is_not_finite_leaves_no_trace(rank, world_size, name, bad):
@@ -255,14 +260,14 @@ def test_what_is_not_finite_leaves_no_trace(rank, world_size, name, bad):
             assert bits_equal(tensor, after["parameters"][key][part]), (key, part)
     twin = cases(name)[0]
     twin_owners = parameters()
-    twin.load_state_dict(before)
+    twin.load_state_dict({**before, "iter": before["iter"] + 1})  # a refused round is a round
     ours = run(hook, state, owners, gradients_of(rank, 6))
     theirs = run(hook, twin, twin_owners, gradients_of(rank, 6))
     assert bool(ours.isfinite().all()) and bits_equal(ours, theirs)
     assert same_everywhere(ours.tolist())
 
 
-@pytest.mark.parametrize("name", ["int4", "powersgd"])
+@pytest.mark.parametrize("name", ["int4", "powersgd", "powersgd in turns"])
 @on_every_rank()
 def test_a_resumed_state_goes_on_with_the_same_bits(rank, world_size, name):
     owners = parameters()
@@ -279,7 +284,7 @@ def test_a_resumed_state_goes_on_with_the_same_bits(rank, world_size, name):
         assert bits_equal(ours, run(hook, twin, twin_owners, gradients_of(rank, step)))
 
 
-@pytest.mark.parametrize("name", ["int4", "powersgd"])
+@pytest.mark.parametrize("name", ["int4", "powersgd", "powersgd in turns"])
 @on_every_rank()
 def test_a_run_of_another_size_pays_what_was_owed(rank, world_size, name):
     owners = parameters()
@@ -304,7 +309,7 @@ def test_a_run_of_another_size_pays_what_was_owed(rank, world_size, name):
         reshard_state([state.state_dict()] * (world_size + 1), 0, 1)
 
 
-@pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd"])
+@pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd", "powersgd in turns"])
 @on_every_rank()
 def test_a_scaled_loss_scales_what_is_owed(rank, world_size, name):
     owners, twin_owners = parameters(), parameters()
@@ -442,7 +447,9 @@ def test_misuse_is_named(rank, world_size):
             sw.PowerSGD(rank=bad)
     with pytest.raises(ValueError, match=r"block must be a multiple of 32 in \[32, 4096\], not 100"):
         sw.Int8(block=100)
-    with pytest.raises(TypeError, match="compress must be None, sw.Fp16"):
+    with pytest.raises(ValueError, match="alternate=True needs use_error_feedback=True"):
+        sw.PowerSGD(alternate=True, error_feedback=False)
+    with pytest.raises(TypeError, match="compress must be None, 'auto', sw.Fp16"):
         sw.wrap(Mlp(), compress="fp16")
     with pytest.raises(NotImplementedError, match="a communication hook at zero=2 is not there"):
         sw.wrap(Mlp(), zero=2).register_comm_hook(None, fp16_compress_hook)

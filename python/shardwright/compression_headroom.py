@@ -1,0 +1,257 @@
+"""headroom: what a step waits for communication, and which compressor would pay for itself there.
+
+A compressor saves bytes and costs arithmetic. What it can save at most is the *exposed* communication: how much longer a
+synchronised backward takes than one that does not synchronise. A compressor runs at the end of the backward, so its whole
+time counts against that: predicted(compressor) = local step + codec + bytes / bandwidth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._engine import Error
+from .compress import Bf16, Compressor, Fp16, Int8, PowerSGD
+from .data_parallel import DistributedDataParallel
+from .exchange import Exchange, average_plain, exchange_of
+
+__all__ = ["Headroom", "headroom", "resolve_auto"]
+
+_logger = logging.getLogger("shardwright")
+_PROBE_NUMEL = 1 << 20  # elements: 4 MiB, as 1024 x 1024
+_LEAST_GAIN = 0.03  # of a step: less is not worth another arithmetic
+_CANDIDATES: tuple[Compressor, ...] = (Bf16(), Fp16(), Int8(), PowerSGD(rank=4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A compressor's prediction.
+
+    Attributes
+    ----------
+    name : str
+    step_s : float
+        Predicted seconds of a step.
+    codec_s : float
+        Of that, arithmetic.
+    wire_bytes : int
+        A rank sends in a step.
+    """
+
+    name: str
+    step_s: float
+    codec_s: float
+    wire_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Headroom:
+    """What headroom() found; equal on every rank.
+
+    Attributes
+    ----------
+    step_s, local_s : float
+        Median seconds of the slowest rank, with and without communication.
+    exposed_s : float
+        Their difference, at least 0.
+    bandwidth : float
+        Bytes a second that a rank sends: measured, or as given.
+    candidates : tuple of Candidate
+        From the fastest predicted one.
+    choice : str
+        "none", or the compressor that would pay.
+    """
+
+    step_s: float
+    local_s: float
+    exposed_s: float
+    bandwidth: float
+    candidates: tuple[Candidate, ...]
+    choice: str
+
+    def __str__(self) -> str:
+        share = 100 * self.exposed_s / self.step_s if self.step_s else 0.0
+        best = self.candidates[0]
+        return (
+            f"compress: {self.choice} (step {1e3 * self.step_s:.2f} ms, {share:.0f} % of it waits for communication; "
+            f"best compressor {best.name}: {1e3 * best.step_s:.2f} ms at {self.bandwidth / 1e9:.3g} GB/s)"
+        )
+
+
+def headroom(
+    model: torch.nn.Module,
+    backward: Callable[[], Any],
+    *,
+    repeat: int = 5,
+    bandwidth: float | None = None,
+) -> Headroom:
+    """Measures the exposed communication of a step, and says which compressor would pay.
+
+    Parameters
+    ----------
+    model : DistributedDataParallel
+        Wrapped by sw, without a compressor.
+    backward : callable
+        One forward and backward of `model` on this rank; no optimizer step. Gradients are cleared before and after each.
+    repeat : int
+        Calls of each kind; at least 3.
+    bandwidth : float, optional
+        Bytes a second at which a rank sends: asks what would pay on another network. Default: measured on this one.
+
+    Raises
+    ------
+    Error
+        The model is not wrapped by sw, or compresses already.
+    ValueError
+        repeat or bandwidth out of range.
+
+    Notes
+    -----
+    Collective. 2 (repeat + 1) backwards, and each candidate's codec on 4 MiB. With a given bandwidth, plain gradients are
+    taken to hide behind the backward as much as they do here.
+
+    Examples
+    --------
+    >>> import torch, shardwright as sw
+    >>> model = sw.wrap(torch.nn.Linear(4, 1))
+    >>> sw.headroom(model, lambda: model(torch.ones(2, 4)).sum().backward()).choice
+    'none'
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise Error("headroom needs a model that sw.wrap made")
+    if repeat < 3:
+        raise ValueError(f"headroom: repeat must be at least 3, got {repeat!r}")
+    if bandwidth is not None and not bandwidth > 0:
+        raise ValueError(f"headroom: bandwidth must be above 0 bytes a second, got {bandwidth!r}")
+    replica = model._engine()
+    if replica.compression is not None or model._comm_hooks:
+        raise Error("headroom measures plain gradients: this model has a compressor or a communication hook")
+    comm = replica.group.comm
+    step_s, local_s = _measure_backwards(model, backward, repeat, lambda values: _slowest(comm, values))
+    exposed_s = max(0.0, step_s - local_s)
+    numel = sum(p.numel() for p in replica.table.parameters if p.requires_grad)
+    plain_bytes = replica.stats()["step_wire_bytes"]
+    exchange = exchange_of(replica.group, model.process_group)
+    plain_s = _slowest(comm, [_time_plain(exchange)])[0]
+    measured = _sent(exchange, 4 * _PROBE_NUMEL) / plain_s if comm.world_size > 1 else float("inf")
+    speed = bandwidth or measured
+    if bandwidth is not None:  # what hides here hides there; the rest is as long as its bytes
+        hidden_s = max(0.0, plain_bytes / measured - exposed_s)
+        exposed_s = max(0.0, plain_bytes / bandwidth - hidden_s)
+        step_s = local_s + exposed_s
+    candidates = []
+    for compress in _CANDIDATES:
+        whole_s, sent = _time_codec(compress, exchange_of(replica.group, model.process_group))
+        codec_s = max(0.0, _slowest(comm, [whole_s])[0] - sent / measured) * numel / _PROBE_NUMEL
+        wire_bytes = sent * numel // _PROBE_NUMEL
+        candidates.append(Candidate(repr(compress), local_s + codec_s + wire_bytes / speed, codec_s, wire_bytes))
+    candidates.sort(key=lambda candidate: candidate.step_s)
+    pays = comm.world_size > 1 and candidates[0].step_s < (1 - _LEAST_GAIN) * step_s
+    return Headroom(step_s, local_s, exposed_s, speed, tuple(candidates), candidates[0].name if pays else "none")
+
+
+def resolve_auto(wrapped: DistributedDataParallel) -> Compressor | None:
+    """What compress="auto" means for this model; said in one line on rank 0."""
+    group = wrapped._engine().group
+    reason = "whose memory is faster than any codec"
+    if group.host_count > 1:
+        reason = "and what pays between them depends on the step: ask sw.headroom, and pass what it recommends"
+    if group.rank == 0:
+        _logger.info(
+            "compress='auto': none, because the %d ranks are on %d host(s), %s",
+            group.world_size,
+            group.host_count,
+            reason,
+        )
+    return None
+
+
+def _measure_backwards(
+    model: DistributedDataParallel,
+    backward: Callable[[], Any],
+    repeat: int,
+    slowest: Callable[[list[float]], list[float]],
+) -> tuple[float, float]:
+    """Seconds of a backward with and without communication; they take turns."""
+    times: tuple[list[float], list[float]] = ([], [])
+    synchronises = model.require_backward_grad_sync
+    try:
+        for turn in range(2 * (repeat + 1)):
+            model.zero_grad(set_to_none=True)
+            model.require_backward_grad_sync = turn % 2 == 0
+            slowest([0.0])  # everybody is here
+            start = time.perf_counter()
+            backward()
+            if turn >= 2:
+                times[turn % 2].append(time.perf_counter() - start)
+    finally:
+        model.require_backward_grad_sync = synchronises
+        model.zero_grad(set_to_none=True)
+    both = slowest([*times[0], *times[1]])
+    return statistics.median(both[:repeat]), statistics.median(both[repeat:])
+
+
+def _slowest(comm: Any, values: list[float]) -> list[float]:
+    """Each value's greatest over ranks. Collective."""
+    packed = torch.tensor(values, dtype=torch.float64).numpy().tobytes()
+    rows = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in comm.all_gather_bytes(packed, "headroom")]
+    return list(torch.stack(rows).amax(0).tolist())
+
+
+def _median_of(work: Callable[[], Any]) -> float:
+    work()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _time_plain(exchange: Exchange) -> float:
+    flat = torch.ones(_PROBE_NUMEL)
+    return _median_of(lambda: average_plain(exchange, flat))
+
+
+def _sent(exchange: Exchange, message_bytes: int) -> int:
+    """What an exchange of so many bytes sends."""
+    return 2 * (exchange.world_size - 1) * message_bytes // exchange.world_size
+
+
+def _time_codec(compress: Compressor, exchange: Exchange) -> tuple[float, int]:
+    """Seconds, and bytes sent, of one bucket of _PROBE_NUMEL elements."""
+    state, hook = compress.hook(exchange)
+    bucket = _Probe()
+    seconds = _median_of(lambda: hook(state, bucket).wait())
+    before = exchange.wire_bytes
+    hook(state, bucket).wait()
+    return seconds, exchange.wire_bytes - before
+
+
+class _Probe:
+    """What a hook asks of a bucket: one square matrix."""
+
+    def __init__(self) -> None:
+        self._flat = torch.ones(_PROBE_NUMEL)
+        self._parameter = torch.empty(1024, _PROBE_NUMEL // 1024)
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self._flat.view_as(self._parameter)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._parameter]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True

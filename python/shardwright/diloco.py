@@ -1,0 +1,249 @@
+"""DiLoCo: ranks take steps of their own, and average what came of them every H steps.
+
+    trainer = sw.DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=3e-4), every=50, fragments=4, wire="bf16")
+    for x, y in batches:
+        loss(model(x), y).backward()
+        trainer.step(); trainer.zero_grad()
+    trainer.synchronise()
+
+References
+----------
+Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023. Douillard et al., Streaming DiLoCo
+with overlapping communication, 2025 (fragments).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ._engine import Error
+from .block_compression import BlockState
+from .data_parallel import DistributedDataParallel
+from .exchange import average_plain, exchange_of
+from .hooks import average_half
+from .process_group import host_group, resolve_group
+from .table import verify
+
+__all__ = ["DiLoCo"]
+
+_WIRES = ("float32", "bf16", "int8")
+
+
+def _nesterov(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class DiLoCo:
+    """An optimizer of local steps, with an outer optimizer over ranks.
+
+    Parameters
+    ----------
+    model : Module
+        Bare, or wrapped by sw at zero=0, whose gradients are then no longer averaged. Float32 parameters on the CPU. All ranks
+        take rank 0's parameters.
+    inner_optimizer : Optimizer
+        Of this rank alone.
+    every : int
+        H, at least 1: local steps between two exchanges of the same parameter.
+    fragments : int
+        In [1, every]: parameters are cut into so many parts of about equal size, which are exchanged at different steps.
+    outer : callable
+        Parameters to an optimizer; the default is SGD with Nesterov momentum, lr 0.7, momentum 0.9.
+    wire : {"bf16", "int8", "float32"}
+        What changes of parameters travel as.
+    process_group : ProcessGroup, optional
+        Of a bare model: the default group.
+    timeout_s : float
+        Deadline of each wait, for a bare model.
+
+    Raises
+    ------
+    Error
+        The model is wrapped with zero >= 1, or ranks disagree about the arguments.
+    ValueError, TypeError
+        A value out of its range; a model that another wrapper averages.
+
+    Notes
+    -----
+    At an exchange, with θ the parameter that all ranks last had in common and θ_r this rank's: the outer optimizer steps on θ
+    with the mean of θ - θ_r as its gradient, and θ_r becomes θ: the same bits on every rank. An exchange ends before step()
+    returns. Cost: a copy of the parameters and the outer optimizer's state; on the wire, in `every` steps, 2 (W - 1) / W times
+    the parameters in the wire type.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        fragments: int = 1,
+        outer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = _nesterov,
+        wire: str = "bf16",
+        process_group: Any = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        for name, value, most in (("every", every, 2**31), ("fragments", fragments, every)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise ValueError(f"DiLoCo: {name} must be an integer in [1, {most}], got {value!r}")
+        if wire not in _WIRES:
+            raise ValueError(f"DiLoCo: wire must be one of {', '.join(_WIRES)}, got {wire!r}")
+        self.inner_optimizer = inner_optimizer
+        self.every = every
+        self.wire = wire
+        self.steps = 0
+        module, self._group, torch_group = _module_and_group(model, process_group, timeout_s)
+        self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for name, parameter in zip(self._names, self._parameters):
+            if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
+                raise TypeError(f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU")
+        shapes = [[name, str(tuple(p.shape))] for name, p in zip(self._names, self._parameters)]
+        settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire]]
+        verify([*settings, *shapes], self._group.comm.all_gather_bytes, "DiLoCo")
+        self._group.broadcast(self._parameters, 0, "parameters under DiLoCo")
+        self._exchange = exchange_of(self._group, torch_group)
+        self._int8 = BlockState(None, 8, 256)
+        self._int8.use_exchange(self._exchange)
+        self._anchors = [parameter.detach().clone() for parameter in self._parameters]
+        self.outer_optimizer = outer(self._anchors)
+        self._fragments = _cut([p.numel() for p in self._parameters], fragments)
+        largest = max((sum(self._parameters[i].numel() for i in part) for part in self._fragments), default=0)
+        self._change = torch.empty(largest)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's: for schedulers."""
+        return self.inner_optimizer.param_groups
+
+    @property
+    def wire_bytes(self) -> int:
+        """Sent by this rank to others so far."""
+        return self._exchange.wire_bytes
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The inner optimizer's."""
+        self.inner_optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A local step; and the exchange of the fragments that are due. Collective once every / fragments steps."""
+        result = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
+        self.steps += 1
+        count = len(self._fragments)
+        for k, fragment in enumerate(self._fragments):
+            due = (k + 1) * self.every // count  # the last one at a whole number of rounds
+            if self.steps % self.every == due % self.every:
+                self._average(fragment)
+        return result
+
+    def synchronise(self) -> None:
+        """Exchanges every fragment now: afterwards all ranks have the same parameters. Collective."""
+        for fragment in self._fragments:
+            self._average(fragment)
+
+    @torch.no_grad()
+    def _average(self, fragment: list[int]) -> None:
+        parameters = [self._parameters[i] for i in fragment]
+        flat = self._change[: sum(parameter.numel() for parameter in parameters)]
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        for index, part in zip(fragment, parts):
+            torch.sub(self._anchors[index].view(-1), self._parameters[index].view(-1), out=part)
+        self._mean(flat, parts, parameters)
+        if not bool(flat.isfinite().all()):  # the same bits on every rank, so the same news
+            raise Error(
+                f"DiLoCo: the change of {self._names[fragment[0]]!r} and what goes with it is not finite on some rank after "
+                f"{self.steps} steps: its parameters were not averaged"
+            )
+        for index, part in zip(fragment, parts):
+            self._anchors[index].grad = part.view(self._anchors[index].shape)
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad(set_to_none=True)
+        for index in fragment:
+            self._parameters[index].copy_(self._anchors[index])
+
+    def _mean(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
+        if self.wire == "int8":
+            self._int8.average(_Fragment(flat, parts, parameters))
+        elif self.wire == "bf16":
+            average_half(self._exchange, flat, torch.bfloat16)
+        else:
+            average_plain(self._exchange, flat)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's: between exchanges, ranks differ. Parameters are the model's to save."""
+        return {
+            "steps": self.steps,
+            "inner": self.inner_optimizer.state_dict(),
+            "outer": self.outer_optimizer.state_dict(),
+            "anchors": {name: anchor.clone() for name, anchor in zip(self._names, self._anchors)},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what state_dict() gave on this rank.
+
+        Raises
+        ------
+        Error
+            Another model's state.
+        """
+        anchors = state["anchors"]
+        for name, anchor in zip(self._names, self._anchors):
+            if name not in anchors or anchors[name].shape != anchor.shape:
+                raise Error(f"DiLoCo: load_state_dict: the state is another model's: it has no {name!r} of this shape")
+        self.steps = int(state["steps"])
+        self.inner_optimizer.load_state_dict(state["inner"])
+        self.outer_optimizer.load_state_dict(state["outer"])
+        for name, anchor in zip(self._names, self._anchors):
+            anchor.copy_(anchors[name])
+
+
+class _Fragment:
+    """What a compressor asks of a bucket."""
+
+    def __init__(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
+        self._flat, self._parts, self._parameters = flat, parts, parameters
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return list(self._parts)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return True
+
+
+def _module_and_group(model: torch.nn.Module, process_group: Any, timeout_s: float) -> tuple[torch.nn.Module, Any, Any]:
+    if not isinstance(model, TorchDDP):
+        group = resolve_group(process_group, None)
+        return model, host_group(group, timeout_s), group
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            "DiLoCo: torch's DistributedDataParallel averages the gradients of every step: pass the module itself"
+        )
+    if process_group is not None:
+        raise ValueError("DiLoCo: process_group is the wrapped model's own: leave it None")
+    if model._zero:
+        raise Error(
+            f"DiLoCo cannot run at zero={model._zero}: ranks whose parameters differ between exchanges cannot share slices of one "
+            "optimizer state; wrap with zero=0"
+        )
+    model.set_requires_gradient_sync(False)
+    return model.module, model._engine().group, model.process_group
+
+
+def _cut(sizes: list[int], count: int) -> list[list[int]]:
+    """Indices in order, in `count` parts of about equal size; fewer where there are not so many."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    total, before = sum(sizes) or 1, 0
+    for index, size in enumerate(sizes):
+        parts[min((before + size // 2) * count // total, count - 1)].append(index)
+        before += size
+    return [part for part in parts if part]

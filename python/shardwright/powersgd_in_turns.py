@@ -1,0 +1,116 @@
+"""PowerSGD with one exchange a bucket: P and Q take turns, each against the other's orthonormal basis of the round before.
+
+    of P:  P_w = v Q̂;   g = mean(P_w) Q̂ᵀ;   error v - P_w Q̂ᵀ
+    of Q:  Q_w = vᵀ P̂;  g = P̂ mean(Q_w)ᵀ;   error v - P̂ Q_wᵀ;   P̂ = orthonormal mean(P_w), Q̂ = orthonormal mean(Q_w)
+
+Either error is a projection of v, and this rank's own. Until the average is known to be finite nothing of the state changes.
+
+References
+----------
+Zhang, Li, Shi, Chu, Li, Evaluation and Optimization of Gradient Compression for Distributed Deep Learning, ICDCS 2023 (ACP-SGD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ._engine import (
+    powersgd_absorb,
+    powersgd_decompress,
+    powersgd_is_finite,
+    powersgd_project,
+)
+from .exchange import Exchange, fold_message, slice_numel
+
+if TYPE_CHECKING:
+    from .powersgd import Matrix
+
+
+class Turns:
+    """The rounds of one state; it keeps scratch memory from round to round."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0)
+        self._spare = self._scratch
+
+    def average(
+        self, exchange: Exchange, matrices: Sequence[Matrix], small: Sequence[torch.Tensor], *, of_p: bool
+    ) -> bool:
+        """Gradients of `matrices` become their mean through low rank, `small` theirs. False if the average of the factors was
+        not finite: the state is then as it was, and the gradients are anything."""
+        sizes = [matrix.left_numel if of_p else matrix.right_numel for matrix in matrices]
+        head = sum(sizes)
+        message = exchange.begin(4 * slice_numel(head + sum(map(torch.numel, small)), exchange.world_size))
+        floats = message.view(torch.float32)
+        lefts, own = self._reserve(matrices, head)
+        table = [matrix.row for matrix in matrices]
+        projected = _split(floats[:head], sizes) if of_p else lefts
+        powersgd_project(table, _addresses(projected))  # and v takes the gradient's place
+        if not of_p:
+            self._against_p(matrices, lefts, _split(floats[:head], sizes))
+        own.copy_(floats[:head])
+        _pack(floats[head:], small)
+        whole = fold_message(exchange, floats, "mean")
+        _unpack(whole[head:], small)
+        if not powersgd_is_finite(whole.data_ptr(), head):
+            return False
+        factors = zip(matrices, _split(own, sizes), _split(whole[:head], sizes), lefts)
+        for matrix, mine, mean, left in factors:
+            entry = matrix.entry
+            entry["memory"].copy_(matrix.part.view_as(entry["memory"]))
+            (entry["left"] if of_p else entry["right"]).view(-1).copy_(mine)
+            if of_p:
+                entry["right"].copy_(entry["basis"])
+                entry["turn"].view(-1).copy_(mean)
+                powersgd_decompress([matrix.row_with(left=mean.data_ptr())], [entry["right"].data_ptr()])
+            else:
+                entry["left"].view(-1).copy_(left)
+                powersgd_decompress([matrix.row], [mean.data_ptr()])
+        return True
+
+    def _against_p(
+        self, matrices: Sequence[Matrix], lefts: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
+    ) -> None:
+        """Q_w = vᵀ P̂ without touching the state: absorbing makes P orthonormal, and writes to scratch memory."""
+        for matrix, left, q in zip(matrices, lefts, out):
+            left.copy_(matrix.entry["turn"].view(-1))
+            spare = self._spare.data_ptr()
+            row = matrix.row_with(memory=0, left=spare, right=spare + 4 * matrix.left_numel)
+            powersgd_absorb([row], [left.data_ptr()], [q.data_ptr()])
+
+    def _reserve(self, matrices: Sequence[Matrix], head: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Memory for a left factor of each matrix, and for all of this rank's own factors of this turn."""
+        sizes = [matrix.left_numel for matrix in matrices]
+        spare = max((matrix.left_numel + matrix.right_numel for matrix in matrices), default=0)
+        total = sum(sizes) + head + spare
+        if self._scratch.numel() < total:
+            self._scratch = torch.empty(total)
+        lefts, own, self._spare, _ = self._scratch.split([sum(sizes), head, spare, self._scratch.numel() - total])
+        return _split(lefts, sizes), own
+
+
+def _split(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    return list(flat.split(sizes)) if sizes else []
+
+
+def _addresses(parts: Sequence[torch.Tensor]) -> list[int]:
+    return [part.data_ptr() for part in parts]
+
+
+def _pack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """One after the other, and zeros behind."""
+    at = 0
+    for part in parts:
+        message[at : at + part.numel()].copy_(part)
+        at += part.numel()
+    message[at:].zero_()
+
+
+def _unpack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    at = 0
+    for part in parts:
+        part.copy_(message[at : at + part.numel()])
+        at += part.numel()

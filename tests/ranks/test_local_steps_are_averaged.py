@@ -1,0 +1,139 @@
+"""Law: DiLoCo is H local steps, then an outer step on the mean of what changed, fragment by fragment; ranks are bitwise equal
+where they have exchanged."""
+
+import math
+
+import pytest
+import torch
+from harness import gather, on_every_rank, same_everywhere
+from models import Mlp
+from oracle.compression import block_mean, half_mean
+from oracle.fold import bits_equal, fold
+from peer import PEER, batch, sw
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch has none")
+
+
+def made(every, fragments=1, wire="bf16", wrapped=False, rank=0, **options):
+    torch.manual_seed(0)
+    model = Mlp()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if wrapped:
+        model = sw.wrap(model)
+    return model, sw.DiLoCo(model, inner, every=every, fragments=fragments, wire=wire, **options)
+
+
+def steps(model, trainer, rank, first, count):
+    for step in range(first, first + count):
+        trainer.zero_grad()
+        model(batch(rank, 8, 7, step=step)).square().mean().backward()
+        trainer.step()
+
+
+class Naive:
+    """All parameters in one fragment, by gathering; an outer Nesterov step written out."""
+
+    def __init__(self, every, mean):
+        torch.manual_seed(0)
+        self.model = Mlp()
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.every, self.mean, self.count = every, mean, 0
+        self.common = [p.detach().clone() for p in self.model.parameters()]
+        self.momentum = [None for _ in self.common]
+
+    def step(self, rank, step):
+        self.inner.zero_grad()
+        self.model(batch(rank, 8, 7, step=step)).square().mean().backward()
+        self.inner.step()
+        self.count += 1
+        if self.count % self.every:
+            return
+        everyone = gather([c - p.detach() for c, p in zip(self.common, self.model.parameters())])
+        for i, parameter in enumerate(self.model.parameters()):
+            change = self.mean([changes[i] for changes in everyone])
+            self.momentum[i] = change.clone() if self.momentum[i] is None else self.momentum[i].mul(0.9).add(change)
+            self.common[i].add_(change.add(self.momentum[i], alpha=0.9), alpha=-0.7)
+            parameter.data.copy_(self.common[i])
+
+
+MEANS = {
+    "float32": lambda changes: fold(changes, "mean"),
+    "bf16": lambda changes: half_mean(changes, torch.bfloat16),
+    "int8": lambda changes: block_mean(changes, 256, 127),
+}
+
+
+@pytest.mark.parametrize("wire", list(MEANS))
+@pytest.mark.parametrize("wrapped", [False, True])
+@on_every_rank()
+def test_it_is_the_naive_one(rank, world_size, wire, wrapped):
+    model, trainer = made(3, wire=wire, wrapped=wrapped)
+    naive = Naive(3, MEANS[wire])
+    for step in range(9):
+        steps(model, trainer, rank, step, 1)
+        naive.step(rank, step)
+        pairs = zip(model.parameters(), naive.model.parameters())
+        if wire == "float32" or step % 3 == 2:
+            assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in pairs), step
+        if step % 3 == 2:
+            assert same_everywhere([p.detach().view(torch.int32).tolist() for p in model.parameters()])
+    assert (trainer.wire_bytes > 0) == (world_size > 1)
+
+
+@on_every_rank()
+def test_fragments_take_turns_and_each_is_averaged_every_h_steps(rank, world_size):
+    model, trainer = made(4, fragments=2)
+    parts = [
+        [p for p in trainer._parameters if any(p is trainer._parameters[i] for i in f)] for f in trainer._fragments
+    ]
+    assert len(parts) == 2 and sum(map(len, parts)) == 6
+    for step in range(8):
+        steps(model, trainer, rank, step, 1)
+        equal = [same_everywhere([p.detach().view(torch.int32).tolist() for p in part]) for part in parts]
+        if world_size > 1:
+            assert equal == [step % 4 == 1, step % 4 == 3], step
+    trainer.synchronise()
+    assert same_everywhere([p.detach().view(torch.int32).tolist() for p in model.parameters()])
+
+
+@on_every_rank()
+def test_it_resumes_with_the_same_bits(rank, world_size):
+    whole, trainer = made(3, fragments=2, wire="int8")
+    steps(whole, trainer, rank, 0, 8)
+    first, trainer = made(3, fragments=2, wire="int8")
+    steps(first, trainer, rank, 0, 4)
+    model, state = {k: v.clone() for k, v in first.state_dict().items()}, trainer.state_dict()
+    again, trainer = made(3, fragments=2, wire="int8")
+    again.load_state_dict(model)
+    trainer.load_state_dict(state)
+    steps(again, trainer, rank, 4, 4)
+    assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(whole.parameters(), again.parameters()))
+    with pytest.raises(sw.Error, match="another model's"):
+        trainer.load_state_dict({**state, "anchors": {}})
+
+
+@on_every_rank()
+def test_what_is_not_finite_is_the_same_news_everywhere(rank, world_size):
+    model, trainer = made(2)
+    steps(model, trainer, rank, 0, 1)
+    if rank == world_size - 1:
+        next(model.parameters()).data[0, 0] = math.inf
+    with pytest.raises(sw.Error, match=r"the change of '0.weight' .* not finite on some rank after 2 steps"):
+        steps(model, trainer, rank, 1, 1)
+
+
+@on_every_rank()
+def test_misuse_is_named(rank, world_size):
+    model = Mlp()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, value, most in (("every", 0, 2**31), ("fragments", 5, 4), ("fragments", 0, 4)):
+        with pytest.raises(ValueError, match=rf"{name} must be an integer in \[1, {most}\], got {value}"):
+            sw.DiLoCo(model, inner, **{"every": 4, name: value})
+    with pytest.raises(ValueError, match="wire must be one of float32, bf16, int8, got 'fp8'"):
+        sw.DiLoCo(model, inner, every=4, wire="fp8")
+    wrapped = sw.wrap(Mlp(), zero=2)
+    with pytest.raises(sw.Error, match="DiLoCo cannot run at zero=2"):
+        sw.DiLoCo(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), every=4)
+    stock = torch.nn.parallel.DistributedDataParallel(Mlp())
+    with pytest.raises(TypeError, match="averages the gradients of every step"):
+        sw.DiLoCo(stock, torch.optim.SGD(stock.parameters(), lr=0.1), every=4)
