@@ -20,7 +20,7 @@ KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))
 BUILD_INPUTS := $(CSRC) $(KERNEL_TEXT) setup.py pyproject.toml
 ENGINE := python/shardwright/_engine.abi3.so
 
-.PHONY: build demo test test-long test-torch asan tsan crash bench fmt wheel clean check-machine
+.PHONY: build demo test test-long test-torch asan tsan crash mutate-events bench fmt wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -77,6 +77,10 @@ tsan: build
 crash: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py -k "checkpoint_crash and plain" $(PYTEST_ARGS)
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/ranks/test_checkpoint_survives_kill_at_any_moment.py $(PYTEST_ARGS)
+
+# Each event wait and host wait of the GPU path deleted in turn: a test on the simulated GPUs must fail
+mutate-events: build
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_event_mutations.py $(PYTEST_ARGS)
 
 bench: build
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done

@@ -39,7 +39,9 @@ def program(builder: Builder, test: Path) -> Path:
     return builder.program(test, [*made, "-ldl"])
 
 
-def run_on_fakes(test: Path, mode: Mode, folder: Path, limit_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
+def run_on_fakes(
+    test: Path, mode: Mode, folder: Path, limit_s: float = RUN_LIMIT_S
+) -> subprocess.CompletedProcess[str]:
     fakes = libraries(mode)
     command = [str(program(BUILDERS[mode.name], test)), *map(str, fakes.values()), str(folder)]
     plain = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}

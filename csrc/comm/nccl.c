@@ -348,7 +348,9 @@ sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_erro
     comm->device->stats.host_waits++;
     for (;;) {
         bool done;
-        SW_TRY(comm->device->ops->event_query(comm->device, event, &done, err));
+        sw_error reason;
+        if (comm->device->ops->event_query(comm->device, event, &done, &reason) != SW_OK)
+            return fail(comm, &reason, err);
         if (done)
             return sw_nccl_check(comm, err);
         SW_TRY(sw_nccl_check(comm, err));

@@ -39,7 +39,7 @@ void gpu_rank_close(gpu_rank *self);
 
 /* Expects no report, and nothing left allocated. */
 void gpu_expect_clean(const char *what);
-/* Expects a report that holds `kind`. */
-void gpu_expect_report(const char *kind);
+/* Expects a report that holds `kind`, and, if asked for, two call sites (addr2line must exist). */
+void gpu_expect_report(const char *kind, bool both_sites);
 
 #endif

@@ -29,7 +29,7 @@
 enum {
     SIM_ACTOR_MAX = 64,
     SIM_DEVICE_MAX = 8,
-    SIM_SITE_DEPTH = 8,
+    SIM_SITE_DEPTH = 6,
     SIM_CALL_MAX = 64,
     SIM_NOTE_MAX = 8
 };
@@ -57,8 +57,9 @@ typedef struct sim_controls {
     long (*calls)(int rank);
     const char *(*failed_call)(void); /* the name of the call that fail_call hit, "" if none */
     void (*set_devices)(int count, int version);
-    /* Reports so far, and their text; what is still allocated, as text ("" if nothing is). */
-    int (*reports)(const char **text);
+    /* Reports so far, and their text; with `sites` also where (slow: addr2line is asked). */
+    int (*reports)(const char **text, bool sites);
+    /* What is still allocated, as text; "" if nothing is. */
     const char *(*leaks)(void);
 } sim_controls;
 

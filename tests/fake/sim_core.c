@@ -334,7 +334,7 @@ static void set_devices(int count, int version)
     sim.version = version;
 }
 
-static int reports(const char **text)
+static int reports(const char **text, bool sites)
 {
     size_t used = 0;
     sim.report[0] = '\0';
@@ -342,7 +342,8 @@ static int reports(const char **text)
         const sim_note *note = &sim.note[i];
         used += (size_t)snprintf(sim.report + used, sizeof sim.report - used, "%s: %s\n",
                                  note->kind, note->detail);
-        for (int k = 0; k < note->site_count && used < sizeof sim.report - TEXT_BYTES; ++k) {
+        for (int k = 0; sites && k < note->site_count && used < sizeof sim.report - TEXT_BYTES;
+             ++k) {
             char where[TEXT_BYTES];
             describe_site(where, sizeof where, &note->site[k]);
             used +=

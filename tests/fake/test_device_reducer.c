@@ -31,8 +31,9 @@ typedef struct model { /* one bucket's share of the training */
 typedef struct training {
     bool deterministic;
     int steps;
-    long fail_nth;                                   /* the call of rank 0 that fails; 0: none */
-    bool stop_in_step;                               /* destroys with buckets on their way */
+    long fail_nth;      /* the call of rank 0 that fails; 0: none */
+    bool stop_in_step;  /* destroys with buckets on their way */
+    bool leave_at_once; /* destroys with the last step still running, nothing read */
     float result[GPU_RANKS_MAX][BUCKETS][NUMEL_MAX]; /* parameters at the end */
     double norm[GPU_RANKS_MAX];                      /* of the last step */
     uint64_t host_waits;                             /* of the steps without the norm */
@@ -257,7 +258,7 @@ static sw_status train(loop *l)
         l->run->host_waits += l->self->device->stats.host_waits - waits - (step > 0);
         check(l->self->device->stats.allocations == allocations, "step %d allocated", step);
     }
-    return l->run->stop_in_step ? SW_OK : read_back(l);
+    return l->run->stop_in_step || l->run->leave_at_once ? SW_OK : read_back(l);
 }
 
 /* The test's own streams end first; then the reducer must find its own way out. */
@@ -337,12 +338,14 @@ static void check_training(int world_size, bool deterministic, sim_policy policy
     gpu_expect_clean(what);
 }
 
-static void check_end_inside_a_step(int world_size, sim_policy policy)
+/* Destroy finds its own way out: in the middle of a step, and with the last one still running. */
+static void check_early_end(int world_size, sim_policy policy, bool in_step)
 {
     static training run;
-    run = (training){.deterministic = true, .steps = 2, .stop_in_step = true};
+    run = (training){
+        .deterministic = true, .steps = 2, .stop_in_step = in_step, .leave_at_once = !in_step};
     check(gpu_ranks_run(world_size, policy, 1, train_rank, &run), "stop: %s", run.message[0]);
-    gpu_expect_clean("destroyed inside a step");
+    gpu_expect_clean(in_step ? "destroyed inside a step" : "destroyed at once");
 }
 
 /* Every counted call of rank 0 fails once; one rank, so that nobody waits for it. */
@@ -378,7 +381,8 @@ int main(int argc, char **argv)
                 check_training(world_size, false, (sim_policy)policy, seed);
             }
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
-        check_end_inside_a_step(3, (sim_policy)policy);
+        for (int in_step = 0; in_step < 2; ++in_step)
+            check_early_end(3, (sim_policy)policy, in_step);
     check_failing_calls(true);
     check_failing_calls(false);
     return check_result();
