@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright import _engine
 from test_csrc import BUILDERS, RUN_LIMIT_S, Builder, Mode, run_checked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,3 +59,13 @@ def test_c_program_on_simulated_gpus_exits_with_zero(test: Path, mode: str, tmp_
         pytest.skip("no C compiler on this machine")
     done = run_on_fakes(test, BUILDERS[mode].mode, tmp_path)
     assert done.returncode == 0, f"{test.stem} ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-8000:]}"
+
+
+def test_python_sees_the_devices_of_a_driver_by_its_path() -> None:
+    if shutil.which(BUILDERS["plain"].mode.compiler) is None:
+        pytest.skip("no C compiler on this machine")
+    shown = _engine.cuda_devices(str(libraries(BUILDERS["plain"].mode)["libcuda.so.1"]))
+    assert shown["version"] == (13, 0)
+    assert shown["devices"][1] == {"name": "Simulated GPU 1", "capability": (9, 0), "multiprocessors": 4}
+    with pytest.raises(NotImplementedError, match="/no/libcuda.so.1 cannot be used"):
+        _engine.cuda_devices("/no/libcuda.so.1")
