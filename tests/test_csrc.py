@@ -89,7 +89,15 @@ class Builder:
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
         self.folder = ROOT / "build" / "csrc-tests" / mode.name
-        self.command = [*shipped_flags(), "-D_GNU_SOURCE", "-pthread", "-Icsrc", "-Itests/csrc", *mode.flags]
+        self.command = [
+            *shipped_flags(),
+            "-D_GNU_SOURCE",
+            "-pthread",
+            "-Icsrc",
+            "-Itests/csrc",
+            "-Itests/fake",
+            *mode.flags,
+        ]
         self.objects: list[Path] | None = None
 
     def program(self, test: Path, with_it: Sequence[str] = ()) -> Path:

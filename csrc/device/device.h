@@ -9,7 +9,7 @@
  * order (our streams are non-blocking; an event is recorded on the stream that produced the data).
  *
  * Thread rule: any thread may call, one at a time for a stream or an event. No call blocks but
- * event_wait, and on cuda memory_free.
+ * event_wait (and memory_free, for which the driver may wait).
  */
 #ifndef SW_DEVICE_DEVICE_H
 #define SW_DEVICE_DEVICE_H
@@ -46,9 +46,14 @@ typedef struct sw_pointer {
 } sw_pointer;
 
 typedef struct sw_device_ops {
+    /* Makes the device current for the calling thread, for a foreign library's sake; *entered is
+     * what leave() gets. Calls of this table do so by themselves. */
+    sw_status (*enter)(sw_device *device, bool *entered, sw_error *err);
+    void (*leave)(sw_device *device, bool entered);
+
     /* Device memory; contents undefined. SW_E_MEMORY names the size. */
     sw_status (*memory_alloc)(sw_device *device, size_t size_bytes, void **memory, sw_error *err);
-    /* Returns when the device has finished with it (the driver waits). NULL is allowed. */
+    /* The host has waited for the device's last use of it. NULL is allowed. */
     void (*memory_free)(sw_device *device, void *memory);
     /* Host memory that copies reach without a staging buffer. */
     sw_status (*pinned_alloc)(sw_device *device, size_t size_bytes, void **memory, sw_error *err);

@@ -77,6 +77,16 @@ static void leave(cuda_device *cuda, bool entered)
         }                                                \
     } while (0)
 
+static sw_status cuda_enter(sw_device *device, bool *entered, sw_error *err)
+{
+    return enter(cuda_of(device), entered, err);
+}
+
+static void cuda_leave(sw_device *device, bool entered)
+{
+    leave(cuda_of(device), entered);
+}
+
 static sw_status cuda_memory_alloc(sw_device *device, size_t size_bytes, void **memory,
                                    sw_error *err)
 {
@@ -304,6 +314,8 @@ static void cuda_destroy(sw_device *device)
 }
 
 static const sw_device_ops cuda_ops = {
+    .enter = cuda_enter,
+    .leave = cuda_leave,
     .memory_alloc = cuda_memory_alloc,
     .memory_free = cuda_memory_free,
     .pinned_alloc = cuda_pinned_alloc,

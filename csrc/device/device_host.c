@@ -11,6 +11,20 @@
 
 static char place_holder; /* what streams and events point at: they carry nothing */
 
+static sw_status host_enter(sw_device *device, bool *entered, sw_error *err)
+{
+    (void)device;
+    (void)err;
+    *entered = false;
+    return SW_OK;
+}
+
+static void host_leave(sw_device *device, bool entered)
+{
+    (void)device;
+    (void)entered;
+}
+
 static sw_status host_memory_alloc(sw_device *device, size_t size_bytes, void **memory,
                                    sw_error *err)
 {
@@ -184,6 +198,8 @@ static void host_destroy(sw_device *device)
 }
 
 static const sw_device_ops host_ops = {
+    .enter = host_enter,
+    .leave = host_leave,
     .memory_alloc = host_memory_alloc,
     .memory_free = host_memory_free,
     .pinned_alloc = host_memory_alloc,

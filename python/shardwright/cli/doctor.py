@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from . import doctor_gpu
+
 _OLDEST_TORCH = (2, 4)
 
 
@@ -28,7 +30,7 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="check the engine on this machine",
         description=__doc__,
-        epilog="Exit code 0: all checks passed; 1: one failed.",
+        epilog="Exit code 0: all checks passed; 1: one failed. What is said of GPUs does not change it.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.set_defaults(run=run)
@@ -39,10 +41,16 @@ def run(options: argparse.Namespace) -> int:
     checks = [_run(name, check) for name, check in _CHECKS]
     description = _description() if checks[0].ok else {}
     ok = all(check.ok for check in checks)
+    gpu = doctor_gpu.findings() if checks[0].ok else []
     if options.json:
         print(
             json.dumps(
-                {"ok": ok, "checks": [dataclasses.asdict(c) for c in checks], "description": description},
+                {
+                    "ok": ok,
+                    "checks": [dataclasses.asdict(c) for c in checks],
+                    "gpu": [dataclasses.asdict(finding) for finding in gpu],
+                    "description": description,
+                },
                 indent=2,
                 default=str,
             )
@@ -53,6 +61,9 @@ def run(options: argparse.Namespace) -> int:
             print()
         for check in checks:
             print(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}")
+        for finding in gpu:
+            fix = f" -> {finding.fix}" if finding.fix and finding.verdict != "ok" else ""
+            print(f"{finding.verdict:4} {finding.name}: {finding.value}{fix}")
     return 0 if ok else 1
 
 

@@ -1,0 +1,361 @@
+/* nccl.c - see nccl.h. */
+#include "comm/nccl.h"
+
+#include <sched.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "platform/clock.h"
+
+enum { SPIN_NS = 50000, NAP_NS = 50000 };
+
+struct sw_nccl {
+    const sw_nccl_library *library; /* borrowed */
+    sw_device *device;              /* borrowed */
+    sw_nccl_comm handle;            /* owned; NULL once it has failed */
+    int rank, world_size;
+    int64_t timeout_ns;
+    bool grouped;
+    sw_error failure; /* what ended it; SW_OK while it lives */
+};
+
+/* ---- failing ---- */
+
+/* Ends the communicator: NCCL's kernels that wait for peers are let go, later calls repeat this. */
+static sw_status fail(sw_nccl *comm, const sw_error *reason, sw_error *err)
+{
+    if (comm->handle)
+        (void)comm->library->call.ncclCommAbort(comm->handle);
+    comm->handle = NULL;
+    comm->failure = *reason;
+    return sw_error_set(err, reason->status, reason->detail, "%s", reason->message);
+}
+
+static sw_status fail_result(sw_nccl *comm, sw_nccl_result result, const char *what, sw_error *err)
+{
+    sw_error reason;
+    const char *last = comm->handle ? comm->library->call.ncclGetLastError(comm->handle) : "";
+    sw_status status = result == SW_NCCL_REMOTE_ERROR ? SW_E_COMM : SW_E_DEVICE;
+    sw_error_set(&reason, status, status == SW_E_COMM ? -1 : result,
+                 "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", comm->rank, comm->world_size,
+                 what, comm->library->call.ncclGetErrorString(result), result,
+                 last && *last ? "; " : "", last ? last : "");
+    return fail(comm, &reason, err);
+}
+
+static sw_status fail_late(sw_nccl *comm, const char *what, sw_error *err)
+{
+    sw_error reason;
+    sw_error_set(&reason, SW_E_TIMEOUT, -1,
+                 "NCCL on rank %d of %d: %s was not done within %.3g s; a peer has not come to it",
+                 comm->rank, comm->world_size, what, (double)comm->timeout_ns * 1e-9);
+    return fail(comm, &reason, err);
+}
+
+static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
+{
+    return sw_error_set(err, comm->failure.status, comm->failure.detail, "%s",
+                        comm->failure.message);
+}
+
+static void nap(int64_t since_ns)
+{
+    const struct timespec pause = {.tv_nsec = NAP_NS};
+    if (sw_clock_now_ns() - since_ns < SPIN_NS)
+        sched_yield();
+    else
+        nanosleep(&pause, NULL);
+}
+
+/* A call of a non-blocking communicator returned `result`: waits until it is decided. */
+static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, sw_error *err)
+{
+    int64_t start = sw_clock_now_ns();
+    while (result == SW_NCCL_IN_PROGRESS) {
+        sw_nccl_result asked = comm->library->call.ncclCommGetAsyncError(comm->handle, &result);
+        if (asked != SW_NCCL_SUCCESS)
+            return fail_result(comm, asked, what, err);
+        if (result != SW_NCCL_IN_PROGRESS)
+            break;
+        if (sw_clock_now_ns() - start > comm->timeout_ns)
+            return fail_late(comm, what, err);
+        nap(start);
+    }
+    return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, what, err);
+}
+
+/* One NCCL call with the device current. */
+#define NCCL_CALL(comm, err, what, invocation)                                \
+    do {                                                                      \
+        bool entered_;                                                        \
+        if (!(comm)->handle)                                                  \
+            return refuse_failed((comm), (err));                              \
+        SW_TRY((comm)->device->ops->enter((comm)->device, &entered_, (err))); \
+        sw_nccl_result result_ = (comm)->library->call.invocation;            \
+        (comm)->device->ops->leave((comm)->device, entered_);                 \
+        if ((comm)->grouped && result_ == SW_NCCL_IN_PROGRESS)                \
+            result_ = SW_NCCL_SUCCESS; /* decided at the group's end */       \
+        SW_TRY(settle((comm), result_, (what), (err)));                       \
+    } while (0)
+
+/* ---- life ---- */
+
+sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id *id, sw_error *err)
+{
+    sw_nccl_result result = nccl->call.ncclGetUniqueId(id);
+    if (result != SW_NCCL_SUCCESS)
+        return sw_error_set(err, SW_E_DEVICE, result, "NCCL: ncclGetUniqueId failed: %s (%d)",
+                            nccl->call.ncclGetErrorString(result), result);
+    return SW_OK;
+}
+
+static sw_status connect(sw_nccl *comm, const sw_nccl_id *id, sw_error *err)
+{
+    sw_nccl_config config = {.size = sizeof config,
+                             .magic = SW_NCCL_CONFIG_MAGIC,
+                             .version = SW_NCCL_CONFIG_VERSION,
+                             .blocking = 0};
+    bool entered;
+    SW_TRY(comm->device->ops->enter(comm->device, &entered, err));
+    sw_nccl_result result = comm->library->call.ncclCommInitRankConfig(
+        &comm->handle, comm->world_size, *id, comm->rank, &config);
+    comm->device->ops->leave(comm->device, entered);
+    if (!comm->handle)
+        result = result == SW_NCCL_IN_PROGRESS ? SW_NCCL_INTERNAL_ERROR : result;
+    return settle(comm, result, "creation of the communicator", err);
+}
+
+sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const sw_nccl_id *id,
+                         int rank, int world_size, int64_t timeout_ns, sw_nccl **comm,
+                         sw_error *err)
+{
+    if (world_size < 1 || rank < 0 || rank >= world_size)
+        SW_FAIL(err, SW_E_INVALID, "NCCL: rank must be in [0, world_size), not %d of %d", rank,
+                world_size);
+    sw_nccl *made = calloc(1, sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "NCCL: no memory for %zu bytes", sizeof *made);
+    *made = (sw_nccl){.library = nccl,
+                      .device = device,
+                      .rank = rank,
+                      .world_size = world_size,
+                      .timeout_ns = timeout_ns};
+    sw_status status = connect(made, id, err);
+    if (status != SW_OK) {
+        if (made->handle)
+            (void)nccl->call.ncclCommAbort(made->handle);
+        free(made);
+        return status;
+    }
+    *comm = made;
+    return SW_OK;
+}
+
+static sw_status finalize(sw_nccl *comm, sw_error *err)
+{
+    NCCL_CALL(comm, err, "finalize", ncclCommFinalize(comm->handle));
+    return SW_OK;
+}
+
+void sw_nccl_destroy(sw_nccl *comm)
+{
+    bool entered;
+    if (!comm)
+        return;
+    if (comm->handle && finalize(comm, NULL) == SW_OK &&
+        comm->device->ops->enter(comm->device, &entered, NULL) == SW_OK) {
+        /* What fails here is a communicator that is gone either way; abort frees it. */
+        if (comm->library->call.ncclCommDestroy(comm->handle) != SW_NCCL_SUCCESS)
+            (void)comm->library->call.ncclCommAbort(comm->handle);
+        comm->handle = NULL;
+        comm->device->ops->leave(comm->device, entered);
+    }
+    if (comm->handle)
+        (void)comm->library->call.ncclCommAbort(comm->handle);
+    free(comm);
+}
+
+int sw_nccl_rank(const sw_nccl *comm)
+{
+    return comm->rank;
+}
+
+int sw_nccl_world_size(const sw_nccl *comm)
+{
+    return comm->world_size;
+}
+
+/* ---- operations ---- */
+
+static const int nccl_dtypes[SW_DTYPE_COUNT] = {
+    [SW_DTYPE_FLOAT32] = SW_NCCL_FLOAT32,
+    [SW_DTYPE_FLOAT64] = SW_NCCL_FLOAT64,
+    [SW_DTYPE_FLOAT16] = SW_NCCL_FLOAT16,
+    [SW_DTYPE_BFLOAT16] = SW_NCCL_BFLOAT16,
+    [SW_DTYPE_INT8] = SW_NCCL_INT8,
+    [SW_DTYPE_UINT8] = SW_NCCL_UINT8,
+    [SW_DTYPE_INT16] = -1,
+    [SW_DTYPE_INT32] = SW_NCCL_INT32,
+    [SW_DTYPE_INT64] = SW_NCCL_INT64,
+    [SW_DTYPE_COMPLEX64] = -1,
+    [SW_DTYPE_COMPLEX128] = -1,
+    [SW_DTYPE_BOOL] = -1,
+};
+
+/* A dtype that only moves goes as bytes. */
+static int as_moved(sw_dtype dtype, size_t *count)
+{
+    if (nccl_dtypes[dtype] >= 0)
+        return nccl_dtypes[dtype];
+    *count *= sw_dtype_size_bytes(dtype);
+    return SW_NCCL_UINT8;
+}
+
+/* Complex sums go as their parts; an int16 has no like in NCCL. */
+static sw_status as_reduced(sw_dtype dtype, sw_redop op, int *nccl_dtype, int *nccl_op,
+                            size_t *count, sw_error *err)
+{
+    static const int ops[SW_REDOP_COUNT] = {[SW_REDOP_SUM] = SW_NCCL_SUM,
+                                            [SW_REDOP_MEAN] = SW_NCCL_AVG,
+                                            [SW_REDOP_MIN] = SW_NCCL_MIN,
+                                            [SW_REDOP_MAX] = SW_NCCL_MAX};
+    SW_TRY(sw_redop_check(op, dtype, err));
+    if (dtype == SW_DTYPE_COMPLEX64 || dtype == SW_DTYPE_COMPLEX128) {
+        dtype = dtype == SW_DTYPE_COMPLEX64 ? SW_DTYPE_FLOAT32 : SW_DTYPE_FLOAT64;
+        *count *= 2;
+    }
+    if (nccl_dtypes[dtype] < 0)
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "NCCL: it cannot reduce dtype %s; the deterministic reduction can",
+                sw_dtype_name(dtype));
+    *nccl_dtype = nccl_dtypes[dtype];
+    *nccl_op = ops[op];
+    return SW_OK;
+}
+
+static sw_cu_stream cuda_stream(sw_stream *stream)
+{
+    return (sw_cu_stream)(void *)stream;
+}
+
+sw_status sw_nccl_group_begin(sw_nccl *comm, sw_error *err)
+{
+    NCCL_CALL(comm, err, "group start", ncclGroupStart());
+    comm->grouped = true;
+    return SW_OK;
+}
+
+sw_status sw_nccl_group_end(sw_nccl *comm, sw_error *err)
+{
+    comm->grouped = false;
+    NCCL_CALL(comm, err, "group end", ncclGroupEnd());
+    return SW_OK;
+}
+
+sw_status sw_nccl_all_reduce(sw_nccl *comm, void *data, size_t numel, sw_dtype dtype, sw_redop op,
+                             sw_stream *stream, sw_error *err)
+{
+    int nccl_dtype = 0, nccl_op = 0;
+    SW_TRY(as_reduced(dtype, op, &nccl_dtype, &nccl_op, &numel, err));
+    NCCL_CALL(
+        comm, err, "all_reduce",
+        ncclAllReduce(data, data, numel, nccl_dtype, nccl_op, comm->handle, cuda_stream(stream)));
+    return SW_OK;
+}
+
+sw_status sw_nccl_reduce_scatter(sw_nccl *comm, void *data, size_t slice_numel, sw_dtype dtype,
+                                 sw_redop op, sw_stream *stream, sw_error *err)
+{
+    int nccl_dtype = 0, nccl_op = 0;
+    char *own = (char *)data + (size_t)comm->rank * slice_numel * sw_dtype_size_bytes(dtype);
+    SW_TRY(as_reduced(dtype, op, &nccl_dtype, &nccl_op, &slice_numel, err));
+    NCCL_CALL(comm, err, "reduce_scatter",
+              ncclReduceScatter(data, own, slice_numel, nccl_dtype, nccl_op, comm->handle,
+                                cuda_stream(stream)));
+    return SW_OK;
+}
+
+sw_status sw_nccl_all_gather(sw_nccl *comm, void *data, size_t slice_numel, sw_dtype dtype,
+                             sw_stream *stream, sw_error *err)
+{
+    char *own = (char *)data + (size_t)comm->rank * slice_numel * sw_dtype_size_bytes(dtype);
+    int nccl_dtype = as_moved(dtype, &slice_numel);
+    NCCL_CALL(comm, err, "all_gather",
+              ncclAllGather(own, data, slice_numel, nccl_dtype, comm->handle, cuda_stream(stream)));
+    return SW_OK;
+}
+
+static sw_status exchange_with(sw_nccl *comm, int peer, const char *data, char *contributions,
+                               size_t slice_bytes, sw_stream *stream, sw_error *err)
+{
+    NCCL_CALL(comm, err, "send of a slice",
+              ncclSend(data + (size_t)peer * slice_bytes, slice_bytes, SW_NCCL_UINT8, peer,
+                       comm->handle, cuda_stream(stream)));
+    NCCL_CALL(comm, err, "receive of a slice",
+              ncclRecv(contributions + (size_t)peer * slice_bytes, slice_bytes, SW_NCCL_UINT8, peer,
+                       comm->handle, cuda_stream(stream)));
+    return SW_OK;
+}
+
+sw_status sw_nccl_exchange_slices(sw_nccl *comm, const void *data, void *contributions,
+                                  size_t slice_numel, sw_dtype dtype, sw_stream *stream,
+                                  sw_error *err)
+{
+    size_t slice_bytes = slice_numel * sw_dtype_size_bytes(dtype);
+    sw_status status = SW_OK;
+    if (comm->world_size == 1 || slice_bytes == 0)
+        return comm->handle ? SW_OK : refuse_failed(comm, err);
+    SW_TRY(sw_nccl_group_begin(comm, err));
+    for (int peer = 0; peer < comm->world_size && status == SW_OK; ++peer)
+        if (peer != comm->rank)
+            status = exchange_with(comm, peer, data, contributions, slice_bytes, stream, err);
+    if (status != SW_OK) { /* the group is closed all the same: the thread's next one is another */
+        comm->grouped = false;
+        (void)comm->library->call.ncclGroupEnd();
+        return status;
+    }
+    return sw_nccl_group_end(comm, err);
+}
+
+sw_status sw_nccl_broadcast(sw_nccl *comm, void *data, size_t numel, sw_dtype dtype, int root,
+                            sw_stream *stream, sw_error *err)
+{
+    if (root < 0 || root >= comm->world_size)
+        SW_FAIL(err, SW_E_INVALID, "NCCL broadcast: root must be in [0, %d), not %d",
+                comm->world_size, root);
+    int nccl_dtype = as_moved(dtype, &numel);
+    NCCL_CALL(
+        comm, err, "broadcast",
+        ncclBroadcast(data, data, numel, nccl_dtype, root, comm->handle, cuda_stream(stream)));
+    return SW_OK;
+}
+
+/* ---- waiting ---- */
+
+sw_status sw_nccl_check(sw_nccl *comm, sw_error *err)
+{
+    sw_nccl_result result = SW_NCCL_SUCCESS;
+    NCCL_CALL(comm, err, "query", ncclCommGetAsyncError(comm->handle, &result));
+    if (result == SW_NCCL_SUCCESS || result == SW_NCCL_IN_PROGRESS)
+        return SW_OK;
+    return fail_result(comm, result, "an operation", err);
+}
+
+sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_error *err)
+{
+    int64_t start = sw_clock_now_ns();
+    comm->device->stats.host_waits++;
+    for (;;) {
+        bool done;
+        sw_error reason;
+        if (comm->device->ops->event_query(comm->device, event, &done, &reason) != SW_OK)
+            return fail(comm, &reason, err);
+        if (done)
+            return sw_nccl_check(comm, err);
+        SW_TRY(sw_nccl_check(comm, err));
+        if (sw_clock_now_ns() - start > comm->timeout_ns)
+            return fail_late(comm, what, err);
+        nap(start);
+    }
+}

@@ -1,0 +1,89 @@
+/* nccl.h - collectives between GPUs: a communicator of our own in the NCCL that torch has loaded.
+ *
+ * Idea: NCCL's operations are enqueued on a stream and ordered by it, so this is not comm.h's table
+ * (which is about memory that ranks share, tickets and who helps whom) but a thin layer that adds
+ * what NCCL leaves open: creation that cannot hang (non-blocking, polled under a deadline), one
+ * named error where a call fails, and an abort that lets every later call repeat it.
+ *
+ * All operations are in place. Memory and stream belong to the communicator's device and must live
+ * until the stream has passed the operation.
+ *
+ * Thread rule: one at a time a communicator; every rank issues the same operations in one order.
+ */
+#ifndef SW_COMM_NCCL_H
+#define SW_COMM_NCCL_H
+
+#include <stdint.h>
+
+#include "base/status.h"
+#include "comm/nccl_abi.h"
+#include "device/device.h"
+#include "kernels/kernels.h"
+#include "tensor/dtype.h"
+
+typedef struct sw_nccl_library {
+    sw_nccl_table call;
+    int version;  /* 10000 * major + 100 * minor + patch */
+    void *handle; /* owned */
+} sw_nccl_library;
+
+/* `library`: a path, or NULL for the libnccl.so.2 that the process has loaded already. A second
+ * NCCL in one process would be another world of communicators, so none is searched for.
+ * SW_E_UNSUPPORTED when it is not loaded, lacks a function, or is older than 2.14. */
+SW_MUST_USE sw_status sw_nccl_library_init(sw_nccl_library *nccl, const char *library,
+                                           sw_error *err);
+void sw_nccl_library_fini(sw_nccl_library *nccl);
+
+/* Rank 0 makes it and sends it to the others, by torch's store. */
+SW_MUST_USE sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id *id, sw_error *err);
+
+typedef struct sw_nccl sw_nccl;
+
+/* Collective. `nccl` and `device` are borrowed and outlive it. Every wait of the communicator ends
+ * after `timeout_ns`. SW_E_TIMEOUT when a rank did not come; SW_E_DEVICE. */
+SW_MUST_USE sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device,
+                                     const sw_nccl_id *id, int rank, int world_size,
+                                     int64_t timeout_ns, sw_nccl **comm, sw_error *err);
+
+/* Lets what was enqueued run, unless the communicator has failed. NULL is allowed. */
+void sw_nccl_destroy(sw_nccl *comm);
+
+int sw_nccl_rank(const sw_nccl *comm);
+int sw_nccl_world_size(const sw_nccl *comm);
+
+/* Operations between begin and end are one operation of the stream, all of one stream. */
+SW_MUST_USE sw_status sw_nccl_group_begin(sw_nccl *comm, sw_error *err);
+SW_MUST_USE sw_status sw_nccl_group_end(sw_nccl *comm, sw_error *err);
+
+/* data[0 .. numel) becomes the reduction over the ranks, in NCCL's own order: SUM, MEAN, MIN, MAX.
+ */
+SW_MUST_USE sw_status sw_nccl_all_reduce(sw_nccl *comm, void *data, size_t numel, sw_dtype dtype,
+                                         sw_redop op, sw_stream *stream, sw_error *err);
+
+/* Slice r of `data` is data[r * slice_numel ...). Reduce: the own slice becomes the reduction over
+ * the ranks' own copies of it, the others are left as they are. Gather: slice r becomes rank r's.
+ */
+SW_MUST_USE sw_status sw_nccl_reduce_scatter(sw_nccl *comm, void *data, size_t slice_numel,
+                                             sw_dtype dtype, sw_redop op, sw_stream *stream,
+                                             sw_error *err);
+SW_MUST_USE sw_status sw_nccl_all_gather(sw_nccl *comm, void *data, size_t slice_numel,
+                                         sw_dtype dtype, sw_stream *stream, sw_error *err);
+
+/* Place r of `contributions` (world_size * slice_numel elements) becomes rank r's copy of this
+ * rank's slice; the own place is left as it is, since the own copy is in `data`. The first half of
+ * the deterministic reduction: FOLD (device_kernels.h) is the second. */
+SW_MUST_USE sw_status sw_nccl_exchange_slices(sw_nccl *comm, const void *data, void *contributions,
+                                              size_t slice_numel, sw_dtype dtype, sw_stream *stream,
+                                              sw_error *err);
+
+SW_MUST_USE sw_status sw_nccl_broadcast(sw_nccl *comm, void *data, size_t numel, sw_dtype dtype,
+                                        int root, sw_stream *stream, sw_error *err);
+
+/* Waits for `event` while watching for a failure of the communicator; SW_E_TIMEOUT names `what`,
+ * SW_E_COMM a rank's failure. Either ends the communicator. */
+SW_MUST_USE sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_error *err);
+
+/* Whether it has failed, without waiting. */
+SW_MUST_USE sw_status sw_nccl_check(sw_nccl *comm, sw_error *err);
+
+#endif

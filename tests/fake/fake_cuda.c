@@ -1,0 +1,447 @@
+/* fake_cuda.c - a libcuda.so.1 that has simulated GPUs behind it: see sim.h. Only the functions of
+ * csrc/device/cuda_abi.h exist. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim.h"
+
+enum { POISON = 0xf7, IDLE_POLLS_MAX = 1000, CONTEXT_DEPTH = 8 };
+
+static __thread sw_cu_context stack[CONTEXT_DEPTH];
+static __thread int depth;
+
+sw_cu_context sim_current_context(void)
+{
+    return depth ? stack[depth - 1] : NULL;
+}
+
+/* Every entry point: counted, may be told to fail, and what needs a context has one. */
+#define ENTER(name)                     \
+    do {                                \
+        int result_ = 0;                \
+        if (!sim_enter(name, &result_)) \
+            return result_;             \
+    } while (0)
+#define LEAVE(value)          \
+    do {                      \
+        int value_ = (value); \
+        sim_leave();          \
+        return value_;        \
+    } while (0)
+#define ENTER_CONTEXT(name)     \
+    ENTER(name);                \
+    if (!sim_current_context()) \
+    LEAVE(SW_CU_INVALID_CONTEXT)
+
+/* ---- the driver and its devices ---- */
+
+SIM_API int cuInit(unsigned flags)
+{
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    return flags                                             ? SW_CU_INVALID_VALUE
+           : sim.device_count == 0 || (visible && !*visible) ? SW_CU_NO_DEVICE
+                                                             : SW_CU_SUCCESS;
+}
+
+SIM_API int cuDriverGetVersion(int *version)
+{
+    *version = sim.version;
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuGetErrorName(int result, const char **name)
+{
+    *name = result == SW_CU_OUT_OF_MEMORY     ? "CUDA_ERROR_OUT_OF_MEMORY"
+            : result == SW_CU_INVALID_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT"
+            : result == SW_CU_NOT_FOUND       ? "CUDA_ERROR_NOT_FOUND"
+            : result == 999                   ? "CUDA_ERROR_UNKNOWN"
+            : result == 702                   ? "CUDA_ERROR_LAUNCH_TIMEOUT"
+                                              : "CUDA_ERROR_OTHER";
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuDeviceGetCount(int *count)
+{
+    *count = sim.device_count;
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuDeviceGet(int *device, int ordinal)
+{
+    *device = ordinal;
+    return ordinal >= 0 && ordinal < sim.device_count ? SW_CU_SUCCESS : SW_CU_INVALID_DEVICE;
+}
+
+SIM_API int cuDeviceGetName(char *name, int length, int device)
+{
+    snprintf(name, (size_t)length, "Simulated GPU %d", device);
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuDeviceGetAttribute(int *value, int attribute, int device)
+{
+    *value = attribute == SW_CU_ATTRIBUTE_CAPABILITY_MAJOR       ? 9
+             : attribute == SW_CU_ATTRIBUTE_MULTIPROCESSOR_COUNT ? 4
+             : attribute == SW_CU_ATTRIBUTE_PCI_BUS_ID           ? device
+                                                                 : 0;
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuDeviceTotalMem_v2(size_t *bytes, int device)
+{
+    (void)device;
+    *bytes = (size_t)1 << 30;
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuDevicePrimaryCtxRetain(sw_cu_context *context, int device)
+{
+    ENTER("cuDevicePrimaryCtxRetain");
+    sim.context[device].retained++;
+    *context = &sim.context[device];
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuDevicePrimaryCtxRelease_v2(int device)
+{
+    sim.context[device].retained--;
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuCtxGetCurrent(sw_cu_context *context)
+{
+    *context = sim_current_context();
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuCtxPushCurrent_v2(sw_cu_context context)
+{
+    if (depth == CONTEXT_DEPTH)
+        return SW_CU_INVALID_CONTEXT;
+    stack[depth++] = context;
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuCtxPopCurrent_v2(sw_cu_context *context)
+{
+    if (!depth)
+        return SW_CU_INVALID_CONTEXT;
+    *context = stack[--depth];
+    return SW_CU_SUCCESS;
+}
+
+/* ---- memory ---- */
+
+static sim_block *block_new(size_t size_bytes, bool pinned)
+{
+    sim_block *block = calloc(1, sizeof *block);
+    block->size_bytes = size_bytes;
+    block->pinned = pinned;
+    block->rank = sim_current_context()->ordinal;
+    block->memory = aligned_alloc(256, (size_bytes + 255) / 256 * 256);
+    memset(block->memory, POISON, size_bytes);
+    block->segments = calloc(1, sizeof *block->segments);
+    block->segments->end = size_bytes;
+    block->next = sim.blocks;
+    sim.blocks = block;
+    return block;
+}
+
+/* Freeing is a write by the host: whatever still uses the memory must be ordered before it. */
+static int block_free(void *address, bool pinned, const char *what)
+{
+    sim_block *block = sim_block_of(address);
+    sim_rank *rank = &sim.rank[sim_current_rank()];
+    sim_site site = sim_here(what);
+    if (!block || block->memory != address || block->pinned != pinned)
+        return SW_CU_INVALID_VALUE;
+    sim_track(&rank->clock, rank->actor, address, block->size_bytes, SW_ACCESS_WRITE, &site);
+    block->freed = true;
+    block->freed_at = site;
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuMemAlloc_v2(sw_cu_address *address, size_t bytes)
+{
+    ENTER_CONTEXT("cuMemAlloc");
+    *address = (sw_cu_address)(uintptr_t)block_new(bytes, false)->memory;
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuMemFree_v2(sw_cu_address address)
+{
+    ENTER_CONTEXT("cuMemFree");
+    LEAVE(block_free((void *)(uintptr_t)address, false, "cuMemFree"));
+}
+
+SIM_API int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags)
+{
+    (void)flags;
+    ENTER_CONTEXT("cuMemHostAlloc");
+    *memory = block_new(bytes, true)->memory;
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuMemFreeHost(void *memory)
+{
+    ENTER_CONTEXT("cuMemFreeHost");
+    LEAVE(block_free(memory, true, "cuMemFreeHost"));
+}
+
+SIM_API int cuPointerGetAttribute(void *value, int attribute, sw_cu_address address)
+{
+    ENTER_CONTEXT("cuPointerGetAttribute");
+    sim_block *block = sim_block_of((void *)(uintptr_t)address);
+    if (!block || block->freed)
+        LEAVE(SW_CU_INVALID_VALUE);
+    if (attribute == SW_CU_POINTER_MEMORY_TYPE)
+        *(int *)value = block->pinned ? SW_CU_MEMORYTYPE_HOST : SW_CU_MEMORYTYPE_DEVICE;
+    else
+        *(int *)value = block->rank;
+    LEAVE(SW_CU_SUCCESS);
+}
+
+/* ---- work ---- */
+
+static void run_copy(sim_op *op)
+{
+    memmove(op->to, op->from, op->size_bytes);
+}
+
+static void run_fill(sim_op *op)
+{
+    memset(op->to, op->value, op->size_bytes);
+}
+
+static void mark_writable(void *context, const void *begin, size_t size_bytes, sw_access access)
+{
+    sim_block *block = size_bytes && access & SW_ACCESS_WRITE ? sim_block_of(begin) : NULL;
+    unsigned char **flags = context;
+    int k = 0;
+    for (sim_block *b = sim.blocks; block && b != block; b = b->next)
+        k++;
+    if (block)
+        memset(flags[k] + ((const unsigned char *)begin - block->memory), 1, size_bytes);
+}
+
+/* Runs the host reference and looks for bytes that changed although the contract does not say so.
+ */
+static void run_kernel(sim_op *op)
+{
+    int count = 0, k = 0;
+    for (sim_block *b = sim.blocks; b; b = b->next)
+        count++;
+    unsigned char **before = calloc((size_t)count, sizeof *before);
+    unsigned char **writable = calloc((size_t)count, sizeof *writable);
+    for (sim_block *b = sim.blocks; b; b = b->next, ++k) {
+        before[k] = malloc(b->size_bytes);
+        memcpy(before[k], b->memory, b->size_bytes);
+        writable[k] = calloc(b->size_bytes, 1);
+    }
+    op->contract->accesses(op->args, mark_writable, writable);
+    op->contract->reference(op->args);
+    k = 0;
+    for (sim_block *b = sim.blocks; b; b = b->next, ++k) {
+        size_t stray = 0;
+        for (size_t i = 0; i < b->size_bytes; ++i)
+            stray += b->memory[i] != before[k][i] && !writable[k][i];
+        if (stray)
+            sim_report("undeclared write", op->contract->name, &op->site, NULL);
+        free(before[k]);
+        free(writable[k]);
+    }
+    free(before);
+    free(writable);
+}
+
+typedef struct tracking {
+    sw_cu_stream stream;
+    const sim_site *site;
+} tracking;
+
+static void track_access(void *context, const void *begin, size_t size_bytes, sw_access access)
+{
+    const tracking *t = context;
+    sim_track(&t->stream->clock, t->stream->actor, begin, size_bytes, access, t->site);
+}
+
+SIM_API int cuMemcpyAsync(sw_cu_address to, sw_cu_address from, size_t bytes, sw_cu_stream stream)
+{
+    ENTER_CONTEXT("cuMemcpyAsync");
+    sim_op *op = sim_op_new(OP_WORK, "cuMemcpyAsync");
+    tracking t = {.stream = stream, .site = &op->site};
+    op->run = run_copy;
+    op->to = (void *)(uintptr_t)to;
+    op->from = (void *)(uintptr_t)from;
+    op->size_bytes = bytes;
+    sim_tick(stream);
+    track_access(&t, op->from, bytes, SW_ACCESS_READ);
+    track_access(&t, op->to, bytes, SW_ACCESS_WRITE);
+    sim_enqueue(stream, op);
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuMemsetD8Async(sw_cu_address to, unsigned char value, size_t bytes,
+                            sw_cu_stream stream)
+{
+    ENTER_CONTEXT("cuMemsetD8Async");
+    sim_op *op = sim_op_new(OP_WORK, "cuMemsetD8Async");
+    tracking t = {.stream = stream, .site = &op->site};
+    op->run = run_fill;
+    op->to = (void *)(uintptr_t)to;
+    op->value = value;
+    op->size_bytes = bytes;
+    sim_tick(stream);
+    track_access(&t, op->to, bytes, SW_ACCESS_WRITE);
+    sim_enqueue(stream, op);
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuModuleLoadData(sw_cu_module *module, const void *image)
+{
+    ENTER_CONTEXT("cuModuleLoadData");
+    sim.modules += image != NULL;
+    *module = (sw_cu_module)(void *)&sim;
+    LEAVE(image ? SW_CU_SUCCESS : SW_CU_INVALID_VALUE);
+}
+
+SIM_API int cuModuleUnload(sw_cu_module module)
+{
+    (void)module;
+    ENTER_CONTEXT("cuModuleUnload");
+    sim.modules--;
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuModuleGetFunction(sw_cu_function *function, sw_cu_module module, const char *name)
+{
+    (void)module;
+    ENTER_CONTEXT("cuModuleGetFunction");
+    for (int k = 0; k < sim.contract_count; ++k)
+        if (strcmp(sim.contracts[k].name, name) == 0) {
+            *function = (sw_cu_function)(void *)(uintptr_t)&sim.contracts[k];
+            LEAVE(SW_CU_SUCCESS);
+        }
+    LEAVE(SW_CU_NOT_FOUND);
+}
+
+SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned grid_y,
+                           unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
+                           unsigned shared_bytes, sw_cu_stream stream, void **parameters,
+                           void **extra)
+{
+    ENTER_CONTEXT("cuLaunchKernel");
+    const sw_kernel_contract *contract = (const sw_kernel_contract *)(void *)function;
+    if (extra || !grid_x || grid_y != 1 || grid_z != 1 || !block_x ||
+        block_x * block_y * block_z > 1024)
+        LEAVE(SW_CU_INVALID_VALUE);
+    (void)shared_bytes;
+    sim_op *op = sim_op_new(OP_WORK, contract->name);
+    tracking t = {.stream = stream, .site = &op->site};
+    op->run = run_kernel;
+    op->contract = contract;
+    op->args = malloc(contract->args_bytes);
+    memcpy(op->args, parameters[0], contract->args_bytes);
+    sim_tick(stream);
+    contract->accesses(op->args, track_access, &t);
+    sim_enqueue(stream, op);
+    LEAVE(SW_CU_SUCCESS);
+}
+
+/* ---- streams and events ---- */
+
+SIM_API int cuStreamCreateWithPriority(sw_cu_stream *stream, unsigned flags, int priority)
+{
+    (void)flags;
+    (void)priority;
+    ENTER_CONTEXT("cuStreamCreate");
+    if (sim.actor_count == SIM_ACTOR_MAX)
+        LEAVE(SW_CU_OUT_OF_MEMORY);
+    sw_cu_stream made = calloc(1, sizeof *made);
+    made->actor = sim.actor_count++;
+    made->rank = sim_current_context()->ordinal;
+    made->next = sim.streams;
+    sim.streams = made;
+    *stream = made;
+    LEAVE(SW_CU_SUCCESS);
+}
+
+/* What is enqueued still runs, as the driver has it. */
+SIM_API int cuStreamDestroy_v2(sw_cu_stream stream)
+{
+    ENTER_CONTEXT("cuStreamDestroy");
+    stream->destroyed = true;
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuStreamWaitEvent(sw_cu_stream stream, sw_cu_event event, unsigned flags)
+{
+    (void)flags;
+    ENTER_CONTEXT("cuStreamWaitEvent");
+    sim_op *op = sim_op_new(OP_WAIT, "cuStreamWaitEvent");
+    op->event = event;
+    op->generation = event->recorded;
+    sim_tick(stream);
+    sim_join(&stream->clock, &event->clock);
+    sim_enqueue(stream, op);
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuStreamIsCapturing(sw_cu_stream stream, int *status)
+{
+    (void)stream;
+    *status = SW_CU_CAPTURE_NONE;
+    return SW_CU_SUCCESS;
+}
+
+SIM_API int cuEventCreate(sw_cu_event *event, unsigned flags)
+{
+    (void)flags;
+    ENTER_CONTEXT("cuEventCreate");
+    sw_cu_event made = calloc(1, sizeof *made);
+    made->next = sim.events;
+    sim.events = made;
+    *event = made;
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuEventDestroy_v2(sw_cu_event event)
+{
+    ENTER_CONTEXT("cuEventDestroy");
+    event->destroyed = true;
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream stream)
+{
+    ENTER_CONTEXT("cuEventRecord");
+    sim_op *op = sim_op_new(OP_RECORD, "cuEventRecord");
+    sim_tick(stream);
+    event->clock = stream->clock;
+    op->event = event;
+    op->generation = ++event->recorded;
+    sim_enqueue(stream, op);
+    LEAVE(SW_CU_SUCCESS);
+}
+
+SIM_API int cuEventQuery(sw_cu_event event)
+{
+    ENTER_CONTEXT("cuEventQuery");
+    sim_demand(event);
+    if (event->done >= event->recorded) {
+        sim_join(&sim.rank[sim_current_rank()].clock, &event->clock);
+        LEAVE(SW_CU_SUCCESS);
+    }
+    if (++sim.idle_polls > IDLE_POLLS_MAX && !sim.deadlocked) {
+        sim.deadlocked = true;
+        for (sw_cu_stream s = sim.streams; s; s = s->next)
+            if (s->first)
+                sim_report("deadlock", "the head of a stream cannot run", &s->first->site, NULL);
+    }
+    if (sim.deadlocked)
+        LEAVE(702);
+    sim_yield();
+    LEAVE(SW_CU_NOT_READY);
+}

@@ -1,0 +1,534 @@
+/* fake_nccl.c - a libnccl.so.2 on the simulated GPUs: see sim.h. Only the functions of
+ * csrc/comm/nccl_abi.h exist.
+ *
+ * Idea: a group of calls is one operation of a stream; it runs when the group of the same number is
+ * at the head of its stream on every rank, for all ranks at once. Sums begin at rank 1 and end with
+ * rank 0: an order that is not ours, since NCCL promises none.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/kernels.h"
+#include "sim.h"
+
+enum { CALL_MAX = 64, GROUP_DEPTH_MAX = 8, IDLE_POLLS_MAX = 1000 };
+
+typedef enum call_kind {
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    ALL_GATHER,
+    BROADCAST,
+    SEND,
+    RECEIVE
+} call_kind;
+
+static const char *const kind_name[] = {"all_reduce", "reduce_scatter", "all_gather",
+                                        "broadcast",  "send",           "recv"};
+
+typedef struct nccl_call {
+    call_kind kind;
+    const void *from;
+    void *to;
+    size_t count;
+    int dtype, op, peer; /* peer: root, or the other end */
+} nccl_call;
+
+typedef struct nccl_group {
+    nccl_call call[CALL_MAX];
+    int call_count;
+    sw_nccl_comm comm;
+    sw_cu_stream stream;
+    bool dropped;
+    struct nccl_group *next; /* of its communicator, in order */
+} nccl_group;
+
+typedef struct clique {
+    sw_nccl_id id;
+    int world_size, arrived;
+    sw_nccl_comm comm[SIM_DEVICE_MAX];
+    struct clique *next;
+} clique;
+
+struct ncclComm {
+    clique *clique;
+    int rank;
+    sw_nccl_result error;
+    nccl_group *first, *last; /* enqueued and not yet run */
+};
+
+static clique *cliques;
+static int id_count;
+static __thread int group_depth;
+static __thread nccl_group open_group;
+
+#define ENTER(name)                     \
+    do {                                \
+        int result_ = 0;                \
+        if (!sim_enter(name, &result_)) \
+            return result_;             \
+    } while (0)
+#define LEAVE(value)          \
+    do {                      \
+        int value_ = (value); \
+        sim_leave();          \
+        return value_;        \
+    } while (0)
+
+static sw_dtype dtype_of(int dtype)
+{
+    switch (dtype) {
+    case SW_NCCL_INT8:
+        return SW_DTYPE_INT8;
+    case SW_NCCL_UINT8:
+        return SW_DTYPE_UINT8;
+    case SW_NCCL_INT32:
+        return SW_DTYPE_INT32;
+    case SW_NCCL_INT64:
+        return SW_DTYPE_INT64;
+    case SW_NCCL_FLOAT16:
+        return SW_DTYPE_FLOAT16;
+    case SW_NCCL_FLOAT32:
+        return SW_DTYPE_FLOAT32;
+    case SW_NCCL_FLOAT64:
+        return SW_DTYPE_FLOAT64;
+    case SW_NCCL_BFLOAT16:
+        return SW_DTYPE_BFLOAT16;
+    default:
+        return SW_DTYPE_COUNT;
+    }
+}
+
+static const size_t element_bytes[SW_DTYPE_COUNT] = {
+    [SW_DTYPE_FLOAT32] = 4, [SW_DTYPE_FLOAT64] = 8, [SW_DTYPE_FLOAT16] = 2, [SW_DTYPE_BFLOAT16] = 2,
+    [SW_DTYPE_INT8] = 1,    [SW_DTYPE_UINT8] = 1,   [SW_DTYPE_INT32] = 4,   [SW_DTYPE_INT64] = 8,
+};
+
+static size_t call_bytes(const nccl_call *call)
+{
+    return call->count * element_bytes[dtype_of(call->dtype)];
+}
+
+/* What the call reads and writes on its own rank. */
+static size_t read_bytes(const nccl_call *call, int world_size)
+{
+    return call->kind == REDUCE_SCATTER ? call_bytes(call) * (size_t)world_size : call_bytes(call);
+}
+
+static size_t written_bytes(const nccl_call *call, int world_size)
+{
+    return call->kind == ALL_GATHER ? call_bytes(call) * (size_t)world_size : call_bytes(call);
+}
+
+/* ---- running ---- */
+
+static nccl_group *group_of(const sim_op *op)
+{
+    return op->group;
+}
+
+static bool all_there(const clique *c)
+{
+    for (int r = 0; r < c->world_size; ++r) {
+        const nccl_group *g = c->comm[r] ? c->comm[r]->first : NULL;
+        if (!g || !g->stream->first || g->stream->first->group != g)
+            return false;
+    }
+    return true;
+}
+
+static bool ready(sim_op *op)
+{
+    const nccl_group *g = group_of(op);
+    return g->dropped || (g->comm->first == g && all_there(g->comm->clique));
+}
+
+static void drive(sim_op *op, int depth)
+{
+    const nccl_group *g = group_of(op);
+    sw_nccl_comm comm = g->comm;
+    const clique *c = comm->clique;
+    for (int r = 0; r < c->world_size && comm->first == g; ++r) { /* it may run on the way */
+        const nccl_group *other = c->comm[r] ? c->comm[r]->first : NULL;
+        if (other && other != g && other->stream->first && other->stream->first->group != other) {
+            sim_op *until = other->stream->first;
+            while (until->next && until->next->group != other)
+                until = until->next;
+            sim_drive(other->stream, until, depth);
+        }
+    }
+}
+
+static const nccl_call *nth_call(const nccl_group *g, call_kind kind, int peer, int nth)
+{
+    for (int i = 0; i < g->call_count; ++i)
+        if (g->call[i].kind == kind && g->call[i].peer == peer && nth-- == 0)
+            return &g->call[i];
+    return NULL;
+}
+
+/* How many calls of that kind and peer come before call `at`. */
+static int place_of(const nccl_group *g, int at)
+{
+    int place = 0;
+    for (int i = 0; i < at; ++i)
+        place += g->call[i].kind == g->call[at].kind && g->call[i].peer == g->call[at].peer;
+    return place;
+}
+
+static bool is_paired(const clique *c, int rank, int at)
+{
+    const nccl_group *g = c->comm[rank]->first;
+    const nccl_call *call = &g->call[at], *other;
+    if (call->kind != SEND && call->kind != RECEIVE) {
+        const nccl_group *base = c->comm[0]->first;
+        other = at < base->call_count ? &base->call[at] : NULL;
+        return other && other->kind == call->kind && other->count == call->count &&
+               other->dtype == call->dtype && other->op == call->op && other->peer == call->peer &&
+               base->call_count == g->call_count;
+    }
+    other = nth_call(c->comm[call->peer]->first, call->kind == SEND ? RECEIVE : SEND, rank,
+                     place_of(g, at));
+    return other && other->count == call->count && other->dtype == call->dtype;
+}
+
+/* The first call of any rank that has no like; reported, and an error for all. */
+static bool matches(const clique *c)
+{
+    for (int r = 0; r < c->world_size; ++r) {
+        const nccl_group *g = c->comm[r]->first;
+        for (int i = 0; i < g->call_count; ++i) {
+            if (is_paired(c, r, i))
+                continue;
+            char detail[256];
+            const nccl_group *base = c->comm[0]->first;
+            snprintf(detail, sizeof detail,
+                     "rank %d: %s of %zu x dtype %d; rank 0: %s of %zu x dtype %d", r,
+                     kind_name[g->call[i].kind], g->call[i].count, g->call[i].dtype,
+                     kind_name[base->call[0].kind], base->call[0].count, base->call[0].dtype);
+            sim_report("mismatched collective", detail, &g->stream->first->site,
+                       &base->stream->first->site);
+            return false;
+        }
+    }
+    return true;
+}
+
+static void fold(void *to, const unsigned char *inputs, size_t stride, int world_size,
+                 const nccl_call *call)
+{
+    static const sw_redop ops[] = {[SW_NCCL_SUM] = SW_REDOP_SUM,
+                                   [SW_NCCL_MAX] = SW_REDOP_MAX,
+                                   [SW_NCCL_MIN] = SW_REDOP_MIN,
+                                   [SW_NCCL_AVG] = SW_REDOP_MEAN};
+    unsigned char *turned = malloc(stride * (size_t)world_size + 1);
+    for (int k = 0; k < world_size; ++k)
+        memcpy(turned + (size_t)k * stride, inputs + (size_t)((k + 1) % world_size) * stride,
+               stride);
+    sw_fold_args args = {.to = to,
+                         .rest = turned,
+                         .numel = call->count,
+                         .stride_bytes = stride,
+                         .scale = 1.0 / world_size,
+                         .dtype = (int)dtype_of(call->dtype),
+                         .op = (int)ops[call->op],
+                         .own_index = -1,
+                         .source_count = world_size};
+    for (int k = 0; k < sim.contract_count; ++k)
+        if (strcmp(sim.contracts[k].name, "sw_fold") == 0)
+            sim.contracts[k].reference(&args);
+    free(turned);
+}
+
+/* The result of call `at` for `rank`, from the inputs of all. */
+static void compute(const clique *c, int rank, int at, unsigned char *out)
+{
+    const nccl_group *own = c->comm[rank]->first;
+    const nccl_call *call = &own->call[at];
+    size_t bytes = call_bytes(call), world = (size_t)c->world_size;
+    unsigned char *inputs = malloc(bytes * world + 1);
+    if (call->kind == RECEIVE) {
+        const nccl_call *send = nth_call(c->comm[call->peer]->first, SEND, rank, place_of(own, at));
+        memcpy(out, send->from, bytes);
+    } else if (call->kind == BROADCAST) {
+        memcpy(out, c->comm[call->peer]->first->call[at].from, bytes);
+    } else {
+        for (size_t k = 0; k < world; ++k) {
+            const unsigned char *from = c->comm[k]->first->call[at].from;
+            from += call->kind == REDUCE_SCATTER ? bytes * (size_t)rank : 0;
+            memcpy(inputs + k * bytes, from, bytes);
+        }
+        if (call->kind == ALL_GATHER)
+            memcpy(out, inputs, bytes * world);
+        else
+            fold(out, inputs, bytes, c->world_size, call);
+    }
+    free(inputs);
+}
+
+static void execute(const clique *c)
+{
+    unsigned char *out[SIM_DEVICE_MAX][CALL_MAX];
+    for (int r = 0; r < c->world_size; ++r)
+        for (int i = 0; i < c->comm[r]->first->call_count; ++i) {
+            out[r][i] = malloc(written_bytes(&c->comm[r]->first->call[i], c->world_size) + 1);
+            if (c->comm[r]->first->call[i].kind != SEND)
+                compute(c, r, i, out[r][i]);
+        }
+    for (int r = 0; r < c->world_size; ++r)
+        for (int i = 0; i < c->comm[r]->first->call_count; ++i) {
+            const nccl_call *call = &c->comm[r]->first->call[i];
+            if (call->kind != SEND)
+                memcpy(call->to, out[r][i], written_bytes(call, c->world_size));
+            free(out[r][i]);
+        }
+}
+
+static void finish_first(sw_nccl_comm comm)
+{
+    nccl_group *g = comm->first;
+    comm->first = g->next;
+    if (!comm->first)
+        comm->last = NULL;
+    sim_pop(g->stream);
+    free(g);
+}
+
+static void run(sim_op *op)
+{
+    nccl_group *g = group_of(op);
+    if (g->dropped) {
+        sim_pop(g->stream);
+        free(g);
+        return;
+    }
+    clique *c = g->comm->clique;
+    bool right = matches(c);
+    if (right)
+        execute(c);
+    for (int r = 0; r < c->world_size; ++r) {
+        if (!right)
+            c->comm[r]->error = SW_NCCL_INVALID_USAGE;
+        finish_first(c->comm[r]);
+    }
+}
+
+/* ---- calls ---- */
+
+static int enqueue_group(const nccl_group *group)
+{
+    nccl_group *g = malloc(sizeof *g);
+    *g = *group;
+    g->next = NULL;
+    sim_op *op = sim_op_new(OP_COLLECTIVE, kind_name[g->call[0].kind]);
+    op->group = g;
+    sim_tick(g->stream);
+    int world = g->comm->clique->world_size;
+    for (int i = 0; i < g->call_count; ++i) {
+        const nccl_call *call = &g->call[i];
+        if (call->kind != RECEIVE && (call->kind != BROADCAST || call->peer == g->comm->rank))
+            sim_track(&g->stream->clock, g->stream->actor, call->from, read_bytes(call, world),
+                      SW_ACCESS_READ, &op->site);
+        if (call->kind != SEND)
+            sim_track(&g->stream->clock, g->stream->actor, call->to, written_bytes(call, world),
+                      SW_ACCESS_WRITE, &op->site);
+    }
+    if (g->comm->last)
+        g->comm->last->next = g;
+    else
+        g->comm->first = g;
+    g->comm->last = g;
+    sim_enqueue(g->stream, op);
+    return SW_NCCL_SUCCESS;
+}
+
+static int issue(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream)
+{
+    if (!comm || dtype_of(call->dtype) == SW_DTYPE_COUNT || call->peer >= comm->clique->world_size)
+        return SW_NCCL_INVALID_ARGUMENT;
+    if (comm->error)
+        return comm->error;
+    if (open_group.call_count && (open_group.comm != comm || open_group.stream != stream))
+        return SW_NCCL_INVALID_USAGE;
+    if (open_group.call_count == CALL_MAX)
+        return SW_NCCL_INTERNAL_ERROR;
+    open_group.comm = comm;
+    open_group.stream = stream;
+    open_group.call[open_group.call_count++] = *call;
+    if (group_depth > 0)
+        return SW_NCCL_SUCCESS;
+    int result = enqueue_group(&open_group);
+    open_group.call_count = 0;
+    return result;
+}
+
+SIM_API int ncclGetVersion(int *version)
+{
+    const char *pretended = getenv("SIM_NCCL_VERSION");
+    *version = pretended ? atoi(pretended) : 22100;
+    return SW_NCCL_SUCCESS;
+}
+
+SIM_API const char *ncclGetErrorString(int result)
+{
+    return result == SW_NCCL_SYSTEM_ERROR    ? "unhandled system error"
+           : result == SW_NCCL_INVALID_USAGE ? "invalid usage"
+                                             : "an error of the simulation";
+}
+
+SIM_API const char *ncclGetLastError(sw_nccl_comm comm)
+{
+    (void)comm;
+    return "";
+}
+
+SIM_API int ncclGetUniqueId(sw_nccl_id *id)
+{
+    ENTER("ncclGetUniqueId");
+    memset(id, 0, sizeof *id);
+    snprintf(id->internal, sizeof id->internal, "simulated %d", ++id_count);
+    LEAVE(SW_NCCL_SUCCESS);
+}
+
+SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_id id, int rank,
+                                   sw_nccl_config *config)
+{
+    ENTER("ncclCommInitRankConfig");
+    sim.collective_ready = ready;
+    sim.collective_run = run;
+    sim.collective_drive = drive;
+    if (config->size != sizeof *config || config->magic != SW_NCCL_CONFIG_MAGIC ||
+        config->blocking || rank < 0 || rank >= world_size || world_size > SIM_DEVICE_MAX ||
+        !sim_current_context())
+        LEAVE(SW_NCCL_INVALID_ARGUMENT);
+    clique *c = cliques;
+    while (c && memcmp(&c->id, &id, sizeof id) != 0)
+        c = c->next;
+    if (!c) {
+        c = calloc(1, sizeof *c);
+        c->id = id;
+        c->world_size = world_size;
+        c->next = cliques;
+        cliques = c;
+    }
+    sw_nccl_comm made = calloc(1, sizeof *made);
+    made->clique = c;
+    made->rank = rank;
+    c->comm[rank] = made;
+    c->arrived++;
+    sim.comms++;
+    *comm = made;
+    LEAVE(SW_NCCL_IN_PROGRESS);
+}
+
+SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
+{
+    ENTER("ncclCommGetAsyncError");
+    bool all = comm->clique->arrived == comm->clique->world_size;
+    *result = comm->error ? comm->error : all ? SW_NCCL_SUCCESS : SW_NCCL_IN_PROGRESS;
+    if (!all)
+        sim_yield();
+    LEAVE(SW_NCCL_SUCCESS);
+}
+
+SIM_API int ncclCommFinalize(sw_nccl_comm comm)
+{
+    ENTER("ncclCommFinalize");
+    while (comm->first && comm->first->stream->first) { /* what was enqueued runs first */
+        const nccl_group *before = comm->first;
+        sim_drive(before->stream, NULL, 0);
+        if (comm->first == before)
+            break;
+    }
+    LEAVE(SW_NCCL_SUCCESS);
+}
+
+/* Its memory stays till the process ends: other ranks' groups may name it. */
+static void drop(sw_nccl_comm comm)
+{
+    for (nccl_group *g = comm->first; g; g = g->next)
+        g->dropped = true;
+    comm->first = comm->last = NULL;
+    comm->clique->comm[comm->rank] = NULL;
+    sim.comms--;
+}
+
+SIM_API int ncclCommDestroy(sw_nccl_comm comm)
+{
+    ENTER("ncclCommDestroy");
+    drop(comm);
+    LEAVE(SW_NCCL_SUCCESS);
+}
+
+SIM_API int ncclCommAbort(sw_nccl_comm comm)
+{
+    ENTER("ncclCommAbort");
+    drop(comm);
+    LEAVE(SW_NCCL_SUCCESS);
+}
+
+SIM_API int ncclGroupStart(void)
+{
+    if (group_depth == GROUP_DEPTH_MAX)
+        return SW_NCCL_INVALID_USAGE;
+    group_depth++;
+    return SW_NCCL_SUCCESS;
+}
+
+SIM_API int ncclGroupEnd(void)
+{
+    ENTER("ncclGroupEnd");
+    int result = SW_NCCL_SUCCESS;
+    if (--group_depth == 0 && open_group.call_count)
+        result = enqueue_group(&open_group);
+    if (group_depth == 0)
+        open_group.call_count = 0;
+    LEAVE(result);
+}
+
+#define ISSUE(name, ...)                    \
+    do {                                    \
+        nccl_call call_ = {__VA_ARGS__};    \
+        ENTER(name);                        \
+        LEAVE(issue(&call_, comm, stream)); \
+    } while (0)
+
+SIM_API int ncclAllReduce(const void *from, void *to, size_t count, int dtype, int op,
+                          sw_nccl_comm comm, sw_cu_stream stream)
+{
+    ISSUE("ncclAllReduce", .kind = ALL_REDUCE, .from = from, .to = to, .count = count,
+          .dtype = dtype, .op = op);
+}
+
+SIM_API int ncclReduceScatter(const void *from, void *to, size_t count, int dtype, int op,
+                              sw_nccl_comm comm, sw_cu_stream stream)
+{
+    ISSUE("ncclReduceScatter", .kind = REDUCE_SCATTER, .from = from, .to = to, .count = count,
+          .dtype = dtype, .op = op);
+}
+
+SIM_API int ncclAllGather(const void *from, void *to, size_t count, int dtype, sw_nccl_comm comm,
+                          sw_cu_stream stream)
+{
+    ISSUE("ncclAllGather", .kind = ALL_GATHER, .from = from, .to = to, .count = count,
+          .dtype = dtype);
+}
+
+SIM_API int ncclBroadcast(const void *from, void *to, size_t count, int dtype, int root,
+                          sw_nccl_comm comm, sw_cu_stream stream)
+{
+    ISSUE("ncclBroadcast", .kind = BROADCAST, .from = from, .to = to, .count = count,
+          .dtype = dtype, .peer = root);
+}
+
+SIM_API int ncclSend(const void *from, size_t count, int dtype, int peer, sw_nccl_comm comm,
+                     sw_cu_stream stream)
+{
+    ISSUE("ncclSend", .kind = SEND, .from = from, .count = count, .dtype = dtype, .peer = peer);
+}
+
+SIM_API int ncclRecv(void *to, size_t count, int dtype, int peer, sw_nccl_comm comm,
+                     sw_cu_stream stream)
+{
+    ISSUE("ncclRecv", .kind = RECEIVE, .to = to, .count = count, .dtype = dtype, .peer = peer);
+}

@@ -1,0 +1,134 @@
+/* gpu_ranks.c - ranks as threads on the fake libraries, which this program opens as the engine
+ * does: by path. */
+#include "gpu_ranks.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "kernels/crc32c.h"
+
+const sim_controls *gpu_sim;
+const char *gpu_cuda_library, *gpu_nccl_library, *gpu_folder;
+
+static bool write_image(void)
+{
+    static const char body[] = "an image that only the simulation takes";
+    unsigned char header[16] = "SWIMAGE1";
+    uint32_t checksum = sw_crc32c(0, body, sizeof body);
+    char path[4096];
+    memcpy(header + 8, &checksum, sizeof checksum);
+    snprintf(path, sizeof path, "%s/shardwright-%016llx-sm_90.image", gpu_folder,
+             (unsigned long long)sw_image_hash());
+    FILE *file = fopen(path, "wb");
+    bool written = file && fwrite(header, sizeof header, 1, file) == 1 &&
+                   fwrite(body, sizeof body, 1, file) == 1;
+    return file && fclose(file) == 0 && written;
+}
+
+bool gpu_ranks_init(int argc, char **argv)
+{
+    if (argc != 4)
+        return check(false, "usage: %s LIBCUDA LIBNCCL FOLDER", argv[0]);
+    gpu_cuda_library = argv[1];
+    gpu_nccl_library = argv[2];
+    gpu_folder = argv[3];
+    void *handle = dlopen(gpu_cuda_library, RTLD_NOW);
+    if (!check(handle != NULL, "%s", handle ? "" : dlerror()))
+        return false;
+    if (!dlopen(gpu_nccl_library, RTLD_NOW)) /* kept: reports point into it */
+        return check(false, "%s", dlerror());
+    const sim_controls *(*get)(void);
+    void *symbol = dlsym(handle, "sim_get_controls");
+    memcpy(&get, &symbol, sizeof get);
+    gpu_sim = get();
+    gpu_sim->use_kernels(sw_kernel_contracts(), SW_KERNEL_COUNT);
+    return check(write_image(), "no image in %s", gpu_folder);
+}
+
+typedef struct thread_of {
+    gpu_rank rank;
+    bool (*body)(gpu_rank *self);
+    bool ok;
+} thread_of;
+
+static void *run_thread(void *argument)
+{
+    thread_of *thread = argument;
+    gpu_sim->rank_begin(thread->rank.rank);
+    thread->ok = thread->body(&thread->rank);
+    gpu_sim->rank_end();
+    return NULL;
+}
+
+bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body)(gpu_rank *self),
+                   void *context)
+{
+    static int runs;
+    thread_of thread[GPU_RANKS_MAX];
+    pthread_t handle[GPU_RANKS_MAX];
+    sw_nccl_id id = {{0}};
+    bool ok = true;
+    snprintf(id.internal, sizeof id.internal, "run %d", ++runs);
+    gpu_sim->reset(world_size, policy, seed);
+    for (int r = 0; r < world_size; ++r) {
+        thread[r] = (thread_of){.rank = {.rank = r,
+                                         .world_size = world_size,
+                                         .sim = gpu_sim,
+                                         .id = id,
+                                         .context = context},
+                                .body = body};
+        check(pthread_create(&handle[r], NULL, run_thread, &thread[r]) == 0, "pthread_create");
+    }
+    for (int r = 0; r < world_size; ++r) {
+        pthread_join(handle[r], NULL);
+        ok = ok && thread[r].ok;
+    }
+    return ok;
+}
+
+sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
+{
+    sw_image_places places = {.packaged_folder = gpu_folder};
+    SW_TRY(sw_device_cuda_create(gpu_cuda_library, self->rank, &self->device, &self->err));
+    SW_TRY(sw_kernel_set_init(&self->kernels, self->device, &places, &self->err));
+    SW_TRY(sw_nccl_library_init(&self->nccl_library, gpu_nccl_library, &self->err));
+    return sw_nccl_create(&self->nccl_library, self->device, &self->id, self->rank,
+                          self->world_size, timeout_ns, &self->comm, &self->err);
+}
+
+void gpu_rank_close(gpu_rank *self)
+{
+    sw_nccl_destroy(self->comm);
+    self->comm = NULL;
+    sw_nccl_library_fini(&self->nccl_library);
+    sw_kernel_set_fini(&self->kernels);
+    sw_device_destroy(self->device);
+    self->device = NULL;
+}
+
+void gpu_expect_clean(const char *what)
+{
+    const char *text;
+    int count = gpu_sim->reports(&text, false);
+    static int told;
+    if (count > 0 && told++ < 2) /* where: asked of addr2line, which is slow */
+        gpu_sim->reports(&text, true);
+    check(count == 0, "%s: %d reports: %s", what, count, text);
+    check(*gpu_sim->leaks() == '\0', "%s: left allocated: %s", what, gpu_sim->leaks());
+}
+
+void gpu_expect_report(const char *kind, bool both_sites)
+{
+    const char *text;
+    int count = gpu_sim->reports(&text, false);
+    check(count > 0 && strstr(text, kind), "a report of %s was expected, there are %d: %s", kind,
+          count, text);
+    if (!both_sites)
+        return;
+    gpu_sim->reports(&text, true);
+    const char *first = strstr(text, ", from "),
+               *second = first ? strstr(first + 1, ", from ") : NULL;
+    check(second != NULL, "a report of %s without both call sites: %s", kind, text);
+}

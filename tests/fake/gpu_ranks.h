@@ -1,0 +1,45 @@
+/* gpu_ranks.h - ranks as threads, each with a simulated GPU. See gpu_ranks.c. */
+#ifndef SW_TEST_GPU_RANKS_H
+#define SW_TEST_GPU_RANKS_H
+
+#include "check.h"
+#include "comm/nccl.h"
+#include "device/device.h"
+#include "kernels/device_kernels.h"
+#include "sim.h"
+
+enum { GPU_RANKS_MAX = SIM_DEVICE_MAX };
+
+typedef struct gpu_rank {
+    int rank, world_size;
+    const char *cuda, *nccl; /* paths of the fakes */
+    const sim_controls *sim;
+    sw_nccl_id id;
+    sw_device *device; /* made by gpu_rank_open */
+    sw_kernel_set kernels;
+    sw_nccl_library nccl_library;
+    sw_nccl *comm;
+    sw_error err;
+    void *context;
+} gpu_rank;
+
+/* The libraries are the program's arguments 1 and 2, a folder of its own is 3: an image of the
+ * kernels is put there, whose bytes the fake driver takes for granted. */
+bool gpu_ranks_init(int argc, char **argv);
+extern const sim_controls *gpu_sim;
+extern const char *gpu_cuda_library, *gpu_nccl_library, *gpu_folder;
+
+/* Runs `body` on world_size threads; the simulation is reset before. False if a thread said so. */
+bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body)(gpu_rank *self),
+                   void *context);
+
+/* Device, kernels and communicator; what was made before a failure stays for gpu_rank_close. */
+SW_MUST_USE sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns);
+void gpu_rank_close(gpu_rank *self);
+
+/* Expects no report, and nothing left allocated. */
+void gpu_expect_clean(const char *what);
+/* Expects a report that holds `kind`, and, if asked for, two call sites (addr2line must exist). */
+void gpu_expect_report(const char *kind, bool both_sites);
+
+#endif

@@ -1,0 +1,143 @@
+/* sim_run.c - when an enqueued operation runs: one FIFO a stream, run lazily by policy and seed. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim.h"
+
+enum { DRIVE_DEPTH_MAX = 64 };
+
+sim_op *sim_op_new(int kind, const char *what)
+{
+    sim_op *op = calloc(1, sizeof *op);
+    op->kind = kind;
+    op->site = sim_here(what);
+    return op;
+}
+
+void sim_enqueue(sw_cu_stream stream, sim_op *op)
+{
+    if (stream->last)
+        stream->last->next = op;
+    else
+        stream->first = op;
+    stream->last = op;
+    sim.idle_polls = 0;
+    sim_progress();
+}
+
+void sim_pop(sw_cu_stream stream)
+{
+    sim_op *op = stream->first;
+    stream->first = op->next;
+    if (!stream->first)
+        stream->last = NULL;
+    free(op->args);
+    free(op);
+    sim.idle_polls = 0;
+}
+
+static bool is_ready(const sim_op *op)
+{
+    if (op->kind == OP_WAIT)
+        return op->event->done >= op->generation;
+    if (op->kind == OP_COLLECTIVE)
+        return sim.collective_ready((sim_op *)(uintptr_t)op);
+    return true;
+}
+
+/* Runs the head of the stream, if it can run. */
+static bool run_head(sw_cu_stream stream)
+{
+    sim_op *op = stream->first;
+    if (!op || !is_ready(op))
+        return false;
+    if (op->kind == OP_COLLECTIVE) {
+        sim.collective_run(op); /* pops it on every rank */
+        return true;
+    }
+    if (op->kind == OP_RECORD && op->event->done < op->generation)
+        op->event->done = op->generation;
+    if (op->kind == OP_WORK)
+        op->run(op);
+    sim_pop(stream);
+    return true;
+}
+
+static bool run_any(void)
+{
+    int count = 0;
+    for (sw_cu_stream s = sim.streams; s; s = s->next)
+        count++;
+    int start = count ? (int)(sim_draw() % (uint64_t)count) : 0;
+    for (int i = 0; i < count; ++i) {
+        sw_cu_stream s = sim.streams;
+        for (int k = (start + i) % count; k > 0; --k)
+            s = s->next;
+        if (run_head(s))
+            return true;
+    }
+    return false;
+}
+
+void sim_progress(void)
+{
+    if (sim.policy == SIM_EAGER)
+        while (run_any())
+            continue;
+    else if (sim.policy == SIM_RANDOM)
+        for (uint64_t n = sim_draw() % 4; n > 0; --n)
+            run_any();
+}
+
+/* The record that makes `event` reach `generation`, and its stream; NULL if it is not enqueued. */
+static sim_op *find_record(const struct CUevent_st *event, uint64_t generation,
+                           sw_cu_stream *stream)
+{
+    for (*stream = sim.streams; *stream; *stream = (*stream)->next)
+        for (sim_op *op = (*stream)->first; op; op = op->next)
+            if (op->kind == OP_RECORD && op->event == event && op->generation == generation)
+                return op;
+    return NULL;
+}
+
+/* Runs what `until` (NULL: the whole stream) needs, and no more. */
+void sim_drive(sw_cu_stream stream, sim_op *until, int depth)
+{
+    while (stream->first && depth < DRIVE_DEPTH_MAX) {
+        sim_op *head = stream->first;
+        sw_cu_stream other;
+        sim_op *record = head->kind == OP_WAIT && !is_ready(head)
+                             ? find_record(head->event, head->generation, &other)
+                             : NULL;
+        if (record)
+            sim_drive(other, record, depth + 1);
+        if (head->kind == OP_COLLECTIVE && !is_ready(head))
+            sim.collective_drive(head, depth + 1);
+        if (stream->first == head && !run_head(stream))
+            return;
+        if (head == until)
+            return;
+    }
+}
+
+void sim_demand(sw_cu_event event)
+{
+    if (sim.policy == SIM_RANDOM) {
+        for (uint64_t n = 1 + sim_draw() % 4; n > 0; --n)
+            run_any();
+        return;
+    }
+    if (sim.policy == SIM_LATE && sim_draw() % 4 != 0)
+        return;
+    if (sim.policy == SIM_EAGER)
+        sim_progress();
+    while (event->done < event->recorded) {
+        sw_cu_stream stream;
+        sim_op *record = find_record(event, event->recorded, &stream);
+        const sim_op *before = record ? stream->first : NULL;
+        if (record)
+            sim_drive(stream, record, 0);
+        if (!record || stream->first == before)
+            return;
+    }
+}

@@ -1,0 +1,389 @@
+/* test_device_reducer.c - training on simulated GPUs: the mean is the fold in rank order, whatever
+ * the schedule.
+ *
+ * Laws: with `deterministic` parameters after 4 steps of Adam equal, bit for bit on every rank,
+ * those of a naive loop that folds with the host kernel; without it all ranks are alike and near
+ * them. No schedule gives a race, a read of what nobody wrote, a leak or another value; a step
+ * waits on the host not once. Each driver call that fails ends in a named error and leaves nothing.
+ */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "gpu_ranks.h"
+#include "kernels/kernels.h"
+#include "kernels/optim_kernels.h"
+#include "optim/norm.h"
+#include "reduce/device_reducer.h"
+
+enum { BUCKETS = 3, STEPS = 4, NUMEL_MAX = 384, SEEDS = 5, FAILURE = 999 };
+static const int64_t TIMEOUT_NS = 2000000000;
+
+static const sw_dtype dtypes[BUCKETS] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT32};
+static const size_t numels[BUCKETS] = {96, 384, 192};
+
+typedef struct model { /* one bucket's share of the training */
+    float *p, *m, *v;  /* device memory of the test, float32 */
+    void *source;      /* what backward will turn into the gradient */
+} model;
+
+typedef struct training {
+    bool deterministic;
+    int steps;
+    long fail_nth;      /* the call of rank 0 that fails; 0: none */
+    bool stop_in_step;  /* destroys with buckets on their way */
+    bool leave_at_once; /* destroys with the last step still running, nothing read */
+    float result[GPU_RANKS_MAX][BUCKETS][NUMEL_MAX]; /* parameters at the end */
+    double norm[GPU_RANKS_MAX];                      /* of the last step */
+    uint64_t host_waits;                             /* of the steps without the norm */
+    bool failed[GPU_RANKS_MAX];
+    char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
+} training;
+
+static float value_of(int rank, int step, size_t bucket, size_t i)
+{
+    uint32_t mixed =
+        (uint32_t)(rank * 7919 + step * 104729) + (uint32_t)(bucket * 1299709 + i * 15485863);
+    mixed ^= mixed >> 15;
+    mixed *= 2246822519u;
+    mixed ^= mixed >> 13;
+    return (float)(int32_t)mixed * 0x1p-31f;
+}
+
+static sw_adam_args adam_of(float *p, float *m, float *v, const void *g, size_t numel,
+                            sw_dtype dtype, int step)
+{
+    double first = 1 - pow(0.9, step + 1), second = 1 - pow(0.999, step + 1);
+    return (sw_adam_args){.run = {.p = p,
+                                  .m = m,
+                                  .v = v,
+                                  .g = g,
+                                  .numel = numel,
+                                  .p_dtype = (int)SW_DTYPE_FLOAT32,
+                                  .state_dtype = (int)SW_DTYPE_FLOAT32,
+                                  .g_dtype = (int)dtype,
+                                  .copy_dtype = (int)SW_DTYPE_FLOAT32},
+                          .factor = 1.0f,
+                          .decay = 0.999f,
+                          .lerp = 0.1f,
+                          .beta2 = 0.999f,
+                          .square = 0.001f,
+                          .correction = (float)sqrt(second),
+                          .eps = 1e-8f,
+                          .negative_step = (float)(-0.01 / first)};
+}
+
+/* ---- the naive loop ---- */
+
+static void narrow(void *to, const float *from, size_t numel, sw_dtype dtype)
+{
+    sw_cast_args cast = {.to = to,
+                         .from = from,
+                         .numel = numel,
+                         .scale = 1.0f,
+                         .to_dtype = (int)dtype,
+                         .from_dtype = (int)SW_DTYPE_FLOAT32};
+    sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+}
+
+static double oracle(int world_size, int steps, float result[BUCKETS][NUMEL_MAX])
+{
+    double norm = 0;
+    static float m[BUCKETS][NUMEL_MAX], v[BUCKETS][NUMEL_MAX];
+    memset(m, 0, sizeof m);
+    memset(v, 0, sizeof v);
+    for (size_t b = 0; b < BUCKETS; ++b)
+        for (size_t i = 0; i < numels[b]; ++i)
+            result[b][i] = value_of(99, 0, b, i);
+    for (int step = 0; step < steps; ++step) {
+        sw_norm_sum sum;
+        sw_norm_init(&sum);
+        for (size_t b = 0; b < BUCKETS; ++b) {
+            float wide[NUMEL_MAX], gradient[GPU_RANKS_MAX][NUMEL_MAX], mean[NUMEL_MAX];
+            const void *source[GPU_RANKS_MAX];
+            void *to = mean;
+            for (int r = 0; r < world_size; ++r) {
+                for (size_t i = 0; i < numels[b]; ++i)
+                    wide[i] = value_of(r, step, b, i);
+                narrow(gradient[r], wide, numels[b], dtypes[b]);
+                source[r] = gradient[r];
+            }
+            sw_kernels()->fold[dtypes[b]](&to, 1, source, world_size, numels[b], 1.0 / world_size,
+                                          SW_REDOP_MEAN);
+            sw_norm_array array = {.data = mean, .numel = numels[b], .dtype = dtypes[b]};
+            check(sw_norm_add(&sum, &array, 1, NULL) == SW_OK, "norm");
+            sw_adam_args adam = adam_of(result[b], m[b], v[b], mean, numels[b], dtypes[b], step);
+            sw_kernel_contracts()[SW_KERNEL_ADAM].reference(&adam);
+        }
+        sw_norm_close(&sum);
+        norm = sw_norm_value(&sum);
+    }
+    return norm;
+}
+
+/* ---- the same on simulated GPUs ---- */
+
+typedef struct loop {
+    gpu_rank *self;
+    training *run;
+    sw_device_reducer *reducer;
+    sw_stream *backward, *optimizer;
+    sw_event *loaded, *ended;
+    model part[BUCKETS];
+    float *pinned[BUCKETS];
+} loop;
+
+static sw_status upload(loop *l, float *to, const float *from, size_t numel, int slot)
+{
+    sw_device *device = l->self->device;
+    memcpy(l->pinned[slot], from, numel * sizeof *from);
+    gpu_sim->host_access(l->pinned[slot], numel * sizeof *from, SW_ACCESS_WRITE,
+                         "the test's upload");
+    return device->ops->copy_async(device, to, l->pinned[slot], numel * sizeof *from, l->backward,
+                                   &l->self->err);
+}
+
+static sw_status prepare(loop *l)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    SW_TRY(device->ops->stream_create(device, false, &l->backward, err));
+    SW_TRY(device->ops->stream_create(device, false, &l->optimizer, err));
+    SW_TRY(device->ops->event_create(device, &l->loaded, err));
+    SW_TRY(device->ops->event_create(device, &l->ended, err));
+    for (int b = 0; b < BUCKETS; ++b) {
+        size_t bytes = numels[b] * sizeof(float);
+        float start[NUMEL_MAX];
+        void *memory;
+        SW_TRY(device->ops->pinned_alloc(device, bytes, &memory, err));
+        l->pinned[b] = memory;
+        float **device_memory[] = {&l->part[b].p, &l->part[b].m, &l->part[b].v,
+                                   (float **)&l->part[b].source};
+        for (int k = 0; k < 4; ++k) {
+            SW_TRY(device->ops->memory_alloc(device, bytes, &memory, err));
+            *device_memory[k] = memory;
+        }
+        for (size_t i = 0; i < numels[b]; ++i)
+            start[i] = value_of(99, 0, (size_t)b, i);
+        SW_TRY(upload(l, l->part[b].p, start, numels[b], b));
+        SW_TRY(device->ops->fill_async(device, l->part[b].m, 0, bytes, l->backward, err));
+        SW_TRY(device->ops->fill_async(device, l->part[b].v, 0, bytes, l->backward, err));
+    }
+    SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
+    SW_TRY(device->ops->stream_wait(device, l->optimizer, l->loaded, err));
+    return device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's upload", err);
+}
+
+/* A backward: the gradient comes into being on its stream, from a float32 source of this step. */
+static sw_status produce(loop *l, size_t b, int step)
+{
+    float wide[NUMEL_MAX];
+    for (size_t i = 0; i < numels[b]; ++i)
+        wide[i] = value_of(l->self->rank, step, b, i);
+    SW_TRY(upload(l, l->part[b].source, wide, numels[b], (int)b));
+    sw_cast_args cast = {.to = sw_device_reducer_bucket(l->reducer, b),
+                         .from = l->part[b].source,
+                         .numel = numels[b],
+                         .scale = 1.0f,
+                         .to_dtype = (int)dtypes[b],
+                         .from_dtype = (int)SW_DTYPE_FLOAT32};
+    return sw_kernel_launch(&l->self->kernels, SW_KERNEL_CAST, &cast, l->backward, &l->self->err);
+}
+
+static sw_status train_step(loop *l, int step)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    SW_TRY(sw_device_reducer_begin(l->reducer, l->backward, err));
+    if (step > 0) /* the pinned sources of the step before have been read: the test's own wait */
+        SW_TRY(device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's sources", err));
+    for (size_t b = 0; b < BUCKETS; ++b) {
+        SW_TRY(produce(l, b, step));
+        SW_TRY(sw_device_reducer_post(l->reducer, b, l->backward, err));
+        if (l->run->stop_in_step && step + 1 == l->run->steps && b == 1)
+            return SW_OK;
+    }
+    SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
+    SW_TRY(sw_device_reducer_finish(l->reducer, err));
+    for (size_t b = 0; b < BUCKETS; ++b) {
+        SW_TRY(sw_device_reducer_take(l->reducer, b, l->optimizer, err));
+        sw_adam_args adam =
+            adam_of(l->part[b].p, l->part[b].m, l->part[b].v,
+                    sw_device_reducer_bucket(l->reducer, b), numels[b], dtypes[b], step);
+        SW_TRY(sw_kernel_launch(&l->self->kernels, SW_KERNEL_ADAM, &adam, l->optimizer, err));
+    }
+    return sw_device_reducer_release(l->reducer, l->optimizer, err);
+}
+
+static sw_status read_back(loop *l)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    const sw_norm_sum *sum;
+    for (int b = 0; b < BUCKETS; ++b)
+        SW_TRY(device->ops->copy_async(device, l->pinned[b], l->part[b].p,
+                                       numels[b] * sizeof(float), l->optimizer, err));
+    SW_TRY(device->ops->event_record(device, l->ended, l->optimizer, err));
+    SW_TRY(device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's results", err));
+    for (int b = 0; b < BUCKETS; ++b) {
+        gpu_sim->host_access(l->pinned[b], numels[b] * sizeof(float), SW_ACCESS_READ,
+                             "the test's results");
+        memcpy(l->run->result[l->self->rank][b], l->pinned[b], numels[b] * sizeof(float));
+    }
+    SW_TRY(sw_device_reducer_norm(l->reducer, true, &sum, err));
+    gpu_sim->host_access(sum, sizeof *sum, SW_ACCESS_READ, "the test's norm");
+    l->run->norm[l->self->rank] = sw_norm_value(sum);
+    return SW_OK;
+}
+
+static sw_status train(loop *l)
+{
+    sw_device_bucket_spec specs[BUCKETS];
+    for (int b = 0; b < BUCKETS; ++b)
+        specs[b] = (sw_device_bucket_spec){.numel = numels[b], .dtype = dtypes[b]};
+    sw_device_reducer_config config = {.device = l->self->device,
+                                       .kernels = &l->self->kernels,
+                                       .comm = l->self->comm,
+                                       .buckets = specs,
+                                       .bucket_count = BUCKETS,
+                                       .deterministic = l->run->deterministic,
+                                       .timeout_ns = TIMEOUT_NS};
+    SW_TRY(prepare(l));
+    SW_TRY(sw_device_reducer_create(&config, &l->reducer, &l->self->err));
+    for (int step = 0; step < l->run->steps; ++step) {
+        uint64_t waits = l->self->device->stats.host_waits;
+        uint64_t allocations = l->self->device->stats.allocations;
+        SW_TRY(train_step(l, step));
+        l->run->host_waits += l->self->device->stats.host_waits - waits - (step > 0);
+        check(l->self->device->stats.allocations == allocations, "step %d allocated", step);
+    }
+    return l->run->stop_in_step || l->run->leave_at_once ? SW_OK : read_back(l);
+}
+
+/* The test's own streams end first; then the reducer must find its own way out. */
+static void tear_down(loop *l)
+{
+    sw_device *device = l->self->device;
+    if (l->run->stop_in_step && l->ended) { /* what the test enqueued on the buckets itself */
+        (void)!device->ops->event_record(device, l->ended, l->backward, NULL);
+        (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
+    }
+    sw_device_reducer_destroy(l->reducer);
+    if (l->ended && l->optimizer) {
+        (void)!device->ops->event_record(device, l->ended, l->optimizer, NULL);
+        (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's optimizer", NULL);
+        (void)!device->ops->event_record(device, l->ended, l->backward, NULL);
+        (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
+    }
+    for (int b = 0; b < BUCKETS; ++b) {
+        void *memory[] = {l->part[b].p, l->part[b].m, l->part[b].v, l->part[b].source};
+        for (int k = 0; k < 4; ++k)
+            device->ops->memory_free(device, memory[k]);
+        device->ops->pinned_free(device, l->pinned[b]);
+    }
+    device->ops->event_destroy(device, l->loaded);
+    device->ops->event_destroy(device, l->ended);
+    device->ops->stream_destroy(device, l->backward);
+    device->ops->stream_destroy(device, l->optimizer);
+}
+
+static bool train_rank(gpu_rank *self)
+{
+    training *run = self->context;
+    loop l = {.self = self, .run = run};
+    if (self->rank == 0)
+        self->sim->fail_call(0, run->fail_nth, FAILURE);
+    sw_status status = gpu_rank_open(self, TIMEOUT_NS);
+    if (status == SW_OK)
+        status = train(&l);
+    self->sim->fail_call(self->rank, 0,
+                         0); /* what undoes is not made to fail: it could not say so */
+    if (self->device)
+        tear_down(&l);
+    run->failed[self->rank] = status != SW_OK;
+    snprintf(run->message[self->rank], sizeof run->message[0], "%s", self->err.message);
+    gpu_rank_close(self);
+    return status == SW_OK;
+}
+
+static void check_training(int world_size, bool deterministic, sim_policy policy, uint64_t seed)
+{
+    static training run;
+    static float expected[BUCKETS][NUMEL_MAX];
+    char what[96];
+    snprintf(what, sizeof what, "W = %d, %s, policy %d, seed %d", world_size,
+             deterministic ? "deterministic" : "NCCL's mean", (int)policy, (int)seed);
+    run = (training){.deterministic = deterministic, .steps = STEPS};
+    check(gpu_ranks_run(world_size, policy, seed, train_rank, &run), "%s: %s", what,
+          run.message[0]);
+    double norm = oracle(world_size, STEPS, expected);
+    double off = 0;
+    for (int r = 0; r < world_size; ++r)
+        for (int b = 0; b < BUCKETS; ++b) {
+            const float *got = run.result[r][b];
+            check(memcmp(got, run.result[0][b], numels[b] * sizeof(float)) == 0,
+                  "%s: rank %d differs from rank 0 in bucket %d", what, r, b);
+            check(!deterministic || memcmp(got, expected[b], numels[b] * sizeof(float)) == 0,
+                  "%s: bucket %d is not the oracle's", what, b);
+            for (size_t i = 0; i < numels[b]; ++i)
+                off = fmax(off, fabs((double)got[i] - (double)expected[b][i]));
+        }
+    /* Adam moves by at most the rate a step, so even a gradient of the other sign stays within
+     * this. */
+    check(off <= (deterministic ? 0 : 2 * 0.01 * STEPS), "%s: off by %g", what, off);
+    check(deterministic ? run.norm[0] == norm : fabs(run.norm[0] - norm) <= 1e-2 * norm,
+          "%s: norm %.17g, not %.17g", what, run.norm[0], norm);
+    check(run.host_waits == 0, "%s: %d host waits in the steps", what, (int)run.host_waits);
+    gpu_expect_clean(what);
+}
+
+/* Destroy finds its own way out: in the middle of a step, and with the last one still running. */
+static void check_early_end(int world_size, sim_policy policy, bool in_step)
+{
+    static training run;
+    run = (training){
+        .deterministic = true, .steps = 2, .stop_in_step = in_step, .leave_at_once = !in_step};
+    check(gpu_ranks_run(world_size, policy, 1, train_rank, &run), "stop: %s", run.message[0]);
+    gpu_expect_clean(in_step ? "destroyed inside a step" : "destroyed at once");
+}
+
+/* Every counted call of rank 0 fails once; one rank, so that nobody waits for it. */
+static void check_failing_calls(bool deterministic)
+{
+    static training run;
+    long failed = 0;
+    for (long nth = 1; nth < 4000; ++nth) {
+        run = (training){.deterministic = deterministic, .steps = 2, .fail_nth = nth};
+        bool ok = gpu_ranks_run(1, SIM_EAGER, 1, train_rank, &run);
+        const char *name = gpu_sim->failed_call();
+        if (!*name) { /* the run has fewer calls */
+            check(ok, "a run without a failing call: %s", run.message[0]);
+            break;
+        }
+        failed++;
+        check(!ok, "call %ld, %s, failed unseen", nth, name);
+        check(strlen(run.message[0]) > 10, "call %ld, %s: no sentence", nth, name);
+        check(*gpu_sim->leaks() == '\0', "call %ld, %s (%s) left %s", nth, name, run.message[0],
+              gpu_sim->leaks());
+    }
+    check(failed > 100, "only %ld calls failed", failed);
+}
+
+int main(int argc, char **argv)
+{
+    if (!gpu_ranks_init(argc, argv))
+        return check_result();
+    for (int world_size = 1; world_size <= 3; world_size += 2)
+        for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+            for (uint64_t seed = 1; seed <= SEEDS; ++seed) {
+                check_training(world_size, true, (sim_policy)policy, seed);
+                check_training(world_size, false, (sim_policy)policy, seed);
+            }
+    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+        for (int in_step = 0; in_step < 2; ++in_step)
+            check_early_end(3, (sim_policy)policy, in_step);
+    check_failing_calls(true);
+    check_failing_calls(false);
+    return check_result();
+}

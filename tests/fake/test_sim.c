@@ -1,0 +1,149 @@
+/* test_sim.c - the simulation sees what it promises to see: each defect, planted, is reported under
+ * every policy; the same program without it is not. */
+#include <string.h>
+
+#include "gpu_ranks.h"
+
+static const int64_t TIMEOUT_NS = 300000000;
+enum { BYTES = 256, NUMEL = BYTES / 4 };
+
+typedef enum defect {
+    NONE = 0,
+    NO_WAIT,       /* a copy reads what another stream writes */
+    NO_HOST_WAIT,  /* the host reads pinned memory while a copy writes it */
+    FREED_EARLY,   /* memory goes while a stream still writes it */
+    FREED,         /* memory is used after it went */
+    NEVER_WRITTEN, /* a read of what nobody wrote */
+    OUT_OF_BOUNDS, /* a range that leaves its allocation */
+    UNDECLARED,    /* a kernel writes more than its contract says */
+    DEADLOCK,      /* a rank does not come to a collective */
+    MISMATCH,      /* ranks issue different collectives */
+    DEFECT_COUNT,
+} defect;
+
+static const char *const report_of[DEFECT_COUNT] = {
+    [NO_WAIT] = "race",
+    [NO_HOST_WAIT] = "race",
+    [FREED_EARLY] = "race",
+    [FREED] = "use after free",
+    [NEVER_WRITTEN] = "uninitialised read",
+    [OUT_OF_BOUNDS] = "out of bounds",
+    [UNDECLARED] = "undeclared write",
+    [DEADLOCK] = "deadlock",
+    [MISMATCH] = "mismatched collective",
+};
+
+static bool stray; /* the kernel below writes one byte too many */
+
+static void stray_reference(const void *args)
+{
+    const sw_cast_args *a = args;
+    memset(a->to, 9, a->numel + (stray ? 1 : 0));
+}
+
+static void stray_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_cast_args *a = args;
+    report(context, a->to, (size_t)a->numel, SW_ACCESS_WRITE);
+}
+
+typedef struct scene {
+    sw_stream *first, *second;
+    sw_event *event, *end;
+    void *memory, *other, *pinned;
+} scene;
+
+static sw_status set(gpu_rank *self, scene *s)
+{
+    const sw_device_ops *ops = self->device->ops;
+    sw_error *err = &self->err;
+    SW_TRY(ops->stream_create(self->device, false, &s->first, err));
+    SW_TRY(ops->stream_create(self->device, false, &s->second, err));
+    SW_TRY(ops->event_create(self->device, &s->event, err));
+    SW_TRY(ops->event_create(self->device, &s->end, err));
+    SW_TRY(ops->memory_alloc(self->device, BYTES, &s->memory, err));
+    SW_TRY(ops->memory_alloc(self->device, BYTES, &s->other, err));
+    SW_TRY(ops->pinned_alloc(self->device, BYTES, &s->pinned, err));
+    if (*(defect *)self->context != NEVER_WRITTEN)
+        SW_TRY(ops->fill_async(self->device, s->memory, 1, BYTES, s->first, err));
+    return ops->event_record(self->device, s->event, s->first, err);
+}
+
+static sw_status play(gpu_rank *self, scene *s)
+{
+    const sw_device_ops *ops = self->device->ops;
+    sw_error *err = &self->err;
+    defect planted = *(defect *)self->context;
+    size_t size = planted == OUT_OF_BOUNDS ? BYTES + 8 : BYTES;
+    if (planted == FREED)
+        ops->memory_free(self->device, s->other);
+    if (planted != NO_WAIT)
+        SW_TRY(ops->stream_wait(self->device, s->second, s->event, err));
+    SW_TRY(ops->copy_async(self->device, s->other, s->memory, size, s->second, err));
+    SW_TRY(ops->copy_async(self->device, s->pinned, s->other, BYTES, s->second, err));
+    SW_TRY(ops->event_record(self->device, s->end, s->second, err));
+    if (planted != NO_HOST_WAIT)
+        SW_TRY(ops->event_wait(self->device, s->end, TIMEOUT_NS, "the scene", err));
+    self->sim->host_access(s->pinned, BYTES, SW_ACCESS_READ, "the scene");
+    sw_cast_args args = {.to = s->other, .numel = BYTES / 2};
+    SW_TRY(sw_kernel_launch(&self->kernels, SW_KERNEL_CAST, &args, s->second, err));
+    if (planted == DEADLOCK && self->rank == 1)
+        return SW_OK;
+    size_t numel = planted == MISMATCH && self->rank == 1 ? NUMEL / 2 : NUMEL;
+    SW_TRY(sw_nccl_all_reduce(self->comm, s->memory, numel, SW_DTYPE_FLOAT32, SW_REDOP_SUM,
+                              s->second, err));
+    SW_TRY(ops->event_record(self->device, s->end, s->second, err));
+    return sw_nccl_wait(self->comm, s->end, "the collective", err);
+}
+
+static bool act(gpu_rank *self)
+{
+    scene s = {0};
+    defect planted = *(defect *)self->context;
+    sw_status status = gpu_rank_open(self, TIMEOUT_NS);
+    if (status == SW_OK)
+        status = set(self, &s);
+    if (status == SW_OK)
+        status = play(self, &s);
+    const sw_device_ops *ops = self->device->ops;
+    if (planted != FREED_EARLY && ops->event_record(self->device, s.end, s.second, NULL) == SW_OK)
+        (void)!ops->event_wait(self->device, s.end, TIMEOUT_NS, "the end", NULL);
+    if (planted == FREED_EARLY)
+        (void)!ops->fill_async(self->device, s.memory, 2, BYTES, s.second, NULL);
+    ops->memory_free(self->device, s.memory);
+    if (planted != FREED)
+        ops->memory_free(self->device, s.other);
+    ops->pinned_free(self->device, s.pinned);
+    ops->event_destroy(self->device, s.event);
+    ops->event_destroy(self->device, s.end);
+    ops->stream_destroy(self->device, s.first);
+    ops->stream_destroy(self->device, s.second);
+    gpu_rank_close(self);
+    return status == SW_OK;
+}
+
+int main(int argc, char **argv)
+{
+    static sw_kernel_contract contracts[SW_KERNEL_COUNT];
+    if (!gpu_ranks_init(argc, argv))
+        return check_result();
+    memcpy(contracts, sw_kernel_contracts(), sizeof contracts);
+    contracts[SW_KERNEL_CAST].reference = stray_reference;
+    contracts[SW_KERNEL_CAST].accesses = stray_accesses;
+    gpu_sim->use_kernels(contracts, SW_KERNEL_COUNT);
+    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+        for (defect planted = NONE; planted < DEFECT_COUNT; ++planted) {
+            stray = planted == UNDECLARED;
+            bool ok = gpu_ranks_run(3, (sim_policy)policy, 7, act, &planted);
+            if (planted == NONE) {
+                check(ok, "policy %d: the scene failed", policy);
+                gpu_expect_clean("no defect");
+            } else {
+                gpu_expect_report(report_of[planted], planted == NO_WAIT && policy == 0);
+                check(ok != (planted == DEADLOCK || planted == MISMATCH),
+                      "policy %d, defect %d: the engine saw %s", policy, (int)planted,
+                      ok ? "nothing" : "an error");
+            }
+        }
+    return check_result();
+}

@@ -1,0 +1,6 @@
+"""cuda_files.py lies in the folder above."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -1,0 +1,71 @@
+"""Laws of the GPU path, on simulated GPUs: each tests/fake/test_*.c (but the kernels' text, which needs no driver), linked
+with the engine and run on the fake libcuda.so.1 and libnccl.so.2, which are built here and by nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shardwright import _engine
+from test_csrc import BUILDERS, RUN_LIMIT_S, Builder, Mode, run_checked
+
+ROOT = Path(__file__).resolve().parents[1]
+FAKE = ROOT / "tests" / "fake"
+TESTS = sorted(path for path in FAKE.glob("test_*.c") if path.stem != "test_kernel_text")
+SHARED = [FAKE / "gpu_ranks.c"]
+LIBRARIES = {"libcuda.so.1": ("sim_core.c", "sim_run.c", "fake_cuda.c"), "libnccl.so.2": ("fake_nccl.c",)}
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror")
+
+
+def libraries(mode: Mode) -> dict[str, Path]:
+    """The fakes, built for that mode; the second one finds the first beside it."""
+    folder = ROOT / "build" / "fake" / mode.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, sources in LIBRARIES.items():
+        files = [str(FAKE / source) for source in sources]
+        beside = [] if name == "libcuda.so.1" else [str(folder / "libcuda.so.1"), "-Wl,-rpath,$ORIGIN"]
+        own = ["-Icsrc", "-Itests/fake", f"-Wl,-soname,{name}", "-o", str(folder / name)]
+        run_checked([mode.compiler, *FLAGS, *WARNINGS, *mode.flags, *own, *files, *beside, "-ldl"])
+    return {name: folder / name for name in LIBRARIES}
+
+
+def program(builder: Builder, test: Path) -> Path:
+    made = [str(builder.compile(path)) for path in SHARED]
+    return builder.program(test, [*made, "-ldl"])
+
+
+def run_on_fakes(
+    test: Path, mode: Mode, folder: Path, limit_s: float = RUN_LIMIT_S
+) -> subprocess.CompletedProcess[str]:
+    fakes = libraries(mode)
+    command = [str(program(BUILDERS[mode.name], test)), *map(str, fakes.values()), str(folder)]
+    plain = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    options = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "TSAN_OPTIONS": "halt_on_error=1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env={**plain, **options})
+
+
+@pytest.mark.parametrize("mode", ["plain", "asan"])
+@pytest.mark.parametrize("test", TESTS, ids=lambda path: path.stem)
+def test_c_program_on_simulated_gpus_exits_with_zero(test: Path, mode: str, tmp_path: Path) -> None:
+    if mode == "asan" and os.environ.get("SW_TEST_LONG") != "1":
+        pytest.skip("long form only (SW_TEST_LONG=1)")
+    if shutil.which(BUILDERS[mode].mode.compiler) is None:
+        pytest.skip("no C compiler on this machine")
+    done = run_on_fakes(test, BUILDERS[mode].mode, tmp_path)
+    assert done.returncode == 0, f"{test.stem} ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-8000:]}"
+
+
+def test_python_sees_the_devices_of_a_driver_by_its_path() -> None:
+    if shutil.which(BUILDERS["plain"].mode.compiler) is None:
+        pytest.skip("no C compiler on this machine")
+    shown = _engine.cuda_devices(str(libraries(BUILDERS["plain"].mode)["libcuda.so.1"]))
+    assert shown["version"] == (13, 0)
+    assert shown["devices"][1] == {"name": "Simulated GPU 1", "capability": (9, 0), "multiprocessors": 4}
+    with pytest.raises(NotImplementedError, match="/no/libcuda.so.1 cannot be used"):
+        _engine.cuda_devices("/no/libcuda.so.1")
