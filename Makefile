@@ -20,13 +20,9 @@ KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))
 BUILD_INPUTS := $(CSRC) $(KERNEL_TEXT) setup.py pyproject.toml
 ENGINE := python/shardwright/_engine.abi3.so
 
-<<<<<<< HEAD
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-long test-torch asan tsan crash fuzz bench fmt wheel clean check-machine
-=======
-.PHONY: build demo test test-long test-torch asan tsan crash mutate-events bench fmt wheel clean check-machine
->>>>>>> gpu
+.PHONY: build demo test test-long test-torch asan tsan crash fuzz mutate-events bench fmt wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -84,7 +80,6 @@ crash: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py -k "checkpoint_crash and plain" $(PYTEST_ARGS)
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/ranks/test_checkpoint_survives_kill_at_any_moment.py $(PYTEST_ARGS)
 
-<<<<<<< HEAD
 # Manifests and safetensors headers of any bytes: libFuzzer where clang has it, else random changes of sound ones
 FUZZ := tests/csrc/test_checkpoint_fuzz.c $(wildcard csrc/checkpoint/*.c csrc/base/*.c csrc/platform/*.c) \
 	csrc/kernels/host/crc32c.c
@@ -97,11 +92,10 @@ fuzz:
 	@if clang $(FUZZ_FLAGS) -fsanitize=fuzzer -DSW_LIBFUZZER $(FUZZ) -o build/fuzz/run 2>build/fuzz/log; then \
 		build/fuzz/run -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -artifact_prefix=build/fuzz/ build/fuzz/corpus; \
 	else $(CC) $(FUZZ_FLAGS) $(FUZZ) -o build/fuzz/run && build/fuzz/run 2000000; fi
-=======
+
 # Each event wait and host wait of the GPU path deleted in turn: a test on the simulated GPUs must fail
 mutate-events: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_event_mutations.py $(PYTEST_ARGS)
->>>>>>> gpu
 
 bench: build
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done

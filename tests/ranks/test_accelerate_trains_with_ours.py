@@ -327,8 +327,6 @@ def test_what_cannot_be_is_a_sentence(rank, world_size):
         fresh(4)
     with pytest.raises(ValueError, match="compress was given more than once"):
         fresh(0, compress=sw.Int8(), kwargs_handlers=[CompressionHandler(compress=sw.Int8())])
-    with pytest.raises(NotImplementedError, match="zero must be 0 or 1"):
-        fresh(2, compress=sw.Int8())
     with pytest.raises(ValueError, match="partition must be"):
         fresh(1, partition="half")
     if world_size > 1:
