@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
+from ..compression_state import reshard_state
 from ..data_parallel import DistributedDataParallel
 from ..parameter_memory import memory_order
 from ..sharded_optimizer import ShardedOptimizer
@@ -21,6 +23,7 @@ from .slices import Sliced, is_dtensor, is_row_major, own_parameters, slice_of_d
 from .stored import Stored, stored_tensors
 from .writing import Training
 
+_logger = logging.getLogger("shardwright")
 _NAMES_SHOWN = 5
 _THREADS, _RUN_BLOCKS, _BLOCK_BYTES = 2, 16, 1 << 20
 
@@ -131,6 +134,8 @@ class Reader:
                 load_stateful(getattr(self.training, name), tree.decode(self._state[name], tensors), name)
         if self.folder.world_size == world_size:
             self._apply_own(rank, everything)
+        if everything:
+            self._apply_compressor(rank, world_size)
         return tree.decode(self._state["extra"], tensors)
 
     def _fill_model(self) -> None:
@@ -265,6 +270,27 @@ class Reader:
         if everything:
             load_stateful(self.training.dataloader, tree.decode(body["dataloader"], tensors), "dataloader")
             set_random_state(tree.decode(body["random"], tensors))
+
+
+    def _apply_compressor(self, rank: int, world_size: int) -> None:
+        """What a compressor remembers: this rank's own, or at another world size an equal share of what all ranks' owe."""
+        model = getattr(self.training.model, "_orig_mod", self.training.model)
+        state = getattr(model, "compression_state", None)
+        if state is None:
+            return
+        ranks = [rank] if self.folder.world_size == world_size else range(self.folder.world_size)
+        found = [self._compressor_of(each) for each in ranks]
+        known = [each for each in found if each is not None]
+        ours = {"kind": state.kind, "settings": state.settings()}
+        if len(known) < len(found) or any(each[key] != ours[key] for each in known for key in ours):
+            _logger.warning("%s holds no state of this compressor, %s: it begins with nothing owed", self.folder.path, ours)
+            return
+        state.load_state_dict(known[0] if len(known) == 1 == len(ranks) else reshard_state(known, rank, world_size))
+
+    def _compressor_of(self, rank: int) -> dict[str, Any] | None:
+        stem = f"ranks/{rank:05d}"
+        node = self._tree(f"{stem}.json").get("compressor") if f"{stem}.json" in self.folder.files else None
+        return None if node is None else tree.decode(node, self._load_all(stem))
 
 
 def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:

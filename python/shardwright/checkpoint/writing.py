@@ -216,6 +216,7 @@ class Writer:
         body = {
             "random": random_state(tensors),
             "dataloader": stateful_tree(training.dataloader, "dataloader", tensors),
+            "compressor": tree.encode(_compressor_state(training.model), "compressor", tensors),
             "buffers": {name: tree.encode(value, f"buffer.{name}", tensors) for name, value in divergent.items()},
         }
         content = Content([Group(stem, tensors, {"format": "pt"})])
@@ -268,6 +269,12 @@ class Writer:
         """Gives up what runs. wait() first."""
         self._held = None
         self._saver.close()
+
+
+def _compressor_state(model: Any) -> dict[str, Any] | None:
+    """What a compressor of `model` remembers on this rank; None if there is none."""
+    state = getattr(getattr(model, "_orig_mod", model), "compression_state", None)
+    return None if state is None else state.state_dict()
 
 
 def _add_rank0_content(
