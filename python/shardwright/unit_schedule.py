@@ -34,7 +34,7 @@ class Pin(enum.Enum):
     """Why a unit stays whole though nothing runs in it."""
 
     NONE = 0
-    #: a second backward may come, or one that no hook announces
+    #: a second backward may come, or one that no hook announces; or an output is a view of a parameter
     UNTIL_STEP = 1
     #: unshard()
     BY_USER = 2
@@ -79,6 +79,13 @@ class Unit:
         self._addresses = [each.data_ptr() for each in self.placeholders]
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in this unit's pages."""
+        if not self.whole or tensor.layout is not torch.strided:
+            return False
+        address = tensor.data_ptr()
+        return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
+
     def show(self, data: Sequence[torch.Tensor]) -> None:
         """Makes `data` what the parameters are."""
         for parameter, each in zip(self.parameters, data):
@@ -95,7 +102,7 @@ class Unit:
         written = [
             name
             for name, p, placeholder, address in zip(self.names, self.parameters, self.placeholders, self._addresses)
-            if p.data_ptr() != address or not bool(torch.isnan(placeholder.flatten()[:1]).all())
+            if p.data_ptr() != address or not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all())
         ]
         for scalars in self._scalars.values():
             scalars.fill_(float("nan"))
@@ -261,7 +268,8 @@ class UnitSchedule:
         failed = output is None and sys.exc_info()[0] is not None
         differentiable = not failed and torch.is_grad_enabled()
         hooked = differentiable and self._hook_outputs(unit, begin, end, output)
-        if differentiable and not hooked and any(p.requires_grad for p in unit.parameters):
+        unannounced = differentiable and not hooked and any(p.requires_grad for p in unit.parameters)
+        if unannounced or any(map(unit.holds, _hooks.find_tensors(output))):
             unit.pin = unit.pin if unit.pin is Pin.BY_USER else Pin.UNTIL_STEP
         self._note_order(unit)
         if not hooked or (unit.reshard_after_forward and unit is not self._turning):

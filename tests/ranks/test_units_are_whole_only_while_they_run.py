@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from harness import LONG, gather, on_every_rank, same_everywhere
-from models import Heads, Mlp
+from models import Heads
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
 from torch import nn
@@ -121,6 +121,25 @@ class Several(Blocks):
         return {**found, "last": self.last(hidden)}
 
 
+class Viewed(Blocks):
+    """Units whose output is a parameter, or a view of one."""
+
+    class Place(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(9, WIDTH) / 4)
+
+        def forward(self, rows):
+            return self.table[:rows] if rows else self.table
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.ModuleList(self.Place() for _ in range(2))
+
+    def run(self, x):
+        return super().run(x + self.places[0](6)) + self.places[1](0).sum(0)
+
+
 class Turned(Blocks):
     """Parameters whose memory is not row-major."""
 
@@ -130,7 +149,19 @@ class Turned(Blocks):
             block.wide.weight = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH).div(8).t())
 
 
-MODELS = [Blocks, Twice, Tied, Normed, Recomputed, RecomputedReentrant, RecomputedTogether, Adapted, Several, Turned]
+MODELS = [
+    Blocks,
+    Twice,
+    Tied,
+    Normed,
+    Recomputed,
+    RecomputedReentrant,
+    RecomputedTogether,
+    Adapted,
+    Several,
+    Viewed,
+    Turned,
+]
 #: what is gathered together: repeated blocks, all layers, layers inside of blocks, all at once
 CUTS = {"blocks": "auto", "layers": nn.Linear, "nested": (Block, nn.Linear), "whole": 1.0}
 
