@@ -28,6 +28,9 @@ typedef struct sw_wire {
                          void **work, sw_error *err);
     /* Until it has moved. SW_E_COMM when the connection is gone. */
     sw_status (*wait)(void *context, void *work, sw_error *err);
+    /* `memory`, from malloc, may still be written to by a message that was never waited for: it is
+     * the wire's from here on. */
+    void (*keep)(void *context, void *memory);
 } sw_wire;
 
 /* What a message is; with a number, its tag. */

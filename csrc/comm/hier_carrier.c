@@ -745,6 +745,16 @@ bool sw_carrier_stop(sw_carrier *carrier)
     return sw_carrier_has_ended(carrier);
 }
 
+/* Frees memory, unless a message may still come into it. */
+static void give_away(const sw_carrier *carrier, void *memory, bool may_be_written)
+{
+    const sw_wire *wire = carrier->bridge.wire;
+    if (memory && may_be_written && wire)
+        wire->keep(wire->context, memory);
+    else
+        free(memory);
+}
+
 void sw_carrier_destroy(sw_carrier *carrier)
 {
     if (!carrier)
@@ -754,17 +764,13 @@ void sw_carrier_destroy(sw_carrier *carrier)
         free(carrier->slots[i].arrived);
         free(carrier->slots[i].partial_out);
     }
-    /* What the wire may still write to stays for good: a host's last word, an operation cut off. */
-    bool has_wire = carrier->bridge.wire && carrier->thread_began;
-    for (int g = 0; !carrier->midway && carrier->heard && g < carrier->hier->map.host_count; ++g)
-        free(carrier->heard[g]);
-    if (!carrier->midway) {
-        free(carrier->memory);
-        free(carrier->heard);
-        free(carrier->beside);
-    }
-    if (!has_wire)
-        free(carrier->in);
+    bool midway = carrier->midway;
+    for (int g = 0; carrier->heard && g < carrier->hier->map.host_count; ++g)
+        give_away(carrier, carrier->heard[g], midway);
+    give_away(carrier, carrier->memory, midway);
+    give_away(carrier, carrier->beside, midway);
+    give_away(carrier, carrier->in, carrier->thread_began); /* a host's last word may still come */
+    free(carrier->heard);
     free(carrier->heard_capacity);
     free(carrier->frame_out);
     free(carrier->source);

@@ -21,13 +21,24 @@ static sw_status take_exception(sw_error *err)
     return SW_E_COMM;
 }
 
+/* context.method(*arguments); the arguments are given up. */
+static PyObject *call(void *context, const char *method, PyObject *arguments)
+{
+    PyObject *bound = arguments ? PyObject_GetAttrString(context, method) : NULL;
+    PyObject *result = bound ? PyObject_CallObject(bound, arguments) : NULL;
+    Py_XDECREF(bound);
+    Py_XDECREF(arguments);
+    return result;
+}
+
 static sw_status begin(void *context, const char *method, int rank, uint32_t tag, const void *data,
                        size_t size_bytes, void **work, sw_error *err)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *made =
-        PyObject_CallMethod(context, method, "iIKn", rank, (unsigned)tag,
-                            (unsigned long long)(uintptr_t)data, (Py_ssize_t)size_bytes);
+        call(context, method,
+             Py_BuildValue("(iIKn)", rank, (unsigned)tag, (unsigned long long)(uintptr_t)data,
+                           (Py_ssize_t)size_bytes));
     sw_status status = made ? SW_OK : take_exception(err);
     PyGILState_Release(gil);
     if (status == SW_OK)
@@ -50,12 +61,18 @@ static sw_status wire_receive(void *context, int rank, uint32_t tag, void *data,
 static sw_status wire_wait(void *context, void *work, sw_error *err)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *result = PyObject_CallMethod(context, "wait", "O", (PyObject *)work);
+    PyObject *result = call(context, "wait", Py_BuildValue("(O)", (PyObject *)work));
     sw_status status = result ? SW_OK : take_exception(err);
     Py_XDECREF(result);
     Py_DECREF((PyObject *)work);
     PyGILState_Release(gil);
     return status;
+}
+
+static void wire_keep(void *context, void *memory)
+{
+    (void)context; /* for good: nothing says when torch has let go */
+    (void)memory;
 }
 
 const sw_wire *sw_py_wire_new(PyObject *group)
@@ -67,7 +84,10 @@ const sw_wire *sw_py_wire_new(PyObject *group)
     }
     /* Neither is ever given back: a thread that torch does not let go may still use both. */
     Py_INCREF(group);
-    *made =
-        (sw_wire){.context = group, .send = wire_send, .receive = wire_receive, .wait = wire_wait};
+    *made = (sw_wire){.context = group,
+                      .send = wire_send,
+                      .receive = wire_receive,
+                      .wait = wire_wait,
+                      .keep = wire_keep};
     return made;
 }

@@ -159,7 +159,7 @@ class Arena:
 
 @final
 class HostComm:
-    """The ranks of one host, joined through shared memory. One issuing thread a rank."""
+    """The ranks of a group, joined through shared memory, and through a wire between hosts. One issuing thread a rank."""
 
     rank: int
     world_size: int
@@ -177,8 +177,22 @@ class HostComm:
         host: str = "",
         log: Callable[[str], None] | None = None,
     ) -> None: ...
-    def connect(self, addresses: Sequence[str], secret: bytes, hosts: Sequence[str]) -> None:
+    def probe(self, addresses: Sequence[str]) -> bytes:
+        """One byte a rank: 1 where it can be called from here, so that it may be on this host. Before connect()."""
+    def connect(
+        self,
+        addresses: Sequence[str],
+        secret: bytes,
+        hosts: Sequence[str],
+        *,
+        host_of: Sequence[int] | None = None,
+        pids: Sequence[int] | None = None,
+        wire: Any = None,
+    ) -> None:
         """Joins the peers at `addresses` (one a rank, own included). `secret`: 16 bytes, equal on all.
+
+        `host_of`: the host of each rank, numbered by their lowest rank (None: all on one). `wire` moves bytes between
+        them: send(rank, tag, address, nbytes), receive(...) and wait(what those returned); None where there is one host.
 
         Raises CommError naming the first peer that cannot be reached, CommTimeoutError at the deadline.
         """
