@@ -229,7 +229,7 @@ def damaged(arm: object, damage: Callable[[Path], None]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=20, help="of each library; 0: damage alone")
     parser.add_argument("--overwrite", nargs=2, metavar=("NAME", "PATH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -242,7 +242,8 @@ def main() -> None:
         if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
             print(f"| {name} | not installed here |" + " |" * (len(columns) - 1))
             continue
-        cells = [killed(name, options.kills), *(damaged(arm, damage) for damage in DAMAGE.values())]
+        after_kills = killed(name, options.kills) if options.kills else ""
+        cells = [after_kills, *(damaged(arm, damage) for damage in DAMAGE.values())]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
