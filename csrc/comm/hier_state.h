@@ -24,7 +24,7 @@ enum {
     SW_HIER_RING = 64,                /* operations that may be in flight */
     SW_HIER_CHUNK_BYTES = 64 * 1024,  /* of private memory, at a time */
     SW_HIER_BLOCK_BYTES = 256 * 1024, /* a message of partial sums: 2 ms at 1 Gbit/s */
-    SW_HIER_AHEAD = 3,                /* blocks sent before the first of them is folded */
+    SW_HIER_AHEAD = 6,                /* blocks sent before the first of them is folded */
     SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 1,
     SW_FRAME_INLINE_BYTES = 2048,
 };

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _serials = itertools.count()
 #: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
 _SLICED_CAP_BYTES = 8 << 20
+#: between hosts the wire is what takes time: it starts with the first bucket, and a message is smaller than this anyway
+_HOSTS_CAP_BYTES = 4 << 20
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
     "stepping, clipping or reading gradients"
@@ -79,9 +81,7 @@ class Replica:
         self.reducer = Reducer(
             group.comm,
             self.table.rows(),
-            bucket_cap_bytes=min(options.bucket_cap_bytes, _SLICED_CAP_BYTES)
-            if zero >= 2
-            else options.bucket_cap_bytes,
+            bucket_cap_bytes=_cap_bytes(options.bucket_cap_bytes, group, zero),
             transport=options.chosen_transport,
             reduce=options.reduce,
             sliced=zero >= 2,
@@ -395,6 +395,12 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _cap_bytes(asked: int, group: HostGroup, zero: int) -> int:
+    """Of a bucket. The bits of a gradient do not depend on it."""
+    limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * (group.host_count > 1)
+    return min(asked, *limits) if limits else asked
 
 
 def live_replicas() -> list[Replica]:
