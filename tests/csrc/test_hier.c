@@ -1,0 +1,311 @@
+/* test_hier.c - hosts with ranks as threads, and a wire that is a box of messages. Law of
+ * all_reduce: every rank ends with the fold inside each host, then over hosts, bit for bit, with
+ * many operations in flight. Law of a wire that breaks, or never answers: every rank gets an error,
+ * and all ends. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "comm/hier.h"
+#include "comm/local.h"
+#include "ranks.h"
+
+enum { BOX = 4096, IN_FLIGHT = 5 };
+
+typedef struct message {
+    int from, to;
+    uint32_t tag;
+    void *data; /* owned; NULL: none */
+    size_t size_bytes;
+} message;
+
+typedef struct pending_work {
+    struct pending_work *next; /* all of them, to be freed at the end: some are never waited for */
+    int from, to;
+    uint32_t tag;
+    void *data; /* NULL: a send, complete at once */
+    size_t size_bytes;
+} pending_work;
+
+typedef struct box {
+    pending_work *works; /* owned */
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    message messages[BOX];
+    void *kept[64];
+    int kept_count, sent;
+    int breaks_after; /* messages; 0: never */
+    bool broken, silent;
+} box;
+
+typedef struct wire_end { /* one a rank */
+    box *box;
+    int rank;
+} wire_end;
+
+/* Under the lock. */
+static pending_work *new_work(box *b)
+{
+    pending_work *made = calloc(1, sizeof *made);
+    made->next = b->works;
+    b->works = made;
+    return made;
+}
+
+static sw_status box_send(void *context, int rank, uint32_t tag, const void *data, size_t bytes,
+                          void **work, sw_error *err)
+{
+    wire_end *end = context;
+    box *b = end->box;
+    sw_status status = SW_OK;
+    pthread_mutex_lock(&b->lock);
+    b->broken |= b->breaks_after && ++b->sent > b->breaks_after;
+    if (b->broken) {
+        status = sw_error_set(err, SW_E_COMM, -1, "the wire broke");
+    } else {
+        int i = 0;
+        while (i < BOX && b->messages[i].data)
+            ++i;
+        check(i < BOX, "the box is full");
+        b->messages[i] = (message){
+            .from = end->rank, .to = rank, .tag = tag, .data = malloc(bytes), .size_bytes = bytes};
+        memcpy(b->messages[i].data, data, bytes);
+        *work = new_work(b);
+    }
+    pthread_cond_broadcast(&b->changed);
+    pthread_mutex_unlock(&b->lock);
+    return status;
+}
+
+static sw_status box_receive(void *context, int rank, uint32_t tag, void *data, size_t bytes,
+                             void **work, sw_error *err)
+{
+    wire_end *end = context;
+    (void)err; /* nothing moves before it is waited for */
+    pthread_mutex_lock(&end->box->lock);
+    pending_work *made = new_work(end->box);
+    made->from = rank;
+    made->to = end->rank;
+    made->tag = tag;
+    made->data = data;
+    made->size_bytes = bytes;
+    pthread_mutex_unlock(&end->box->lock);
+    *work = made;
+    return SW_OK;
+}
+
+static bool take(box *b, const pending_work *work)
+{
+    for (int i = 0; i < BOX; ++i) {
+        message *m = &b->messages[i];
+        if (!m->data || m->from != work->from || m->to != work->to || m->tag != work->tag)
+            continue;
+        check(m->size_bytes == work->size_bytes, "both sides of a message have one size");
+        memcpy(work->data, m->data, m->size_bytes);
+        free(m->data);
+        m->data = NULL;
+        return true;
+    }
+    return false;
+}
+
+static sw_status box_wait(void *context, void *argument, sw_error *err)
+{
+    box *b = ((wire_end *)context)->box;
+    pending_work *work = argument;
+    sw_status status = SW_OK;
+    pthread_mutex_lock(&b->lock);
+    while (work->data && status == SW_OK && (b->silent || !take(b, work))) {
+        if (b->broken)
+            status = sw_error_set(err, SW_E_COMM, -1, "the wire broke");
+        else
+            pthread_cond_wait(&b->changed, &b->lock);
+    }
+    pthread_mutex_unlock(&b->lock);
+    return status;
+}
+
+static void box_keep(void *context, void *memory)
+{
+    box *b = ((wire_end *)context)->box;
+    pthread_mutex_lock(&b->lock);
+    check(b->kept_count < 64, "few things outlive a communicator");
+    b->kept[b->kept_count++] = memory;
+    pthread_mutex_unlock(&b->lock);
+}
+
+typedef struct scene {
+    const int *host_of;
+    int host_count;
+    sw_local_group *hosts[RANKS_MAX];
+    box box;
+    sw_dtype dtype;
+    int64_t timeout_ns;
+} scene;
+
+static int size_of_host(const scene *s, int host, int world_size)
+{
+    int count = 0;
+    for (int r = 0; r < world_size; ++r)
+        count += s->host_of[r] == host;
+    return count;
+}
+
+static sw_comm *join(rank_context *self, scene *s, wire_end *end, sw_wire *wire)
+{
+    int host = s->host_of[self->rank], local = 0;
+    sw_identity identities[RANKS_MAX] = {{.pid = 0}};
+    sw_comm *inside, *comm = NULL;
+    for (int r = 0; r < self->rank; ++r)
+        local += s->host_of[r] == host;
+    *end = (wire_end){.box = &s->box, .rank = self->rank};
+    *wire = (sw_wire){.context = end,
+                      .send = box_send,
+                      .receive = box_receive,
+                      .wait = box_wait,
+                      .keep = box_keep};
+    if (!check(sw_local_comm_create(s->hosts[host], local, &inside, &self->err) == SW_OK, "inside"))
+        return NULL;
+    inside->timeout_ns = s->timeout_ns;
+    check(sw_hier_comm_create(inside, self->rank, self->world_size, s->host_of, identities,
+                              s->host_count > 1 ? wire : NULL, &comm, &self->err) == SW_OK,
+          "a communicator over hosts: %s", self->err.message);
+    return comm;
+}
+
+static float mean_over_hosts(const scene *s, int world_size, size_t i, int step)
+{
+    float total = 0;
+    for (int h = 0; h < s->host_count; ++h) {
+        float sum = 0;
+        bool first = true;
+        for (int r = 0; r < world_size; ++r) {
+            if (s->host_of[r] != h)
+                continue;
+            sum = first ? ranks_value(r, i, step) : sum + ranks_value(r, i, step);
+            first = false;
+        }
+        total = h == 0 ? sum : total + sum;
+    }
+    return total * (float)(1.0 / world_size);
+}
+
+static void folds_over_hosts(rank_context *self)
+{
+    static const size_t sizes[] = {32, 4096, 150016, 32, 700000};
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    sw_arena *arenas[IN_FLIGHT] = {NULL};
+    sw_op ops[IN_FLIGHT];
+    uint32_t tickets[IN_FLIGHT];
+    for (int i = 0; comm && i < IN_FLIGHT; ++i)
+        check(comm->ops->arena_create(comm, sizes[i] * sizeof(float), "an arena", &arenas[i],
+                                      &self->err) == SW_OK,
+              "an arena: %s", self->err.message);
+    for (int step = 0; comm && step < 3; ++step) {
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            float *data = (float *)(void *)arenas[i]->base[self->rank];
+            for (size_t k = 0; k < sizes[i]; ++k)
+                data[k] = ranks_value(self->rank, k, step + i);
+            ops[i] = (sw_op){.kind = SW_OP_ALL_REDUCE,
+                             .dtype = SW_DTYPE_FLOAT32,
+                             .redop = SW_REDOP_MEAN,
+                             .numel = sizes[i],
+                             .arena = arenas[i],
+                             .label = "a bucket"};
+            check(comm->ops->post(comm, &ops[i], &tickets[i], &self->err) == SW_OK, "post: %s",
+                  self->err.message);
+        }
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            check(comm->ops->wait(comm, tickets[i], &self->err) == SW_OK, "wait: %s",
+                  self->err.message);
+            const float *data = (const float *)(void *)arenas[i]->base[self->rank];
+            size_t wrong = 0;
+            for (size_t k = 0; k < sizes[i]; ++k)
+                wrong += data[k] != mean_over_hosts(s, self->world_size, k, step + i);
+            check(wrong == 0, "%zu of %zu elements are not the fold over hosts", wrong, sizes[i]);
+        }
+    }
+    ranks_meet(self);
+    for (int i = 0; comm && i < IN_FLIGHT; ++i)
+        comm->ops->arena_destroy(comm, arenas[i]);
+    ranks_meet(self);
+    if (comm)
+        comm->ops->destroy(comm);
+}
+
+static void meets_a_bad_wire(rank_context *self)
+{
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    float *data = calloc(100000, sizeof *data);
+    sw_op op = {.kind = SW_OP_ALL_REDUCE,
+                .dtype = SW_DTYPE_FLOAT32,
+                .redop = SW_REDOP_SUM,
+                .numel = 100000,
+                .data = data,
+                .label = "private"};
+    sw_status status = SW_OK;
+    for (int i = 0; comm && i < 50 && status == SW_OK; ++i)
+        status = comm->ops->run(comm, &op, &self->err);
+    check(status == SW_E_COMM || status == SW_E_TIMEOUT, "a bad wire is an error: %d", (int)status);
+    check(comm->ops->run(comm, &op, &self->err) == status, "and stays one");
+    ranks_meet(self);
+    pthread_mutex_lock(&s->box.lock); /* lets go who is inside a call, so that all ends */
+    s->box.broken = true;
+    pthread_cond_broadcast(&s->box.changed);
+    pthread_mutex_unlock(&s->box.lock);
+    comm->ops->destroy(comm);
+    ranks_meet(self);
+    free(data);
+}
+
+static void run(rank_body *body, const int *host_of, int world_size, int breaks_after, bool silent)
+{
+    scene s = {.host_of = host_of,
+               .timeout_ns = (silent ? INT64_C(300) : INT64_C(30000)) * 1000000,
+               .box = {.breaks_after = breaks_after, .silent = silent}};
+    sw_error err;
+    pthread_mutex_init(&s.box.lock, NULL);
+    pthread_cond_init(&s.box.changed, NULL);
+    for (int r = 0; r < world_size; ++r)
+        s.host_count = host_of[r] >= s.host_count ? host_of[r] + 1 : s.host_count;
+    for (int h = 0; h < s.host_count; ++h)
+        check(sw_local_group_create(size_of_host(&s, h, world_size), &s.hosts[h], &err) == SW_OK,
+              "a host");
+    ranks_run_bare(body, world_size, &s);
+    for (int h = 0; h < s.host_count; ++h)
+        sw_local_group_destroy(s.hosts[h]);
+    for (int i = 0; i < BOX; ++i)
+        free(s.box.messages[i].data);
+    for (int i = 0; i < s.box.kept_count; ++i)
+        free(s.box.kept[i]);
+    while (s.box.works) {
+        pending_work *next = s.box.works->next;
+        free(s.box.works);
+        s.box.works = next;
+    }
+    pthread_cond_destroy(&s.box.changed);
+    pthread_mutex_destroy(&s.box.lock);
+}
+
+int main(void)
+{
+    static const int even[] = {0, 0, 1, 1}, uneven[] = {0, 0, 0, 1, 1}, apart[] = {0, 1, 2},
+                     crosswise[] = {0, 1, 0}, one[] = {0, 0, 0};
+    run(folds_over_hosts, even, 4, 0, false);
+    run(folds_over_hosts, uneven, 5, 0, false);
+    run(folds_over_hosts, apart, 3, 0, false);
+    run(folds_over_hosts, crosswise, 3, 0, false);
+    run(folds_over_hosts, one, 3, 0, false);
+    for (int after = 1; after < 40; after += 3)
+        run(meets_a_bad_wire, uneven, 5, after, false);
+    run(meets_a_bad_wire, even, 4, 0, true);
+    return check_result();
+}
