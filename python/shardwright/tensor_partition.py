@@ -89,6 +89,9 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         """Owners get the gradients of their tensors from everybody's slices. Collective."""
         slices, self._gradient_slices = self._gradient_slices, {}
         memory, group = self._replica.parameters(), self._replica.group
+        for piece in map(self.slice_of, slices):
+            if piece is not None:
+                piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype)
         for chunk in self._chunks(sorted(slices)):
             mine = b"".join(slices[index].contiguous().view(torch.uint8).numpy().tobytes() for index in chunk)
             label = f"gradients of the tensors that ranks own, of {self._replica.label}"
@@ -98,15 +101,10 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
                     low, high = memory.run(index, rank)
                     size = (high - low) * slices[index].element_size()
                     piece = self.slice_of(index)
-                    if piece is not None and size:
-                        self._gather_into(piece, low, high, data[at : at + size])
+                    if piece is not None and piece.grad is not None and size:
+                        flat = piece.grad.as_strided((piece.numel(),), (1,))
+                        flat[low:high] = torch.frombuffer(bytearray(data[at : at + size]), dtype=piece.dtype)
                     at += size
-
-    def _gather_into(self, piece: torch.Tensor, low: int, high: int, data: bytes) -> None:
-        if piece.grad is None:
-            piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype)
-        flat = piece.grad.as_strided((piece.numel(),), (1,))
-        flat[low:high] = torch.frombuffer(bytearray(data), dtype=piece.dtype)
 
     def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
         chunk: list[int] = []
