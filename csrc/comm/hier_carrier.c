@@ -4,10 +4,9 @@
  * what the operation is (compared as ranks of one host compare it), what each rank says beside the
  * data, or that a host has ended and why. An all_reduce then goes through in blocks: partial sums
  * of block t + SW_HIER_AHEAD leave while those of block t arrive, and results of block t leave
- * while those of t - SW_HIER_AHEAD arrive, so that both directions of the wire stay busy, over the
- * end of an operation too. No message of an operation leaves before the frames of it agree, and no
- * carrier comes to the next before all that others need of this one has left: no two can wait for
- * one another crosswise.
+ * while those of t - SW_HIER_AHEAD arrive, so that both directions of the wire stay busy. Every
+ * wait is for the oldest thing under way, and no message of an operation leaves before the frames
+ * of it agree: no two carriers can wait for one another crosswise.
  *
  * The thread may wait for the wire for ever; deadlines are kept by those who wait for it. It leaves
  * what the wire may still write to, and never frees it. */
@@ -31,24 +30,6 @@ typedef struct slot { /* one block under way; arrays of host_count */
     sw_transfer *partial_out, *partial_in, *result_out, *result_in;
 } slot;
 
-typedef struct all_reduce {
-    const sw_hier_pending *pending;
-    sw_dtype partial_dtype;
-    size_t element_bytes, partial_bytes, slice, block_numel, block_count;
-    double scale;
-    uint32_t first; /* number of its first block */
-} all_reduce;
-
-/* The end of an all_reduce: all that others need of it has left, and its last results still arrive,
- * while the next operation begins. */
-typedef struct rest {
-    all_reduce work;
-    size_t block; /* the next to store */
-    uint32_t ticket;
-    bool is_left;
-    char what[160];
-} rest;
-
 struct sw_carrier {
     sw_hier *hier;
     sw_bridge bridge;
@@ -64,12 +45,18 @@ struct sw_carrier {
     uint8_t **heard;                                            /* owned: what each host says */
     size_t beside_capacity, *heard_capacity;
     slot slots[SW_HIER_SLOTS];
-    rest rest;
     uint8_t *memory; /* owned: of the slots */
     const void **source;
     void **destination;
     bool *contributes, *host_contributes;
 };
+
+typedef struct all_reduce {
+    const sw_hier_pending *pending;
+    sw_dtype partial_dtype;
+    size_t element_bytes, partial_bytes, slice, block_numel, block_count;
+    double scale;
+} all_reduce;
 
 /* Memory of operations is touched between these alone. */
 static sw_status touch_begin(sw_carrier *carrier, sw_error *err)
@@ -412,8 +399,8 @@ static sw_status begin_block(sw_carrier *carrier, const all_reduce *work, size_t
                              const char *what, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
-    slot *at = &carrier->slots[(work->first + block) % SW_HIER_SLOTS];
-    uint32_t number = work->first + (uint32_t)block;
+    slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    uint32_t number = carrier->blocks + (uint32_t)block;
     size_t begin, own = block_range(work, hier->host, block, &begin);
     FOR_OTHER_HOSTS(carrier, g)
     {
@@ -463,8 +450,8 @@ static sw_status fold_block(sw_carrier *carrier, const all_reduce *work, size_t 
                             const char *what, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
-    slot *at = &carrier->slots[(work->first + block) % SW_HIER_SLOTS];
-    uint32_t number = work->first + (uint32_t)block;
+    slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    uint32_t number = carrier->blocks + (uint32_t)block;
     size_t begin, numel = block_range(work, hier->host, block, &begin), unused;
     FOR_OTHER_HOSTS(carrier, g) /* what was sent makes room for the result that comes back */
     {
@@ -498,7 +485,7 @@ static sw_status store_block(sw_carrier *carrier, const all_reduce *work, size_t
                              const char *what, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
-    slot *at = &carrier->slots[(work->first + block) % SW_HIER_SLOTS];
+    slot *at = &carrier->slots[block % SW_HIER_SLOTS];
     size_t begin, run, run_numel;
     FOR_OTHER_HOSTS(carrier, g)
     {
@@ -541,31 +528,11 @@ static sw_status resolve(sw_carrier *carrier, all_reduce *work, bool *any, sw_er
     return SW_OK;
 }
 
-static void publish(sw_carrier *carrier, uint32_t ticket)
-{
-    sw_page *page = sw_hier_page(carrier->hier, 0);
-    atomic_store(&page->wired, ticket);
-    sw_futex_wake_all(&page->wired);
-}
-
-static sw_status store_rest(sw_carrier *carrier, sw_error *err)
-{
-    rest *last = &carrier->rest;
-    if (!last->is_left)
-        return SW_OK;
-    for (; last->block < last->work.block_count; ++last->block)
-        SW_TRY(store_block(carrier, &last->work, last->block, last->what, err));
-    last->is_left = false;
-    publish(carrier, last->ticket);
-    return SW_OK;
-}
-
 static sw_status run_all_reduce(sw_carrier *carrier, const sw_hier_pending *pending,
-                                uint32_t ticket, const char *what, sw_error *err)
+                                const char *what, sw_error *err)
 {
     const sw_op *op = &pending->op;
     all_reduce work = {.pending = pending,
-                       .first = carrier->blocks,
                        .partial_dtype = sw_partial_dtype(op->dtype),
                        .element_bytes = sw_dtype_size_bytes(op->dtype)};
     bool any;
@@ -576,23 +543,15 @@ static sw_status run_all_reduce(sw_carrier *carrier, const sw_hier_pending *pend
     SW_TRY(resolve(carrier, &work, &any, err));
     if (!any)
         return SW_OK;
-    for (size_t step = 0; step < work.block_count + SW_HIER_AHEAD; ++step) {
-        if (step == SW_HIER_AHEAD) /* the slots of the operation before are needed */
-            SW_TRY(store_rest(carrier, err));
+    for (size_t step = 0; step < work.block_count + 2 * SW_HIER_AHEAD; ++step) {
         if (step < work.block_count)
             SW_TRY(begin_block(carrier, &work, step, what, err));
-        if (step >= SW_HIER_AHEAD)
+        if (step >= SW_HIER_AHEAD && step - SW_HIER_AHEAD < work.block_count)
             SW_TRY(fold_block(carrier, &work, step - SW_HIER_AHEAD, what, err));
         if (step >= 2 * SW_HIER_AHEAD)
             SW_TRY(store_block(carrier, &work, step - 2 * SW_HIER_AHEAD, what, err));
     }
     carrier->blocks += (uint32_t)work.block_count;
-    carrier->rest =
-        (rest){.work = work,
-               .block = work.block_count > SW_HIER_AHEAD ? work.block_count - SW_HIER_AHEAD : 0,
-               .ticket = ticket,
-               .is_left = true};
-    snprintf(carrier->rest.what, sizeof carrier->rest.what, "%s", what);
     return SW_OK;
 }
 
@@ -630,25 +589,11 @@ static sw_status await_posts(sw_carrier *carrier, uint32_t ticket, sw_error *err
     }
 }
 
-/* Whether all ranks of this host have posted `ticket` already. */
-static bool is_posted(const sw_hier *hier, uint32_t ticket)
-{
-    for (int l = 0; l < hier->local_count; ++l)
-        if (!sw_ticket_reached(atomic_load(&sw_hier_page(hier, l)->posted), ticket))
-            return false;
-    return true;
-}
-
-/* The end of the operation before is put off only while this host has more to begin. Waiting for
- * the other hosts to come to this operation meanwhile is safe: they have all that they need for
- * that one, and no rank here waits for it alone. */
 static sw_status carry_next(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
     sw_hier *hier = carrier->hier;
+    sw_page *page = sw_hier_page(hier, 0);
     char what[160];
-    if (!is_posted(hier, ticket))
-        SW_TRY(store_rest(carrier, err));
-    carrier->midway = carrier->rest.is_left;
     SW_TRY(await_posts(carrier, ticket, err));
     /* The posting thread overwrites it only after `wired` has passed it. */
     const sw_hier_pending *pending = &hier->pending[ticket % SW_HIER_RING];
@@ -658,12 +603,11 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t ticket, sw_error *err)
              op->label);
     SW_TRY(exchange_frames(carrier, op, ticket, what, err));
     if (op->kind == SW_OP_ALL_REDUCE && op->numel > 0)
-        SW_TRY(run_all_reduce(carrier, pending, ticket, what, err));
+        SW_TRY(run_all_reduce(carrier, pending, what, err));
     SW_TRY(expect_frames(carrier, err));
-    if (carrier->rest.is_left && carrier->rest.ticket == ticket)
-        return SW_OK; /* published when its last results are stored */
-    SW_TRY(store_rest(carrier, err));
-    publish(carrier, ticket);
+    carrier->midway = false;
+    atomic_store(&page->wired, ticket);
+    sw_futex_wake_all(&page->wired);
     return SW_OK;
 }
 
