@@ -27,13 +27,19 @@ static void narrow_scaled_bfloat16(uint16_t *restrict wire, const float *restric
 static void narrow_scaled_float16(uint16_t *restrict wire, const float *restrict source,
                                   size_t numel, float scale)
 {
-    float scaled[HALF_BLOCK_NUMEL];
-    for (size_t start = 0; start < numel; start += HALF_BLOCK_NUMEL) {
-        size_t count = numel - start < HALF_BLOCK_NUMEL ? numel - start : HALF_BLOCK_NUMEL;
-        for (size_t i = 0; i < count; ++i)
-            scaled[i] = source[start + i] * scale;
-        narrow_float16(wire + start, scaled, count);
+    size_t i = 0;
+#if defined(KERNEL_F16C)
+    const __m256 canonical = _mm256_set1_ps(float_from_bits(0x7fc00000u));
+    const __m256 factor = _mm256_set1_ps(scale);
+    for (; i + 8 <= numel; i += 8) {
+        __m256 wide = _mm256_mul_ps(_mm256_loadu_ps(source + i), factor);
+        wide = _mm256_blendv_ps(wide, canonical, _mm256_cmp_ps(wide, wide, _CMP_UNORD_Q));
+        _mm_storeu_si128((__m128i *)(wire + i),
+                         _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
+#endif
+    for (; i < numel; ++i)
+        wire[i] = float16_narrow(source[i] * scale);
 }
 
 static void half_narrow(uint16_t *wire, const float *source, size_t numel, float scale,
@@ -57,11 +63,17 @@ static void widen(float *out, const uint16_t *wire, size_t count, sw_dtype dtype
 static void half_widen(float *out, const uint16_t *wire, size_t numel, sw_dtype dtype)
 {
     float wide[HALF_BLOCK_NUMEL];
+    size_t done = 0;
     if (!stream_pays(out, numel * sizeof *out)) {
         widen(out, wire, numel, dtype);
         return;
     }
-    for (size_t start = 0; start < numel; start += HALF_BLOCK_NUMEL) {
+#if defined(KERNEL_F16C)
+    for (; dtype == SW_DTYPE_FLOAT16 && done + 8 <= numel; done += 8)
+        _mm256_stream_ps(out + done,
+                         _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(wire + done))));
+#endif
+    for (size_t start = done; start < numel; start += HALF_BLOCK_NUMEL) {
         size_t count = numel - start < HALF_BLOCK_NUMEL ? numel - start : HALF_BLOCK_NUMEL;
         widen(wide, wire + start, count, dtype);
         stream_floats(out + start, wide, count);

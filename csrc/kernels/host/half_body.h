@@ -91,7 +91,7 @@ static void widen_float16(float *restrict out, const uint16_t *restrict in, size
         out[i] = float16_widen(in[i]);
 }
 
-static void narrow_float16(uint16_t *restrict out, const float *restrict in, size_t count)
+static inline void narrow_float16(uint16_t *restrict out, const float *restrict in, size_t count)
 {
     size_t i = 0;
 #if defined(KERNEL_F16C)
