@@ -159,16 +159,11 @@ def headroom(
 def resolve_auto(wrapped: DistributedDataParallel) -> Compressor | None:
     """What compress="auto" means for this model; said in one line on rank 0."""
     group = wrapped._engine().group
-    reason = "whose memory is faster than any codec"
+    why = f"all {group.world_size} ranks share one host, whose memory is faster than any codec"
     if group.host_count > 1:
-        reason = "and what pays between them depends on the step: ask sw.headroom, and pass what it recommends"
+        why = f"what pays between {group.host_count} hosts depends on the step: pass what sw.headroom recommends"
     if group.rank == 0:
-        _logger.info(
-            "compress='auto': none, because the %d ranks are on %d host(s), %s",
-            group.world_size,
-            group.host_count,
-            reason,
-        )
+        _logger.info("compress='auto': none, because %s", why)
     return None
 
 
