@@ -640,6 +640,82 @@ static void tails_outlive_their_round(rank_context *self)
     end_reducer(self, reducer);
 }
 
+/* Peers of a rank whose backward failed are told while it does nothing more, if they come in time;
+ * else the round stays open until it is abandoned for good. */
+static void a_failed_backward_is_told_in_time(rank_context *self)
+{
+    const subject *given = self->shared;
+    bool pool = given->transport == SW_TRANSPORT_POOL, fails = self->rank == self->world_size - 1;
+    sw_reducer *reducer = make_reducer(self);
+    round_plan plan = everyone_uses_all(self->world_size);
+    for (int step = 0; step < 6; ++step) {
+        bool failing = step == 1 || step == 3, late = step == 3;
+        put_all(self, reducer, &plan, step);
+        if (!open_round(self, reducer, step))
+            break;
+        if (!failing) {
+            mark_used(self, reducer, &plan, step);
+            check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
+            check_gradients(self, reducer, &plan, step, "clean");
+        } else if (fails) {
+            mark(self, reducer, LAST, step);
+            int64_t budget_ns = late ? 0 : INT64_C(20000000000);
+            check(sw_reducer_try_abandon(reducer, budget_ns, &self->err) == SW_OK, "%s",
+                  self->err.message);
+            check((sw_reducer_state(reducer) == SW_ROUND_CLOSED) == (pool && !late),
+                  "step %d: whether the round is over", step);
+            if (late)
+                ranks_meet(self);
+            check(sw_reducer_abandon(reducer, &self->err) == SW_OK, "%s", self->err.message);
+        } else {
+            if (late)
+                ranks_meet(self); /* until the other has given up waiting */
+            mark_used(self, reducer, &plan, step);
+            check(sw_reducer_finish(reducer, &self->err) == SW_E_MISMATCH &&
+                      strstr(self->err.message, "left a backward unfinished"),
+                  "rank %d: %s", self->rank, self->err.message);
+        }
+        ranks_meet(self);
+    }
+    end_reducer(self, reducer);
+}
+
+/* A model that is dropped with buckets posted takes its part of them along: peers are told. */
+static void what_is_dropped_in_the_middle_is_named(rank_context *self)
+{
+    const subject *given = self->shared;
+    if (given->transport != SW_TRANSPORT_POOL)
+        return; /* nothing is posted before the end */
+    sw_reducer *reducer = make_reducer(self);
+    sw_gradient_memory *memory = NULL;
+    round_plan plan = everyone_uses_all(self->world_size);
+    for (int step = 0; step < 2; ++step) {
+        put_all(self, reducer, &plan, step);
+        if (!open_round(self, reducer, step))
+            break;
+        if (step == 0) {
+            mark_used(self, reducer, &plan, step);
+            check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
+        } else if (self->rank == 1) {
+            mark(self, reducer, MIDDLE, step);
+            mark(self, reducer, LAST, step);
+            check(sw_reducer_is_sent(reducer, LAST), "bucket 0 has left");
+            memory = sw_reducer_take_memory(reducer);
+            sw_reducer_destroy(reducer);
+        } else {
+            mark_used(self, reducer, &plan, step);
+            check(sw_reducer_finish(reducer, &self->err) == SW_E_COMM &&
+                      strstr(self->err.message, "was dropped in the middle of a backward"),
+                  "rank %d: %s", self->rank, self->err.message);
+        }
+    }
+    ranks_meet(self);
+    if (self->rank == 1)
+        sw_gradient_memory_destroy(memory);
+    else
+        sw_reducer_destroy(reducer);
+}
+
 int main(void)
 {
     static rank_body *const laws[] = {
@@ -655,6 +731,8 @@ int main(void)
         tails_outlive_their_round,
         what_was_sent_is_folded_everywhere,
         two_gradients_in_the_first_round_pin,
+        a_failed_backward_is_told_in_time,
+        what_is_dropped_in_the_middle_is_named,
     };
     static const int worlds[] = {2, 3, 5};
     make_params();
