@@ -4,6 +4,7 @@ and max_file_bytes alone: not on the world size, bucket caps, wrapper or snapsho
 import json
 import os
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ def manifest_entries(folder):
 
 
 def wrapped_by_torch(model):
-    # Without its broadcasts, which refuse int16 over gloo.
-    return torch.nn.parallel.DistributedDataParallel(model, init_sync=False, broadcast_buffers=False)
+    # Without its broadcasts, which refuse int16 over gloo; torch 2.4 has no init_sync.
+    with mock.patch("torch.nn.parallel.distributed._sync_module_states"):
+        return torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
 
 
 def trained():

@@ -13,7 +13,7 @@ from checkpoint_subjects import EveryKind, Small, assert_same_state, build, stat
 from harness import gather, on_every_rank
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
-from test_checkpoint_bytes_do_not_depend_on_the_stage import fully_sharded
+from test_checkpoint_bytes_do_not_depend_on_the_stage import fully_sharded, needs_fsdp2_on_cpus
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -45,7 +45,12 @@ def whole(model, optimizer):
     return gather({name: tensor.clone() for name, tensor in found.items()})[0]
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp2"])
+both_kinds_of_state = pytest.mark.parametrize(
+    "sharded", [False, pytest.param(True, marks=needs_fsdp2_on_cpus)], ids=["plain", "fsdp2"]
+)
+
+
+@both_kinds_of_state
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
 @on_every_rank(deadline_s=90)
 def test_what_dcp_saves_is_our_checkpoint(rank, world_size, sharded, asynchronous):
@@ -87,7 +92,7 @@ def test_what_dcp_saves_is_our_checkpoint(rank, world_size, sharded, asynchronou
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp2"])
+@both_kinds_of_state
 @on_every_rank()
 def test_dcp_reads_what_we_wrote(rank, world_size, sharded):
     folder = shared_folder(rank) + "/a"

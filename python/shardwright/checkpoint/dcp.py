@@ -13,7 +13,7 @@ import io
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,22 @@ from .stored import Stored, stored_tensors
 _BLOCK_BYTES = 1 << 20
 #: (file, offset, bytes, checksum) of a part of one block
 Part = tuple[str, int, int, int]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return int(local.untyped_storage().data_ptr())
+
+
+def _each_tensor(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """`value` with its tensors replaced; the same dicts, lists and tuples around them."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _each_tensor(item, function) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_each_tensor(item, function) for item in value)
+    return value
 
 
 class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
@@ -95,6 +111,16 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         self._step = step
         self._max_file_bytes = max_file_bytes
         self._layout: _Layout | None = None
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of `state_dict` in memory of its own: before torch 2.5 tensors on the CPU would be the caller's still."""
+        live: set[int] = set()
+        _each_tensor(state_dict, lambda tensor: live.add(_storage_of(tensor)))
+        with torch.no_grad():
+            staged: dict[str, Any] = _each_tensor(
+                super().stage(state_dict), lambda tensor: tensor.clone() if _storage_of(tensor) in live else tensor
+            )
+        return staged
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
