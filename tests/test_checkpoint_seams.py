@@ -321,3 +321,70 @@ def test_what_a_tree_cannot_hold_is_named_and_what_it_can_comes_back() -> None:
     for text in ('{"$call":1}', '{"$dtype":"load"}', '{"$tensor":"none"}'):
         with pytest.raises(sw.CheckpointError):
             tree.decode(json.loads(text), {})
+
+
+def test_names_that_would_meet_and_keys_of_any_kind_come_back_as_they_were(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    extra = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2), "n": {1: torch.ones(3), "1": torch.zeros(3)}}
+    sw.save(tmp_path / "a", model, extra=extra)
+    back = sw.load(tmp_path / "a", model)
+    assert torch.equal(back["a"]["b"], torch.ones(2)) and torch.equal(back["a.b"], torch.zeros(2))
+    assert torch.equal(back["n"][1], torch.ones(3)) and torch.equal(back["n"]["1"], torch.zeros(3))
+    user = {1: "one", "$tensor": 5, "plain": 6}
+    with sw.Checkpointer(tmp_path / "b", model, user_state=user) as checkpoints:
+        checkpoints.save(0)
+        checkpoints.wait()
+        user.update({1: None, "$tensor": None, "plain": None})
+        checkpoints.restore()
+    assert user == {1: "one", "$tensor": 5, "plain": 6}
+
+
+class CountingFolder:
+    """A CheckpointFolder that notes which blocks are read."""
+
+    def __init__(self, folder: sw.checkpoint.reading.CheckpointFolder) -> None:
+        self._folder, self.blocks = folder, []
+        self._first, count = {}, 0
+        for path, nbytes in folder.files.items():
+            self._first[path] = count
+            count += -(-nbytes // (1 << 20))
+
+    def verify(self, first: int, end: int) -> None:
+        self.blocks += range(first, end)
+        self._folder.verify(first, end)
+
+    def read(self, path: str, ranges: list[tuple[int, int, int]]) -> None:
+        found = {b for begin, n, _ in ranges for b in range(begin >> 20, ((begin + n - 1) >> 20) + 1)}
+        self.blocks += [self._first[path] + block for block in found]
+        self._folder.read(path, ranges)
+
+
+def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed(tmp_path: Path) -> None:
+    from shardwright.checkpoint.reading import Reader
+    from shardwright.checkpoint.writing import Training
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(1500, 1500)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = build()
+    model(torch.ones(1, 1500)).sum().backward()
+    optimizer.step()
+    sw.save(tmp_path / "a", model, optimizer)
+    fresh, fresh_optimizer = build()
+    reader = Reader(str(tmp_path / "a"), Training(fresh, fresh_optimizer), 0, 1)
+    reader._filler._folder = counting = CountingFolder(reader.folder)
+    before = fresh.weight.detach().clone()
+    reader.verify_share(0, 1)
+    assert sorted(counting.blocks) == list(range(reader.folder.block_count))  # every block once
+    assert torch.equal(fresh.weight, before) and not fresh_optimizer.state
+    counting.blocks.clear()
+    reader.apply(0, 1, everything=False)
+    files = reader.folder.files
+    assert len(counting.blocks) <= sum(
+        -(-n // (1 << 20)) for path, n in files.items() if not path.startswith("optimizer-")
+    )
+    for ours, theirs in zip(fresh.parameters(), model.parameters()):
+        assert torch.equal(ours, theirs)
+        for key, value in fresh_optimizer.state[ours].items():
+            assert torch.equal(value, optimizer.state[theirs][key])

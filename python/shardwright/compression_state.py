@@ -40,6 +40,7 @@ class CompressionState:
         self._skipped = False
         self._entries: dict[str, dict[str, torch.Tensor]] = {}
         self._loaded: dict[str, dict[str, torch.Tensor]] | None = None
+        self._loaded_without: frozenset[str] = frozenset()
         if named_parameters is not None:
             self.set_names(named_parameters)
 
@@ -88,6 +89,8 @@ class CompressionState:
         if self._loaded is None:
             return None
         given = self._loaded.pop(name, None)
+        if given is None and name in self._loaded_without:
+            return None
         if given is None:
             raise Error(
                 f"{self.kind}: the state that was loaded is another model's: it has nothing for parameter {name!r} "
@@ -136,6 +139,7 @@ class CompressionState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; tensors are copies. Every rank saves its own."""
         entries = {**(self._loaded or {}), **self._entries}
+        known = {str(name) for name in self._names.values()} | self._loaded_without
         return {
             "kind": self.kind,
             "settings": self.settings(),
@@ -143,6 +147,7 @@ class CompressionState:
             "rank": self.exchange.rank,
             "world_size": self.exchange.world_size,
             "parameters": {name: {key: t.clone() for key, t in entry.items()} for name, entry in entries.items()},
+            "without": sorted(known - entries.keys()),  # no bucket has had them so far
         }
 
     def scale_errors(self, factor: float) -> None:
@@ -181,7 +186,12 @@ class CompressionState:
         self._entries = {}
         self._loaded = {
             name: {key: tensor.clone() for key, tensor in entry.items()} for name, entry in state["parameters"].items()
-        }
+        } or None
+        self._loaded_without = frozenset(state.get("without", ()))
+
+    def forget(self) -> None:
+        """Begins anew, with nothing owed."""
+        self.iter, self._entries, self._loaded, self._loaded_without = 0, {}, None, frozenset()
 
 
 def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:

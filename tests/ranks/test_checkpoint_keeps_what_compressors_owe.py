@@ -79,3 +79,64 @@ def test_one_rank_alone_takes_over_what_all_owed(rank, world_size):
             mean = torch.stack([each[name].double() for each in owed]).mean(0).float()
             assert torch.equal(entry["error"], mean), name
     gather(None)
+
+
+class Branches(torch.nn.Module):
+    """Whose second layer is used on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.deep = torch.nn.Linear(24, 24), torch.nn.Linear(24, 24), False
+
+    def forward(self, x):
+        x = self.first(x)
+        return (self.second(x) if self.deep else x).square().mean()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("name", COMPRESSORS)
+@on_every_rank()
+def test_a_parameter_that_nobody_used_yet_begins_with_nothing_owed(rank, world_size, name, zero, steps):
+    folder = shared_folder(rank)
+
+    def make():
+        model = build(Branches, 0)
+        return sw.wrap(*model, compress=COMPRESSORS[name], zero=zero, find_unused_parameters=True)
+
+    def go_on(model, optimizer, count):
+        for step in range(count):
+            optimizer.zero_grad()
+            model(batch(rank, 5, 24, step=step)).backward()
+            optimizer.step()
+
+    model, optimizer = make()
+    go_on(model, optimizer, steps)
+    with sw.Checkpointer(folder, model, optimizer) as checkpoints:
+        checkpoints.save(0)
+    model.module.deep = True
+    go_on(model, optimizer, 3)
+    again, other = make()
+    with sw.Checkpointer(folder, again, other) as checkpoints:
+        assert checkpoints.restore() == 1
+    again.module.deep = True
+    go_on(again, other, 3)
+    for ours, theirs in zip(again.parameters(), model.parameters()):
+        assert torch.equal(ours, theirs)
+    gather(None)
+
+
+@on_every_rank()
+def test_a_restore_without_a_compressors_state_forgets_what_was_owed(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = sw.wrap(*build(Small))
+    with sw.Checkpointer(folder, model, optimizer) as checkpoints:
+        checkpoints.save(0)
+    model, optimizer, checkpoints = training(folder, 1, COMPRESSORS["int4"], 0)
+    with checkpoints:
+        for step in range(2):
+            model(batch(rank, 5, 24, step=step)).backward()
+        assert model.compression_state.state_dict()["parameters"]
+        assert checkpoints.restore() == 1
+        assert not model.compression_state.state_dict()["parameters"]
+    gather(None)

@@ -150,3 +150,16 @@ def test_damage_and_what_cannot_be_stored_are_named_on_every_rank(rank, world_si
     ):
         dcp.load(state_dict(other, other_optimizer), storage_reader=sw.checkpoint.StorageReader(folder))
     assert_same_state(state_of(other, other_optimizer), before)
+
+
+@on_every_rank()
+def test_a_tensor_of_another_dtype_is_cast_as_torch_does(rank, world_size):
+    folder = shared_folder(rank) + "/a"
+    model, _ = trained()
+    sw.save(folder, model)
+    bare = {name: value.detach().clone() for name, value in getattr(model, "module", model).state_dict().items()}
+    for dtype in (torch.bfloat16, torch.float64, torch.complex64):
+        found = {"model": {name: torch.zeros_like(value, dtype=dtype) for name, value in bare.items()}}
+        dcp.load(found, storage_reader=sw.checkpoint.StorageReader(folder))
+        for name, value in found["model"].items():
+            assert torch.equal(value, bare[name].to(dtype)), name

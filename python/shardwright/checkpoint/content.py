@@ -180,13 +180,19 @@ def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:
 def _encode_state(value: Any, key: str, parameter: str, tensors: dict[str, Any]) -> Any:
     """As tree.encode(), with the parameter's name at the end: exp_avg.layer.weight."""
     if isinstance(value, Sliced):
-        tensors[f"{key}.{parameter}"] = value
+        _add(f"{key}.{parameter}", value, tensors)
         return {"$tensor": f"{key}.{parameter}"}
     inner: dict[str, torch.Tensor] = {}
     node = tree.encode(value, key, inner)
     for name, tensor in inner.items():
-        tensors[f"{name}.{parameter}"] = tensor
+        _add(f"{name}.{parameter}", tensor, tensors)
     return _with_suffix(node, f".{parameter}") if inner else node
+
+
+def _add(name: str, tensor: Any, tensors: dict[str, Any]) -> None:
+    if name in tensors:
+        raise CheckpointError(f"two entries of the optimizer's state would be called '{name}': not savable")
+    tensors[name] = tensor
 
 
 def _with_suffix(node: Any, suffix: str) -> Any:
@@ -252,12 +258,13 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     if isinstance(value, (list, tuple)):
         return [stateful_tree(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        return {
-            str(key): stateful_tree(item, f"{name}.{key}", tensors)
+        nodes = {
+            key: stateful_tree(item, f"{name}.{key}", tensors)
             if hasattr(item, "state_dict")
             else tree.encode(item, f"{name}.{key}", tensors)
             for key, item in value.items()
         }
+        return tree.mapping(nodes, name, tensors)
     raise CheckpointError(
         f"{name} is a {type(value).__name__}: it needs state_dict() and load_state_dict(), or to be a dict of plain values"
     )

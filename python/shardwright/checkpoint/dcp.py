@@ -282,14 +282,21 @@ class StorageReader(TorchStorageReader):
                 planner.load_bytes(item, data)
                 continue
             stored, target = self._tensors[name], planner.resolve_tensor(item).detach()
-            memory = plain(target)
+            of_stored_dtype = target
+            if target.dtype != stored.torch_dtype:  # torch casts
+                of_stored_dtype = torch.empty(target.shape, dtype=stored.torch_dtype)
+            memory = plain(of_stored_dtype)
             at, reads = memory.data_ptr(), []
             for begin, nbytes in _stored_ranges(stored, item.storage_offsets, item.lengths):
                 reads.append((stored.begin + begin, nbytes, at))
                 at += nbytes
+            if at != memory.data_ptr() + memory.nbytes:
+                raise CheckpointError(
+                    f"'{name}': the plan reads {at - memory.data_ptr()} bytes into a tensor of {memory.nbytes}"
+                )
             folder.read(stored.path, reads)
             if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
-                target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
+                target.copy_(torch.view_as_complex(memory) if of_stored_dtype.is_complex() else memory)
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,25 +16,42 @@ from ..parameter_memory import memory_order
 from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import load_stateful, parameter_names, set_random_state
-from .names import dtype_name, model_tensors, plain, stored_shape
+from .filling import Filler
+from .names import dtype_name, model_tensors, stored_shape
 from .peers import Peers, has_passing_parameters, whole_parameters
-from .slices import Sliced, is_dtensor, is_row_major, own_parameters, slice_of_dtensor
+from .slices import Sliced, is_dtensor, is_row_major, own_parameters
 from .stored import Stored, stored_tensors
 from .writing import Training
 
 _logger = logging.getLogger("shardwright")
 _NAMES_SHOWN = 5
-_THREADS, _RUN_BLOCKS, _BLOCK_BYTES = 2, 16, 1 << 20
 
 
 class Mismatch(CheckpointError):
     """The checkpoint is sound, and of another model or optimizer."""
 
 
+@dataclasses.dataclass
+class _Targets:
+    """Where an optimizer's tensors are read to, by their names in the folder."""
+
+    new: dict[str, Any]  # Tensor, or Sliced: nobody's yet
+    live: dict[str, torch.Tensor]  # of the state that is there
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {n: t.live[0] if isinstance(t, Sliced) else t for n, t in {**self.new, **self.live}.items()}
+
+
 class Reader:
     """One checkpoint, read by one of several ranks.
 
     Making it reads what is small and compares it with the training; nothing is changed.
+
+    Parameters
+    ----------
+    path : str
+    training : Training
+    rank, world_size : int
 
     Raises
     ------
@@ -45,14 +61,15 @@ class Reader:
         It is, but of something else.
     """
 
-    def __init__(self, path: str, training: Training) -> None:
+    def __init__(self, path: str, training: Training, rank: int, world_size: int) -> None:
         self.folder = CheckpointFolder(path)
         self.training = training
+        self._filler = Filler(self.folder, rank, world_size)
         self._found = model_tensors(training.model)
         self._state = self._tree("state.json")
-        self._reads: list[tuple[Stored, torch.Tensor]] = []
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
+        self._optimizer_targets: _Targets | None = None
 
     # what is there ----------------------------------------------------------------------------------------------------
 
@@ -110,12 +127,13 @@ class Reader:
     # agreement --------------------------------------------------------------------------------------------------------
 
     def verify_share(self, rank: int, world_size: int) -> None:
-        """Checks this rank's share of all blocks of the folder."""
+        """Checks this rank's share of all blocks. What is read into memory of its own is read now, and not once more."""
+        if self._optimizer is not None:
+            with torch.no_grad():
+                self._optimizer_targets = self._make_targets(self._optimizer)
+                self._fill_optimizer(self._optimizer, self._optimizer_targets.new)
         count = self.folder.block_count
-        first, end = count * rank // world_size, count * (rank + 1) // world_size
-        runs = [(at, min(at + _RUN_BLOCKS, end)) for at in range(first, end, _RUN_BLOCKS)]
-        with ThreadPoolExecutor(_THREADS) as pool:  # one waits for the disk while another sums up
-            list(pool.map(lambda run: self.folder.verify(*run), runs))
+        self._filler.verify(count * rank // world_size, count * (rank + 1) // world_size)
 
     # into the training ------------------------------------------------------------------------------------------------
 
@@ -144,50 +162,74 @@ class Reader:
             in_slices = isinstance(model, DistributedDataParallel) and model._engine().zero
             if not in_slices or has_passing_parameters(model):
                 with whole_parameters(model, writable=True):
-                    self._fill(self._model_reads)
+                    self._filler.fill(self._model_reads)
                 return
             with own_parameters(model) as slices:
-                self._fill((stored, slices.get(id(target), target)) for stored, target in self._model_reads)
-
-    def _fill(self, reads: Iterable[tuple[Stored, Any]]) -> None:
-        """Reads into tensors, or the slices that are held of them."""
-        by_file: dict[str, list[tuple[int, int, int]]] = {}
-        landed = []
-        for stored, target in reads:
-            if not stored.nbytes:
-                continue
-            if isinstance(target, Sliced) or is_dtensor(target):
-                sliced = target if isinstance(target, Sliced) else slice_of_dtensor(target)
-                ranges = sliced.ranges()
-                landed.append(functools.partial(_land_slice, sliced))
-            else:
-                memory = plain(target)
-                ranges = [(0, stored.nbytes, memory.data_ptr())]
-                landed.append(functools.partial(_land, target, memory))
-            by_file.setdefault(stored.path, []).extend((stored.begin + b, n, address) for b, n, address in ranges)
-        runs = [(path, run) for path, entries in by_file.items() for run in _runs(sorted(entries))]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda each: self.folder.read(*each), runs))
-        for land in landed:
-            land()
+                self._filler.fill((stored, slices.get(id(target), target)) for stored, target in self._model_reads)
 
     def _load_all(self, prefix: str) -> dict[str, torch.Tensor]:
         """New tensors with the values of files `prefix`*.safetensors."""
         stored, _ = stored_tensors(self.folder, prefix)
         tensors = {name: entry.empty() for name, entry in stored.items()}
-        self._fill((entry, tensors[name]) for name, entry in stored.items())
+        self._filler.fill((entry, tensors[name]) for name, entry in stored.items())
         return tensors
 
-    def _apply_optimizer(self, body: Mapping[str, Any]) -> None:
+    def _by_name(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
+        """Name -> (parameter, its group), of all the optimizer's parameters."""
         optimizer = self.training.optimizer
         names = parameter_names(optimizer, self._found)
-        by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+        return {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+
+    def _make_targets(self, body: Mapping[str, Any]) -> _Targets:
+        """Where the optimizer's tensors are read to."""
+        if isinstance(self.training.optimizer, ShardedOptimizer):
+            return self._sliced_targets(body, self.training.optimizer)
+        targets = _Targets({name: entry.empty() for name, entry in body["stored"].items()}, {})
+        live_state, by_name = self.training.optimizer.state, self._by_name()
+        for parameter_name, values in body["state"].items():
+            parameter, _ = by_name[parameter_name]
+            for key, node in values.items():
+                live = live_state[parameter].get(key) if parameter in live_state else None
+                name = node.get("$tensor") if isinstance(node, dict) else None
+                if name and isinstance(live, torch.Tensor) and _fits(body["stored"][name], live):
+                    targets.new.pop(name, None)
+                    targets.live[name] = live
+                elif name and is_dtensor(parameter) and is_state_slice(key, body["stored"][name], parameter):
+                    targets.new[name] = torch.empty_like(parameter, dtype=body["stored"][name].torch_dtype)
+        return targets
+
+    def _sliced_targets(self, body: Mapping[str, Any], optimizer: ShardedOptimizer) -> _Targets:
+        """This rank's slices, and whole what is no slice."""
+        by_name = self._by_name()
+        slices: dict[str, Any] = {}
+        held = {n: v for n, v in body["state"].items() if optimizer.held_run(by_name[n][0]) is not None}
+        for parameter_name, values in held.items():
+            parameter, _ = by_name[parameter_name]
+            low, high = optimizer.held_run(parameter) or (0, 0)
+            for key, node in values.items():
+                name = node.get("$tensor") if isinstance(node, dict) else None
+                stored = body["stored"].get(name)
+                if stored is not None and is_state_slice(key, stored, parameter) and is_row_major(parameter):
+                    memory = torch.empty(high - low, dtype=stored.torch_dtype)
+                    slices[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), ((low, memory),), (memory,))
+        wanted = tree.tensor_names(body["groups"])
+        wanted += [name for values in held.values() for name in tree.tensor_names(list(values.values()))]
+        return _Targets({n: body["stored"][n].empty() for n in wanted if n not in slices} | slices, {})
+
+    def _fill_optimizer(self, body: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+        self._filler.fill((body["stored"][name], target) for name, target in targets.items())
+
+    def _apply_optimizer(self, body: Mapping[str, Any]) -> None:
+        optimizer, by_name = self.training.optimizer, self._by_name()
+        targets = self._optimizer_targets
+        if targets is None:
+            targets = self._make_targets(body)
+            self._fill_optimizer(body, targets.new)
+        self._fill_optimizer(body, targets.live)
+        tensors = targets.tensors()
         if isinstance(optimizer, ShardedOptimizer):
-            self._apply_sliced_optimizer(body, optimizer, by_name)
+            self._apply_sliced_optimizer(body, optimizer, targets, tensors)
             return
-        tensors = {name: entry.empty() for name, entry in body["stored"].items()}
-        self._prefer_live(body, by_name, tensors)
-        self._fill((body["stored"][name], tensor) for name, tensor in tensors.items())
         state = {}
         for parameter_name, values in body["state"].items():
             parameter, group = by_name[parameter_name]
@@ -200,52 +242,26 @@ class Reader:
                 if key != "params":
                     _set_option(group, key, tree.decode(node, tensors))
 
-    def _prefer_live(
-        self, body: Mapping[str, Any], by_name: Mapping[str, Any], tensors: dict[str, torch.Tensor]
-    ) -> None:
-        """State that is there and fits is filled in place; state of a DTensor is sliced as it is."""
-        live_state = self.training.optimizer.state
-        for parameter_name, values in body["state"].items():
-            parameter, _ = by_name[parameter_name]
-            for key, node in values.items():
-                live = live_state[parameter].get(key) if parameter in live_state else None
-                name = node.get("$tensor") if isinstance(node, dict) else None
-                if name and isinstance(live, torch.Tensor) and _fits(body["stored"][name], live):
-                    tensors[name] = live
-                elif name and is_dtensor(parameter) and is_state_slice(key, body["stored"][name], parameter):
-                    tensors[name] = torch.empty_like(parameter, dtype=body["stored"][name].torch_dtype)
-
     def _apply_sliced_optimizer(
-        self, body: Mapping[str, Any], optimizer: ShardedOptimizer, by_name: Mapping[str, Any]
+        self,
+        body: Mapping[str, Any],
+        optimizer: ShardedOptimizer,
+        targets: _Targets,
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        """Reads this rank's slices, and whole what is no slice."""
-        targets: dict[str, Any] = {}
+        by_name = self._by_name()
+        states = {}
         for parameter_name, values in body["state"].items():
             parameter, _ = by_name[parameter_name]
             run = optimizer.held_run(parameter)
-            for key, node in values.items():
-                name = node.get("$tensor") if isinstance(node, dict) else None
-                stored = body["stored"].get(name)
-                if run is None or stored is None or not is_state_slice(key, stored, parameter):
-                    continue
-                if is_row_major(parameter):
-                    memory = torch.empty(run[1] - run[0], dtype=stored.torch_dtype)
-                    targets[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), ((run[0], memory),), (memory,))
-        wanted = tree.tensor_names(body["groups"])
-        held = {n: v for n, v in body["state"].items() if optimizer.held_run(by_name[n][0]) is not None}
-        wanted += [name for values in held.values() for name in tree.tensor_names(list(values.values()))]
-        tensors = {name: body["stored"][name].empty() for name in wanted if name not in targets}
-        self._fill((body["stored"][name], target) for name, target in {**tensors, **targets}.items())
-        tensors |= {name: target.live[0] for name, target in targets.items()}
-        states = {}
-        for parameter_name, values in held.items():
-            parameter, _ = by_name[parameter_name]
+            if run is None:
+                continue
             state = {key: tree.decode(node, tensors) for key, node in values.items()}
             for key, value in state.items():
                 name = values[key].get("$tensor") if isinstance(values[key], dict) else None
-                if name and name not in targets and is_state_slice(key, body["stored"][name], parameter):
-                    low, high = optimizer.held_run(parameter) or (0, 0)
-                    state[key] = memory_order(value, parameter)[low:high].clone()
+                whole = name is not None and not isinstance(targets.new[name], Sliced)
+                if whole and is_state_slice(key, body["stored"][name], parameter):
+                    state[key] = memory_order(value, parameter)[run[0] : run[1]].clone()
             states[parameter] = state
         positions = {n: position for position, n in enumerate(by_name)}
         groups = [
@@ -271,7 +287,6 @@ class Reader:
             load_stateful(self.training.dataloader, tree.decode(body["dataloader"], tensors), "dataloader")
             set_random_state(tree.decode(body["random"], tensors))
 
-
     def _apply_compressor(self, rank: int, world_size: int) -> None:
         """What a compressor remembers: this rank's own, or at another world size an equal share of what all ranks' owe."""
         model = getattr(self.training.model, "_orig_mod", self.training.model)
@@ -283,7 +298,10 @@ class Reader:
         known = [each for each in found if each is not None]
         ours = {"kind": state.kind, "settings": state.settings()}
         if len(known) < len(found) or any(each[key] != ours[key] for each in known for key in ours):
-            _logger.warning("%s holds no state of this compressor, %s: it begins with nothing owed", self.folder.path, ours)
+            _logger.warning(
+                "%s holds no state of this compressor, %s: it begins with nothing owed", self.folder.path, ours
+            )
+            state.forget()
             return
         state.load_state_dict(known[0] if len(known) == 1 == len(ranks) else reshard_state(known, rank, world_size))
 
@@ -297,34 +315,6 @@ def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
     """Whether a sliced optimizer keeps a slice of this entry, and not the whole of it."""
     shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
     return key != "step" and shape == tuple(parameter.shape)
-
-
-def _runs(entries: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """(begin, bytes, address), ascending, cut at multiples of _RUN_BLOCKS blocks: no block is read by two runs."""
-    size = _RUN_BLOCKS * _BLOCK_BYTES
-    runs: dict[int, list[tuple[int, int, int]]] = {}
-    for begin, nbytes, address in entries:
-        at = begin
-        while at < begin + nbytes:
-            end = min(begin + nbytes, (at // size + 1) * size)
-            runs.setdefault(at // size, []).append((at, end - at, address + at - begin))
-            at = end
-    return list(runs.values())
-
-
-def _land(target: torch.Tensor, memory: torch.Tensor) -> None:
-    """What was read into `memory` to `target`, which it is an alias of, or a copy."""
-    if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
-        target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
-    else:
-        torch.autograd.graph.increment_version(target)
-
-
-def _land_slice(sliced: Sliced) -> None:
-    for each in sliced.live:
-        if sliced.copy is not None:
-            each.copy_(sliced.copy)
-        torch.autograd.graph.increment_version(each)
 
 
 def _key(parameter: torch.Tensor, optimizer: Any, key: str) -> Any:
@@ -400,7 +390,7 @@ def agree_on(path: str, training: Training, peers: Peers, *, verify: bool) -> tu
     """
     reader, verdict = None, [SOUND, ""]
     try:
-        reader = Reader(path, training)
+        reader = Reader(path, training, peers.rank, peers.world_size)
         verdict = [SOUND, reader.folder.nonce]
         if verify:
             reader.verify_share(peers.rank, peers.world_size)

@@ -29,8 +29,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, torch.Tensor):
-        tensors[name] = value
-        return {"$tensor": name}
+        return {"$tensor": _add(value, name, tensors)}
     if type(value).__module__ == "numpy":
         return _encode_numpy(value, name, tensors)
     if isinstance(value, int):
@@ -54,11 +53,25 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
+def _add(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> str:
+    """The name it gets: {"a": {"b": x}} and {"a.b": y} would both be a.b."""
+    number, free = 1, name
+    while free in tensors:
+        number += 1
+        free = f"{name}#{number}"
+    tensors[free] = tensor
+    return free
+
+
 def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{name}.{key}", tensors) for key, item in value.items()}
-    pairs = [[encode(key, name, tensors), encode(item, f"{name}.{key}", tensors)] for key, item in value.items()]
-    return {"$dict": pairs}
+    return mapping({key: encode(item, f"{name}.{key}", tensors) for key, item in value.items()}, name, tensors)
+
+
+def mapping(nodes: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """The tree of a dict whose values are trees already."""
+    if all(isinstance(key, str) and not key.startswith("$") for key in nodes):
+        return dict(nodes)
+    return {"$dict": [[encode(key, name, tensors), node] for key, node in nodes.items()]}
 
 
 def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -67,8 +80,8 @@ def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     if isinstance(value, numpy.generic):
         return encode(value.item(), name, tensors)
     if isinstance(value, numpy.ndarray):
-        tensors[name] = torch.from_numpy(numpy.ascontiguousarray(value).reshape(value.shape).copy())
-        return {"$numpy": name}
+        array = torch.from_numpy(numpy.ascontiguousarray(value).reshape(value.shape).copy())
+        return {"$numpy": _add(array, name, tensors)}
     raise CheckpointError(
         f"{name} is a numpy {type(value).__qualname__}: a checkpoint holds numpy arrays and numbers only"
     )
