@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ._engine import Error
 from .block_compression import BlockState
 from .data_parallel import DistributedDataParallel
-from .exchange import average_plain, exchange_of
+from .exchange import average_plain
 from .hooks import average_half
+from .levels import levels_of
 from .process_group import host_group, resolve_group
 from .table import verify
 
@@ -96,7 +97,7 @@ class DiLoCo:
         self.every = every
         self.wire = wire
         self.steps = 0
-        module, self._group, torch_group = _module_and_group(model, process_group, timeout_s)
+        module, self._group = _module_and_group(model, process_group, timeout_s)
         self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for name, parameter in zip(self._names, self._parameters):
@@ -106,7 +107,8 @@ class DiLoCo:
         settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire]]
         verify([*settings, *shapes], self._group.comm.all_gather_bytes, "DiLoCo")
         self._group.broadcast(self._parameters, 0, "parameters under DiLoCo")
-        self._exchange = exchange_of(self._group, torch_group)
+        self._levels = levels_of(self._group)
+        self._exchange = self._levels.exchange
         self._int8 = BlockState(None, 8, 256)
         self._int8.use_exchange(self._exchange)
         self._anchors = [parameter.detach().clone() for parameter in self._parameters]
@@ -152,7 +154,7 @@ class DiLoCo:
         parts = flat.split([parameter.numel() for parameter in parameters])
         for index, part in zip(fragment, parts):
             torch.sub(self._anchors[index].view(-1), self._parameters[index].view(-1), out=part)
-        self._mean(flat, parts, parameters)
+        self._levels.average(flat, lambda: self._mean(flat, parts, parameters), "changes under DiLoCo")
         if not bool(flat.isfinite().all()):  # the same bits on every rank, so the same news
             raise Error(
                 f"DiLoCo: the change of {self._names[fragment[0]]!r} and what goes with it is not finite on some rank after "
@@ -220,10 +222,10 @@ class _Fragment:
         return True
 
 
-def _module_and_group(model: torch.nn.Module, process_group: Any, timeout_s: float) -> tuple[torch.nn.Module, Any, Any]:
+def _module_and_group(model: torch.nn.Module, process_group: Any, timeout_s: float) -> tuple[torch.nn.Module, Any]:
     if not isinstance(model, TorchDDP):
         group = resolve_group(process_group, None)
-        return model, host_group(group, timeout_s), group
+        return model, host_group(group, timeout_s)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             "DiLoCo: torch's DistributedDataParallel averages the gradients of every step: pass the module itself"
@@ -236,7 +238,7 @@ def _module_and_group(model: torch.nn.Module, process_group: Any, timeout_s: flo
             "optimizer state; wrap with zero=0"
         )
     model.set_requires_gradient_sync(False)
-    return model.module, model._engine().group, model.process_group
+    return model.module, model._engine().group
 
 
 def _cut(sizes: list[int], count: int) -> list[list[int]]:
