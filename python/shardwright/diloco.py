@@ -100,12 +100,18 @@ class DiLoCo:
         module, self._group = _module_and_group(model, process_group, timeout_s)
         self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        for name, parameter in zip(self._names, self._parameters):
-            if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
-                raise TypeError(f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU")
-        shapes = [[name, str(tuple(p.shape))] for name, p in zip(self._names, self._parameters)]
+        shapes = [
+            [name, f"{tuple(p.shape)} {p.dtype} {p.device.type} {'' if p.is_contiguous() else 'not '}contiguous"]
+            for name, p in zip(self._names, self._parameters)
+        ]
         settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire]]
         verify([*settings, *shapes], self._group.comm.all_gather_bytes, "DiLoCo")
+        for name, parameter in zip(self._names, self._parameters):  # alike on all ranks
+            if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
+                raise TypeError(
+                    f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU, not {parameter.dtype} on "
+                    f"{parameter.device.type}"
+                )
         self._group.broadcast(self._parameters, 0, "parameters under DiLoCo")
         self._levels = levels_of(self._group)
         self._exchange = self._levels.exchange
@@ -192,10 +198,16 @@ class DiLoCo:
         Error
             Another model's state.
         """
+        missing = [key for key in ("steps", "inner", "outer", "anchors") if key not in state]
+        if missing:
+            raise Error(f"DiLoCo: load_state_dict: not what state_dict() gave: it has no {missing[0]!r}")
         anchors = state["anchors"]
         for name, anchor in zip(self._names, self._anchors):
             if name not in anchors or anchors[name].shape != anchor.shape:
                 raise Error(f"DiLoCo: load_state_dict: the state is another model's: it has no {name!r} of this shape")
+        for name in anchors:
+            if name not in self._names:
+                raise Error(f"DiLoCo: load_state_dict: the state is another model's: this one does not train {name!r}")
         self.steps = int(state["steps"])
         self.inner_optimizer.load_state_dict(state["inner"])
         self.outer_optimizer.load_state_dict(state["outer"])
@@ -232,6 +244,10 @@ def _module_and_group(model: torch.nn.Module, process_group: Any, timeout_s: flo
         )
     if process_group is not None:
         raise ValueError("DiLoCo: process_group is the wrapped model's own: leave it None")
+    if model._comm_hooks:
+        raise ValueError(
+            "DiLoCo: the model has a compressor or a communication hook, which would never run: what travels is `wire`"
+        )
     if model._zero:
         raise Error(
             f"DiLoCo cannot run at zero={model._zero}: ranks whose parameters differ between exchanges cannot share slices of one "

@@ -235,6 +235,28 @@ def slice_numel(numel: int, world_size: int) -> int:
     return max(_ALIGNMENT, -(-share // _ALIGNMENT) * _ALIGNMENT)
 
 
+class _RealBucket:
+    """A complex bucket as real numbers, twice as many, in the same memory."""
+
+    def __init__(self, bucket: Any) -> None:
+        self._bucket = bucket
+
+    def buffer(self) -> torch.Tensor:
+        return torch.view_as_real(self._bucket.buffer()).view(-1)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [torch.view_as_real(gradient) for gradient in self._bucket.gradients()]
+
+    def __getattr__(self, name: str) -> Any:  # what a bucket does not have, this one does not either
+        found = getattr(self._bucket, name)
+        return (lambda: 2 * found()) if name == "slice_numel" else found
+
+
+def real_bucket(bucket: Any) -> Any:
+    """`bucket`, or a view of it as real numbers if it is complex: what compressors work on."""
+    return _RealBucket(bucket) if bucket.buffer().is_complex() else bucket
+
+
 def share_of(bucket: Any) -> tuple[int | None, bool]:
     """Elements of a rank's slice of a bucket, None where the bucket does not say; and whether that slice alone is wanted."""
     if not hasattr(bucket, "slice_numel"):

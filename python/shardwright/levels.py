@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .compression_state import CompressionState
-from .exchange import Exchange, GlooExchange, HostExchange
+from .exchange import Exchange, GlooExchange, HostExchange, real_bucket
 from .process_group import comm_error
 
 if TYPE_CHECKING:
@@ -97,16 +97,17 @@ class HostLevels(Levels):
 
     def hook(self, hook: _Hook) -> _Hook:
         def run(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-            buffer: torch.Tensor = bucket.buffer()
+            real = real_bucket(bucket)
+            buffer: torch.Tensor = real.buffer()
             flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-            view = _HostBucket(bucket, flat)
+            view = _HostBucket(real, flat)
             self.average(flat, lambda: hook(state, view).wait(), "compressed gradients")
             if not self._is_first and isinstance(state, CompressionState):
                 state.end_bucket(bucket.is_last())
             if flat is not buffer:
                 buffer.copy_(flat)
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(buffer)
+            future.set_result(bucket.buffer())
             return future
 
         return run

@@ -160,6 +160,28 @@ def test_low_precision_is_summed_in_float32_and_rounded_at_the_end(rank, world_s
 
 
 @on_every_rank(at_least=3)
+def test_complex_gradients_are_pairs(rank, world_size):
+    class Turn(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.turn = torch.nn.Parameter(torch.randn(9, 30, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x @ self.turn).abs()
+
+    host_of = hosts_of("2+1", world_size)
+    model = made(host_of, sw.Bf16(), module=Turn)
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank)).to(torch.complex64)
+    with model.no_sync():
+        model(x).sum().backward()
+    contributions = gather(torch.view_as_real(model.module.turn.grad.clone()))
+    model.zero_grad()
+    model(x).sum().backward()
+    expected = half_mean(host_sums(contributions, host_of), torch.bfloat16)
+    assert bits_equal(torch.view_as_real(model.module.turn.grad), expected)
+
+
+@on_every_rank(at_least=3)
 def test_unused_parameters_keep_their_bits_and_go_on_owing(rank, world_size):
     class Net(torch.nn.Module):
         def __init__(self):
