@@ -56,6 +56,8 @@ class _Block(Compressor):
     error_feedback = False
 
     def __post_init__(self) -> None:
+        if type(self.block) is not int:
+            raise TypeError(f"{type(self).__name__}: block must be an integer, got {self.block!r}")
         block_record_bytes(self.block, self.bits)
         if not isinstance(self.error_feedback, bool):
             raise TypeError(f"{type(self).__name__}: error_feedback must be True or False, got {self.error_feedback!r}")

@@ -19,7 +19,8 @@ import torch
 from ._engine import Error
 from .compress import Bf16, Compressor, Fp16, Int8, PowerSGD
 from .data_parallel import DistributedDataParallel
-from .exchange import Exchange, average_plain, exchange_of
+from .exchange import average_plain
+from .levels import Levels, levels_of
 
 __all__ = ["Headroom", "headroom", "resolve_auto"]
 
@@ -136,10 +137,10 @@ def headroom(
     step_s, local_s = _measure_backwards(model, backward, repeat, lambda values: _slowest(comm, values))
     exposed_s = max(0.0, step_s - local_s)
     numel = sum(p.numel() for p in replica.table.parameters if p.requires_grad)
-    plain_bytes = replica.stats()["step_wire_bytes"]
-    exchange = exchange_of(replica.group, model.process_group)
-    plain_s = _slowest(comm, [_time_plain(exchange)])[0]
-    measured = _sent(exchange, 4 * _PROBE_NUMEL) / plain_s if comm.world_size > 1 else float("inf")
+    levels = levels_of(replica.group)
+    plain_bytes = replica.stats()["step_wire_bytes"] if replica.group.host_count == 1 else _sent(levels, 4 * numel)
+    plain_s = _slowest(comm, [_time_plain(levels)])[0]
+    measured = _sent(levels, 4 * _PROBE_NUMEL) / plain_s if comm.world_size > 1 else float("inf")
     speed = bandwidth or measured
     if bandwidth is not None:  # what hides here hides there; the rest is as long as its bytes
         hidden_s = max(0.0, plain_bytes / measured - exposed_s)
@@ -147,8 +148,9 @@ def headroom(
         step_s = local_s + exposed_s
     candidates = []
     for compress in _CANDIDATES:
-        whole_s, sent = _time_codec(compress, exchange_of(replica.group, model.process_group))
-        codec_s = max(0.0, _slowest(comm, [whole_s])[0] - sent / measured) * numel / _PROBE_NUMEL
+        whole_s, most_sent = _slowest(comm, [*_time_codec(compress, levels)])
+        sent = int(most_sent)  # across hosts not every rank sends
+        codec_s = max(0.0, whole_s - sent / measured) * numel / _PROBE_NUMEL
         wire_bytes = sent * numel // _PROBE_NUMEL
         candidates.append(Candidate(repr(compress), local_s + codec_s + wire_bytes / speed, codec_s, wire_bytes))
     candidates.sort(key=lambda candidate: candidate.step_s)
@@ -209,24 +211,25 @@ def _median_of(work: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def _time_plain(exchange: Exchange) -> float:
+def _time_plain(levels: Levels) -> float:
     flat = torch.ones(_PROBE_NUMEL)
-    return _median_of(lambda: average_plain(exchange, flat))
+    return _median_of(lambda: levels.average(flat, lambda: average_plain(levels.exchange, flat), "headroom"))
 
 
-def _sent(exchange: Exchange, message_bytes: int) -> int:
+def _sent(levels: Levels, message_bytes: int) -> int:
     """What an exchange of so many bytes sends."""
-    return 2 * (exchange.world_size - 1) * message_bytes // exchange.world_size
+    world_size = levels.exchange.world_size
+    return 2 * (world_size - 1) * message_bytes // world_size
 
 
-def _time_codec(compress: Compressor, exchange: Exchange) -> tuple[float, int]:
-    """Seconds, and bytes sent, of one bucket of _PROBE_NUMEL elements."""
-    state, hook = compress.hook(exchange)
-    bucket = _Probe()
+def _time_codec(compress: Compressor, levels: Levels) -> tuple[float, float]:
+    """Seconds, and bytes sent by this rank, of one bucket of _PROBE_NUMEL elements."""
+    state, plain_hook = compress.hook(levels.exchange)
+    hook, bucket = levels.hook(plain_hook), _Probe()
     seconds = _median_of(lambda: hook(state, bucket).wait())
-    before = exchange.wire_bytes
+    before = levels.exchange.wire_bytes
     hook(state, bucket).wait()
-    return seconds, exchange.wire_bytes - before
+    return seconds, float(levels.exchange.wire_bytes - before)
 
 
 class _Probe:
@@ -244,6 +247,9 @@ class _Probe:
 
     def parameters(self) -> list[torch.Tensor]:
         return [self._parameter]
+
+    def used(self) -> list[bool]:
+        return [True]
 
     def index(self) -> int:
         return 0

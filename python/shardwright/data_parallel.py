@@ -23,8 +23,9 @@ from ._engine import Error
 from .compress import Compressor, check_compressor
 from .compression_state import CompressionState
 from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
-from .exchange import Exchange, exchange_of
+from .exchange import Exchange
 from .join import ShadowHook
+from .levels import levels_of
 from .options import Options
 from .precision import PrecisionPlan, remove_plan
 from .process_group import host_group, is_default_group, resolve_group
@@ -404,13 +405,13 @@ class DistributedDataParallel(TorchDDP):
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
         verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
-        exchange = exchange_of(replica.group, self.process_group)
-        state, hook = compress.hook(exchange)
+        levels = levels_of(replica.group)
+        state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))
-        self._run_buckets_by(state, _metered(hook, exchange))
+        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange))
         self.compression_state = state if isinstance(state, CompressionState) else None
-        replica.compression = (repr(compress), exchange)
+        replica.compression = (repr(compress), levels.exchange)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ._engine import Error
 from .block_compression import BlockState
 from .data_parallel import DistributedDataParallel
-from .exchange import average_plain, exchange_of
+from .exchange import average_plain
 from .hooks import average_half
+from .levels import levels_of
 from .process_group import host_group, resolve_group
 from .table import verify
 
@@ -96,17 +97,24 @@ class DiLoCo:
         self.every = every
         self.wire = wire
         self.steps = 0
-        module, self._group, torch_group = _module_and_group(model, process_group, timeout_s)
+        module, self._group = _module_and_group(model, process_group, timeout_s)
         self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        for name, parameter in zip(self._names, self._parameters):
-            if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
-                raise TypeError(f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU")
-        shapes = [[name, str(tuple(p.shape))] for name, p in zip(self._names, self._parameters)]
+        shapes = [
+            [name, f"{tuple(p.shape)} {p.dtype} {p.device.type} {'' if p.is_contiguous() else 'not '}contiguous"]
+            for name, p in zip(self._names, self._parameters)
+        ]
         settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire]]
         verify([*settings, *shapes], self._group.comm.all_gather_bytes, "DiLoCo")
+        for name, parameter in zip(self._names, self._parameters):  # alike on all ranks
+            if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
+                raise TypeError(
+                    f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU, not {parameter.dtype} on "
+                    f"{parameter.device.type}"
+                )
         self._group.broadcast(self._parameters, 0, "parameters under DiLoCo")
-        self._exchange = exchange_of(self._group, torch_group)
+        self._levels = levels_of(self._group)
+        self._exchange = self._levels.exchange
         self._int8 = BlockState(None, 8, 256)
         self._int8.use_exchange(self._exchange)
         self._anchors = [parameter.detach().clone() for parameter in self._parameters]
@@ -152,7 +160,7 @@ class DiLoCo:
         parts = flat.split([parameter.numel() for parameter in parameters])
         for index, part in zip(fragment, parts):
             torch.sub(self._anchors[index].view(-1), self._parameters[index].view(-1), out=part)
-        self._mean(flat, parts, parameters)
+        self._levels.average(flat, lambda: self._mean(flat, parts, parameters), "changes under DiLoCo")
         if not bool(flat.isfinite().all()):  # the same bits on every rank, so the same news
             raise Error(
                 f"DiLoCo: the change of {self._names[fragment[0]]!r} and what goes with it is not finite on some rank after "
@@ -190,10 +198,16 @@ class DiLoCo:
         Error
             Another model's state.
         """
+        missing = [key for key in ("steps", "inner", "outer", "anchors") if key not in state]
+        if missing:
+            raise Error(f"DiLoCo: load_state_dict: not what state_dict() gave: it has no {missing[0]!r}")
         anchors = state["anchors"]
         for name, anchor in zip(self._names, self._anchors):
             if name not in anchors or anchors[name].shape != anchor.shape:
                 raise Error(f"DiLoCo: load_state_dict: the state is another model's: it has no {name!r} of this shape")
+        for name in anchors:
+            if name not in self._names:
+                raise Error(f"DiLoCo: load_state_dict: the state is another model's: this one does not train {name!r}")
         self.steps = int(state["steps"])
         self.inner_optimizer.load_state_dict(state["inner"])
         self.outer_optimizer.load_state_dict(state["outer"])
@@ -220,23 +234,27 @@ class _Fragment:
         return True
 
 
-def _module_and_group(model: torch.nn.Module, process_group: Any, timeout_s: float) -> tuple[torch.nn.Module, Any, Any]:
+def _module_and_group(model: torch.nn.Module, process_group: Any, timeout_s: float) -> tuple[torch.nn.Module, Any]:
     if not isinstance(model, TorchDDP):
         group = resolve_group(process_group, None)
-        return model, host_group(group, timeout_s), group
+        return model, host_group(group, timeout_s)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             "DiLoCo: torch's DistributedDataParallel averages the gradients of every step: pass the module itself"
         )
     if process_group is not None:
         raise ValueError("DiLoCo: process_group is the wrapped model's own: leave it None")
+    if model._comm_hooks:
+        raise ValueError(
+            "DiLoCo: the model has a compressor or a communication hook, which would never run: what travels is `wire`"
+        )
     if model._zero:
         raise Error(
             f"DiLoCo cannot run at zero={model._zero}: ranks whose parameters differ between exchanges cannot share slices of one "
             "optimizer state; wrap with zero=0"
         )
     model.set_requires_gradient_sync(False)
-    return model.module, model._engine().group, model.process_group
+    return model.module, model._engine().group
 
 
 def _cut(sizes: list[int], count: int) -> list[list[int]]:

@@ -8,16 +8,13 @@ on one rank, and all ranks end with the same bytes. A rank sends 2 (W - 1) / W o
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 from ._engine import HostComm, fold
-
-if TYPE_CHECKING:
-    from .process_group import HostGroup
 
 _ALIGNMENT = 64
 
@@ -97,13 +94,11 @@ class Exchange:
         raise NotImplementedError
 
 
-class GroupExchange(Exchange):
-    """Over a group of torch.distributed: all_to_all_single, all_gather. `group` None: the default group; without one, one rank."""
+class TorchExchange(Exchange):
+    """Over torch: all_to_all, all_gather, which a subclass gives."""
 
-    def __init__(self, group: Any) -> None:
-        joined = dist.is_available() and dist.is_initialized()
-        super().__init__(dist.get_rank(group) if joined else 0, dist.get_world_size(group) if joined else 1)
-        self._group = group
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(3)]
 
     def _buffer(self, which: int, size_bytes: int) -> torch.Tensor:
@@ -119,7 +114,7 @@ class GroupExchange(Exchange):
         if self.world_size == 1:
             return [message]
         received = self._buffer(1, slice_bytes * self.world_size)
-        dist.all_to_all_single(received, message, group=self._group)
+        self._all_to_all(received, message)
         return list(received.split(slice_bytes))
 
     def _result(self, slice_bytes: int) -> torch.Tensor:
@@ -130,6 +125,27 @@ class GroupExchange(Exchange):
         if self.world_size == 1:
             whole.copy_(mine)
             return
+        self._all_gather(whole, mine)
+
+    def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class GroupExchange(TorchExchange):
+    """Over a group of torch.distributed. `group` None: the default group; without one, one rank."""
+
+    def __init__(self, group: Any) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        super().__init__(dist.get_rank(group) if joined else 0, dist.get_world_size(group) if joined else 1)
+        self._group = group
+
+    def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        dist.all_to_all_single(received, message, group=self._group)
+
+    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
         single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         single(whole, mine, group=self._group)
 
@@ -139,6 +155,20 @@ class GroupExchange(Exchange):
         flag = torch.tensor([ok], dtype=torch.uint8)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
         return bool(flag)
+
+
+class GlooExchange(TorchExchange):
+    """Over a Gloo backend of our own."""
+
+    def __init__(self, gloo: Any) -> None:
+        super().__init__(gloo.rank(), gloo.size())
+        self._gloo = gloo
+
+    def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        self._gloo.alltoall_base(received, message, [], []).wait()
+
+    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        self._gloo._allgather_base(whole, mine).wait()
 
 
 class HostExchange(Exchange):
@@ -205,6 +235,28 @@ def slice_numel(numel: int, world_size: int) -> int:
     return max(_ALIGNMENT, -(-share // _ALIGNMENT) * _ALIGNMENT)
 
 
+class _RealBucket:
+    """A complex bucket as real numbers, twice as many, in the same memory."""
+
+    def __init__(self, bucket: Any) -> None:
+        self._bucket = bucket
+
+    def buffer(self) -> torch.Tensor:
+        return torch.view_as_real(self._bucket.buffer()).view(-1)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [torch.view_as_real(gradient) for gradient in self._bucket.gradients()]
+
+    def __getattr__(self, name: str) -> Any:  # what a bucket does not have, this one does not either
+        found = getattr(self._bucket, name)
+        return (lambda: 2 * found()) if name == "slice_numel" else found
+
+
+def real_bucket(bucket: Any) -> Any:
+    """`bucket`, or a view of it as real numbers if it is complex: what compressors work on."""
+    return _RealBucket(bucket) if bucket.buffer().is_complex() else bucket
+
+
 def share_of(bucket: Any) -> tuple[int | None, bool]:
     """Elements of a rank's slice of a bucket, None where the bucket does not say; and whether that slice alone is wanted."""
     if not hasattr(bucket, "slice_numel"):
@@ -247,8 +299,3 @@ def average_plain(exchange: Exchange, flat: torch.Tensor, share: int | None = No
         return
     flat[exchange.rank * share : (exchange.rank + 1) * share].copy_(fold_slice(exchange, message, "mean"))
     exchange.agree(True)
-
-
-def exchange_of(group: HostGroup, process_group: Any) -> Exchange:
-    """Between the ranks of `group`, torch's name of which is `process_group`: in memory on one host, else through torch."""
-    return HostExchange(group.comm) if group.host_count == 1 else GroupExchange(process_group)

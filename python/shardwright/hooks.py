@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ._engine import half_decode, half_encode
 from .block_compression import BlockState
 from .compression_state import reshard_state
-from .exchange import Exchange, fold_message, fold_slice, group_exchange, share_of, slice_numel
+from .exchange import Exchange, fold_message, fold_slice, group_exchange, real_bucket, share_of, slice_numel
 from .powersgd import PowerSGDState
 
 __all__ = [
@@ -62,13 +62,14 @@ def average_half(
 
 
 def run_half(exchange: Exchange, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
-    """One bucket of any floating dtype."""
-    buffer = bucket.buffer()
+    """One bucket of any floating or complex dtype."""
+    real = real_bucket(bucket)
+    buffer = real.buffer()
     flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-    average_half(exchange, flat, dtype, *share_of(bucket))
+    average_half(exchange, flat, dtype, *share_of(real))
     if flat is not buffer:
         buffer.copy_(flat)
-    return _done(buffer)
+    return _done(bucket.buffer())
 
 
 def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -118,12 +119,14 @@ def int8_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     is off by at most 1/254 of the greatest magnitude in its block, once for the mean of the contributions and once for the
     result. Infinity or NaN makes its block NaN on every rank. Cost: 2 (W - 1) / W (1 + 4 / block) bytes an element a rank.
     """
-    return _done(_block_state(state, 8).average(bucket))
+    _block_state(state, 8).average(real_bucket(bucket))
+    return _done(bucket.buffer())
 
 
 def int4_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """As int8_compress_hook with 4 bits and 1/14. `state` is a BlockState(bits=4): without error feedback it would drift."""
-    return _done(_block_state(state, 4).average(bucket))
+    _block_state(state, 4).average(real_bucket(bucket))
+    return _done(bucket.buffer())
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: N802, torch's name
@@ -138,7 +141,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
             f"powerSGD_hook needs a shardwright.hooks.PowerSGDState as its state, got {type(state).__name__}: torch's own "
             "state belongs to torch's own hook"
         )
-    return _done(state.average(bucket))
+    state.average(real_bucket(bucket))
+    return _done(bucket.buffer())
 
 
 def _block_state(state: Any, bits: int) -> BlockState:

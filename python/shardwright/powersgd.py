@@ -78,16 +78,29 @@ class PowerSGDState(CompressionState):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         alternate: bool = False,
     ) -> None:
+        for name, value in (
+            ("use_error_feedback", use_error_feedback),
+            ("warm_start", warm_start),
+            ("alternate", alternate),
+        ):
+            if not isinstance(value, bool):
+                raise TypeError(f"PowerSGDState: {name} must be True or False, got {value!r}")
+        if isinstance(random_seed, bool) or not isinstance(random_seed, int):
+            raise TypeError(f"PowerSGDState: random_seed must be an integer, got {random_seed!r}")
         if alternate and not (use_error_feedback and warm_start):
             raise ValueError("PowerSGDState: alternate=True needs use_error_feedback=True and warm_start=True")
-        if not isinstance(matrix_approximation_rank, int) or not 1 <= matrix_approximation_rank <= _RANK_MAX:
+        if type(matrix_approximation_rank) is not int or not 1 <= matrix_approximation_rank <= _RANK_MAX:
             raise ValueError(
                 f"PowerSGDState: matrix_approximation_rank must be in [1, {_RANK_MAX}], got {matrix_approximation_rank!r}"
             )
-        if start_powerSGD_iter < 0:
-            raise ValueError(f"PowerSGDState: start_powerSGD_iter must be at least 0, got {start_powerSGD_iter!r}")
-        if not min_compression_rate >= 0:
-            raise ValueError(f"PowerSGDState: min_compression_rate must be at least 0, got {min_compression_rate!r}")
+        if type(start_powerSGD_iter) is not int or start_powerSGD_iter < 0:
+            raise ValueError(
+                f"PowerSGDState: start_powerSGD_iter must be an integer of at least 0, got {start_powerSGD_iter!r}"
+            )
+        if not isinstance(min_compression_rate, (int, float)) or not min_compression_rate >= 0:
+            raise ValueError(
+                f"PowerSGDState: min_compression_rate must be a number of at least 0, got {min_compression_rate!r}"
+            )
         super().__init__(process_group, named_parameters)
         self._q = torch.empty(0)
         self.alternate = alternate

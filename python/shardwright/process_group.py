@@ -12,6 +12,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import hashlib
+import json
 import logging
 import os
 import secrets
@@ -63,6 +65,8 @@ class HostGroup:
         except (MemoryError, OSError) as error:
             failure = str(error)
         addresses, secret, self.hosts, pids, places = self._exchange(group, failure)
+        self._store_name = f"shardwright/{hashlib.sha256(secret).hexdigest()}"
+        self._children: list[HostComm] = []
         try:
             self.host_of = self._find_hosts(group, addresses, places)
             if self.host_count == 1 and (_forced_hosts is None or self.world_size == 1):
@@ -72,7 +76,7 @@ class HostGroup:
         except BaseException:
             self.comm.close()
             raise
-        self._leave = weakref.finalize(self, _close_comm, self.comm, os.getpid())
+        self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, os.getpid())
         self._leave.atexit = False  # _close_all does it
 
     @property
@@ -128,7 +132,9 @@ class HostGroup:
         """Joins over a map of hosts. What fails on one rank fails on all, with its sentence."""
         failure: BaseException | None = None
         try:
-            wire = _Wire(group, timeout_s) if self.host_count > 1 else None
+            wire = None
+            if self.host_count > 1:
+                wire = _Wire(self.gloo_group("wire", range(self.world_size), timeout_s))
             self.comm.connect(addresses, secret, self.hosts, host_of=self.host_of, pids=pids, wire=wire)
         except (RuntimeError, MemoryError, OSError) as error:
             failure = error
@@ -140,6 +146,60 @@ class HostGroup:
                     rank,
                     self.hosts[rank],
                 ) from failure
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether close() was called."""
+        return not self._leave.alive
+
+    def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> Any:
+        """A Gloo group of our own over `ranks` of this one, this rank among them: a backend, without torch's dispatch.
+        Collective over `ranks` alone; its timeout is for finding one another too.
+
+        torch's new_group() would either need every rank of the job, or name the group after the number of groups that a
+        process has: ranks that are in different numbers of groups would wait for one another in vain.
+        """
+        store = dist.PrefixStore(f"{self._store_name}/{name}", dist.distributed_c10d._get_default_store())
+        timeout = timedelta(seconds=min(timeout_s, 1e6))
+        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+
+    def join_inside(self, timeout_s: float) -> HostComm | None:
+        """A communicator of the ranks of this rank's host alone, in order; None for one alone. Collective over all hosts."""
+        here = [rank for rank in range(self.world_size) if self.host_of[rank] == self.host_of[self.rank]]
+        comm, said, failure = None, {"address": "", "secret": "", "failure": ""}, None
+        if len(here) > 1:
+            try:
+                comm = HostComm(
+                    here.index(self.rank),
+                    len(here),
+                    timeout_s=timeout_s,
+                    host=self.hosts[self.rank],
+                    log=_logger.warning,
+                )
+                said = {**said, "address": comm.address, "secret": secrets.token_hex(_SECRET_BYTES)}
+            except (MemoryError, OSError) as error:
+                said["failure"] = str(error)
+        everyone = [
+            json.loads(each) for each in self.comm.all_gather_bytes(json.dumps(said).encode(), "joining a host")
+        ]
+        if comm is not None and not any(each["failure"] for each in everyone):
+            try:
+                secret = bytes.fromhex(everyone[here[0]]["secret"])
+                comm.connect([everyone[rank]["address"] for rank in here], secret, [self.hosts[rank] for rank in here])
+                self._children.append(comm)
+            except (RuntimeError, MemoryError, OSError) as error:
+                said["failure"], failure = str(error), error
+        verdicts = self.comm.all_gather_bytes(said["failure"].encode(), "joining a host")
+        for rank, reason in enumerate(verdicts):
+            if reason:
+                if comm is not None:
+                    comm.close()
+                raise comm_error(
+                    f"joining the ranks of a host failed on rank {rank} on host {self.hosts[rank]}: {reason.decode()}",
+                    rank,
+                    self.hosts[rank],
+                ) from failure
+        return comm
 
     def close(self) -> None:
         """Takes leave of the peers, once; those that wait for this rank get a CommError. No effect in a forked child."""
@@ -215,14 +275,8 @@ _FOR_EVER = timedelta(days=1000)
 class _Wire:
     """Moves bytes between ranks through a Gloo group of our own: what csrc/comm/bridge.h asks of a wire."""
 
-    def __init__(self, group: Any, timeout_s: float) -> None:
-        # Over the same ranks, and collective over them alone. Its timeout is for finding one another; see _FOR_EVER.
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=min(timeout_s, 1e6)),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+    def __init__(self, gloo: Any) -> None:
+        self._group = gloo  # its timeout is for finding one another; see _FOR_EVER
 
     def send(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
         """Begins; what it returns is to be waited for."""
@@ -246,7 +300,7 @@ _single: dict[None, HostGroup] = {}
 
 def live_groups() -> list[HostGroup]:
     """Every communicator of this process that is in use."""
-    return [*_single.values(), *_groups.values()]
+    return [group for group in (*_single.values(), *_groups.values()) if not group.is_closed]
 
 
 def resolve_group(process_group: Any, device_mesh: Any) -> Any:
@@ -318,9 +372,10 @@ def _close_all() -> None:
         group.close()
 
 
-def _close_comm(comm: HostComm, pid: int) -> None:
+def _close_comms(comm: HostComm, children: list[HostComm], pid: int) -> None:
     if os.getpid() == pid:  # a forked child must not take leave in its parent's name
-        comm.close()
+        for each in (*children, comm):
+            each.close()
 
 
 def describe_group() -> str:

@@ -220,3 +220,47 @@ def test_the_wire_carries_no_whole_result(rank, world_size):
             train(wrapped, optimizer, rank, 3)
             sent.append(sw.stats()["models"][-1]["wire_bytes"])
         assert sent[1] <= 0.6 * sent[0], sent  # records that two ranks need travel twice, and a vote
+
+
+class Complex(torch.nn.Module):
+    """Complex and real parameters."""
+
+    def __init__(self, dtype=torch.complex64):
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.randn(24, 20, dtype=dtype))
+        self.scale = torch.nn.Parameter(torch.randn(20))
+
+    def forward(self, x):
+        return (x.to(self.turn.dtype) @ self.turn).abs().float().mul(self.scale).square()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@every_compressor
+@on_every_rank()
+def test_complex_gradients_are_compressed_as_pairs(rank, world_size, name, dtype):
+    found = []
+    for zero in (None, 0, 2):
+        torch.manual_seed(0)
+        module = Complex(dtype)
+        options = {"compress": compressors()[name], "zero": zero} if zero is not None else {}
+        model = sw.wrap(module, **options)
+        total = 0
+        for step in range(12):
+            model.zero_grad()
+            model(batch(rank, 4, 24, step=step)).mean().backward()
+            gradient = sw.full_gradients(model)["turn"] if zero else module.turn.grad
+            total = total + gradient
+            if step == 0 and name in ("fp16", "bf16", "int8") and zero == 0:
+                naive = lambda parts: block_mean(parts, 256, 127)  # noqa: E731
+                if name != "int8":
+                    half = torch.float16 if name == "fp16" else torch.bfloat16
+                    naive = lambda parts, half=half: half_mean(parts, half)  # noqa: E731
+                with model.no_sync():
+                    model.zero_grad()
+                    model(batch(rank, 4, 24)).mean().backward()
+                parts = gather(torch.view_as_real(module.turn.grad).float())
+                assert bits_equal(torch.view_as_real(gradient).float(), naive(parts))
+        found.append(total)
+    assert bits_equal(torch.view_as_real(found[1]), torch.view_as_real(found[2]))
+    away = float((found[1] - found[0]).abs().norm() / found[0].abs().norm())
+    assert away < (0.7 if name.startswith("powersgd") else 0.05), away

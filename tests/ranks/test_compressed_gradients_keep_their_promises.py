@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from harness import gather, on_every_rank, same_everywhere
+from harness import LONG, gather, on_every_rank, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
@@ -447,6 +447,14 @@ def test_misuse_is_named(rank, world_size):
             sw.PowerSGD(rank=bad)
     with pytest.raises(ValueError, match=r"block must be a multiple of 32 in \[32, 4096\], not 100"):
         sw.Int8(block=100)
+    for argument, given in (("error_feedback", "no"), ("alternate", 1), ("seed", "a")):
+        with pytest.raises(TypeError, match=f"{argument} must be .*, got {given!r}"):
+            sw.PowerSGD(**{argument: given})
+    for argument, given in (("rank", True), ("warmup_steps", 1.5), ("min_compression_rate", "a")):
+        with pytest.raises(ValueError, match=f"must be .*, got {given!r}"):
+            sw.PowerSGD(**{argument: given})
+    with pytest.raises(TypeError, match="Int8: block must be an integer, got '64'"):
+        sw.Int8(block="64")
     with pytest.raises(ValueError, match="alternate=True needs use_error_feedback=True"):
         sw.PowerSGD(alternate=True, error_feedback=False)
     with pytest.raises(TypeError, match="compress must be None, 'auto', sw.Fp16"):
@@ -516,3 +524,18 @@ def test_ranks_that_disagree_about_the_compressor_get_one_sentence(rank, world_s
         sw.wrap(Mlp(), compress=sw.Fp16() if rank else sw.Bf16())
     assert "Fp16" in str(caught.value) and "Bf16" in str(caught.value)
     assert same_everywhere(str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd", "powersgd in turns"])
+@on_every_rank()
+def test_errors_stay_flat(rank, world_size, name):
+    state, hook, _ = cases(name)
+    owner, steps = [torch.nn.Parameter(torch.zeros(24, 40))], 20_000 if LONG else 400
+    generator, worst = torch.Generator().manual_seed(rank), [0.0, 0.0]
+    for step in range(steps):
+        run(hook, state, owner, [torch.randn(24, 40, generator=generator)])
+        if step >= steps - 40 or 20 <= step < 60:
+            owed = state.errors() if hook is powerSGD_hook else {"": state._entries["#0"]["error"]}
+            late = step >= steps - 40
+            worst[late] = max(worst[late], *(float(error.norm()) for error in owed.values()))
+    assert 0 < worst[1] < 1.5 * worst[0], worst

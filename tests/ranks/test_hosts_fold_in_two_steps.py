@@ -164,6 +164,7 @@ def test_a_rank_that_leaves_or_aborts_is_named_on_other_hosts(rank, world_size):
             with pytest.raises(sw.CommError, match="rank 1") as caught:
                 found.comm.barrier()
             assert caught.value.rank == 1 and (how == "close" or "a reason of its own" in str(caught.value))
+        assert (found.name in sw.stats()["communicators"]) == (rank != 1 or how == "abort")  # and no error
         gather(None)
 
 

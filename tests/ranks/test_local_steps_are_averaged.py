@@ -137,3 +137,18 @@ def test_misuse_is_named(rank, world_size):
     stock = torch.nn.parallel.DistributedDataParallel(Mlp())
     with pytest.raises(TypeError, match="averages the gradients of every step"):
         sw.DiLoCo(stock, torch.optim.SGD(stock.parameters(), lr=0.1), every=4)
+    hooked = sw.wrap(Mlp(), compress=sw.Int8())
+    with pytest.raises(ValueError, match="which would never run"):
+        sw.DiLoCo(hooked, torch.optim.SGD(hooked.parameters(), lr=0.1), every=4)
+    wide = Mlp().double() if rank == 0 and world_size > 1 else Mlp()
+    if world_size > 1:
+        with pytest.raises(sw.Error, match="ranks disagree about DiLoCo.*float64"):  # on every rank
+            sw.DiLoCo(wide, torch.optim.SGD(wide.parameters(), lr=0.1), every=4, timeout_s=10)
+    with pytest.raises(TypeError, match="must be a contiguous float32 tensor on the CPU, not torch.float64"):
+        sw.DiLoCo(Mlp().double(), inner, every=4)
+    trainer = sw.DiLoCo(model, inner, every=4)
+    with pytest.raises(sw.Error, match="it has no 'inner'"):
+        trainer.load_state_dict({"steps": 3})
+    state = trainer.state_dict()
+    with pytest.raises(sw.Error, match="this one does not train 'head.weight'"):
+        trainer.load_state_dict({**state, "anchors": {**state["anchors"], "head.weight": torch.ones(2)}})

@@ -1,0 +1,264 @@
+"""Over several hosts: the fold inside a host is plain, and what a compressor makes of the hosts' sums is what every rank gets.
+
+Ranks of this machine are told which host they are on, as in test_hosts_fold_in_two_steps.py.
+"""
+
+import contextlib
+import time
+
+import pytest
+import shardwright as sw
+import torch
+import torch.distributed as dist
+from harness import gather, on_every_rank, same_everywhere
+from models import Mlp
+from oracle.compression import BlockFeedback, block_mean, half_mean
+from oracle.fold import bits_equal
+from peer import batch
+from shardwright import process_group
+
+MAPS = {"2+1": [0, 0, 1], "1+2": [0, 1, 1], "1+1+1": [0, 1, 2], "crosswise": [0, 1, 0]}
+every_map = pytest.mark.parametrize("shape", MAPS)
+
+COMPRESSORS = {
+    "fp16": sw.Fp16(),
+    "bf16": sw.Bf16(),
+    "int8": sw.Int8(block=32),
+    "int4": sw.Int4(block=32),
+    "powersgd": sw.PowerSGD(rank=2, warmup_steps=1, min_compression_rate=1),
+    "powersgd in turns": sw.PowerSGD(rank=2, warmup_steps=1, min_compression_rate=1, alternate=True),
+}
+
+
+@contextlib.contextmanager
+def on_hosts(host_of):
+    group = dist.new_group(range(len(host_of)))
+    process_group._forced_hosts = host_of
+    try:
+        yield group
+    finally:
+        process_group._forced_hosts = None
+
+
+def hosts_of(shape, world_size):
+    return [*MAPS[shape], *[max(MAPS[shape])] * (world_size - 3)]
+
+
+def made(host_of, compress, module=Mlp, **options):
+    torch.manual_seed(0)
+    with on_hosts(host_of) as group:
+        return sw.wrap(module(), process_group=group, compress=compress, timeout_s=20, **options)
+
+
+def host_sums(contributions, host_of):
+    """Float32, ranks in order, times hosts over ranks."""
+    share, sums = torch.tensor((max(host_of) + 1) / len(host_of)), {}
+    for host, contribution in zip(host_of, contributions):
+        sums[host] = sums[host] + contribution.float() if host in sums else contribution.float()
+    return [sums[host] * share for host in sorted(sums)]
+
+
+def backward(model, rank, step):
+    model.zero_grad()
+    model(batch(rank, 8, 7, step=step)).square().mean().backward()
+
+
+def gradients_of_all(model, rank, step):
+    """Each rank's own, by parameter."""
+    model.zero_grad()
+    with model.no_sync():
+        backward(model, rank, step)
+    own = gather([p.grad.clone() for p in model.module.parameters()])
+    model.zero_grad()
+    return [list(theirs) for theirs in zip(*own)]
+
+
+@every_map
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+@on_every_rank(at_least=3)
+def test_it_is_the_naive_compressor_of_the_hosts_sums(rank, world_size, shape, name):
+    host_of = hosts_of(shape, world_size)
+    model = made(host_of, COMPRESSORS[name])
+    means = {
+        "fp16": lambda sums: half_mean(sums, torch.float16),
+        "bf16": lambda sums: half_mean(sums, torch.bfloat16),
+        "int8": lambda sums: block_mean(sums, 32, 127),
+    }
+    for step in range(2):
+        everyone = gradients_of_all(model, rank, step)
+        backward(model, rank, step)
+        for parameter, contributions in zip(model.module.parameters(), everyone):
+            assert bits_equal(parameter.grad, means[name](host_sums(contributions, host_of))), (shape, step)
+
+
+@pytest.mark.parametrize("transport", ["auto", "staged"])
+@pytest.mark.parametrize("name", COMPRESSORS)
+@on_every_rank(at_least=3)
+def test_what_hosts_owe_and_what_came_is_what_there_was(rank, world_size, name, transport):
+    host_of = hosts_of("2+1", world_size)
+    model = made(host_of, COMPRESSORS[name], bucket_cap_mb=0.001, transport=transport)
+    parameters = dict(model.module.named_parameters())
+    got = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
+    wanted = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
+    for step in range(6):
+        everyone = gradients_of_all(model, rank, step)
+        for (n, _), contributions in zip(parameters.items(), everyone):
+            wanted[n] += sum(c.double() for c in contributions) / world_size
+        with model.no_sync():
+            backward(model, rank, step)
+        for p in parameters.values():
+            p.grad = None
+        backward(model, rank, step)
+        for n, p in parameters.items():
+            got[n] += p.grad
+        assert same_everywhere([p.grad.tolist() for p in parameters.values()])
+    state = model.compression_state
+    owed = {}
+    if state is not None:
+        assert state.iter == 6
+        entries = state.state_dict()["parameters"]
+        owed = (
+            state.errors()
+            if name.startswith("powersgd")
+            else {n: e["error"] for n, e in entries.items() if "error" in e}
+        )
+    firsts = {host_of.index(host) for host in host_of}
+    assert bool(owed) == (rank in firsts and name not in ("fp16", "bf16", "int8"))
+    everyones = [theirs for theirs in gather(owed) if theirs]
+    for n, p in parameters.items():
+        if everyones and n in everyones[0]:
+            mean = sum(theirs[n].double().view_as(p) for theirs in everyones) / len(everyones)
+            assert torch.allclose(got[n] + mean, wanted[n], atol=1e-5), n
+        else:
+            assert torch.allclose(got[n], wanted[n], atol=0.1 if name in ("bf16", "int8") else 1e-2), n
+
+
+@every_map
+@on_every_rank(at_least=3)
+def test_bytes_are_those_between_hosts(rank, world_size, shape):
+    host_of = hosts_of(shape, world_size)
+    hosts, is_first = max(host_of) + 1, host_of.index(host_of[rank]) == rank
+    model = made(host_of, sw.Bf16(), module=lambda: torch.nn.Linear(640, 63, bias=False))
+    backward_once = lambda: model(torch.ones(2, 640)).sum().backward()  # noqa: E731
+    backward_once()
+    slice_numel = -(-(-(-640 * 63 // hosts)) // 64) * 64
+    assert model._engine().stats()["step_wire_bytes"] == (2 * (hosts - 1) * slice_numel * 2 if is_first else 0)
+
+
+@on_every_rank(at_least=3)
+def test_low_precision_is_summed_in_float32_and_rounded_at_the_end(rank, world_size):
+    host_of = hosts_of("2+1", world_size)
+    model = made(host_of, sw.Bf16(), module=lambda: torch.nn.Linear(300, 5, dtype=torch.bfloat16))
+    x = torch.randn(4, 300, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    with model.no_sync():
+        model(x).float().square().sum().backward()
+    contributions = gather(model.module.weight.grad.clone())
+    model.zero_grad()
+    model(x).float().square().sum().backward()
+    expected = half_mean(host_sums(contributions, host_of), torch.bfloat16).bfloat16()
+    assert bits_equal(model.module.weight.grad, expected)
+
+
+@on_every_rank(at_least=3)
+def test_complex_gradients_are_pairs(rank, world_size):
+    class Turn(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.turn = torch.nn.Parameter(torch.randn(9, 30, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x @ self.turn).abs()
+
+    host_of = hosts_of("2+1", world_size)
+    model = made(host_of, sw.Bf16(), module=Turn)
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank)).to(torch.complex64)
+    with model.no_sync():
+        model(x).sum().backward()
+    contributions = gather(torch.view_as_real(model.module.turn.grad.clone()))
+    model.zero_grad()
+    model(x).sum().backward()
+    expected = half_mean(host_sums(contributions, host_of), torch.bfloat16)
+    assert bits_equal(torch.view_as_real(model.module.turn.grad), expected)
+
+
+@on_every_rank(at_least=3)
+def test_unused_parameters_keep_their_bits_and_go_on_owing(rank, world_size):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.idle = torch.nn.Linear(7, 7), torch.nn.Linear(7, 7)
+
+        def forward(self, x, all_of_it):
+            return self.idle(self.a(x)) if all_of_it else self.a(x)
+
+    model = made(hosts_of("2+1", world_size), sw.Int4(block=32), module=Net)
+    x = batch(rank, 8, 7)
+    model(x, True).square().mean().backward()
+    owed = {n: e["error"] for n, e in model.compression_state.state_dict()["parameters"].items()}
+    standing = model.module.idle.weight.grad.clone()
+    model.module.a.zero_grad()
+    model(x, False).square().mean().backward()
+    assert bits_equal(model.module.idle.weight.grad, standing)
+    after = {n: e["error"] for n, e in model.compression_state.state_dict()["parameters"].items()}
+    assert all(bits_equal(owed[n], after[n]) for n in owed if n.startswith("idle"))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", "float32"])
+@on_every_rank(at_least=3)
+def test_local_steps_are_averaged_over_hosts(rank, world_size, wire):
+    torch.manual_seed(0)
+    host_of = hosts_of("2+1", world_size)
+    module = Mlp()
+    with on_hosts(host_of) as group:
+        trainer = sw.DiLoCo(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), every=2, wire=wire, process_group=group, timeout_s=20
+        )
+    before = [p.detach().clone() for p in module.parameters()]
+    for step in range(2):
+        trainer.zero_grad()
+        module(batch(rank, 8, 7, step=step)).square().mean().backward()
+        if step == 1:
+            trainer.inner_optimizer.step()  # what step() does first
+            local = gather([p.detach().clone() for p in module.parameters()])
+            trainer.inner_optimizer.param_groups[0]["lr"] = 0.0
+        trainer.step()
+    for place, (p, start) in enumerate(zip(module.parameters(), before)):
+        change = sum((start - theirs[place]).double() for theirs in local) / world_size
+        tolerance = {"bf16": 2**-7, "int8": 2**-6, "float32": 1e-5}[wire]
+        assert torch.allclose(p.double(), start - 0.7 * 1.9 * change, atol=float(change.abs().max()) * 2 * tolerance)
+        assert same_everywhere(p.tolist())
+
+
+@on_every_rank(at_least=3)
+def test_headroom_measures_between_hosts(rank, world_size):
+    with on_hosts(hosts_of("2+1", world_size)) as group:
+        model = sw.wrap(Mlp(), process_group=group, timeout_s=20)
+    found = sw.headroom(model, lambda: backward(model, rank, 0), repeat=3, bandwidth=1e5)
+    sizes = {candidate.name: candidate.wire_bytes for candidate in found.candidates}
+    numel = sum(p.numel() for p in model.module.parameters())
+    assert (
+        sizes["Bf16()"] == 2 * numel and found.choice != "none"
+    )  # two hosts: what a host sends, once there and once back
+    assert len(set(gather((found.choice, found.step_s)))) == 1
+
+
+@on_every_rank(at_least=3)
+def test_a_host_whose_exchange_fails_says_so_to_all_its_ranks(rank, world_size):
+    host_of = hosts_of("2+1", world_size)
+    model = made(host_of, sw.Int4(block=32))
+    state = model.compression_state.state_dict()
+    model.compression_state.load_state_dict({**state, "parameters": {"other.weight": {"error": torch.zeros(3)}}})
+    start = time.monotonic()
+    with pytest.raises(sw.Error, match="the state that was loaded is another model's") as caught:
+        backward(model, rank, 0)
+    assert time.monotonic() - start < 15
+    if host_of.index(host_of[rank]) != rank:
+        assert f"rank {host_of.index(host_of[rank])}, which exchanges for host" in str(caught.value)
+
+
+@on_every_rank(at_least=3)
+def test_ranks_may_be_in_different_numbers_of_groups(rank, world_size):
+    dist.new_group([0, 1])  # torch's own names would differ from here on
+    model = made(hosts_of("2+1", world_size), sw.Fp16())
+    backward(model, rank, 0)
+    assert same_everywhere([p.grad.tolist() for p in model.module.parameters()])
