@@ -13,6 +13,12 @@ if [ -z "${SW_TWO_HOSTS:-}" ]; then
     SW_TWO_HOSTS=1 exec unshare "${as_root[@]}" --net --uts --pid --fork --kill-child --mount-proc "$BASH" "$0" "$@"
 fi
 
+# Addresses have names, or torch warns that they have none. Nobody outside sees this file.
+names=$(mktemp)
+printf '127.0.0.1 localhost\n10.77.0.1 host0\n10.77.0.2 host1\n' >"$names"
+mount --bind "$names" /etc/hosts
+rm "$names"
+
 # This process is on host0. host1 is where a sleeping process is.
 unshare --net --uts sleep infinity &
 holder=$!
