@@ -271,7 +271,6 @@ class Reader:
             load_stateful(self.training.dataloader, tree.decode(body["dataloader"], tensors), "dataloader")
             set_random_state(tree.decode(body["random"], tensors))
 
-
     def _apply_compressor(self, rank: int, world_size: int) -> None:
         """What a compressor remembers: this rank's own, or at another world size an equal share of what all ranks' owe."""
         model = getattr(self.training.model, "_orig_mod", self.training.model)
@@ -283,7 +282,9 @@ class Reader:
         known = [each for each in found if each is not None]
         ours = {"kind": state.kind, "settings": state.settings()}
         if len(known) < len(found) or any(each[key] != ours[key] for each in known for key in ours):
-            _logger.warning("%s holds no state of this compressor, %s: it begins with nothing owed", self.folder.path, ours)
+            _logger.warning(
+                "%s holds no state of this compressor, %s: it begins with nothing owed", self.folder.path, ours
+            )
             return
         state.load_state_dict(known[0] if len(known) == 1 == len(ranks) else reshard_state(known, rank, world_size))
 
