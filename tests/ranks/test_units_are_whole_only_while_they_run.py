@@ -478,6 +478,13 @@ def test_what_is_written_to_a_released_parameter_is_an_error_with_its_name_on_al
     with pytest.raises(engine.Error, match=rf"parameter 'blocks\.1\.wide\.weight' was|{replaced}"):
         steps(model, optimizer, rank, 1)
     gather(None)
+    module = sw.unwrap(model)
+    model, optimizer = sw.wrap(
+        module, torch.optim.AdamW(module.parameters()), zero=3, share_parameters=False, bucket_cap_mb=0.004
+    )
+    assert all(map(math.isfinite, steps(model, optimizer, rank, 2)))
+    whole = sw.full_state_dict(model)
+    assert same_everywhere([value.tolist() for value in whole.values()])
 
 
 @on_every_rank(spoils=True)
