@@ -123,16 +123,49 @@ uint8_t *sw_memory_reserve(size_t size_bytes)
 }
 
 sw_status sw_memory_remap(uint8_t *address, size_t size_bytes, int fd, size_t offset_bytes,
-                          bool present, sw_error *err)
+                          bool shared, sw_error *err)
 {
-    int protection = present ? PROT_READ | PROT_WRITE : PROT_READ;
-    int flags = MAP_SHARED | MAP_FIXED | MAP_NORESERVE | (present ? MAP_POPULATE : 0);
-    if (mmap(address, size_bytes, protection, flags, fd, (off_t)offset_bytes) == MAP_FAILED)
+    int flags = MAP_FIXED | MAP_NORESERVE | (shared ? MAP_SHARED | MAP_POPULATE : MAP_PRIVATE);
+    if (mmap(address, size_bytes, PROT_READ | PROT_WRITE, flags, fd, (off_t)offset_bytes) ==
+        MAP_FAILED)
         return sw_error_set(err, SW_E_MEMORY, errno,
                             "mapping %zu bytes over others failed (vm.max_map_count bounds how "
                             "many mappings a process has): %s",
                             size_bytes, strerror(errno));
     return SW_OK;
+}
+
+int sw_memory_watch(void)
+{
+    return open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+}
+
+/* Linux, Documentation/admin-guide/mm/pagemap.rst: bit 63 present, 62 swapped, 61 of a file. A page
+ * of a private view is the file's until it is written to. */
+static bool is_own_page(uint64_t entry)
+{
+    return (entry >> 62 & 3) != 0 && (entry >> 61 & 1) == 0;
+}
+
+size_t sw_memory_find_write(int watch, const uint8_t *address, size_t size_bytes, uint8_t byte)
+{
+    uint64_t entries[512];
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)address / page,
+           count = (size_bytes + page - 1) / page;
+    for (size_t done = 0, got; watch >= 0 && done < count; done += got) {
+        size_t wanted = sw_size_min(count - done, sizeof entries / sizeof *entries);
+        ssize_t bytes = pread(watch, entries, wanted * sizeof *entries,
+                              (off_t)((first + done) * sizeof *entries));
+        if (bytes < (ssize_t)sizeof *entries)
+            break;
+        got = (size_t)bytes / sizeof *entries;
+        for (size_t i = 0; i < got; ++i)
+            for (size_t at = (done + i) * page, end = at + page;
+                 is_own_page(entries[i]) && at < end; ++at)
+                if (address[at] != byte)
+                    return at;
+    }
+    return SIZE_MAX;
 }
 
 void sw_memory_discard(int fd, size_t offset_bytes, size_t size_bytes)

@@ -31,10 +31,20 @@ SW_MUST_USE sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_erro
 uint8_t *sw_memory_reserve(size_t size_bytes);
 
 /* Puts `size_bytes` of `fd` from `offset_bytes` (multiples of the page size, as `address`) over
- * whatever lies in a reserved range, in one step: `present` pages are writable and there at once,
- * others can only be read, and come when touched. SW_E_MEMORY: the old pages stay. */
+ * whatever lies in a reserved range, in one step. SW_E_MEMORY: the old pages stay.
+ * `shared`: the file's own pages, there at once. Else a private view of them, whose pages come when
+ * touched: what is written there is seen by nobody else, and gone at the next remap. */
 SW_MUST_USE sw_status sw_memory_remap(uint8_t *address, size_t size_bytes, int fd,
-                                      size_t offset_bytes, bool present, sw_error *err);
+                                      size_t offset_bytes, bool shared, sw_error *err);
+
+/* What sw_memory_find_write asks: owned, ended by close. -1 where the system does not tell. Of this
+ * process, not of its children. */
+int sw_memory_watch(void);
+
+/* The first byte of a private view (sw_memory_remap) of a file that holds nothing but `byte` which
+ * is another one, from its beginning; SIZE_MAX: none, or it cannot be told. Cost: 8 bytes read a
+ * page, and pages that were written to. */
+size_t sw_memory_find_write(int watch, const uint8_t *address, size_t size_bytes, uint8_t byte);
 
 /* Gives the pages of a range of `fd` back to the system; a hint. */
 void sw_memory_discard(int fd, size_t offset_bytes, size_t size_bytes);

@@ -4,6 +4,7 @@
  * never given to something else while a tensor has them. */
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "python/engine.h"
 #include "zero/unit.h"
@@ -11,6 +12,7 @@
 typedef struct units_object {
     PyObject_HEAD sw_units *units; /* owned; NULL before __init__ */
     PyObject *arena;               /* owned: where the slices are */
+    pid_t process;                 /* whose pages they are: a child would write into its parent's */
 } units_object;
 
 static int raise(units_object *self, sw_status status, const sw_error *err)
@@ -102,6 +104,7 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     Py_INCREF(arena);
     self->arena = arena;
+    self->process = getpid();
     return create(self, parts, list, (size_t)warm_bytes, label);
 }
 
@@ -129,10 +132,25 @@ static Py_ssize_t read_unit(const units_object *self, PyObject *position)
     return unit;
 }
 
+/* The number of a unit that is about to change, or -1 with an exception. */
+static Py_ssize_t enter_unit(units_object *self, PyObject *position)
+{
+    Py_ssize_t unit = read_unit(self, position);
+    sw_error err;
+    if (unit < 0 || self->process == getpid())
+        return unit;
+    sw_error_set(
+        &err, SW_E_STATE, -1,
+        "units: this process is a child of the one that wrapped the module, whose pages it "
+        "would overwrite: fork inside `with sw.full_parameters(module)`, or copy the "
+        "module there");
+    return raise(self, SW_E_STATE, &err);
+}
+
 static PyObject *units_gather(PyObject *op, PyObject *position)
 {
     units_object *self = (units_object *)op;
-    Py_ssize_t unit = read_unit(self, position);
+    Py_ssize_t unit = enter_unit(self, position);
     sw_status status;
     sw_error err;
     if (unit < 0)
@@ -148,11 +166,26 @@ static PyObject *units_gather(PyObject *op, PyObject *position)
 static PyObject *units_release(PyObject *op, PyObject *position)
 {
     units_object *self = (units_object *)op;
-    Py_ssize_t unit = read_unit(self, position);
+    Py_ssize_t unit = enter_unit(self, position);
     sw_error err;
     if (unit < 0 || raise(self, sw_unit_release(self->units, (size_t)unit, &err), &err) < 0)
         return NULL;
     Py_RETURN_NONE;
+}
+
+static PyObject *units_take_write(PyObject *op, PyObject *position)
+{
+    units_object *self = (units_object *)op;
+    Py_ssize_t unit = enter_unit(self, position);
+    sw_error err;
+    if (unit < 0)
+        return NULL;
+    size_t found = sw_unit_find_write(self->units, (size_t)unit);
+    if (found == SIZE_MAX)
+        return PyLong_FromLong(-1);
+    if (raise(self, sw_unit_forget_writes(self->units, (size_t)unit, &err), &err) < 0)
+        return NULL;
+    return PyLong_FromSize_t(found);
 }
 
 static PyObject *units_state(PyObject *op, PyObject *position)
@@ -206,6 +239,8 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
 static PyMethodDef units_methods[] = {
     {"gather", units_gather, METH_O, "gather(unit)\n--\n\nSharded to unsharded."},
     {"release", units_release, METH_O, "release(unit)\n--\n\nUnsharded to sharded."},
+    {"take_write", units_take_write, METH_O,
+     "take_write(unit)\n--\n\nWhere a released unit was written to; -1: nowhere. Asked once."},
     {"state", units_state, METH_O, "state(unit)\n--\n\n'sharded', 'gathering' or 'unsharded'."},
     {"stats", units_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
     {"tensor", units_tensor, METH_VARARGS,

@@ -9,6 +9,7 @@
 #include "platform/memory.h"
 
 static const size_t chunk_bytes = SW_PAGE_RING_CHUNK_BYTES, blank_bytes = SW_PAGE_RING_BLANK_BYTES;
+static const uint8_t blank_byte = 0xff;
 
 size_t sw_page_ring_chunks(size_t size_bytes)
 {
@@ -28,7 +29,7 @@ static sw_status make_blank(int *fd, const char *label, sw_error *err)
     uint8_t *bytes;
     SW_TRY(sw_memfd_create(blank_bytes, label, fd, err));
     SW_TRY(sw_memfd_map(*fd, blank_bytes, &bytes, err));
-    memset(bytes, 0xff, blank_bytes);
+    memset(bytes, blank_byte, blank_bytes);
     sw_memory_unmap(bytes, blank_bytes);
     return SW_OK;
 }
@@ -49,7 +50,7 @@ sw_status sw_page_ring_init(sw_page_ring *ring, size_t chunk_count, size_t warm_
                             const char *label, sw_error *err)
 {
     sw_status status;
-    *ring = (sw_page_ring){.fd = -1, .blank_fd = -1, .chunk_count = chunk_count};
+    *ring = (sw_page_ring){.fd = -1, .blank_fd = -1, .watch = -1, .chunk_count = chunk_count};
     if (chunk_count == 0)
         return SW_OK;
     ring->warm_chunks = sw_size_min(sw_page_ring_chunks(warm_bytes), chunk_count);
@@ -58,6 +59,7 @@ sw_status sw_page_ring_init(sw_page_ring *ring, size_t chunk_count, size_t warm_
         SW_FAIL(err, SW_E_MEMORY, "%s: no memory for a table of %zu chunks", label, chunk_count);
     SW_TRY_GOTO(status, sw_memfd_create(chunk_count * chunk_bytes, label, &ring->fd, err), failed);
     SW_TRY_GOTO(status, make_blank(&ring->blank_fd, label, err), failed);
+    ring->watch = sw_memory_watch();
     warm(ring);
     return SW_OK;
 failed:
@@ -71,8 +73,10 @@ void sw_page_ring_fini(sw_page_ring *ring)
         close(ring->fd);
     if (ring->blank_fd >= 0)
         close(ring->blank_fd);
+    if (ring->watch >= 0)
+        close(ring->watch);
     free(ring->taken);
-    *ring = (sw_page_ring){.fd = -1, .blank_fd = -1};
+    *ring = (sw_page_ring){.fd = -1, .blank_fd = -1, .watch = -1};
 }
 
 static void take(sw_page_ring *ring, size_t count, uint32_t *chunks)
@@ -138,4 +142,9 @@ sw_status sw_page_ring_blank(sw_page_ring *ring, uint8_t *address, size_t size_b
     if (chunks)
         give_back(ring, sw_page_ring_chunks(size_bytes), chunks);
     return SW_OK;
+}
+
+size_t sw_page_ring_find_write(const sw_page_ring *ring, const uint8_t *address, size_t size_bytes)
+{
+    return sw_memory_find_write(ring->watch, address, sw_page_ring_span(size_bytes), blank_byte);
 }

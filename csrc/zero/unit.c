@@ -79,7 +79,7 @@ sw_status sw_units_create(uint8_t *const *parts, size_t world_size, size_t part_
     sw_units *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "%s: no memory for a table of units", label);
-    made->ring.fd = made->ring.blank_fd = -1;
+    made->ring.fd = made->ring.blank_fd = made->ring.watch = -1;
     made->world_size = world_size;
     made->parts = malloc(world_size * sizeof *made->parts);
     made->unit = calloc(count + 1, sizeof *made->unit);
@@ -183,4 +183,20 @@ sw_status sw_unit_release(sw_units *units, size_t index, sw_error *err)
     it->state = after;
     units->stats.releases++;
     return SW_OK;
+}
+
+size_t sw_unit_find_write(const sw_units *units, size_t index)
+{
+    const unit *it = &units->unit[index];
+    if (!it->address || it->state != SW_SHARD_SHARDED)
+        return SIZE_MAX;
+    return sw_page_ring_find_write(&units->ring, it->address, it->size_bytes);
+}
+
+sw_status sw_unit_forget_writes(sw_units *units, size_t index, sw_error *err)
+{
+    const unit *it = &units->unit[index];
+    if (!it->address || it->state != SW_SHARD_SHARDED)
+        return SW_OK;
+    return sw_page_ring_blank(&units->ring, it->address, it->size_bytes, NULL, err);
 }

@@ -62,4 +62,10 @@ SW_MUST_USE sw_status sw_unit_gather(sw_units *units, size_t unit, sw_error *err
 /* UNSHARDED to SHARDED. SW_E_STATE from elsewhere. */
 SW_MUST_USE sw_status sw_unit_release(sw_units *units, size_t unit, sw_error *err);
 
+/* Of a unit that is SHARDED: the first byte that somebody changed at its addresses since it was
+ * released; SIZE_MAX: none, as far as the system tells. What was written is no
+ * parameter's, and gone when the unit is gathered, or forgotten. */
+size_t sw_unit_find_write(const sw_units *units, size_t unit);
+SW_MUST_USE sw_status sw_unit_forget_writes(sw_units *units, size_t unit, sw_error *err);
+
 #endif

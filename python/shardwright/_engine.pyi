@@ -368,7 +368,10 @@ class Units:
     def gather(self, unit: int) -> None:
         """Sharded to unsharded. Error from elsewhere."""
     def release(self, unit: int) -> None:
-        """Unsharded to sharded: its addresses read as NaN. Error from elsewhere."""
+        """Unsharded to sharded: its addresses read as NaN. Error from elsewhere, and in a child of the process that made them."""
+    def take_write(self, unit: int) -> int:
+        """Of a sharded unit: the first byte that somebody changed since it was released; -1 if none, or where the system does not
+        tell. What was written is dropped."""
     def state(self, unit: int) -> str:
         """ "sharded", "gathering" or "unsharded"."""
     def stats(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 Each private name has a fallback, so that a torch that drops it costs a feature, not the program:
 `torch._C._current_graph_task_id` (else one number for every backward: reentrant checkpointing is then not told apart),
 `torch._disable_dynamo` (else `torch.compiler.disable`), `Tensor._post_accumulate_grad_hooks` (else a hook that changes
-gradients must be registered before wrapping).
+gradients must be registered before wrapping), the compiler's tracer (else fullgraph=True ends in its own error).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ._engine import Error
+
 __all__ = [
     "disable_compile",
     "gradient_hooks",
@@ -29,6 +31,12 @@ __all__ = [
     "queue_at_end",
     "watch_steps",
 ]
+
+
+_FULL_GRAPH = (
+    "fullgraph=True is impossible here: a wrapped module synchronises, and at zero=3 gathers parameters, outside of the graph; leave "
+    "fullgraph out, or compile what runs inside: block.forward = torch.compile(block.forward, fullgraph=True)"
+)
 
 
 def _no_graph_task() -> int:
@@ -86,6 +94,7 @@ def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> 
     @functools.wraps(function)
     def as_it_is(*args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
+            _check_breaks()
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -93,6 +102,23 @@ def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> 
 
 
 _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+
+
+def _check_breaks() -> None:
+    """Run by the compiler as it traces: Error where it must not break the graph here."""
+    try:
+        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        whole = InstructionTranslator.current_tx().one_graph
+    except Exception:  # another torch: its own error follows
+        return
+    if whole:
+        # the compiler passes on none but its own exceptions as they are
+        raise type("FullGraphError", (Error, Unsupported), {})(_FULL_GRAPH)
+
+
+_check_breaks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -255,6 +255,7 @@ class DistributedDataParallel(TorchDDP):
         if self._replica is None and not (training and any(p.requires_grad for p in self.module.parameters())):
             return  # a copy that is not trained needs no peers
         replica = self._engine()
+        replica.arrange_hooks()
         if self._join_config.enable:
             work = Join.notify_join_context(self)
             if work is not None:

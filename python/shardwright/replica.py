@@ -195,10 +195,18 @@ class Replica:
         """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
         module = self._module()
         if module is not None:
-            self._drift.check(module)
+            self._check_drift(module)
             for index in self._drift.take_unfrozen():
                 self._unfreeze(index)
         self.reducer.forward(synchronises)
+
+    def _check_drift(self, module: torch.nn.Module) -> None:
+        try:
+            self._drift.check(module)
+        except Error as error:
+            if self.releases_parameters and self.group.comm.is_alive:  # on this rank alone, perhaps
+                self.group.comm.abort(str(error))
+            raise
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is in the table."""
@@ -277,6 +285,11 @@ class Replica:
     def releases_parameters(self) -> bool:
         """Whether parameters are whole only while they are used."""
         return isinstance(self._parameters, UnitMemory)
+
+    def arrange_hooks(self) -> None:
+        """Parameters are whole in all hooks of the user's modules, whenever they were registered."""
+        if isinstance(self._parameters, UnitMemory):
+            self._parameters.schedule.arrange_hooks()
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """See full_parameters."""
@@ -366,7 +379,7 @@ class Replica:
             )
         module = self._module()
         if module is not None:
-            self._drift.check(module)
+            self._check_drift(module)
         self.reducer.close_pending()
         self.reducer.count_step()
 

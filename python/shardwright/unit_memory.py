@@ -75,12 +75,16 @@ class UnitMemory:
             (p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
         ]
         self._units = self._make_units(plans, members)
-        self.schedule = UnitSchedule(self._units, plans, [self._members(each) for each in members])
+        self.schedule = UnitSchedule(self._units, plans, [self._members(each) for each in members], self._abort)
         for number, plan in enumerate(plans):
             mark = mark_of(plan.module)
             if mark is not None:
                 mark.join(self.schedule, number)
         group.comm.barrier(f"slices of the parameters of {label}")
+
+    def _abort(self, reason: str) -> None:
+        if self._group.comm.is_alive:
+            self._group.comm.abort(reason)
 
     def _plan_slices(self) -> None:
         self._offsets: list[int] = []

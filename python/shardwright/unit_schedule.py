@@ -70,10 +70,12 @@ class Unit:
     def _make_placeholders(self) -> None:
         """One NaN a parameter, expanded to its shape."""
         dtypes = {parameter.dtype for parameter in self.parameters}
-        self._scalars = {
-            dtype: torch.full((sum(p.dtype == dtype for p in self.parameters),), float("nan"), dtype=dtype)
+        self._bytes = {  # what lies behind them: compared without a torch operation
+            dtype: bytearray(b"\xff" * (dtype.itemsize * sum(p.dtype == dtype for p in self.parameters)))
             for dtype in dtypes
         }
+        self._blank = {dtype: bytes(each) for dtype, each in self._bytes.items()}
+        self._scalars = {dtype: torch.frombuffer(each, dtype=dtype) for dtype, each in self._bytes.items()}
         following = {dtype: iter(scalars) for dtype, scalars in self._scalars.items()}
         self.placeholders = [next(following[p.dtype]).expand(p.shape) for p in self.parameters]
         self._addresses = [each.data_ptr() for each in self.placeholders]
@@ -94,23 +96,25 @@ class Unit:
     def addresses(self, is_whole: bool) -> list[int]:
         return self._whole_addresses if is_whole else self._addresses
 
-    def check_placeholders(self) -> None:
-        """Error, naming the parameter, if somebody wrote to one that is released; it is released again."""
-        same = all(bool(torch.isnan(scalars).all()) for scalars in self._scalars.values())
-        if same and [p.data_ptr() for p in self.parameters] == self._addresses:
-            return
+    def take_written(self) -> str | None:
+        """The name of a parameter whose placeholder somebody wrote to or replaced while it was released; it is released again."""
+        if self._bytes == self._blank and list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
+            return None
         written = [
             name
             for name, p, placeholder, address in zip(self.names, self.parameters, self.placeholders, self._addresses)
             if p.data_ptr() != address or not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all())
         ]
-        for scalars in self._scalars.values():
-            scalars.fill_(float("nan"))
+        for dtype, blank in self._blank.items():
+            self._bytes[dtype][:] = blank
         self.show(self.placeholders)
-        raise Error(
-            f"parameter {written[0]!r} was written to while it was released, and what was written is lost: write inside "
-            "`with sw.full_parameters(module, writable=True)`"
-        )
+        return written[0] if written else None  # another NaN than ours is no write that anybody would miss
+
+    def name_at(self, offset: int) -> str:
+        """The parameter at a byte of the unit."""
+        first = min(self._whole_addresses)
+        places = sorted((address - first, name) for address, name in zip(self._whole_addresses, self.names))
+        return next(name for begin, name in reversed(places) if begin <= offset)
 
 
 class UnitSchedule:
@@ -123,6 +127,8 @@ class UnitSchedule:
         The outermost unit first.
     members : sequence of list
         Of each unit: (number in the table, name, parameter, its whole data).
+    abort : callable
+        Tells the other ranks why this one will not go on.
     """
 
     def __init__(
@@ -130,8 +136,10 @@ class UnitSchedule:
         units: Units,
         plans: Sequence[UnitPlan],
         members: Sequence[list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]],
+        abort: Callable[[str], None],
     ) -> None:
         self._units = units
+        self._abort = abort
         self.units = [Unit(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
         self._clock = itertools.count()
         self._tasks: set[int] = set()
@@ -139,6 +147,7 @@ class UnitSchedule:
         self._latest: Unit | None = None  # whose forward ended last
         self._turning: Unit | None = None  # whose forward is the last before the backward, as it was the last time
         self._handles: list[Any] = []
+        self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []  # a module, and its two hooks of ours
         for unit in self.units:
             unit.show(unit.placeholders)
         for unit, plan in zip(self.units, plans):
@@ -148,10 +157,23 @@ class UnitSchedule:
     def _hook_forward(self, unit: Unit, module: torch.nn.Module) -> None:
         before = _ModuleHook(self, UnitSchedule._before_forward, unit.number)
         after = _ModuleHook(self, UnitSchedule._after_forward, unit.number)
-        self._handles += [
+        handles = [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
         ]
+        self._handles += handles
+        self._hooked.append((weakref.ref(module), handles[0].id, handles[1].id))
+
+    def arrange_hooks(self) -> None:
+        """Ours run before all others and after all others, also after ones that came later: those see whole parameters."""
+        for reference, before, after in self._hooked:
+            module = reference()
+            if module is None:
+                continue
+            if next(iter(module._forward_pre_hooks), before) != before and before in module._forward_pre_hooks:
+                module._forward_pre_hooks.move_to_end(before, last=False)
+            if next(reversed(module._forward_hooks), after) != after and after in module._forward_hooks:
+                module._forward_hooks.move_to_end(after)
 
     def _hook_states(self, module: torch.nn.Module) -> None:
         released = {id(p): unit.number for unit in self.units for p in unit.parameters}
@@ -166,6 +188,7 @@ class UnitSchedule:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooked.clear()
 
     # gathering and releasing --------------------------------------------------------------------------------------
 
@@ -174,9 +197,21 @@ class UnitSchedule:
 
     def _gather(self, unit: Unit) -> None:
         if not self.is_whole(unit):
-            unit.check_placeholders()
+            self._check_released(unit)
             self._units.gather(unit.number)
             unit.show(unit.whole)
+
+    def _check_released(self, unit: Unit) -> None:
+        """Error, on all ranks, if somebody wrote to a parameter while it was released."""
+        name, how = unit.take_written(), "was written to while it was released"
+        offset = self._units.take_write(unit.number)
+        if name is None and offset < 0:
+            return
+        if name is None:
+            name, how = unit.name_at(offset), "was written to, through an older view of it, while it was released"
+        message = f"parameter {name!r} {how}, and what was written is lost: write inside `with sw.full_parameters(module, writable=True)`"
+        self._abort(message)  # the others would wait for this rank's gradients
+        raise Error(message)
 
     def _release(self, unit: Unit) -> None:
         if self.is_whole(unit):
@@ -251,6 +286,8 @@ class UnitSchedule:
     # what happens in a module -------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit, *_: Any) -> None:
+        if unit is self.units[0]:
+            self.arrange_hooks()
         unit.running.append(next(self._clock))
         if _hooks.graph_task_id() == _NO_TASK:
             self._end_broken_tasks()

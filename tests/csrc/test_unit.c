@@ -5,7 +5,8 @@
  * whatever ring it got U3  a released unit reads 0xff everywhere, at the same addresses U4  pages
  * in use are those of the units that are whole, in chunks, and the lowest come back first U5  a run
  * that leaves its unit, its part or the ranks is refused U6  every allocation and mapping may fail:
- * an error, and nothing kept
+ * an error, and nothing kept  U7  a write to a released unit is found, byte by byte, and is
+ * nobody's
  */
 #include "zero/unit.h"
 
@@ -136,6 +137,35 @@ static void check_units(size_t warm_bytes)
     sw_units_destroy(units);
 }
 
+static void check_writes(void)
+{
+    sw_units *units = NULL;
+    sw_error err = {.message = ""};
+    const size_t large = 2, at = (3u << 20) + 4321;
+    if (!check(sw_units_create(parts, RANKS, PART_BYTES, specs, UNITS, 0, "test", &units, &err) ==
+                   SW_OK,
+               "units are made: %s", err.message))
+        return;
+    for (size_t u = 0; u < UNITS; ++u)
+        check(sw_unit_find_write(units, u) == SIZE_MAX, "nobody wrote to unit %zu", u);
+    uint8_t *bytes = sw_unit_address(units, large);
+    check(bytes_not_blank(units, large) == 0 && sw_unit_find_write(units, large) == SIZE_MAX,
+          "reading is no write");
+    bytes[at] = 0xff;
+    check(sw_unit_find_write(units, large) == SIZE_MAX, "nor is what changes nothing");
+    bytes[at] = 1;
+    bytes[at + 5000] = 1;
+    check(sw_unit_find_write(units, large) == at, "found at %zu", sw_unit_find_write(units, large));
+    check(bytes_not_blank(units, 3) == 0, "other units do not see it");
+    check(sw_unit_forget_writes(units, large, &err) == SW_OK && bytes_not_blank(units, large) == 0,
+          "it is forgotten");
+    bytes[0] = 7;
+    check(sw_unit_gather(units, large, &err) == SW_OK && wrong_bytes(units, large, 9) == 0,
+          "and does not outlast a gather");
+    check(sw_unit_find_write(units, large) == SIZE_MAX, "a whole unit may be written");
+    sw_units_destroy(units);
+}
+
 static void check_refusals(void)
 {
     static const sw_unit_run wrong[] = {
@@ -199,6 +229,7 @@ int main(void)
     check_units(100u << 20);
     check_refusals();
     fill_parts(9);
+    check_writes();
     check_faults();
     for (size_t r = 0; r < RANKS; ++r)
         free(parts[r]);

@@ -3,6 +3,7 @@ outside of a unit's run a rank has its slices, and NaN for the rest."""
 
 import copy
 import math
+import os
 import pathlib
 import pickle
 import sys
@@ -447,24 +448,96 @@ def test_copies_of_a_released_module_are_refused(rank, world_size):
     assert same_everywhere([p.tolist() for p in whole.values()])
 
 
-@pytest.mark.parametrize("write", ["fill", "data"])
-@on_every_rank()
-def test_a_placeholder_that_was_changed_is_an_error(rank, world_size, write):
-    model, optimizer = private(Blocks)
+def write_to(model, old, write):
     weight = model.module.blocks[1].wide.weight
     with torch.no_grad():
         with pytest.raises(RuntimeError):
             weight.add_(1)
         if write == "fill":
             weight.fill_(0.5)
-        else:
+        elif write == "data":
             weight.data = torch.ones_like(weight)
-    with pytest.raises(
-        engine.Error, match=r"parameter 'blocks.1.wide.weight' was|data of parameter 'blocks.1.wide.weight'"
-    ):
-        model(batch(rank, 6, 7))
-    if write == "fill":
-        steps(model, optimizer, rank, 2)
+        elif write == "view":  # kept from when it was whole
+            assert torch.isnan(old).all()
+            old.add_(1)
+            old[3] = 2
+
+
+@pytest.mark.parametrize("write", ["fill", "data", "view"])
+@pytest.mark.parametrize("who", ["all", "last"])
+@on_every_rank(spoils=True)
+def test_what_is_written_to_a_released_parameter_is_an_error_with_its_name_on_all_ranks(rank, world_size, write, who):
+    model, optimizer = private(Blocks)
+    steps(model, optimizer, rank, 1)
+    with sw.full_parameters(model):
+        old = model.module.blocks[1].wide.weight.data
+    writes = who == "all" or rank == world_size - 1
+    if writes:
+        write_to(model, old, write)
+    replaced = r"data of parameter 'blocks\.1\.wide\.weight' was replaced"
+    with pytest.raises(engine.Error, match=rf"parameter 'blocks\.1\.wide\.weight' was|{replaced}"):
+        steps(model, optimizer, rank, 1)
+    gather(None)
+    module = sw.unwrap(model)
+    model, optimizer = sw.wrap(
+        module, torch.optim.AdamW(module.parameters()), zero=3, share_parameters=False, bucket_cap_mb=0.004
+    )
+    assert all(map(math.isfinite, steps(model, optimizer, rank, 2)))
+    whole = sw.full_state_dict(model)
+    assert same_everywhere([value.tolist() for value in whole.values()])
+
+
+@on_every_rank(spoils=True)
+def test_the_parameter_that_an_old_view_wrote_to_is_found(rank, world_size):
+    """Of several in one unit, by the pages: their order in it is not that of the module."""
+    model, optimizer = private(Large, units=100.0)
+    with sw.full_parameters(model):
+        old = model.module[3].weight.data
+    old[512] = 1.0
+    with pytest.raises(engine.Error, match=r"parameter '3\.weight' was written to, through an older view"):
+        steps(model, optimizer, rank, 1)
+    gather(None)
+
+
+@on_every_rank()
+def test_hooks_that_are_added_later_see_whole_parameters(rank, world_size):
+    def train(model, optimizer):
+        seen = []
+
+        def look(module, *_):
+            own = module.first if isinstance(module, Blocks) else module
+            seen.append(sum(p.detach().double().sum().item() for p in own.parameters()))
+
+        module = sw.unwrap(model)
+        for each in (module, *module.blocks):
+            each.register_forward_pre_hook(look, prepend=True)
+            each.register_forward_hook(look)
+            each.register_forward_hook(look, always_call=True)
+        losses = steps(model, optimizer, rank, 2)
+        module.blocks[1].register_forward_pre_hook(look, prepend=True)
+        with torch.no_grad():
+            losses.append(module(batch(rank, 6, 7)).sum().item())
+        assert len(seen) == 3 * 4 * 3 + 1 and not any(map(math.isnan, seen))
+        return losses, seen
+
+    assert_same_training(train, Blocks)
+
+
+@on_every_rank()
+def test_a_forked_child_does_not_write_into_its_parents_pages(rank, world_size):
+    model, optimizer = private(Blocks)
+    child = os.fork()
+    if child == 0:
+        try:
+            with torch.no_grad():
+                sw.unwrap(model)(batch(rank, 6, 7))
+        except engine.Error as error:
+            os._exit(0 if "child" in str(error) else 3)
+        except BaseException:
+            os._exit(4)
+        os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    steps(model, optimizer, rank, 1)
     gather(None)
 
 
