@@ -3,8 +3,9 @@
 While the wrapper's forward runs, each parameter's place in its module holds `parameter.to(param_dtype)`, a node of the autograd
 graph; so gradients arrive in the parameter's dtype, and everything behind them (accumulation, averages, clipping, loss scaling,
 optimizers, checkpoints) is that of a float32 model, at every stage. Activation checkpointing runs pieces of the forward again
-inside the backward: there each module takes its copies for the time of its call. Outside of the wrapper the module computes in
-float32. docs/design/precision.md has the table.
+inside the backward: there each module takes its copies for the time of its call. Where parameters are released (zero=3 without
+sharing), a copy is made when its unit is whole. Outside of the wrapper the module computes in float32. docs/design/precision.md
+has the table.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .compress import Bf16, Compressor, Fp16
 __all__ = ["Precision"]
 
 _LOW = (torch.bfloat16, torch.float16)
+#: modules, and names of those of their parameters whose places hold copies
+_Taken = list[tuple[torch.nn.Module, list[str]]]
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -118,8 +121,10 @@ class PrecisionPlan:
         self._active = False
         self._swapped: dict[torch.nn.Module, dict[str, Any]] = {}  # what lay in their places before
         self._copies: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._recomputing: list[tuple[torch.nn.Module, list[torch.nn.Module]]] = []
+        self._recomputing: list[tuple[torch.nn.Module, _Taken]] = []
+        self._is_whole: Callable[[torch.Tensor], bool] | None = None
         self._handles: list[Any] = []
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []  # what became float32, and what it was; until keep()
 
     def _nearest(self, name: str) -> Precision | None:
         while name and name not in self._policies:
@@ -160,9 +165,23 @@ class PrecisionPlan:
             for each in self._slots[submodule] if policy is not None and policy.master else ():
                 parameter = submodule._parameters[each]
                 if parameter is not None and parameter.dtype in _LOW:
+                    self._made.append((parameter, parameter.data))
                     parameter.data = parameter.data.float()
-            if submodule is not self._module:
+            if submodule is self._module:
+                self._handles.append(submodule.register_forward_pre_hook(self._before_outermost, prepend=True))
+            else:
                 self._hook(submodule)
+
+    def keep(self) -> None:
+        """The module is wrapped: there is no way back."""
+        self._made.clear()
+
+    def undo(self) -> None:
+        """The module could not be wrapped: it is as it was before install()."""
+        remove_plan(self._module)
+        for parameter, data in self._made:
+            parameter.data = data
+        self._made.clear()
 
     def _hook(self, module: torch.nn.Module) -> None:
         self._handles.append(module.register_forward_pre_hook(self._before_module, prepend=True))
@@ -171,6 +190,21 @@ class PrecisionPlan:
             self._handles.append(module.register_forward_hook(self._cast_output_of))
         # Called after an exception too: a recomputation is ended by one as soon as it has what it needs.
         self._handles.append(module.register_forward_hook(self._after_module, always_call=True))
+
+    def follow(self, is_whole: Callable[[torch.Tensor], bool]) -> None:
+        """Parameters come and go in units: copies are made as their modules are called, of those that are whole then."""
+        self._is_whole = is_whole
+
+    def forget(self, parameters: Collection[torch.Tensor]) -> None:
+        """They are being released. Their copies stay where a backward needs them, and else go with them."""
+        if not self._active or torch.is_grad_enabled():
+            return
+        ended = {id(parameter) for parameter in parameters}
+        for submodule, before in self._swapped.items():
+            back = {name: each for name, each in before.items() if id(each) in ended}
+            if back:
+                self._put_back(submodule, list(back))
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] not in ended}
 
     def remove(self) -> None:
         """Takes the hooks off; parameters stay float32."""
@@ -195,37 +229,40 @@ class PrecisionPlan:
         return output if self._root is None else _cast(output, self._root.output_dtype)
 
     def _take(self) -> None:
-        self._restore(list(self._swapped))
-        self._recomputing.clear()
+        self._restore_all()
         self._active = True
-        self._swap(self._module)
+        if self._is_whole is None:
+            self._swap(self._module)
 
     def _give_back(self) -> None:
         self._active = False
-        self._restore(list(self._swapped))
-        self._recomputing.clear()
+        self._restore_all()
         self._copies.clear()
 
     _take_places = _hooks.disable_compile(_take)
     _give_back_places = _hooks.disable_compile(_give_back)
 
-    def _swap(self, module: torch.nn.Module) -> list[torch.nn.Module]:
-        """Copies in the places of all parameters below `module`, where they are not yet; gives the modules that it changed."""
-        changed = []
+    def _swap(self, module: torch.nn.Module) -> _Taken:
+        """Copies in the places of all parameters below `module`, where they are not yet; gives the places that it changed."""
+        taken: _Taken = []
         for submodule in module.modules():
             slots = self._slots.get(submodule)
-            if not slots or submodule in self._swapped:
+            if not slots:
                 continue
-            before = {}
+            before = self._swapped.setdefault(submodule, {})
+            names = []
             for name, dtype in slots.items():
                 parameter = submodule._parameters[name]
-                if parameter is not None and parameter.dtype is not dtype:
+                if name in before or parameter is None or parameter.dtype is dtype:
+                    continue
+                if self._is_whole is None or self._is_whole(parameter):
                     before[name] = parameter
                     submodule._parameters[name] = self._copy(parameter, dtype)  # type: ignore[assignment]
-            self._swapped[submodule] = before
-            changed.append(submodule)
-            _refresh_weights(submodule)
-        return changed
+                    names.append(name)
+            if names:
+                taken.append((submodule, names))
+                _refresh_weights(submodule)
+        return taken
 
     def _copy(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not self._active:
@@ -235,19 +272,40 @@ class PrecisionPlan:
             self._copies[key] = parameter.to(dtype)
         return self._copies[key]
 
-    def _restore(self, modules: list[torch.nn.Module]) -> None:
-        for submodule in modules:
-            submodule._parameters.update(self._swapped.pop(submodule))
-            _refresh_weights(submodule)
+    def _put_back(self, submodule: torch.nn.Module, names: list[str]) -> None:
+        before = self._swapped[submodule]
+        submodule._parameters.update({name: before.pop(name) for name in names if name in before})
+        _refresh_weights(submodule)
+
+    def _restore(self, taken: _Taken) -> None:
+        for submodule, names in taken:
+            self._put_back(submodule, names)
+
+    def _restore_all(self) -> None:
+        for submodule, before in self._swapped.items():
+            if before:
+                self._put_back(submodule, list(before))
+        self._swapped.clear()
+        self._recomputing.clear()
 
     # hooks on submodules ------------------------------------------------------------------------------------------
 
+    def _before_outermost(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._active and self._is_whole is not None and not _is_compiling():
+            self._swap(module)
+
     def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        """A module that a backward runs again, for activations that were not kept, takes its copies for the time."""
-        if not _is_compiling() and not self._active and _hooks.graph_task_id() != -1:
-            changed = self._swap(module)
-            if changed:
-                self._recomputing.append((module, changed))
+        """A module whose parameters were not whole before, or that a backward runs again, for activations that were not kept,
+        takes its copies: in the latter case for the time."""
+        if _is_compiling():
+            return
+        if self._active:
+            if self._is_whole is not None:
+                self._swap(module)
+        elif _hooks.graph_task_id() != -1:
+            taken = self._swap(module)
+            if taken or not self._recomputing:  # the outermost one in any case: inputs and outputs are cast inside it
+                self._recomputing.append((module, taken))
 
     def _after_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if not _is_compiling() and self._recomputing and self._recomputing[-1][0] is module:

@@ -365,13 +365,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """[begin, end) of the parameter's elements, in memory order, whose state this rank keeps; None: of none."""
         index = self._index[id(parameter)]
-        return None if self.slice_of(index) is None else self._replica.parameters().own_run(index)
+        return None if self.slice_of(index) is None else self.run(index, self._replica.group.rank)
+
+    def layout_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A tensor with the shape and strides of a parameter, which itself may be released. Not to be read."""
+        return self._replica.layout_of(self._index[id(parameter)])
 
     def held_state(self, parameter: torch.Tensor) -> tuple[str, Mapping[str, Any], int]:
         """(how each entry travels, as JSON; the state of this rank's slice; the slice's first element)."""
         piece, run = self.slice_of(self._index[id(parameter)]), self.held_run(parameter)
         state = self._inner.state.get(piece, {}) if piece is not None else {}
         return _describe(state, piece), state, run[0] if run else 0
+
+    def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """The elements of held_run(), as the state keeps them."""
+        return flat
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The parameter's whole state. Collective."""

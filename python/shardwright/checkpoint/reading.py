@@ -228,7 +228,7 @@ class Reader:
                 stored = body["stored"].get(name)
                 if run is None or stored is None or not is_state_slice(key, stored, parameter):
                     continue
-                if is_row_major(parameter):
+                if is_row_major(optimizer.layout_of(parameter)):
                     memory = torch.empty(run[1] - run[0], dtype=stored.torch_dtype)
                     targets[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), ((run[0], memory),), (memory,))
         wanted = tree.tensor_names(body["groups"])
@@ -245,7 +245,9 @@ class Reader:
                 name = values[key].get("$tensor") if isinstance(values[key], dict) else None
                 if name and name not in targets and is_state_slice(key, body["stored"][name], parameter):
                     low, high = optimizer.held_run(parameter) or (0, 0)
-                    state[key] = memory_order(value, parameter)[low:high].clone()
+                    value = memory_order(value, optimizer.layout_of(parameter))[low:high].clone()
+                if name and is_state_slice(key, body["stored"][name], parameter):
+                    state[key] = optimizer.as_held(parameter, value)
             states[parameter] = state
         positions = {n: position for position, n in enumerate(by_name)}
         groups = [
@@ -271,7 +273,6 @@ class Reader:
             load_stateful(self.training.dataloader, tree.decode(body["dataloader"], tensors), "dataloader")
             set_random_state(tree.decode(body["random"], tensors))
 
-
     def _apply_compressor(self, rank: int, world_size: int) -> None:
         """What a compressor remembers: this rank's own, or at another world size an equal share of what all ranks' owe."""
         model = getattr(self.training.model, "_orig_mod", self.training.model)
@@ -283,7 +284,9 @@ class Reader:
         known = [each for each in found if each is not None]
         ours = {"kind": state.kind, "settings": state.settings()}
         if len(known) < len(found) or any(each[key] != ours[key] for each in known for key in ours):
-            _logger.warning("%s holds no state of this compressor, %s: it begins with nothing owed", self.folder.path, ours)
+            _logger.warning(
+                "%s holds no state of this compressor, %s: it begins with nothing owed", self.folder.path, ours
+            )
             return
         state.load_state_dict(known[0] if len(known) == 1 == len(ranks) else reshard_state(known, rank, world_size))
 
