@@ -25,7 +25,7 @@ from .compression_state import CompressionState
 from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
 from .exchange import Exchange, exchange_of
 from .join import ShadowHook
-from .options import Options
+from .options import Options, check_zero
 from .precision import PrecisionPlan, remove_plan
 from .process_group import host_group, is_default_group, resolve_group
 from .replica import Replica, live_replicas
@@ -55,7 +55,7 @@ class DistributedDataParallel(TorchDDP):
     zero : {0, 1, 2, 3}
         What is sliced over ranks (see wrap).
     precision : str, Precision or dict
-        In what the module computes (see wrap); its reduce_dtype is wrap's affair.
+        In what the module computes, and gradients travel (see wrap).
     **options
         Further fields of Options: timeout_s, transport, ignored_params, ...
 
@@ -120,6 +120,7 @@ class DistributedDataParallel(TorchDDP):
         )
         if isinstance(module, TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
+        check_zero(zero)
         self.module = module
         self._zero = zero
         self._options.check_stage(zero)
@@ -136,6 +137,9 @@ class DistributedDataParallel(TorchDDP):
             raise
         if self._precision is not None:
             self._precision.keep()
+            travels_in = self._precision.compressor()
+            if travels_in is not None:
+                self.compress_gradients(travels_in)
 
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Every attribute of torch's class that other code reads."""
@@ -189,6 +193,7 @@ class DistributedDataParallel(TorchDDP):
             remove_plan(self.module)
             return None
         plan = PrecisionPlan(self.module, precision, self._ignored_names())
+        check_compressor(plan.compressor(), self._options.reduce)
         for replica in live_replicas():  # what an earlier wrapper released is whole again
             if replica.wraps(self.module) and replica.releases_parameters:
                 replica.retire()

@@ -151,7 +151,7 @@ def fully_shard(
     reshard_after_forward : bool
         Whether the unit is released between its forward and its backward.
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
-        In what the module computes, and modules inside it that have none of their own; see wrap. reduce_dtype is wrap's only.
+        In what the module computes, and modules inside it that have none of their own; see wrap.
     offload
         Not there yet: None.
 
@@ -175,11 +175,6 @@ def fully_shard(
     if offload is not None:
         raise NotImplementedError("offload of fully_shard is not there yet: leave it None")
     policy = None if precision is None else Precision.of(precision)
-    if policy is not None and policy.reduce_dtype in (torch.bfloat16, torch.float16):
-        raise NotImplementedError(
-            f"fully_shard: precision with reduce_dtype={policy.reduce_dtype} is not there yet: sw.wrap(module, zero=3, "
-            "share_parameters=False, precision=...) has it"
-        )
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
     if mark_of(module) is not None:

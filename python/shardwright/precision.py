@@ -143,6 +143,10 @@ class PrecisionPlan:
         own = {each: p for each, p in module._parameters.items() if p is not None and p.is_floating_point()}
         return {each: policy.param_dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which has no units and is not running."""
+        return {**self.__dict__, "_is_whole": None, "_made": [], "_copies": {}}
+
     def __repr__(self) -> str:
         return f"PrecisionPlan({self._policies})"
 
@@ -261,7 +265,7 @@ class PrecisionPlan:
                     names.append(name)
             if names:
                 taken.append((submodule, names))
-                _refresh_weights(submodule)
+                refresh_weights(submodule)
         return taken
 
     def _copy(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -275,7 +279,7 @@ class PrecisionPlan:
     def _put_back(self, submodule: torch.nn.Module, names: list[str]) -> None:
         before = self._swapped[submodule]
         submodule._parameters.update({name: before.pop(name) for name in names if name in before})
-        _refresh_weights(submodule)
+        refresh_weights(submodule)
 
     def _restore(self, taken: _Taken) -> None:
         for submodule, names in taken:
@@ -333,7 +337,7 @@ def remove_plan(module: torch.nn.Module) -> None:
         earlier.remove()
 
 
-def _refresh_weights(module: torch.nn.Module) -> None:
+def refresh_weights(module: torch.nn.Module) -> None:
     """Recurrent layers keep a list of their weights beside the parameters."""
     names = getattr(module, "_flat_weights_names", None)
     if names is not None:
@@ -347,22 +351,27 @@ def _cast_inputs(policy: Precision | None, inputs: Any, kwargs: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating tensors in nested tuples, lists, dicts and dataclasses, in `dtype`; what holds none is returned as it is."""
+    """Floating tensors in nested tuples, lists, dicts and dataclasses, in `dtype`; what holds none of another dtype is itself
+    returned, so that a cache that is filled in place stays the caller's."""
     if dtype is None:
         return value
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
         cast = {key: _cast(each, dtype) for key, each in value.items()}
+        if all(cast[key] is each for key, each in value.items()):
+            return value
         return cast if type(value) is dict else _rebuilt(value, cast)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(each, dtype) for each in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_cast(each, dtype) for each in value)
+        several = [_cast(each, dtype) for each in value]
+        if all(new is old for new, old in zip(several, value)):
+            return value
+        return type(value)(*several) if hasattr(value, "_fields") else type(value)(several)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: _cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value)}
-        )
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        fields = {name: _cast(each, dtype) for name, each in given.items()}
+        changed = any(fields[name] is not each for name, each in given.items())
+        return dataclasses.replace(value, **fields) if changed else value
     return value
 
 

@@ -79,10 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_members(self, parameters: Any, position: int) -> None:
         for parameter in parameters:
             if id(parameter) not in self._index:
-                raise ValueError(
-                    f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped "
-                    f"{self._replica.label}: give each module an optimizer of its own"
-                )
+                raise ValueError(not_of(self._replica.label, parameter, position))
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
@@ -452,6 +449,14 @@ def _cast(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         else value
         for key, value in state.items()
     }
+
+
+def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
+    """Why an optimizer cannot be sliced that holds a parameter which is not the module's."""
+    return (
+        f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
+        "give each module an optimizer of its own"
+    )
 
 
 def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:

@@ -115,8 +115,9 @@ def test_precision_is_said_of_the_outermost_or_of_each(rank, world_size):
             assert bits_equal(model(x), module(x))
     with pytest.raises(ValueError, match="precision must be"):
         sw.fully_shard(Blocks(), precision="bf8")
-    with pytest.raises(NotImplementedError, match="reduce_dtype"):
-        sw.fully_shard(Blocks(), precision=sw.Precision(reduce_dtype=torch.bfloat16))
+    module = sw.fully_shard(Blocks(), precision=sw.Precision(reduce_dtype=torch.bfloat16))
+    module(x).sum().backward()
+    assert sw.stats()["models"][-1]["compress"] == "Bf16()"
     gather(None)
 
 

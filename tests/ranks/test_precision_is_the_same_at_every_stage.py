@@ -317,6 +317,8 @@ def test_states_copies_and_wrapping_again(rank, world_size):
     model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters()), zero=1, precision="bf16")
     plain(model, optimizer, rank, 1)
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    direct = sw.DistributedDataParallel(Gpt(), precision=sw.Precision(reduce_dtype=torch.float16))
+    assert repr(direct.compression_state or sw.stats()["models"][-1]["compress"]) in ("'Fp16()'", "Fp16()")
     average, twin = copy.deepcopy(module), copy.deepcopy(model)
     tokens = torch.arange(8).view(1, 8)
     assert average(tokens).dtype == torch.float32
@@ -324,6 +326,52 @@ def test_states_copies_and_wrapping_again(rank, world_size):
     assert bits_equal(model(tokens), twin(tokens))
     again = sw.wrap(module, zero=0)
     assert again(tokens).dtype == torch.float32
+    gather(None)
+
+
+@on_every_rank()
+def test_the_bare_module_evaluates_generates_and_is_averaged_outside_of_the_wrapper(rank, world_size):
+    for precision in (None, "bf16"):
+        expected = None
+        for stage in ({"zero": 0}, *stages()):
+            torch.manual_seed(0)
+            module = Gpt()
+            model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters()), precision=precision, **stage)
+            plain(model, optimizer, rank, 2)
+            with sw.full_parameters(model):
+                average = torch.optim.swa_utils.AveragedModel(
+                    sw.unwrap(model), avg_fn=lambda a, p, n: 0.5 * a + 0.5 * p
+                )
+                average.update_parameters(sw.unwrap(model))
+            plain(model, optimizer, rank, 2)
+            with sw.full_parameters(model):
+                average.update_parameters(sw.unwrap(model))
+            tokens = torch.arange(8).view(1, 8)
+            with torch.no_grad():
+                for _ in range(3):
+                    tokens = torch.cat([tokens, module(tokens)[:, -1:].argmax(-1)], 1)
+                found = [tokens, module(tokens), average(tokens)]
+            assert [each.dtype for each in found[1:]] == [torch.float32] * 2
+            expected = expected or found
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), stage
+            gather(None)
+
+
+@on_every_rank()
+def test_what_holds_nothing_to_cast_is_passed_on_itself(rank, world_size):
+    class Caching(nn.Linear):
+        def forward(self, x, cache, *, options):
+            cache.append(x.dtype)
+            options["seen"] = True
+            return super().forward(x)
+
+    cache, options = [], {"a": [1, torch.ones(2, dtype=torch.int64)]}
+    sw.wrap(Caching(3, 3), precision="bf16")(torch.ones(2, 3), cache, options=options)
+    assert cache == [torch.bfloat16] and options["seen"]
+    norms = nn.Sequential(nn.Linear(7, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model = sw.wrap(norms, precision={"": "bf16", "1": sw.Precision(torch.float32, cast_forward_inputs=False)})
+    model(batch(rank, 6, 7)).float().sum().backward()
+    assert norms[1].weight.grad.isfinite().all()
     gather(None)
 
 
