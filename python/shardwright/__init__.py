@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._engine import CheckpointError, CommError, CommTimeoutError, Error
-from .clip import clip_grad_norm_
+from .clip import clip_grad_norm_, local_norms
 from .compress import Bf16, Fp16, Int4, Int8, PowerSGD
 from .data_parallel import DistributedDataParallel
 from .fully_shard import fully_shard
+from .materialize import materialize
 from .options import Options
 from .precision import Precision
 from .wrap import (
@@ -66,6 +67,8 @@ __all__ = [
     "load",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
+    "local_norms",
+    "materialize",
     "optim",
     "save",
     "shard_optimizer",

@@ -73,6 +73,21 @@ def clip_grad_norm_(
     return torch.tensor(norm, dtype=torch.float32)
 
 
+def local_norms(module: torch.nn.Module) -> dict[str, float]:
+    """2-norms of what this rank holds of each averaged gradient, by the bare module's names: whole ones at zero=0, else those of its
+    slices, 0.0 where it owns none. Parameters without a gradient are left out. Not collective.
+    """
+    replica = _replica_of(module)
+    if replica is None:
+        raise _engine.Error("local_norms needs a wrapped module, or the outermost one that was fully sharded")
+    found = {}
+    for index, (name, parameter) in enumerate(zip(replica.table.names, replica.table.parameters)):
+        held = replica.gradient_slice(index) if replica.zero else parameter.grad
+        if held is not None:
+            found[name] = float(torch.linalg.vector_norm(held.detach().double() if held.is_floating_point() else held))
+    return found
+
+
 def _replica_of(module: Any) -> Replica | None:
     wrapped = wrapper_of(module)
     return None if wrapped is None else wrapped._engine()

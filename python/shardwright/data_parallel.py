@@ -26,10 +26,10 @@ from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
 from .exchange import Exchange
 from .join import ShadowHook
 from .levels import levels_of
-from .options import Options
+from .options import Options, check_zero
 from .precision import PrecisionPlan, remove_plan
 from .process_group import host_group, is_default_group, resolve_group
-from .replica import Replica
+from .replica import Replica, live_replicas
 from .table import verify
 from .units import check_marks
 
@@ -56,7 +56,7 @@ class DistributedDataParallel(TorchDDP):
     zero : {0, 1, 2, 3}
         What is sliced over ranks (see wrap).
     precision : str, Precision or dict
-        In what the module computes (see wrap); its reduce_dtype is wrap's affair.
+        In what the module computes, and gradients travel (see wrap).
     **options
         Further fields of Options: timeout_s, transport, ignored_params, ...
 
@@ -121,15 +121,26 @@ class DistributedDataParallel(TorchDDP):
         )
         if isinstance(module, TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
+        check_zero(zero)
         self.module = module
         self._zero = zero
         self._options.check_stage(zero)
         check_marks(module, zero, self._options.share_parameters)
         self._precision = self._plan_precision(precision)
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
-        self._build(
-            init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers
-        )
+        try:
+            self._build(
+                init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers
+            )
+        except BaseException:
+            if self._precision is not None:
+                self._precision.undo()
+            raise
+        if self._precision is not None:
+            self._precision.keep()
+            travels_in = self._precision.compressor()
+            if travels_in is not None:
+                self.compress_gradients(travels_in)
 
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Every attribute of torch's class that other code reads."""
@@ -183,6 +194,10 @@ class DistributedDataParallel(TorchDDP):
             remove_plan(self.module)
             return None
         plan = PrecisionPlan(self.module, precision, self._ignored_names())
+        check_compressor(plan.compressor(), self._options.reduce)
+        for replica in live_replicas():  # what an earlier wrapper released is whole again
+            if replica.wraps(self.module) and replica.releases_parameters:
+                replica.retire()
         plan.install()
         return plan
 
@@ -223,8 +238,8 @@ class DistributedDataParallel(TorchDDP):
             settings,
             self._zero,
         )
-        if self._precision is not None and self._zero == 3 and not self._replica.parameters().shared:
-            raise NotImplementedError("precision at zero=3 with parameters of each rank's own is not there yet")
+        if self._precision is not None:
+            self._replica.give_copies_to(self._precision)
         self._retire = weakref.finalize(self, self._replica.retire)
         self._retire.atexit = False
         if init_sync:
@@ -337,15 +352,7 @@ class DistributedDataParallel(TorchDDP):
         At zero >= 1 a rank that ran out goes on updating the slices that it owns, with the hyperparameters of the lowest rank that
         still trains; collectives of one's own inside (full_gradients, full_parameters, checkpoints) wait for it in vain.
         """
-        if self._zero == 3 and not self._engine().parameters().shared:
-            raise NotImplementedError(
-                "join() at zero=3 with parameters of each rank's own is not there yet: a rank without inputs gathers no units"
-            )
-        if self._replica is not None and self._replica.compression is not None and not divide_by_initial_world_size:
-            raise NotImplementedError(
-                f"join(divide_by_initial_world_size=False) under compress={self._replica.compression[0]} is not there yet: "
-                "compressed gradients are divided by the world size"
-            )
+        self._check_join(divide_by_initial_world_size)
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
         return Join(
@@ -354,7 +361,16 @@ class DistributedDataParallel(TorchDDP):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook for torch's Join; `divide_by_initial_world_size` is the one argument it reads."""
-        return ShadowHook(self, kwargs.get("divide_by_initial_world_size", True))
+        divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._check_join(divide_by_initial_world_size)
+        return ShadowHook(self, divide_by_initial_world_size)
+
+    def _check_join(self, divide_by_initial_world_size: bool) -> None:
+        if self._replica is not None and self._replica.compression is not None and not divide_by_initial_world_size:
+            raise NotImplementedError(
+                f"join(divide_by_initial_world_size=False) under compress={self._replica.compression[0]} is not there yet: "
+                "compressed gradients are divided by the world size"
+            )
 
     def _agree_on_sync(self, required: bool) -> bool:
         """Whether some rank that still trains synchronises in its next backward. Collective."""

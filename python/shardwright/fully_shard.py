@@ -22,6 +22,7 @@ import torch
 
 from ._engine import Error
 from .data_parallel import DistributedDataParallel
+from .precision import Precision
 from .unit_schedule import Unit, UnitSchedule
 from .units import mark_of
 
@@ -39,6 +40,7 @@ class Mark:
     original: type
     reshard_after_forward: bool
     options: dict[str, Any]
+    precision: Precision | None = None
     wrapper: DistributedDataParallel | None = None
     _schedule: weakref.ref[UnitSchedule] | None = None
     _unit: int = 0
@@ -56,7 +58,16 @@ class Mark:
         """The engine, with `module` the outermost, unless it is inside of one that has an engine. Collective then."""
         if self.place() is None:
             self.wrapper = None
-            self.wrapper = DistributedDataParallel(module, zero=3, share_parameters=False, **self.options)
+            precision = _policies(module)
+            self.wrapper = DistributedDataParallel(
+                module, zero=3, share_parameters=False, precision=precision, **self.options
+            )
+
+
+def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
+    """What fully_shard said of precision, of `module` and of those inside it."""
+    marks = {name: mark_of(each) for name, each in module.named_modules()}
+    return {name: mark.precision for name, mark in marks.items() if mark is not None and mark.precision} or None
 
 
 class FullySharded(torch.nn.Module):
@@ -69,8 +80,16 @@ class FullySharded(torch.nn.Module):
         mark.make(self)
         if mark.wrapper is None:
             return super().__call__(*args, **kwargs)
-        mark.wrapper._pre_forward()
-        return mark.wrapper._post_forward(super().__call__(*args, **kwargs))
+        wrapper = mark.wrapper
+        wrapper._pre_forward()
+        if wrapper._precision is None:
+            return wrapper._post_forward(super().__call__(*args, **kwargs))
+        args, kwargs = wrapper._precision.enter(args, kwargs)
+        try:
+            output = super().__call__(*args, **kwargs)
+        finally:
+            wrapper._precision.leave()
+        return wrapper._post_forward(wrapper._precision.cast_output(output))
 
     def _placed(self) -> tuple[UnitSchedule, Unit]:
         mark = self._shardwright_mark
@@ -131,7 +150,9 @@ def fully_shard(
         See Options; those of the outermost module count.
     reshard_after_forward : bool
         Whether the unit is released between its forward and its backward.
-    precision, offload
+    precision : {"bf16", "fp16", "fp32"} or Precision, optional
+        In what the module computes, and modules inside it that have none of their own; see wrap.
+    offload
         Not there yet: None.
 
     Returns
@@ -151,15 +172,16 @@ def fully_shard(
     """
     if not isinstance(module, torch.nn.Module) or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
         raise TypeError(f"fully_shard needs a torch.nn.Module that is run itself, got {type(module).__name__}")
-    if precision is not None or offload is not None:
-        raise NotImplementedError("precision and offload of fully_shard are not there yet: leave them None")
+    if offload is not None:
+        raise NotImplementedError("offload of fully_shard is not there yet: leave it None")
+    policy = None if precision is None else Precision.of(precision)
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
     if mark_of(module) is not None:
         raise Error(f"fully_shard was called on this {type(module).__name__} already")
     original = type(module)
     kept = {"device_mesh": device_mesh, "ignored_params": ignored_params, **options}
-    mark = Mark(original, reshard_after_forward, kept)
+    mark = Mark(original, reshard_after_forward, kept, policy)
     body = {"_shardwright_mark": mark, "__module__": original.__module__, "__qualname__": original.__qualname__}
     module.__class__ = type(original.__name__, (FullySharded, original), body)
     return module

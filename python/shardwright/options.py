@@ -108,7 +108,7 @@ class Options:
             raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
-        if self.share_parameters not in ("auto", True, False):
+        if self.share_parameters != "auto" and not isinstance(self.share_parameters, bool):
             raise ValueError(f"share_parameters must be 'auto', True or False, got {self.share_parameters!r}")
         check_units(self.units)
         if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):
@@ -154,6 +154,12 @@ class Options:
     def without_group(self) -> Options:
         """A copy that can be pickled: process group and mesh left out."""
         return dataclasses.replace(self, process_group=None, device_mesh=None, ignored_params=())
+
+
+def check_zero(zero: Any) -> None:
+    """ValueError unless `zero` is a stage."""
+    if isinstance(zero, bool) or not isinstance(zero, int) or zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
 
 
 def _check_positive(name: str, value: Any, unit: str, largest: float) -> None:

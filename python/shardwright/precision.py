@@ -3,8 +3,9 @@
 While the wrapper's forward runs, each parameter's place in its module holds `parameter.to(param_dtype)`, a node of the autograd
 graph; so gradients arrive in the parameter's dtype, and everything behind them (accumulation, averages, clipping, loss scaling,
 optimizers, checkpoints) is that of a float32 model, at every stage. Activation checkpointing runs pieces of the forward again
-inside the backward: there each module takes its copies for the time of its call. Outside of the wrapper the module computes in
-float32. docs/design/precision.md has the table.
+inside the backward: there each module takes its copies for the time of its call. Where parameters are released (zero=3 without
+sharing), a copy is made when its unit is whole. Outside of the wrapper the module computes in float32. docs/design/precision.md
+has the table.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from .compress import Bf16, Compressor, Fp16
 __all__ = ["Precision"]
 
 _LOW = (torch.bfloat16, torch.float16)
+#: modules, and names of those of their parameters whose places hold copies
+_Taken = list[tuple[torch.nn.Module, list[str]]]
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -118,8 +121,10 @@ class PrecisionPlan:
         self._active = False
         self._swapped: dict[torch.nn.Module, dict[str, Any]] = {}  # what lay in their places before
         self._copies: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._recomputing: list[tuple[torch.nn.Module, list[torch.nn.Module]]] = []
+        self._recomputing: list[tuple[torch.nn.Module, _Taken]] = []
+        self._is_whole: Callable[[torch.Tensor], bool] | None = None
         self._handles: list[Any] = []
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []  # what became float32, and what it was; until keep()
 
     def _nearest(self, name: str) -> Precision | None:
         while name and name not in self._policies:
@@ -137,6 +142,10 @@ class PrecisionPlan:
             return {}
         own = {each: p for each, p in module._parameters.items() if p is not None and p.is_floating_point()}
         return {each: policy.param_dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which has no units and is not running."""
+        return {**self.__dict__, "_is_whole": None, "_made": [], "_copies": {}}
 
     def __repr__(self) -> str:
         return f"PrecisionPlan({self._policies})"
@@ -160,9 +169,23 @@ class PrecisionPlan:
             for each in self._slots[submodule] if policy is not None and policy.master else ():
                 parameter = submodule._parameters[each]
                 if parameter is not None and parameter.dtype in _LOW:
+                    self._made.append((parameter, parameter.data))
                     parameter.data = parameter.data.float()
-            if submodule is not self._module:
+            if submodule is self._module:
+                self._handles.append(submodule.register_forward_pre_hook(self._before_outermost, prepend=True))
+            else:
                 self._hook(submodule)
+
+    def keep(self) -> None:
+        """The module is wrapped: there is no way back."""
+        self._made.clear()
+
+    def undo(self) -> None:
+        """The module could not be wrapped: it is as it was before install()."""
+        remove_plan(self._module)
+        for parameter, data in self._made:
+            parameter.data = data
+        self._made.clear()
 
     def _hook(self, module: torch.nn.Module) -> None:
         self._handles.append(module.register_forward_pre_hook(self._before_module, prepend=True))
@@ -171,6 +194,21 @@ class PrecisionPlan:
             self._handles.append(module.register_forward_hook(self._cast_output_of))
         # Called after an exception too: a recomputation is ended by one as soon as it has what it needs.
         self._handles.append(module.register_forward_hook(self._after_module, always_call=True))
+
+    def follow(self, is_whole: Callable[[torch.Tensor], bool]) -> None:
+        """Parameters come and go in units: copies are made as their modules are called, of those that are whole then."""
+        self._is_whole = is_whole
+
+    def forget(self, parameters: Collection[torch.Tensor]) -> None:
+        """They are being released. Their copies stay where a backward needs them, and else go with them."""
+        if not self._active or torch.is_grad_enabled():
+            return
+        ended = {id(parameter) for parameter in parameters}
+        for submodule, before in self._swapped.items():
+            back = {name: each for name, each in before.items() if id(each) in ended}
+            if back:
+                self._put_back(submodule, list(back))
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] not in ended}
 
     def remove(self) -> None:
         """Takes the hooks off; parameters stay float32."""
@@ -195,37 +233,40 @@ class PrecisionPlan:
         return output if self._root is None else _cast(output, self._root.output_dtype)
 
     def _take(self) -> None:
-        self._restore(list(self._swapped))
-        self._recomputing.clear()
+        self._restore_all()
         self._active = True
-        self._swap(self._module)
+        if self._is_whole is None:
+            self._swap(self._module)
 
     def _give_back(self) -> None:
         self._active = False
-        self._restore(list(self._swapped))
-        self._recomputing.clear()
+        self._restore_all()
         self._copies.clear()
 
     _take_places = _hooks.disable_compile(_take)
     _give_back_places = _hooks.disable_compile(_give_back)
 
-    def _swap(self, module: torch.nn.Module) -> list[torch.nn.Module]:
-        """Copies in the places of all parameters below `module`, where they are not yet; gives the modules that it changed."""
-        changed = []
+    def _swap(self, module: torch.nn.Module) -> _Taken:
+        """Copies in the places of all parameters below `module`, where they are not yet; gives the places that it changed."""
+        taken: _Taken = []
         for submodule in module.modules():
             slots = self._slots.get(submodule)
-            if not slots or submodule in self._swapped:
+            if not slots:
                 continue
-            before = {}
+            before = self._swapped.setdefault(submodule, {})
+            names = []
             for name, dtype in slots.items():
                 parameter = submodule._parameters[name]
-                if parameter is not None and parameter.dtype is not dtype:
+                if name in before or parameter is None or parameter.dtype is dtype:
+                    continue
+                if self._is_whole is None or self._is_whole(parameter):
                     before[name] = parameter
                     submodule._parameters[name] = self._copy(parameter, dtype)  # type: ignore[assignment]
-            self._swapped[submodule] = before
-            changed.append(submodule)
-            _refresh_weights(submodule)
-        return changed
+                    names.append(name)
+            if names:
+                taken.append((submodule, names))
+                refresh_weights(submodule)
+        return taken
 
     def _copy(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not self._active:
@@ -235,19 +276,40 @@ class PrecisionPlan:
             self._copies[key] = parameter.to(dtype)
         return self._copies[key]
 
-    def _restore(self, modules: list[torch.nn.Module]) -> None:
-        for submodule in modules:
-            submodule._parameters.update(self._swapped.pop(submodule))
-            _refresh_weights(submodule)
+    def _put_back(self, submodule: torch.nn.Module, names: list[str]) -> None:
+        before = self._swapped[submodule]
+        submodule._parameters.update({name: before.pop(name) for name in names if name in before})
+        refresh_weights(submodule)
+
+    def _restore(self, taken: _Taken) -> None:
+        for submodule, names in taken:
+            self._put_back(submodule, names)
+
+    def _restore_all(self) -> None:
+        for submodule, before in self._swapped.items():
+            if before:
+                self._put_back(submodule, list(before))
+        self._swapped.clear()
+        self._recomputing.clear()
 
     # hooks on submodules ------------------------------------------------------------------------------------------
 
+    def _before_outermost(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._active and self._is_whole is not None and not _is_compiling():
+            self._swap(module)
+
     def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        """A module that a backward runs again, for activations that were not kept, takes its copies for the time."""
-        if not _is_compiling() and not self._active and _hooks.graph_task_id() != -1:
-            changed = self._swap(module)
-            if changed:
-                self._recomputing.append((module, changed))
+        """A module whose parameters were not whole before, or that a backward runs again, for activations that were not kept,
+        takes its copies: in the latter case for the time."""
+        if _is_compiling():
+            return
+        if self._active:
+            if self._is_whole is not None:
+                self._swap(module)
+        elif _hooks.graph_task_id() != -1:
+            taken = self._swap(module)
+            if taken or not self._recomputing:  # the outermost one in any case: inputs and outputs are cast inside it
+                self._recomputing.append((module, taken))
 
     def _after_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if not _is_compiling() and self._recomputing and self._recomputing[-1][0] is module:
@@ -275,7 +337,7 @@ def remove_plan(module: torch.nn.Module) -> None:
         earlier.remove()
 
 
-def _refresh_weights(module: torch.nn.Module) -> None:
+def refresh_weights(module: torch.nn.Module) -> None:
     """Recurrent layers keep a list of their weights beside the parameters."""
     names = getattr(module, "_flat_weights_names", None)
     if names is not None:
@@ -289,22 +351,27 @@ def _cast_inputs(policy: Precision | None, inputs: Any, kwargs: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating tensors in nested tuples, lists, dicts and dataclasses, in `dtype`; what holds none is returned as it is."""
+    """Floating tensors in nested tuples, lists, dicts and dataclasses, in `dtype`; what holds none of another dtype is itself
+    returned, so that a cache that is filled in place stays the caller's."""
     if dtype is None:
         return value
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
         cast = {key: _cast(each, dtype) for key, each in value.items()}
+        if all(cast[key] is each for key, each in value.items()):
+            return value
         return cast if type(value) is dict else _rebuilt(value, cast)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(each, dtype) for each in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_cast(each, dtype) for each in value)
+        several = [_cast(each, dtype) for each in value]
+        if all(new is old for new, old in zip(several, value)):
+            return value
+        return type(value)(*several) if hasattr(value, "_fields") else type(value)(several)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: _cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value)}
-        )
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        fields = {name: _cast(each, dtype) for name, each in given.items()}
+        changed = any(fields[name] is not each for name, each in given.items())
+        return dataclasses.replace(value, **fields) if changed else value
     return value
 
 

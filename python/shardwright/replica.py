@@ -27,6 +27,7 @@ from .units import cut
 
 if TYPE_CHECKING:
     from .join import Announcer
+    from .precision import PrecisionPlan
     from .sharded_optimizer import ShardedOptimizer
 
 _serials = itertools.count()
@@ -165,12 +166,16 @@ class Replica:
             shared = next((n for n, p in zip(self.table.names, self.table.parameters) if other.holds(p)), None)
             if shared is None:
                 continue
-            if other._module() is not module:
+            if not other.wraps(module):
                 raise Error(
                     f"parameter {shared!r} belongs to a wrapped {other.label} already: "
                     "wrap one module that contains both"
                 )
             other.retire()
+
+    def wraps(self, module: torch.nn.Module) -> bool:
+        """Whether it is of this very module."""
+        return self._module() is module
 
     @property
     def retired(self) -> bool:
@@ -280,6 +285,13 @@ class Replica:
                 yield
         finally:
             self.count_writes(self.table.parameters)
+
+    def give_copies_to(self, precision: PrecisionPlan) -> None:
+        """Where parameters are released, low-precision copies are made while they are whole."""
+        if isinstance(self._parameters, UnitMemory):
+            schedule = self._parameters.schedule
+            precision.follow(schedule.holds_whole)
+            schedule.on_release = weakref.WeakMethod(precision.forget)
 
     @property
     def releases_parameters(self) -> bool:

@@ -79,10 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_members(self, parameters: Any, position: int) -> None:
         for parameter in parameters:
             if id(parameter) not in self._index:
-                raise ValueError(
-                    f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped "
-                    f"{self._replica.label}: give each module an optimizer of its own"
-                )
+                raise ValueError(not_of(self._replica.label, parameter, position))
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
@@ -365,13 +362,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """[begin, end) of the parameter's elements, in memory order, whose state this rank keeps; None: of none."""
         index = self._index[id(parameter)]
-        return None if self.slice_of(index) is None else self._replica.parameters().own_run(index)
+        return None if self.slice_of(index) is None else self.run(index, self._replica.group.rank)
+
+    def layout_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A tensor with the shape and strides of a parameter, which itself may be released. Not to be read."""
+        return self._replica.layout_of(self._index[id(parameter)])
 
     def held_state(self, parameter: torch.Tensor) -> tuple[str, Mapping[str, Any], int]:
         """(how each entry travels, as JSON; the state of this rank's slice; the slice's first element)."""
         piece, run = self.slice_of(self._index[id(parameter)]), self.held_run(parameter)
         state = self._inner.state.get(piece, {}) if piece is not None else {}
         return _describe(state, piece), state, run[0] if run else 0
+
+    def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """The elements of held_run(), as the state keeps them."""
+        return flat
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The parameter's whole state. Collective."""
@@ -444,6 +449,14 @@ def _cast(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         else value
         for key, value in state.items()
     }
+
+
+def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
+    """Why an optimizer cannot be sliced that holds a parameter which is not the module's."""
+    return (
+        f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
+        "give each module an optimizer of its own"
+    )
 
 
 def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:

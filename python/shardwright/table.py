@@ -74,6 +74,10 @@ def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
         raise NotImplementedError(
             f"{what} {name!r} is a DTensor: data parallelism over sharded tensors is not there yet"
         )
+    if tensor.is_meta:
+        raise Error(
+            f"{what} {name!r} is on the meta device: call sw.materialize(module) first, and make the optimizer after that"
+        )
     if tensor.device.type != "cpu":
         raise NotImplementedError(
             f"{what} {name!r} is on {tensor.device}: only CPU tensors are there yet, move the module with .cpu()"

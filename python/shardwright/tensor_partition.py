@@ -15,6 +15,7 @@ import torch
 
 from .replica import Replica
 from .sharded_optimizer import ShardedOptimizer
+from .unit_memory import UnitMemory
 
 _CHUNK_BYTES = 8 << 20
 
@@ -30,8 +31,9 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
 
     Notes
     -----
-    Memory: state about 1 / world_size, at worst one tensor more than that. A step writes every tensor to world_size - 1 ranks (none at
-    zero=3); at zero >= 2 the gradients' bytes go to every rank before it, 8 MiB at a time.
+    Memory: state about 1 / world_size, at worst one tensor more than that; at zero=3 without sharing also a copy of the tensors that
+    this rank owns, read from slices before a step and written to them after it. Else a step writes every tensor to world_size - 1
+    ranks (none at zero=3); at zero >= 2 the gradients' bytes go to every rank before it, 8 MiB at a time.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica, partition: str = "tensor") -> None:
@@ -60,9 +62,18 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
     def _make_piece(self, index: int) -> torch.Tensor | None:
         if self._owners.get(index) != self._replica.group.rank:
             return None
-        flat = self._replica.parameters().flat(index)
-        parameter = self._replica.table.parameters[index]
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+        memory, like = self._replica.parameters(), self._replica.layout_of(index)
+        if isinstance(memory, UnitMemory):
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        flat = memory.flat(index)
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+    def _held_whole(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Parameters of which this rank steps on a copy, and the copy in memory order."""
+        for index in self._owners:
+            piece = self.slice_of(index)
+            if piece is not None:
+                yield index, piece.as_strided((piece.numel(),), (1,))
 
     # stepping -----------------------------------------------------------------------------------------------------
 
@@ -86,9 +97,12 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         return {**super()._facts(), "parameters that have gradients": sorted(self._gradient_slices)}
 
     def _complete_gradients(self) -> None:
-        """Owners get the gradients of their tensors from everybody's slices. Collective."""
+        """Owners get the gradients of their tensors from everybody's slices, and the tensors if they are cut too. Collective."""
         slices, self._gradient_slices = self._gradient_slices, {}
         memory, group = self._replica.parameters(), self._replica.group
+        if isinstance(memory, UnitMemory):
+            for index, flat in self._held_whole():
+                memory.read_whole(index, flat)
         for piece in map(self.slice_of, slices):
             if piece is not None:
                 piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype)
@@ -122,6 +136,11 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
     def _publish(self) -> None:
         memory, comm = self._replica.parameters(), self._replica.group.comm
         label = f"updated tensors of {self._replica.label}"
+        if isinstance(memory, UnitMemory):
+            for index, flat in self._held_whole():
+                memory.write_whole(index, flat)
+            memory.publish()
+            return
         if memory.shared:
             comm.barrier(label)
             return
@@ -140,6 +159,10 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             self._inner.state[piece] = {
                 key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
             }
+
+    def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        like = self._replica.layout_of(self._index[id(parameter)])
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
     def _layout(self) -> list[Any]:
         group = self._replica.group

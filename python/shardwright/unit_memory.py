@@ -206,6 +206,16 @@ class UnitMemory:
         empty = self._table.parameters[index].numel() == 0
         return piece if piece.numel() or (empty and self._group.rank == 0) else None
 
+    def read_whole(self, index: int, flat: torch.Tensor) -> None:
+        """All elements of a parameter in memory order, from every rank's slices to `flat`."""
+        for low, high, piece in self._owned(index):
+            flat[low:high] = piece
+
+    def write_whole(self, index: int, flat: torch.Tensor) -> None:
+        """The reverse. Between the two barriers of a step, of one rank alone for each parameter."""
+        for low, high, piece in self._owned(index):
+            piece.copy_(flat[low:high])
+
     def publish(self) -> None:
         """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Collective.
 

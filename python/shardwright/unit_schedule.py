@@ -141,6 +141,7 @@ class UnitSchedule:
         self._units = units
         self._abort = abort
         self.units = [Unit(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
+        self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
         self._clock = itertools.count()
         self._tasks: set[int] = set()
         self._keepers = 0  # how many everything() are entered
@@ -148,6 +149,8 @@ class UnitSchedule:
         self._turning: Unit | None = None  # whose forward is the last before the backward, as it was the last time
         self._handles: list[Any] = []
         self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []  # a module, and its two hooks of ours
+        #: told which parameters are about to be released
+        self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _nobody
         for unit in self.units:
             unit.show(unit.placeholders)
         for unit, plan in zip(self.units, plans):
@@ -215,6 +218,9 @@ class UnitSchedule:
 
     def _release(self, unit: Unit) -> None:
         if self.is_whole(unit):
+            listener = self.on_release()
+            if listener is not None:
+                listener(unit.parameters)
             unit.show(unit.placeholders)
             self._units.release(unit.number)
 
@@ -271,6 +277,11 @@ class UnitSchedule:
     def unpin(self, unit: Unit) -> None:
         unit.pin = Pin.NONE
         self._release_if_idle(unit)
+
+    def holds_whole(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter can be read now."""
+        unit = self._unit_of.get(id(parameter))
+        return unit is None or self.is_whole(unit)
 
     def addresses(self) -> dict[int, int]:
         """Number of each parameter that can be released -> where its data should be now."""
@@ -358,6 +369,10 @@ class UnitSchedule:
         """Error if `unit` is released."""
         if not self.is_whole(unit):
             raise Error(_COPY.format(what=what))
+
+
+def _nobody() -> None:
+    return None
 
 
 def _end_task(schedule: weakref.ref[UnitSchedule], task: int) -> None:

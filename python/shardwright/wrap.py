@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+<<<<<<< HEAD
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, overload
+=======
+from collections.abc import Iterator, Mapping
+from typing import Any, overload
+>>>>>>> rv-face
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -16,9 +21,9 @@ from .clip import clip_grad_norm_
 from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .fully_shard import wrapper_of
-from .options import Options
+from .options import Options, check_zero
 from .precision import PrecisionPlan
-from .sharded_optimizer import ShardedOptimizer, check_sliceable
+from .sharded_optimizer import ShardedOptimizer, check_sliceable, not_of
 from .tensor_partition import TensorPartitionedOptimizer
 
 _LATER = {
@@ -104,13 +109,13 @@ def wrap(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
     """
-    _check_later(zero, dict(offload=offload))
+    check_zero(zero)
+    _check_later({"offload": offload})
     check_compressor(compress, options.get("reduce", "mean"))
     if partition not in ("auto", "flat", "tensor"):
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
     Options.from_keywords(options, also_known=("zero", "partition", "compress", "precision", *_LATER))
-    if clip_grad_norm is not None and (optimizer is None or not clip_grad_norm > 0):
-        raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {clip_grad_norm!r}")
+    _check_clip(clip_grad_norm, optimizer)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
     if unwrap(module) is not module and isinstance(_original(module), TorchDDP):
@@ -119,8 +124,9 @@ def wrap(
         raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     if zero and optimizer is not None:
         check_sliceable(optimizer, partition)
+        _check_members(module, optimizer)
     if precision is not None:
-        compress = _reduce_in(PrecisionPlan(module, precision), compress, options.get("reduce", "mean"))
+        _check_travels(PrecisionPlan(module, precision), compress)
     wrapped = DistributedDataParallel(module, zero=zero, precision=precision, **options)
     if compress == "auto":
         from .compression_headroom import resolve_auto
@@ -227,6 +233,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
         return copy.deepcopy(unwrap(module).state_dict())
 
 
+<<<<<<< HEAD
 class UnmatchedNames(NamedTuple):
     """What load_full_state_dict returns, under torch's names."""
 
@@ -238,11 +245,16 @@ def load_full_state_dict(
     module: torch.nn.Module, state: Mapping[str, Any] | None, *, strict: bool = True
 ) -> UnmatchedNames:
     """Takes what full_state_dict() gave, or a bare module's state_dict, at any stage and world size. Collective.
+=======
+def load_full_state_dict(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Takes what full_state_dict() or the bare module's state_dict() gave, at any stage and world size. Collective.
+>>>>>>> rv-face
 
     Parameters
     ----------
     module : Module
         Wrapped, at any stage.
+<<<<<<< HEAD
     state : mapping of str to Tensor
         By the bare module's names. Rank 0's is what all ranks get; others may pass None.
     strict : bool
@@ -296,6 +308,15 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool) -> tuple[str, l
         if strict and names
     ]
     return "; ".join(sentences), missing, unexpected
+=======
+    state : mapping
+        By the bare module's names. Parameters become rank 0's; buffers are each rank's own.
+    strict : bool
+        As torch's load_state_dict, whose result is returned.
+    """
+    with full_parameters(module, writable=True):
+        return unwrap(module).load_state_dict(state, strict=strict)
+>>>>>>> rv-face
 
 
 def load_full_optimizer_state_dict(
@@ -315,20 +336,30 @@ def _original(module: torch.nn.Module) -> torch.nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
-def _reduce_in(plan: PrecisionPlan, compress: Any, reduce: str) -> Any:
-    """The compressor that a policy's reduce_dtype stands for."""
-    asked = plan.compressor()
-    if asked is None:
-        return compress
-    if compress is not None:
+def _check_travels(plan: PrecisionPlan, compress: Any) -> None:
+    if compress is not None and plan.compressor() is not None:
         raise ValueError(f"reduce_dtype and compress={compress} both say what gradients travel in: pass one of them")
-    check_compressor(asked, reduce)
-    return asked
 
 
-def _check_later(zero: int, later: dict[str, Any]) -> None:
-    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
+def _check_clip(max_norm: Any, optimizer: Any) -> None:
+    if max_norm is None:
+        return
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+        raise TypeError(f"clip_grad_norm must be a number or None, got {max_norm!r}")
+    if optimizer is None or not max_norm > 0:
+        raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {max_norm!r}")
+
+
+def _check_members(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Before the module is wrapped; what is ignored is found when the optimizer is sliced."""
+    members = {id(parameter) for parameter in module.parameters()}
+    for position, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in members:
+                raise ValueError(not_of(type(module).__name__, parameter, position))
+
+
+def _check_later(later: dict[str, Any]) -> None:
     for name, value in later.items():
         if value is not None:
             raise NotImplementedError(_LATER[name])

@@ -91,6 +91,37 @@ def test_clipping_and_norms(rank, world_size):
 
 
 @on_every_rank()
+def test_precision_is_said_of_the_outermost_or_of_each(rank, world_size):
+    torch.manual_seed(0)
+    module = Blocks()
+    policies = {"": "bf16", "blocks.1": sw.Precision(torch.float32, output_dtype=torch.bfloat16)}
+    model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), precision=policies)
+    expected = steps(model, optimizer, rank, 3), sw.full_state_dict(model)
+    torch.manual_seed(0)
+    module = Blocks()
+    sw.fully_shard(module.blocks[0])
+    sw.fully_shard(module.blocks[1], precision=policies["blocks.1"])
+    sw.fully_shard(module, precision="bf16")
+    optimizer = sw.shard_optimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    assert steps(module, optimizer, rank, 3) == expected[0]
+    found = sw.full_state_dict(module)
+    assert all(bits_equal(value, expected[1][name]) for name, value in found.items())
+    assert_released(module)
+    x = batch(rank, 6, 7)
+    with torch.no_grad():
+        assert module(x).dtype == torch.bfloat16
+        assert_released(module)
+        with sw.full_parameters(module):
+            assert bits_equal(model(x), module(x))
+    with pytest.raises(ValueError, match="precision must be"):
+        sw.fully_shard(Blocks(), precision="bf8")
+    module = sw.fully_shard(Blocks(), precision=sw.Precision(reduce_dtype=torch.bfloat16))
+    module(x).sum().backward()
+    assert sw.stats()["models"][-1]["compress"] == "Bf16()"
+    gather(None)
+
+
+@on_every_rank()
 def test_what_cannot_be_is_said(rank, world_size):
     module, _ = sharded()
     with pytest.raises(engine.Error, match="already"):

@@ -86,9 +86,9 @@ def run(rank, zero, precision, training=plain, steps=6, build=Gpt, **options):
     losses = training(model, optimizer, rank, steps)
     assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in module.parameters())
     state = copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer)["state"])
-    tensors = [p.detach().clone() for p in module.parameters()] + [
-        entry[key] for entry in state.values() for key in sorted(entry)
-    ]
+    with sw.full_parameters(model):
+        tensors = [p.detach().clone() for p in module.parameters()]
+    tensors += [entry[key] for entry in state.values() for key in sorted(entry)]
     gather(None)
     return losses, tensors
 
@@ -96,6 +96,11 @@ def run(rank, zero, precision, training=plain, steps=6, build=Gpt, **options):
 def assert_same(found, expected, what=None):
     assert found[0] == expected[0], (what, found[0], expected[0])
     assert all(bits_equal(a, b) for a, b in zip(found[1], expected[1], strict=True)), what
+
+
+def stages():
+    """Above 0; the last with parameters that are released between their uses."""
+    return [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}]
 
 
 POLICIES = {
@@ -114,8 +119,8 @@ def test_20_steps_have_the_bits_of_stage_0(rank, world_size, training, policy):
     if policy == "modules":
         precision = {**precision, "norm": sw.Precision(param_dtype=torch.float32, output_dtype=torch.bfloat16)}
     expected = run(rank, 0, precision, training, 20, bucket_cap_mb=0.01)
-    for zero in (1, 2, 3):
-        assert_same(run(rank, zero, precision, training, 20), expected, zero)
+    for stage in stages():
+        assert_same(run(rank, precision=precision, training=training, steps=20, **stage), expected, stage)
     assert same_everywhere(expected[1][0].tolist())
     if policy != "fp32":
         assert expected[0] != run(rank, 0, "fp32", training, 20)[0]
@@ -172,8 +177,8 @@ def test_a_scaler_of_torch_runs_unchanged_in_fp16(rank, world_size):
         return seen
 
     expected = run(rank, 0, "fp16", scaled)
-    for zero in (1, 2, 3):
-        assert_same(run(rank, zero, "fp16", scaled), expected, zero)
+    for stage in stages():
+        assert_same(run(rank, precision="fp16", training=scaled, **stage), expected, stage)
 
 
 @on_every_rank()
@@ -211,8 +216,8 @@ def test_modules_see_what_their_policy_says(rank, world_size):
 def test_recomputed_activations_have_the_same_bits(rank, world_size, recompute):
     for precision in ("bf16", {"": "bf16", "blocks.0.norm": "fp32", "blocks.1": "fp32"}):
         expected = run(rank, 0, precision)
-        for zero in (0, 2, 3):
-            assert_same(run(rank, zero, precision, build=lambda: Gpt(recompute)), expected, zero)
+        for stage in ({"zero": 0}, *stages()[1:]):
+            assert_same(run(rank, precision=precision, build=lambda: Gpt(recompute), **stage), expected, stage)
 
 
 @on_every_rank()
@@ -263,12 +268,57 @@ def test_low_precision_parameters_get_masters_unless_told_otherwise(rank, world_
 
 
 @on_every_rank()
+def test_released_parameters_have_no_copies_without_gradients(rank, world_size):
+    torch.manual_seed(0)
+    module = Gpt()
+    model = sw.wrap(module, zero=3, share_parameters=False, precision="bf16")
+    tokens, alive = torch.arange(8).view(1, 8), []
+
+    def look(*_):  # in the last norm: the blocks are over
+        held = [each.attention.weight for each in module.blocks] + [module.embedding.weight]
+        alive.append([each.dtype for each in held])
+
+    module.norm.register_forward_pre_hook(look)
+    with torch.no_grad():
+        first = model(tokens)
+    assert alive == [[torch.float32, torch.float32, torch.bfloat16]]
+    assert bits_equal(first, model(tokens).detach())
+    gather(None)
+
+
+@on_every_rank()
+def test_released_low_parameters_can_be_wrapped_again(rank, world_size):
+    torch.manual_seed(0)
+    module = Gpt().to(torch.bfloat16)
+    expected = [p.detach().float() for p in gather(module)[0].parameters()]
+    keep = sw.wrap(module, zero=3, share_parameters=False)
+    assert keep.module is module
+    model = sw.wrap(module, zero=0, precision="bf16")
+    assert all(bits_equal(a, b.detach()) for a, b in zip(expected, module.parameters(), strict=True))
+    assert model(torch.arange(8).view(1, 8)).isfinite().all()
+    gather(None)
+
+
+@on_every_rank(at_least=2)
+def test_what_could_not_be_wrapped_is_as_it_was(rank, world_size):
+    module = Mlp().to(torch.bfloat16)
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(sw.Error, match="bucket_cap_mb"):
+        sw.wrap(module, precision="bf16", bucket_cap_mb=1.0 + rank)
+    assert all(bits_equal(a, b.detach()) for a, b in zip(before, module.parameters(), strict=True))
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in module.modules())
+    gather(None)
+
+
+@on_every_rank()
 def test_states_copies_and_wrapping_again(rank, world_size):
     torch.manual_seed(0)
     module = Gpt()
     model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters()), zero=1, precision="bf16")
     plain(model, optimizer, rank, 1)
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    direct = sw.DistributedDataParallel(Gpt(), precision=sw.Precision(reduce_dtype=torch.float16))
+    assert repr(direct.compression_state or sw.stats()["models"][-1]["compress"]) in ("'Fp16()'", "Fp16()")
     average, twin = copy.deepcopy(module), copy.deepcopy(model)
     tokens = torch.arange(8).view(1, 8)
     assert average(tokens).dtype == torch.float32
@@ -276,6 +326,52 @@ def test_states_copies_and_wrapping_again(rank, world_size):
     assert bits_equal(model(tokens), twin(tokens))
     again = sw.wrap(module, zero=0)
     assert again(tokens).dtype == torch.float32
+    gather(None)
+
+
+@on_every_rank()
+def test_the_bare_module_evaluates_generates_and_is_averaged_outside_of_the_wrapper(rank, world_size):
+    for precision in (None, "bf16"):
+        expected = None
+        for stage in ({"zero": 0}, *stages()):
+            torch.manual_seed(0)
+            module = Gpt()
+            model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters()), precision=precision, **stage)
+            plain(model, optimizer, rank, 2)
+            with sw.full_parameters(model):
+                average = torch.optim.swa_utils.AveragedModel(
+                    sw.unwrap(model), avg_fn=lambda a, p, n: 0.5 * a + 0.5 * p
+                )
+                average.update_parameters(sw.unwrap(model))
+            plain(model, optimizer, rank, 2)
+            with sw.full_parameters(model):
+                average.update_parameters(sw.unwrap(model))
+            tokens = torch.arange(8).view(1, 8)
+            with torch.no_grad():
+                for _ in range(3):
+                    tokens = torch.cat([tokens, module(tokens)[:, -1:].argmax(-1)], 1)
+                found = [tokens, module(tokens), average(tokens)]
+            assert [each.dtype for each in found[1:]] == [torch.float32] * 2
+            expected = expected or found
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), stage
+            gather(None)
+
+
+@on_every_rank()
+def test_what_holds_nothing_to_cast_is_passed_on_itself(rank, world_size):
+    class Caching(nn.Linear):
+        def forward(self, x, cache, *, options):
+            cache.append(x.dtype)
+            options["seen"] = True
+            return super().forward(x)
+
+    cache, options = [], {"a": [1, torch.ones(2, dtype=torch.int64)]}
+    sw.wrap(Caching(3, 3), precision="bf16")(torch.ones(2, 3), cache, options=options)
+    assert cache == [torch.bfloat16] and options["seen"]
+    norms = nn.Sequential(nn.Linear(7, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model = sw.wrap(norms, precision={"": "bf16", "1": sw.Precision(torch.float32, cast_forward_inputs=False)})
+    model(batch(rank, 6, 7)).float().sum().backward()
+    assert norms[1].weight.grad.isfinite().all()
     gather(None)
 
 
@@ -307,9 +403,9 @@ def test_recurrent_layers_and_structured_outputs(rank, world_size):
 
 @on_every_rank()
 def test_reduce_dtype_is_what_travels(rank, world_size):
-    for zero in range(4):
+    for stage in ({"zero": 0}, *stages()):
         policy = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        found = run(rank, zero, policy, build=Gpt)
+        found = run(rank, precision=policy, **stage)
         assert_same(found, run(rank, 0, "bf16", compress=sw.Bf16()))
     with pytest.raises(ValueError, match="both say what gradients travel in"):
         sw.wrap(Mlp(), precision=policy, compress=sw.Int8())
@@ -332,8 +428,8 @@ def test_autocast_has_the_same_bits_at_every_stage(rank, world_size):
         return losses
 
     expected = run(rank, 0, None, autocast)
-    for zero in (1, 2, 3):
-        assert_same(run(rank, zero, None, autocast), expected, zero)
+    for stage in stages():
+        assert_same(run(rank, precision=None, training=autocast, **stage), expected, stage)
 
 
 @on_every_rank()

@@ -358,3 +358,71 @@ def test_closures_groups_and_step_hooks(rank, world_size, zero):
         gather(None)
         found.append((values, [p.tolist() for p in module.parameters()]))
     assert found[0] == found[1]
+
+
+@on_every_rank()
+def test_whole_parameters_are_taken_and_norms_asked_of_this_rank_alone(rank, world_size):
+    torch.manual_seed(3)
+    state = {name: value.clone() for name, value in Mlp().state_dict().items()}
+    for stage in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}):
+        model, optimizer = wrap(build=Mlp, **stage)
+        sw.load_full_state_dict(model, state)
+        found = sw.full_state_dict(model)
+        assert found.keys() == state.keys() and all(bits_equal(found[name], value) for name, value in state.items())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            sw.load_full_state_dict(model, {})
+        assert sw.local_norms(model) == {}
+        backward(model, rank)
+        mine = sw.local_norms(model) if rank == world_size - 1 else None
+        mine = sw.local_norms(model) if mine is None else mine  # no peer is needed
+        total = sum(value**2 for value in mine.values())
+        total = sum(gather(total)) if stage["zero"] else total
+        assert total**0.5 == pytest.approx(sw.clip_grad_norm_(model, 1e9).item(), rel=1e-6)
+        optimizer.step()
+        gather(None)
+
+
+@on_every_rank()
+def test_frozen_parameters_have_no_gradient_and_no_state_bytes(rank, world_size):
+    frozen_bytes = 2 * 2048 * 2048 * 4
+    for stage in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}):
+        torch.manual_seed(0)
+        module = nn.Sequential(
+            nn.Linear(7, 2048), *(nn.Linear(2048, 2048, bias=False) for _ in range(2)), nn.Linear(2048, 5)
+        )
+        for inner in (module[1], module[2]):
+            inner.weight.requires_grad_(False)
+            inner.adapter = nn.Parameter(torch.zeros(2048, 2))
+        model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), **stage)
+        before = held_bytes("")
+        for step in range(2):
+            backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert module[1].weight.grad is None
+        state = sum(v.nbytes for each in optimizer.state.values() for v in each.values() if torch.is_tensor(v))
+        trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        assert state <= 2 * trained + 64
+        if stage["zero"] < 3:  # there parameters themselves come and go, or are touched first by whoever reads them
+            assert held_bytes("") - before < frozen_bytes / 4, (stage, held_bytes("") - before)
+        gather(None)
+
+
+@on_every_rank()
+def test_what_is_given_wrongly_is_said_before_anything_changes(rank, world_size):
+    module, other = Mlp(), nn.Linear(2, 2)
+    places = [p.data_ptr() for p in module.parameters()]
+    sgd = torch.optim.SGD([*module.parameters(), *other.parameters()], lr=0.1)
+    for options, kind, words in [
+        ({"optimizer": sgd, "zero": 1}, ValueError, r"shape \(2, 2\) in group 0 is not one of the wrapped Mlp"),
+        ({"optimizer": sgd, "clip_grad_norm": "1"}, TypeError, "clip_grad_norm must be a number or None, got '1'"),
+        ({"optimizer": sgd, "clip_grad_norm": True}, TypeError, "clip_grad_norm must be a number or None, got True"),
+        ({"zero": 1.0}, ValueError, "zero must be 0, 1, 2 or 3, got 1.0"),
+        ({"zero": 3, "share_parameters": 0}, ValueError, "share_parameters must be 'auto', True or False, got 0"),
+    ]:
+        with pytest.raises(kind, match=words):
+            sw.wrap(module, **options)
+    with pytest.raises(ValueError, match="zero must be 0, 1, 2 or 3, got 5"):
+        sw.DistributedDataParallel(module, zero=5)
+    assert [p.data_ptr() for p in module.parameters()] == places
+    gather(None)

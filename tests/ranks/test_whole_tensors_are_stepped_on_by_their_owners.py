@@ -2,6 +2,8 @@
 by one rank, and ranks hold about the same."""
 
 import copy
+import os
+import pathlib
 
 import pytest
 import torch
@@ -130,7 +132,8 @@ def run(rank, zero, training, optimizer, build=Mlp, **options):
         loss.backward()
         losses.append(loss.item())
     state = gather(copy.deepcopy(sw.full_optimizer_state_dict(model, made)))[-1]
-    parameters = [p.detach().clone() for p in module.parameters()]
+    with sw.full_parameters(model):
+        parameters = [p.detach().clone() for p in module.parameters()]
     gather(None)
     return losses, parameters, state
 
@@ -158,8 +161,8 @@ def test_every_training_has_the_bits_of_stage_0(rank, world_size, training, opti
         found = run(rank, zero, training, make, bucket_cap_mb=0.001)
         assert_same(found, expected, zero)
         assert same_everywhere([p.tolist() for p in found[1]])
-        if zero < 3:
-            assert_same(run(rank, zero, training, make, transport="staged"), expected, (zero, "staged"))
+        other = {"transport": "staged"} if zero < 3 else {"share_parameters": False, "units": nn.Linear}
+        assert_same(run(rank, zero, training, make, **other), expected, (zero, other))
 
 
 @pytest.mark.parametrize(("build", "training"), [(Odd, plain), (Odd, onto_the_average), (Heads, some_heads)])
@@ -169,6 +172,7 @@ def test_every_kind_of_parameter(rank, world_size, build, training):
     expected = run(rank, 0, training, make, build)
     for zero in (1, 2, 3):
         assert_same(run(rank, zero, training, make, build, bucket_cap_mb=0.001), expected, zero)
+    assert_same(run(rank, 3, training, make, build, share_parameters=False), expected, "private")
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -293,3 +297,42 @@ def test_ranks_whose_gradients_differ_in_presence_are_told(rank, world_size):
     optimizer.step()
     assert same_everywhere([p.tolist() for p in module.parameters()])
     gather(None)
+
+
+def saved_bytes(folder):
+    files = [each for kind in ("model", "optimizer") for each in pathlib.Path(folder).rglob(f"{kind}*")]
+    return {each.name: each.read_bytes() for each in files}
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name in ("AdamW", "Adafactor", "TrustRatio")])
+@on_every_rank()
+def test_checkpoints_have_the_bytes_of_stage_0_and_are_resumed(rank, world_size, optimizer):
+    make, expected = OPTIMIZERS[optimizer], None
+    stages = [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}]
+    for number, stage in enumerate(stages):
+        folder = os.path.join(os.environ["SW_TEST_FOLDER"], f"tensor-{optimizer}-{number}")
+        losses = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            module = Mlp() if optimizer == "Adafactor" else Odd()  # torch's has no step for what is empty
+            model, made = sw.wrap(module, make(module.parameters()), partition="tensor", **stage)
+            if seed == 0:
+                for step in range(2):
+                    loss_of(model, rank, step).backward()
+                    made.step()
+                    made.zero_grad()
+                sw.save(folder, model, made, step=2)
+            else:
+                sw.load(folder, model, made)
+            losses.append([])
+            for step in (2, 3):
+                loss = loss_of(model, rank, step)
+                loss.backward()
+                made.step()
+                made.zero_grad()
+                losses[-1].append(loss.item())
+            gather(None)
+        assert losses[0] == losses[1], stage
+        expected = expected or saved_bytes(folder)
+        assert saved_bytes(folder) == expected, stage
+        gather(None)

@@ -259,9 +259,11 @@ class Reader:
             state = {key: tree.decode(node, tensors) for key, node in values.items()}
             for key, value in state.items():
                 name = values[key].get("$tensor") if isinstance(values[key], dict) else None
-                whole = name is not None and not isinstance(targets.new[name], Sliced)
-                if whole and is_state_slice(key, body["stored"][name], parameter):
-                    state[key] = memory_order(value, parameter)[run[0] : run[1]].clone()
+                if name is None or not is_state_slice(key, body["stored"][name], parameter):
+                    continue
+                if not isinstance(targets.new[name], Sliced):
+                    value = memory_order(value, optimizer.layout_of(parameter))[run[0] : run[1]].clone()
+                state[key] = optimizer.as_held(parameter, value)
             states[parameter] = state
         positions = {n: position for position, n in enumerate(by_name)}
         groups = [

@@ -146,7 +146,7 @@ def sliced_state(
     """
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for number, parameter in enumerate(_parameters(optimizer)):
-        if not is_row_major(parameter):
+        if not is_row_major(optimizer.layout_of(parameter)):
             found[parameter] = optimizer.gathered_state(parameter)
             continue
         texts = [table[str(number)] for table in tables if str(number) in table]
@@ -171,7 +171,7 @@ def _values(optimizer: ShardedOptimizer, parameter: torch.Tensor, described: Map
     for key, (kind, dtype, value) in described.items():
         if kind == "sliced":
             held = (state[key],) if key in state else ()
-            parts = tuple((low, each.detach().resolve_conj().contiguous()) for each in held)
+            parts = tuple((low, each.detach().resolve_conj().contiguous().reshape(-1)) for each in held)
             values[key] = Sliced(getattr(torch, dtype), tuple(parameter.shape), parts, held)
         else:
             values[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "tensor" else value
