@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-<<<<<<< HEAD
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, overload
-=======
-from collections.abc import Iterator, Mapping
-from typing import Any, overload
->>>>>>> rv-face
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -233,7 +228,6 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
         return copy.deepcopy(unwrap(module).state_dict())
 
 
-<<<<<<< HEAD
 class UnmatchedNames(NamedTuple):
     """What load_full_state_dict returns, under torch's names."""
 
@@ -245,16 +239,11 @@ def load_full_state_dict(
     module: torch.nn.Module, state: Mapping[str, Any] | None, *, strict: bool = True
 ) -> UnmatchedNames:
     """Takes what full_state_dict() gave, or a bare module's state_dict, at any stage and world size. Collective.
-=======
-def load_full_state_dict(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Takes what full_state_dict() or the bare module's state_dict() gave, at any stage and world size. Collective.
->>>>>>> rv-face
 
     Parameters
     ----------
     module : Module
         Wrapped, at any stage.
-<<<<<<< HEAD
     state : mapping of str to Tensor
         By the bare module's names. Rank 0's is what all ranks get; others may pass None.
     strict : bool
@@ -308,15 +297,6 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool) -> tuple[str, l
         if strict and names
     ]
     return "; ".join(sentences), missing, unexpected
-=======
-    state : mapping
-        By the bare module's names. Parameters become rank 0's; buffers are each rank's own.
-    strict : bool
-        As torch's load_state_dict, whose result is returned.
-    """
-    with full_parameters(module, writable=True):
-        return unwrap(module).load_state_dict(state, strict=strict)
->>>>>>> rv-face
 
 
 def load_full_optimizer_state_dict(

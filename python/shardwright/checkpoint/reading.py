@@ -209,7 +209,11 @@ class Reader:
             for key, node in values.items():
                 name = node.get("$tensor") if isinstance(node, dict) else None
                 stored = body["stored"].get(name)
-                if stored is not None and is_state_slice(key, stored, parameter) and is_row_major(parameter):
+                if (
+                    stored is not None
+                    and is_state_slice(key, stored, parameter)
+                    and is_row_major(optimizer.layout_of(parameter))
+                ):
                     memory = torch.empty(high - low, dtype=stored.torch_dtype)
                     slices[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), ((low, memory),), (memory,))
         wanted = tree.tensor_names(body["groups"])
