@@ -38,6 +38,7 @@ void sw_hier_end(sw_hier *hier, const sw_error *reason)
 static sw_status end_here(sw_hier *hier, const sw_error *reason, sw_error *err)
 {
     sw_hier_end(hier, reason);
+    hier->end_is_known = true;
     hier->inside->ops->abort(hier->inside, &hier->reason);
     if (err)
         *err = hier->reason;
@@ -163,13 +164,14 @@ static sw_status check_clock(sw_hier *hier, uint32_t ticket, wait_state *wait, s
     return SW_OK;
 }
 
-/* What was folded on this rank's behalf: the caller's plans learn who took part. Not after an end:
- * whoever ended it may have taken a plan away. */
+/* What was folded on this rank's behalf: the caller's plans learn who took part. What was complete
+ * before the carrier ended stays so. Not after this thread has learnt of the end: it may have taken
+ * a plan away since. */
 static void settle(sw_hier *hier, uint32_t wired)
 {
     const sw_page *carrier = sw_hier_page(hier, 0);
     double scale;
-    for (; !atomic_load(&hier->ended) && hier->settled != hier->posted &&
+    for (; !hier->end_is_known && hier->settled != hier->posted &&
            sw_ticket_reached(wired, hier->settled + 1);
          ++hier->settled) {
         const sw_fold_plan *plan = hier->pending[(hier->settled + 1) % SW_HIER_RING].op.plan;
@@ -495,6 +497,7 @@ static void leave(sw_comm *comm)
         atomic_store(&own->state, SW_MEMBER_LEFT);
     }
     pthread_mutex_unlock(&hier->lock);
+    hier->end_is_known = true;
     sw_futex_wake_all(&own->posted);
     sw_futex_wake_all(&own->wired);
     hier->inside->ops->leave(hier->inside);

@@ -73,6 +73,7 @@ typedef struct sw_hier {
     uint32_t chunks;    /* of private memory moved so far: which half of bounce is next */
     _Atomic bool ended; /* changes under lock */
     sw_error reason;    /* of `ended` */
+    bool end_is_known;  /* to the posting thread: it may give plans away from here on */
     pthread_mutex_t lock;
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _serials = itertools.count()
 #: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
 _SLICED_CAP_BYTES = 8 << 20
-#: between hosts the wire is what takes time: it starts with the first bucket, and a message is smaller than this anyway
-_HOSTS_CAP_BYTES = 4 << 20
+#: between hosts the wire is what takes time: it starts with the first bucket, and stands still for 4 ms between two
+_HOSTS_CAP_BYTES = 8 << 20
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
     "stepping, clipping or reading gradients"

@@ -10,6 +10,7 @@
 #include "check.h"
 #include "comm/hier.h"
 #include "comm/local.h"
+#include "platform/thread.h"
 #include "ranks.h"
 
 enum { BOX = 4096, IN_FLIGHT = 5 };
@@ -266,6 +267,46 @@ static void meets_a_bad_wire(rank_context *self)
     free(data);
 }
 
+/* What was complete before a rank left is complete for those that look after it only then. */
+static void looks_late(rank_context *self)
+{
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    sw_arena *arena = NULL;
+    sw_op op = {.kind = SW_OP_ALL_REDUCE,
+                .dtype = SW_DTYPE_FLOAT32,
+                .redop = SW_REDOP_SUM,
+                .numel = 32,
+                .label = "the last"};
+    uint32_t ticket;
+    check(comm->ops->arena_create(comm, 32 * sizeof(float), "an arena", &arena, &self->err) ==
+              SW_OK,
+          "an arena: %s", self->err.message);
+    op.arena = arena;
+    ((float *)(void *)arena->base[self->rank])[0] = 1;
+    check(comm->ops->post(comm, &op, &ticket, &self->err) == SW_OK, "post");
+    bool leaves = self->rank == 1;
+    if (leaves) {
+        check(comm->ops->wait(comm, ticket, &self->err) == SW_OK, "wait: %s", self->err.message);
+        comm->ops->leave(comm);
+    }
+    ranks_meet(self);
+    sw_thread_sleep_ns(100 * 1000 * 1000); /* the carrier of its host sees that it left, and ends */
+    if (!leaves) {
+        check(comm->ops->wait(comm, ticket, &self->err) == SW_OK, "it was complete: %s",
+              self->err.message);
+        check(((float *)(void *)arena->base[self->rank])[0] == (float)self->world_size, "the sum");
+        check(comm->ops->run(comm, &op, &self->err) == SW_E_COMM, "the next is an error");
+        check(self->err.detail == 1, "that names rank 1, not %d", self->err.detail);
+    }
+    ranks_meet(self);
+    comm->ops->arena_destroy(comm, arena);
+    ranks_meet(self);
+    comm->ops->destroy(comm);
+}
+
 static void run(rank_body *body, const int *host_of, int world_size, int breaks_after, bool silent)
 {
     scene s = {.host_of = host_of,
@@ -304,6 +345,8 @@ int main(void)
     run(folds_over_hosts, apart, 3, 0, false);
     run(folds_over_hosts, crosswise, 3, 0, false);
     run(folds_over_hosts, one, 3, 0, false);
+    run(looks_late, even, 4, 0, false);
+    run(looks_late, one, 3, 0, false);
     for (int after = 1; after < 40; after += 3)
         run(meets_a_bad_wire, uneven, 5, after, false);
     run(meets_a_bad_wire, even, 4, 0, true);
