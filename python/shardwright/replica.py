@@ -355,6 +355,8 @@ class Replica:
         for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
         self._drift.accept_writes()
+        if isinstance(self._parameters, UnitMemory):
+            self._parameters.schedule.accept_writes()
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""

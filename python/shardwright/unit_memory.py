@@ -267,6 +267,7 @@ class UnitMemory:
             finally:
                 self._group.broadcast(self._table.parameters, 0, label)
                 self._write_slices()
+                self.schedule.accept_writes()
         comm.barrier(label)
 
     def give_back(self) -> None:

@@ -15,7 +15,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -66,6 +66,7 @@ class Unit:
         self.opened: list[tuple[int, int]] = []
         self.pin = Pin.NONE
         self._make_placeholders()
+        self.note_versions()
 
     def _make_placeholders(self) -> None:
         """One NaN a parameter, expanded to its shape."""
@@ -109,6 +110,16 @@ class Unit:
             self._bytes[dtype][:] = blank
         self.show(self.placeholders)
         return written[0] if written else None  # another NaN than ours is no write that anybody would miss
+
+    def note_versions(self) -> None:
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def find_written(self) -> str | None:
+        """The name of a parameter that was written to since note_versions(), unless through `.data`."""
+        versions = [parameter._version for parameter in self.parameters]
+        if versions == self._versions:
+            return None
+        return next(name for name, old, new in zip(self.names, self._versions, versions) if old != new)
 
     def name_at(self, offset: int) -> str:
         """The parameter at a byte of the unit."""
@@ -203,6 +214,7 @@ class UnitSchedule:
             self._check_released(unit)
             self._units.gather(unit.number)
             unit.show(unit.whole)
+            unit.note_versions()
 
     def _check_released(self, unit: Unit) -> None:
         """Error, on all ranks, if somebody wrote to a parameter while it was released."""
@@ -212,17 +224,28 @@ class UnitSchedule:
             return
         if name is None:
             name, how = unit.name_at(offset), "was written to, through an older view of it, while it was released"
+        self._refuse_write(name, how)
+
+    def _refuse_write(self, name: str, how: str) -> NoReturn:
         message = f"parameter {name!r} {how}, and what was written is lost: write inside `with sw.full_parameters(module, writable=True)`"
         self._abort(message)  # the others would wait for this rank's gradients
         raise Error(message)
 
     def _release(self, unit: Unit) -> None:
         if self.is_whole(unit):
+            written = unit.find_written()
             listener = self.on_release()
             if listener is not None:
                 listener(unit.parameters)
             unit.show(unit.placeholders)
             self._units.release(unit.number)
+            if written is not None:
+                self._refuse_write(written, "was written to while it was whole for the time of its unit's run only")
+
+    def accept_writes(self) -> None:
+        """Parameters were written where that is allowed, or by the engine."""
+        for unit in self.units:
+            unit.note_versions()
 
     def _release_if_idle(self, unit: Unit) -> None:
         if not (unit.running or unit.opened or self._keepers) and unit.pin is Pin.NONE:

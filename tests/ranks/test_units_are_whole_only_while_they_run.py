@@ -499,6 +499,34 @@ def test_the_parameter_that_an_old_view_wrote_to_is_found(rank, world_size):
     gather(None)
 
 
+class Clamps(Block):
+    def forward(self, x):
+        with torch.no_grad():
+            self.wide.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Clamped(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Clamps() for _ in range(3))
+
+
+@pytest.mark.parametrize("where", ["forward", "full_parameters"])
+@on_every_rank(spoils=True)
+def test_a_write_that_a_release_would_lose_is_an_error(rank, world_size, where):
+    model, optimizer = private(Clamped if where == "forward" else Blocks)
+    with pytest.raises(
+        engine.Error, match=r"parameter 'blocks\.0\.wide\.weight' was written to while it was whole.*writable=True"
+    ):
+        if where == "forward":
+            steps(model, optimizer, rank, 1)
+        else:
+            with sw.full_parameters(model), torch.no_grad():
+                model.module.blocks[0].wide.weight.mul_(2)
+    gather(None)
+
+
 @on_every_rank()
 def test_hooks_that_are_added_later_see_whole_parameters(rank, world_size):
     def train(model, optimizer):
