@@ -268,6 +268,8 @@ class PrecisionPlan:
                 refresh_weights(submodule)
         return taken
 
+    _take_places_below = _hooks.disable_compile(_swap)
+
     def _copy(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not self._active:
             return parameter.to(dtype)
@@ -295,18 +297,15 @@ class PrecisionPlan:
     # hooks on submodules ------------------------------------------------------------------------------------------
 
     def _before_outermost(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._active and self._is_whole is not None and not _is_compiling():
-            self._swap(module)
+        if self._is_whole is not None and self._active:
+            self._take_places_below(module)
 
     def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
         """A module whose parameters were not whole before, or that a backward runs again, for activations that were not kept,
         takes its copies: in the latter case for the time."""
-        if _is_compiling():
-            return
-        if self._active:
-            if self._is_whole is not None:
-                self._swap(module)
-        elif _hooks.graph_task_id() != -1:
+        if self._is_whole is not None and self._active:
+            self._take_places_below(module)
+        elif not _is_compiling() and not self._active and _hooks.graph_task_id() != -1:
             taken = self._swap(module)
             if taken or not self._recomputing:  # the outermost one in any case: inputs and outputs are cast inside it
                 self._recomputing.append((module, taken))

@@ -438,20 +438,21 @@ def test_a_compiled_wrapper_computes_the_same(rank, world_size):
         return  # compiling takes seconds, and nothing here depends on the ranks
     import torch._dynamo
 
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = sw.wrap(Gpt(), zero=0, precision="bf16")
-    compiled = torch.compile(model, backend="eager")
-    tokens = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(rank))
     gradients = []
-    for call in (model, compiled, compiled):
-        model.zero_grad()
-        output = call(tokens)
-        assert output.dtype == torch.bfloat16
-        output.float().square().mean().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
+    for options in ({"zero": 0}, {"zero": 3, "share_parameters": False}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = sw.wrap(Gpt(), precision="bf16", **options)
+        compiled = torch.compile(model, backend="eager")
+        tokens = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(rank))
+        for call in (model, compiled, compiled):
+            model.zero_grad()
+            output = call(tokens)
+            assert output.dtype == torch.bfloat16
+            output.float().square().mean().backward()
+            gradients.append({name: g.clone() for name, g in sw.full_gradients(model).items()})
     for again in gradients[1:]:
-        assert all(bits_equal(a, b) for a, b in zip(gradients[0], again, strict=True))
+        assert all(bits_equal(value, again[name]) for name, value in gradients[0].items())
     torch._dynamo.reset()
 
 
