@@ -129,9 +129,12 @@ def test_skypilot_s_nodes_are_torchrun_s(run):
     assert task["num_nodes"] == 2
     for part in ("setup", "run"):
         subprocess.run(["bash", "-n", "-c", task[part]], check=True)
+    ours_first = 'export PATH="$PWD/.venv/bin:$PATH"\n'
+    assert ours_first in task["run"]
+    script = task["run"].replace(ours_first, "")  # a real torchrun of this checkout would run instead of the stand-in
     for node in range(2):
         sets = {"SKYPILOT_NODE_IPS": "10.1.0.5\n10.1.0.9", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(node)}
-        (arguments,) = run("-c", task["run"], **sets, **{name: str(value) for name, value in task["envs"].items()})
+        (arguments,) = run("-c", script, **sets, **{name: str(value) for name, value in task["envs"].items()})
         assert torchrun_reads(arguments) == ("2", node, "2", "10.1.0.5", 29500, "examples/train_gpt.py")
 
 
