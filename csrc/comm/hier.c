@@ -399,14 +399,20 @@ static void destroy_inside(sw_hier *hier, sw_arena *arena)
     free(arena);
 }
 
-/* An operation that is not complete may still be read by the wire: its memory then stays. */
+/* An operation that is not complete may still be read by the wire: its memory then stays until the
+ * carrier has ended. */
 static void arena_destroy(sw_comm *comm, sw_arena *arena)
 {
     sw_hier *hier = (sw_hier *)comm;
+    sw_hier_arena *held = (sw_hier_arena *)arena;
     bool in_use = hier->carrier && !sw_carrier_has_ended(hier->carrier) &&
                   atomic_load(&sw_hier_page(hier, 0)->wired) != hier->posted;
-    if (!in_use)
+    if (!in_use) {
         destroy_inside(hier, arena);
+    } else if (held) {
+        held->next = hier->kept;
+        hier->kept = held;
+    }
 }
 
 typedef struct verdict {
@@ -527,6 +533,11 @@ static void destroy(sw_comm *comm)
     if (hier->carrier && !sw_carrier_has_ended(hier->carrier))
         return;
     sw_carrier_destroy(hier->carrier);
+    while (hier->kept) {
+        sw_hier_arena *held = hier->kept;
+        hier->kept = held->next;
+        destroy_inside(hier, &held->arena);
+    }
     free_tables(hier);
 }
 

@@ -59,6 +59,12 @@ typedef struct sw_frame {
 
 typedef struct sw_carrier sw_carrier;
 
+typedef struct sw_hier_arena {
+    sw_arena arena;             /* first; base of this host's ranks, or of all when mirrored */
+    sw_arena *inside;           /* owned by hier->inside */
+    struct sw_hier_arena *next; /* in hier->kept */
+} sw_hier_arena;
+
 typedef struct sw_hier {
     sw_comm comm;    /* first */
     sw_comm *inside; /* owned */
@@ -78,13 +84,9 @@ typedef struct sw_hier {
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];
     sw_carrier *carrier; /* owned; NULL on ranks that do not carry */
+    sw_hier_arena *kept; /* owned: destroyed while the wire might read them */
     int owner_pid;
 } sw_hier;
-
-typedef struct sw_hier_arena {
-    sw_arena arena;   /* first; base of this host's ranks, or of all when mirrored */
-    sw_arena *inside; /* owned by hier->inside */
-} sw_hier_arena;
 
 static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
 {
