@@ -233,18 +233,23 @@ sw_gradient_memory *sw_reducer_take_memory(sw_reducer *reducer)
     return memory;
 }
 
-/* Peers fold with what was posted, and wait for this rank's part of it: its memory must not go in
- * silence. */
+/* Peers fold with what was posted, and wait for this rank's part of the rest of the round: its
+ * memory must not go in silence. */
 static void give_up_posted(sw_reducer *reducer)
 {
+    const bucket *unfinished = NULL;
+    bool sent = false;
     for (size_t i = 0; reducer->state == SW_ROUND_OPEN && i < reducer->layout.bucket_count; ++i) {
         const bucket *b = &reducer->buckets[i];
-        if (b->state != BUCKET_POSTED || !b->op.arena)
-            continue; /* a bucket that is done on all ranks needs nothing more */
-        (void)sw_comm_give_up(reducer->comm, SW_E_COMM, NULL,
-                              "%s was dropped in the middle of a backward", b->op.label);
-        return;
+        if (!b->takes_part || !b->op.arena)
+            continue;
+        sent |= b->state != BUCKET_FILLING;
+        if (b->state != BUCKET_DONE && !unfinished)
+            unfinished = b;
     }
+    if (sent && unfinished)
+        (void)sw_comm_give_up(reducer->comm, SW_E_COMM, NULL,
+                              "%s was dropped in the middle of a backward", unfinished->op.label);
 }
 
 void sw_reducer_destroy(sw_reducer *reducer)
