@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LONG = os.environ.get("SW_TEST_LONG") == "1"
 BIN = Path(sys.executable).parent
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
 SMALL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--seed", "3", "--minutes", "5"]
@@ -87,7 +86,6 @@ def test_the_loss_falls_under_every_launcher(tmp_path, launcher, ranks):
     assert newest(tmp_path) == "step-000060"
 
 
-@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1): a stop at another stage is in the quick one")
 def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
     whole = run("torchrun", "--steps", "20", "--out", str(tmp_path / "whole"))
     run("torchrun", "--steps", "10", "--out", str(tmp_path / "halves"))
@@ -157,7 +155,7 @@ def test_a_run_stopped_at_one_stage_goes_on_at_another(tmp_path, whole):
     assert (train, validation[-1]) == (whole[1][0], whole[1][1][-1])
 
 
-@pytest.mark.parametrize("compress", ["bf16", "int4"] if LONG else ["int4"])
+@pytest.mark.parametrize("compress", ["bf16", "int4"])
 def test_the_loss_falls_with_compressed_gradients(tmp_path, compress):
     output = run("torchrun", "--steps", "40", "--compress", compress, "--zero", "2", "--out", str(tmp_path))
     first, last, *_ = LAST_LINE.fullmatch(output.strip().splitlines()[-1]).groups()
