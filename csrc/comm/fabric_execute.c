@@ -59,29 +59,44 @@ static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
         return;
     }
     plan->resolve(plan->context, fabric->contributes, &scale);
+    bool stands = pending->op.result && plan->stands && plan->stands(plan->context);
     for (size_t cursor = range->begin;
          cursor < range->end && plan->next_run(plan->context, cursor, range->end, &begin, &numel);
          cursor = begin + numel) {
-        if (plan->prepare_run)
-            plan->prepare_run(plan->context, begin, numel);
+        if (stands)
+            plan->add_standing(plan->context, begin, numel,
+                               (const uint8_t *)pending->op.result +
+                                   (begin - range->begin) * sw_dtype_size_bytes(pending->op.dtype));
         fold_run(fabric, pending, ticket, range, begin, numel, scale);
     }
+}
+
+/* The ranks that read this rank's slice out of their own part. */
+static bool takes_slice(const sw_fabric *fabric, const sw_op *op, int rank)
+{
+    int own = fabric->comm.rank;
+    bool apart =
+        op->slices && op->slices->replica_of_rank[rank] != op->slices->replica_of_rank[own];
+    return rank != own && !op->one_copy && !apart;
 }
 
 static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
 {
     const sw_op *op = &pending->op;
     size_t element_bytes = sw_dtype_size_bytes(op->dtype);
-    size_t slice = sw_comm_slice_numel(op->numel, element_bytes, fabric->comm.world_size);
-    fold_range range = {.begin = sw_size_min((size_t)fabric->comm.rank * slice, op->numel),
-                        .everywhere = op->kind == SW_OP_ALL_REDUCE};
+    bool whole = op->kind == SW_OP_ALL_REDUCE; /* all ranks share the work, whoever owns what */
+    int count = whole ? fabric->comm.world_size : sw_op_slice_count(op, fabric->comm.world_size);
+    int index = whole ? fabric->comm.rank : sw_op_slice_of(op, fabric->comm.rank);
+    size_t slice = sw_comm_slice_numel(op->numel, element_bytes, count);
+    fold_range range = {.begin = sw_size_min((size_t)index * slice, op->numel),
+                        .everywhere = whole};
     range.end = sw_size_min(range.begin + slice, op->numel);
     if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER) {
         fold(fabric, pending, ticket, &range);
     } else if (op->kind == SW_OP_ALL_GATHER) {
         size_t offset = op->offset_bytes + range.begin * element_bytes;
         for (int r = 0; r < fabric->comm.world_size; ++r)
-            if (r != fabric->comm.rank)
+            if (takes_slice(fabric, op, r))
                 sw_copy_streaming(op->arena->base[r] + offset,
                                   op->arena->base[fabric->comm.rank] + offset,
                                   (range.end - range.begin) * element_bytes);

@@ -184,22 +184,24 @@ static PyObject *comm_close(PyObject *op, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_arena(PyObject *op, PyObject *args)
+static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
 {
+    static char *names[] = {"nbytes", "label", "of_hosts", NULL};
     comm_object *self = (comm_object *)op;
     Py_ssize_t size;
     const char *label = "arena";
+    int of_hosts = 0;
     sw_arena *arena = NULL;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "n|s:arena", &size, &label))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|s$p:arena", names, &size, &label, &of_hosts))
         return NULL;
     if (size <= 0)
         return PyErr_Format(PyExc_ValueError, "arena '%s': nbytes must be positive, got %zd", label,
                             size);
     if (!sw_py_comm_enter(self))
         return NULL;
-    if (self->spans_hosts && sw_hier_comm_map(self->comm)->host_count > 1) {
+    if (!of_hosts && self->spans_hosts && sw_hier_comm_map(self->comm)->host_count > 1) {
         sw_py_comm_leave(self);
         return PyErr_Format(PyExc_NotImplementedError,
                             "arena '%s': memory that all ranks map needs one host, and these ranks "
@@ -277,8 +279,9 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 
 /* Issues one all_gather a range, and waits for the last: ranges is a list of (offset_bytes,
  * nbytes). */
-static PyObject *comm_all_gather(PyObject *op, PyObject *args)
+static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
 {
+    static char *names[] = {"arena", "ranges", "label", "one_copy", NULL};
     comm_object *self = (comm_object *)op;
     PyObject *arena, *sequence;
     const char *label = "all_gather";
@@ -286,10 +289,13 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args)
     sw_error err;
     sw_status status = SW_OK;
     uint32_t ticket = 0;
-    if (!PyArg_ParseTuple(args, "O!O|s:all_gather", sw_py_state_of(op)->arena_type, &arena,
-                          &sequence, &label))
+    int one_copy = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|s$p:all_gather", names,
+                                     sw_py_state_of(op)->arena_type, &arena, &sequence, &label,
+                                     &one_copy))
         return NULL;
     set_label(&operation, label);
+    operation.one_copy = one_copy != 0;
     if (((arena_object *)arena)->owner != self || !((arena_object *)arena)->arena)
         return PyErr_Format(PyExc_TypeError,
                             "all_gather '%s': arena is not one of this communicator", label);
@@ -624,7 +630,8 @@ static PyMethodDef comm_methods[] = {
      "peers."},
     {"probe", sw_py_comm_probe, METH_O,
      "probe(addresses)\n--\n\nOne byte a rank: 1 where it can be called from here."},
-    {"arena", comm_arena, METH_VARARGS, "arena(nbytes, label='arena')\n--\n\nCollective."},
+    {"arena", (PyCFunction)(void (*)(void))comm_arena, METH_VARARGS | METH_KEYWORDS,
+     "arena(nbytes, label='arena', *, of_hosts=False)\n--\n\nCollective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
      "all_reduce(address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn "
      "place."},
@@ -632,9 +639,9 @@ static PyMethodDef comm_methods[] = {
      "broadcast(ranges, root, label='broadcast')\n--\n\nOf bytes."},
     {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
      "all_gather_bytes(data, label='all_gather')\n--\n\nEvery rank's data."},
-    {"all_gather", comm_all_gather, METH_VARARGS,
-     "all_gather(arena, ranges, label='all_gather')\n--\n\nEvery rank's slice of each range, to "
-     "all ranks."},
+    {"all_gather", (PyCFunction)(void (*)(void))comm_all_gather, METH_VARARGS | METH_KEYWORDS,
+     "all_gather(arena, ranges, label='all_gather', *, one_copy=False)\n--\n\nEvery rank's slice "
+     "of each range, to all ranks."},
     {"barrier", comm_barrier, METH_VARARGS,
      "barrier(label='barrier')\n--\n\nWaits for every rank."},
     {"abort", comm_abort, METH_VARARGS,

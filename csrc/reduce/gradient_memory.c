@@ -50,10 +50,16 @@ static sw_status make_results(sw_gradient_memory *memory, size_t size_bytes, con
                               sw_error *err)
 {
     sw_error cause;
+    memory->result_bytes = size_bytes;
+    if (memory->comm->is_carried) {
+        SW_TRY(memory->comm->ops->arena_create(memory->comm, size_bytes, label,
+                                               &memory->result_arena, err));
+        memory->results = memory->result_arena->base[memory->comm->rank];
+        return SW_OK;
+    }
     if (sw_limits_check_memory(size_bytes, label, &cause) != SW_OK ||
         sw_pages_map(size_bytes, &memory->results, &cause) != SW_OK)
         return sw_comm_give_up(memory->comm, SW_E_MEMORY, err, "%s", cause.message);
-    memory->result_bytes = size_bytes;
     return SW_OK;
 }
 
@@ -119,6 +125,9 @@ void sw_gradient_memory_destroy(sw_gradient_memory *memory)
         sw_memory_unmap(memory->base, memory->size_bytes);
     else
         memory->comm->ops->arena_destroy(memory->comm, memory->arena);
-    sw_memory_unmap(memory->results, memory->result_bytes);
+    if (memory->result_arena)
+        memory->comm->ops->arena_destroy(memory->comm, memory->result_arena);
+    else
+        sw_memory_unmap(memory->results, memory->result_bytes);
     free(memory);
 }

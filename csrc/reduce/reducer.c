@@ -118,6 +118,8 @@ static void bind_ring(sw_reducer *reducer)
         bucket *b = &reducer->buckets[i];
         b->op.kind = SW_OP_REDUCE_SCATTER;
         b->op.result = reducer->memory->results + b->result_offset_bytes;
+        b->op.results = reducer->memory->result_arena;
+        b->op.results_offset_bytes = b->result_offset_bytes;
         sw_bucket_plan(b, true);
     }
     reducer->ring_bytes = lay_ring(reducer, false);

@@ -221,8 +221,12 @@ class HostComm:
 
         Raises CommError naming the first peer that cannot be reached, CommTimeoutError at the deadline.
         """
-    def arena(self, nbytes: int, label: str) -> Arena:
-        """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate."""
+    def arena(self, nbytes: int, label: str, *, of_hosts: bool = False) -> Arena:
+        """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate.
+
+        `of_hosts`: it is enough that the ranks of each host map one another's parts; else several hosts are a
+        NotImplementedError.
+        """
     def all_reduce(
         self,
         address: int,
@@ -237,9 +241,12 @@ class HostComm:
         """Bytes of `ranges` (address, nbytes) of `root` to the same ranges of all."""
     def all_gather_bytes(self, data: bytes, label: str = "all_gather") -> list[bytes]:
         """Every rank's `data` (any length each), in rank order."""
-    def all_gather(self, arena: Arena, ranges: Sequence[tuple[int, int]], label: str = "all_gather") -> None:
+    def all_gather(
+        self, arena: Arena, ranges: Sequence[tuple[int, int]], label: str = "all_gather", *, one_copy: bool = False
+    ) -> None:
         """Of each range (offset_bytes, nbytes) of `arena`, cut into world_size equal slices of whole cache lines, every
-        rank's slice of its own part to all parts."""
+        rank's slice of its own part to all parts. `one_copy`: of the part that the ranks of a host share, which is their
+        lowest rank's, to that of every other host."""
     def barrier(self, label: str = "barrier") -> None: ...
     def abort(self, reason: str) -> None:
         """Ends the communicator: every peer's present or next call raises CommError with `reason`."""

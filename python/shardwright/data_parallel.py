@@ -213,11 +213,6 @@ class DistributedDataParallel(TorchDDP):
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh)
         group = host_group(self.process_group, options.timeout_s)
-        if self._zero and group.host_count > 1:
-            raise NotImplementedError(
-                f"zero={self._zero} over ranks on {group.host_count} hosts is not there yet: slices are shared through one "
-                "host's memory; use zero=0"
-            )
         settings = {
             "bucket_cap_mb": options.bucket_cap_mb,
             "transport": options.chosen_transport,

@@ -1,8 +1,9 @@
 """Parameters in memory that all ranks of the host map, and the slice of each that a rank owns.
 
 Owning means updating: at zero >= 1 a rank's optimizer steps on its slices alone, and publish() makes the others' updates
-visible. Two forms: *private*, each rank has all parameters and slices are gathered after the step; *shared*, the host has
-one copy, and publish() is a barrier. Where no memory can be mapped, private slices are broadcast by their owners instead.
+visible. Two forms: *private*, each rank has all parameters and slices are gathered after the step; *shared*, a host has one
+copy, and publish() is a barrier, in which the slices of other hosts arrive if there are any. Where no memory can be mapped,
+private slices are broadcast by their owners instead.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ParameterMemory:
     label : str
         Of the model, in messages.
     shared : bool
-        One copy on the host, rank 0's values; else one a rank.
+        One copy a host, rank 0's values; else one a rank.
 
     Attributes
     ----------
@@ -50,16 +51,19 @@ class ParameterMemory:
         self._group, self._reducer, self._table, self._label = group, reducer, table, label
         self._arena: Arena | None = None
         self._moved: set[int] = set()
+        self._stepped: set[int] = set()  # buckets with parameters that train, or have
         self._flat: dict[int, torch.Tensor] = {}
         self._runs: dict[int, tuple[int, int]] = {}
         shapes = [reducer.bucket_shape(bucket) for bucket in range(reducer.bucket_count)]
         sizes = [offset + numel * _itemsize(dtype) for offset, numel, dtype, _ in shapes]
         try:
-            self._arena = group.comm.arena(max(sizes), f"parameters of {label}")
+            self._arena = group.comm.arena(max(sizes), f"parameters of {label}", of_hosts=True)
         except MemoryError as error:  # the same on every rank
             if shared:
                 raise
             self.reason = str(error)
+        if shared and group.host_count > 1:  # each host copies its own
+            group.broadcast(table.parameters, 0, f"parameters of {label}")
         for index, parameter in enumerate(table.parameters):
             if parameter.requires_grad or shared:
                 self.adopt(index)
@@ -73,6 +77,8 @@ class ParameterMemory:
         bucket, begin, _ = self._reducer.place(index)
         offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
         self._moved.add(bucket)
+        if parameter.requires_grad:
+            self._stepped.add(bucket)
         if self._arena is None:
             if strides is None:
                 parameter.data = parameter.data.contiguous()
@@ -81,7 +87,7 @@ class ParameterMemory:
             offset + begin * _itemsize(dtype), dtype, shape, None if strides is None else list(strides), self._home
         )
         moved = from_dlpack(capsule)
-        if not self.shared or self._group.rank == 0:
+        if self._group.rank == self._home:
             moved.copy_(parameter.data)
         parameter.data = moved
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
@@ -95,7 +101,7 @@ class ParameterMemory:
 
     @property
     def _home(self) -> int:
-        return 0 if self.shared else self._group.rank
+        return self._group.home if self.shared else self._group.rank
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
@@ -135,13 +141,15 @@ class ParameterMemory:
     def publish(self) -> None:
         """Every rank has updated its slices: makes them everybody's. Collective.
 
-        Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier.
+        Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier. Over hosts, each sends the
+        others what its ranks have updated, once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
-        if self.shared:
+        if self.shared and (self._group.host_count == 1 or not self._stepped):
             comm.barrier(label)
         elif self._arena is not None:
-            comm.all_gather(self._arena, [self._bucket_range(bucket) for bucket in sorted(self._moved)], label)
+            ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)]
+            comm.all_gather(self._arena, ranges, label, one_copy=self.shared)
         else:
             for root in range(self._group.world_size):
                 ranges = self._ranges_of(root)
@@ -168,7 +176,9 @@ class ParameterMemory:
             comm.barrier(label)  # nobody writes before everybody has its own
         try:
             yield
-            if self.shared and self._group.rank == 0:
+            if self.shared and self._group.host_count > 1:
+                self._group.broadcast(self._table.parameters, 0, label)
+            if self.shared and self._group.rank == self._home:
                 for parameter, data in kept:
                     data.copy_(parameter.data)
         finally:

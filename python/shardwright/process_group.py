@@ -84,6 +84,11 @@ class HostGroup:
         """Hosts that the ranks run on."""
         return max(self.host_of) + 1
 
+    @property
+    def home(self) -> int:
+        """The lowest rank of this rank's host, whose memory holds what the host has one copy of."""
+        return self.host_of.index(self.host_of[self.rank])
+
     def host_map(self) -> dict[str, str]:
         """For describe(): what each host is called and which ranks it has, the one that carries first."""
         found: dict[str, str] = {}
