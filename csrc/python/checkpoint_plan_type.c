@@ -2,6 +2,7 @@
  * and places out. */
 #include <stdio.h>
 #include <stdlib.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "checkpoint/commit.h"

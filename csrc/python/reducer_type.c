@@ -372,8 +372,9 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     reducer_object *self = (reducer_object *)op;
     PyObject *params, *views, *copy, *open, *renew, *task_id, *layouts;
     if (reducer_check_made(self) < 0 ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOOO:attach", names, &params, &PyList_Type,
-                                     &views, &copy, &open, &renew, &task_id, &layouts))
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOOO:attach", names, &params,
+                                     &PyList_Type, &views, &copy, &open, &renew, &task_id,
+                                     &layouts))
         return NULL;
     PyObject *param_list = PySequence_List(params);
     Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;

@@ -226,10 +226,12 @@ class Replica:
         """For describe()."""
         if self._parameters is None:
             return {}
-        held = "shared_parameter_bytes" if self._parameters.shared else "parameter_bytes"
-        plan: dict[str, Any] = {held: self._parameters.bytes_held}
-        if isinstance(self._parameters, UnitMemory):
-            plan = {"parameter_bytes": self._parameters.bytes_held, **self._parameters.plan()}
+        units = self._parameters if isinstance(self._parameters, UnitMemory) else None
+        on_host = units.one_copy if units is not None else self._parameters.shared
+        plan: dict[str, Any] = {
+            "shared_parameter_bytes" if on_host else "parameter_bytes": self._parameters.bytes_held,
+            **(units.plan() if units is not None else {}),
+        }
         return {**plan, "parameters_reason": self._parameters.reason} if self._parameters.reason else plan
 
     def stats(self) -> dict[str, Any]:

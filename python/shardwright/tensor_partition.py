@@ -135,21 +135,47 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
 
     def _publish(self) -> None:
         memory, comm = self._replica.parameters(), self._replica.group.comm
-        label = f"updated tensors of {self._replica.label}"
         if isinstance(memory, UnitMemory):
             for index, flat in self._held_whole():
                 memory.write_whole(index, flat)
-            memory.publish()
+            for index, flat in self._from_other_hosts() if memory.one_copy else ():
+                memory.write_whole(index, flat)
+            memory.publish(sliced=False)
             return
         if memory.shared:
-            comm.barrier(label)
+            for index, flat in self._from_other_hosts() if self._replica.group.host_count > 1 else ():
+                memory.flat(index).copy_(flat)
+            comm.barrier(f"updated tensors of {self._replica.label}")
             return
+        for root, owned in self._owned():
+            self._broadcast(root, [memory.flat(index) for index in owned])
+
+    def _owned(self) -> Iterator[tuple[int, list[int]]]:
+        """(rank, what it owns and may have updated)."""
+        parameters = self._replica.table.parameters
         for root in range(self._replica.group.world_size):
             owned = [index for index, owner in sorted(self._owners.items()) if owner == root]
-            flats = [memory.flat(index) for index in owned if self._replica.table.parameters[index].requires_grad]
-            ranges = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.numel()]
-            if ranges:
-                comm.broadcast(ranges, root, label)
+            yield root, [index for index in owned if parameters[index].requires_grad]
+
+    def _broadcast(self, root: int, flats: list[torch.Tensor]) -> None:
+        ranges = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.numel()]
+        if ranges:
+            self._replica.group.comm.broadcast(ranges, root, f"updated tensors of {self._replica.label}")
+
+    def _from_other_hosts(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Tensors that ranks elsewhere have updated, in memory order, for the rank that has the host's copy. Collective.
+
+        Cost: the bytes of a tensor, on top of the copy, for the time.
+        """
+        group = self._replica.group
+        mine = dict(self._held_whole())
+        for root, owned in self._owned():
+            for index in owned:
+                like = self._replica.layout_of(index)
+                flat = mine[index] if index in mine else torch.empty(like.numel(), dtype=like.dtype)
+                self._broadcast(root, [flat])
+                if group.rank == group.home != group.host_of.index(group.host_of[root]):
+                    yield index, flat
 
     # state --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 What stands behind a parameter: its slices, one a rank, in an arena that the host's ranks map; and a range of addresses of its
 own, which are pages only while its unit is whole. A released parameter's data is one NaN, its own, expanded to its shape.
+Over several hosts each has a copy of all slices, in the part of its lowest rank: a unit is gathered without a message.
 When units are gathered and released is the schedule's (unit_schedule.py).
 """
 
@@ -60,8 +61,11 @@ class UnitMemory:
     ) -> None:
         self._group, self._reducer, self._table, self._label = group, reducer, table, label
         self._runs: dict[int, tuple[int, int]] = {}
+        self.one_copy = group.host_count > 1
+        self._stepped: set[int] = set()  # buckets with parameters that train, or have
         self._plan_slices()
-        self._arena = group.comm.arena(max(self._slice_bytes, _ALIGNMENT), f"slices of the parameters of {label}")
+        what = f"slices of the parameters of {label}"
+        self._arena = group.comm.arena(max(self._part_bytes, _ALIGNMENT), what, of_hosts=True)
         group.broadcast(table.parameters, 0, f"parameters of {label}")
         self._whole: dict[int, torch.Tensor] = {}
         for parameter in table.parameters:
@@ -87,12 +91,24 @@ class UnitMemory:
             self._group.comm.abort(reason)
 
     def _plan_slices(self) -> None:
+        """Where buckets begin: in a rank's part, that has its slice of each; or in the host's copy."""
         self._offsets: list[int] = []
-        self._slice_bytes = 0
+        self._part_bytes = self._slice_bytes = 0
         for bucket in range(self._reducer.bucket_count):
-            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-            self._offsets.append(self._slice_bytes)
+            begin, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            self._offsets.append(begin if self.one_copy else self._slice_bytes)
             self._slice_bytes += numel // self._group.world_size * _itemsize(dtype)
+            self._part_bytes = begin + numel * _itemsize(dtype) if self.one_copy else self._slice_bytes
+        for index, parameter in enumerate(self._table.parameters):
+            if parameter.requires_grad:
+                self.adopt(index)
+
+    def _place(self, bucket: int, rank: int) -> tuple[int, int]:
+        """In whose part the slice of a rank lies, and its first byte there."""
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        if not self.one_copy:
+            return rank, self._offsets[bucket]
+        return self._group.home, self._offsets[bucket] + rank * (numel // self._group.world_size) * _itemsize(dtype)
 
     def _slice(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The elements of a parameter that a rank owns, this one if not said; may be empty."""
@@ -101,8 +117,8 @@ class UnitMemory:
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         low, high = self.run(index, rank)
         first = max(begin + low - rank * (numel // self._group.world_size), 0) if low < high else 0
-        offset = self._offsets[bucket] + first * _itemsize(dtype)
-        return from_dlpack(self._arena.tensor(offset, dtype, [high - low], None, rank))
+        part, offset = self._place(bucket, rank)
+        return from_dlpack(self._arena.tensor(offset + first * _itemsize(dtype), dtype, [high - low], None, part))
 
     def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """(low, high, slice) of every rank that owns some of a parameter."""
@@ -110,11 +126,14 @@ class UnitMemory:
         return [(low, high, self._slice(index, rank)) for rank, low, high in runs if low < high]
 
     def _write_slices(self) -> None:
-        """From whole parameters to what this rank owns of them."""
+        """From whole parameters to what this rank owns of them; of the host's copy, to all by the rank that has it."""
         for index, parameter in enumerate(self._table.parameters):
+            flat = memory_order(parameter.data, parameter.data)
             low, high = self.own_run(index)
-            if low < high:
-                self._slices[index].copy_(memory_order(parameter.data, parameter.data)[low:high])
+            if not self.one_copy and low < high:
+                self._slices[index].copy_(flat[low:high])
+            elif self.one_copy and self._group.rank == self._group.home:
+                self.write_whole(index, flat)
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> Units:
         specs, places = [], []
@@ -158,8 +177,9 @@ class UnitMemory:
             for rank in range(self._group.world_size):
                 low, high = max(begin, rank * width), min(end, (rank + 1) * width)
                 if low < high:
-                    source = self._offsets[bucket] + (low - rank * width) * item
-                    runs.append((target + (low - begin) * item, rank, source, (high - low) * item))
+                    part, offset = self._place(bucket, rank)
+                    source = offset + (low - rank * width) * item
+                    runs.append((target + (low - begin) * item, part, source, (high - low) * item))
         return size, runs, offsets
 
     def _members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
@@ -182,7 +202,8 @@ class UnitMemory:
         return self._runs[index]
 
     def adopt(self, index: int) -> None:
-        """Frozen parameters are sliced from the start."""
+        """Frozen parameters are sliced from the start; now it trains."""
+        self._stepped.add(self._reducer.place(index)[0])
 
     def is_moved(self, index: int) -> bool:
         return True
@@ -212,18 +233,28 @@ class UnitMemory:
             flat[low:high] = piece
 
     def write_whole(self, index: int, flat: torch.Tensor) -> None:
-        """The reverse. Between the two barriers of a step, of one rank alone for each parameter."""
+        """The reverse; over hosts, in this host's copy. Between the two barriers of a step, of one rank alone for each parameter."""
         for low, high, piece in self._owned(index):
             piece.copy_(flat[low:high])
 
-    def publish(self) -> None:
+    def publish(self, *, sliced: bool = True) -> None:
         """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Collective.
+        `sliced`: hosts lack one another's updates still.
 
-        Cost: one barrier, and the bytes of what is never released.
+        Cost: one barrier, and the bytes of what is never released. Over hosts, each sends the others what its ranks have
+        updated, once.
         """
+        comm, label = self._group.comm, f"updated parameters of {self._label}"
         self.schedule.release_all()
-        self._group.comm.barrier(f"updated parameters of {self._label}")
+        if self.one_copy and sliced and self._stepped:
+            comm.all_gather(self._arena, [self._bucket_range(b) for b in sorted(self._stepped)], label, one_copy=True)
+        else:
+            comm.barrier(label)
         self._refresh()
+
+    def _bucket_range(self, bucket: int) -> tuple[int, int]:
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        return self._offsets[bucket], numel * _itemsize(dtype)
 
     def _refresh(self) -> None:
         with torch.no_grad():
@@ -237,8 +268,8 @@ class UnitMemory:
 
     @property
     def bytes_held(self) -> int:
-        """Of slices, on this rank."""
-        return self._slice_bytes
+        """Of slices, on this rank; of all of them, where the host has a copy."""
+        return self._part_bytes
 
     def plan(self) -> dict[str, Any]:
         """For describe()."""

@@ -13,6 +13,7 @@ from oracle.fold import bits_equal
 from peer import PEER, sw
 from test_every_stage_has_the_same_bits import (
     OPTIMIZERS,
+    PRIVATE,
     Odd,
     Outcome,
     accumulating_inside_no_sync,
@@ -30,7 +31,7 @@ from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
-STAGES = (1, 2, 3)
+STAGES = (1, 2, 3, PRIVATE)
 MAPS = ("2+1", "crosswise", *(("1+2", "1+1+1", "one host") if LONG else ()))
 every_map = pytest.mark.parametrize("shape", MAPS)
 

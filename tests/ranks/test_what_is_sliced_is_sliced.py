@@ -405,7 +405,9 @@ def test_frozen_parameters_have_no_gradient_and_no_state_bytes(rank, world_size)
         state = sum(v.nbytes for each in optimizer.state.values() for v in each.values() if torch.is_tensor(v))
         trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
         assert state <= 2 * trained + 64
-        if stage is not None and stage["zero"] < 3:  # there parameters themselves come and go, or are touched first by whoever reads them
+        if (
+            stage is not None and stage["zero"] < 3
+        ):  # there parameters themselves come and go, or are touched first by whoever reads them
             assert held_bytes("") - before < frozen_bytes / 4, (stage, held_bytes("") - before)
         gather(None)
 
