@@ -86,7 +86,8 @@ typedef struct sw_op {
     void *result;  /* reduce_scatter on an arena: this rank's slice goes here; NULL: into the arena.
                       Borrowed */
     const struct sw_arena *results; /* where `result` lies in it, at results_offset_bytes of this
-                                       rank's part: needed where is_carried. Borrowed */
+                                       rank's part: needed with `slices`, and where is_carried.
+                                       Borrowed */
     size_t results_offset_bytes;
     const struct sw_arena *beside; /* mirrored: what each rank says in [beside_offset_bytes, +
                                       beside_bytes) of its part can be read on all ranks when `plan`

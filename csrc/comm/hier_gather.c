@@ -91,10 +91,10 @@ static sw_status gather_inside(sw_carrier *carrier, const gathering *work, sw_er
 {
     const sw_hier *hier = carrier->hier;
     const sw_op *op = &work->pending->op;
-    size_t slice = sw_comm_slice_numel(op->numel, work->element_bytes, op->slices->count);
     if (op->one_copy)
         return SW_OK;
     SW_TRY(sw_carrier_touch_begin(carrier, err));
+    size_t slice = sw_comm_slice_numel(op->numel, work->element_bytes, op->slices->count);
     for (int l = 0; l < hier->local_count; ++l) {
         int owner = hier->members[l];
         size_t begin = (size_t)op->slices->of_rank[owner] * slice;

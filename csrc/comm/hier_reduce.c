@@ -327,6 +327,8 @@ static sw_status resolve(sw_carrier *carrier, reduction *work, bool *any, sw_err
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     if (plan)
         plan->resolve(plan->context, carrier->contributes, &work->scale);
+    work->owned = sw_comm_slice_numel(work->cut.numel, work->element_bytes,
+                                      sw_op_slice_count(&work->pending->op, map->world_size));
     work->stands = plan && plan->stands && plan->stands(plan->context);
     *any = next_run(work, 0, work->pending->op.numel, &begin, &numel);
     sw_carrier_touch_end(carrier);

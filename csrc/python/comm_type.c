@@ -278,21 +278,53 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 /* Issues one all_gather a range, and waits for the last: ranges is a list of (offset_bytes,
- * nbytes). */
+ * nbytes). -1 with an exception for a range that is none, before anything is issued. */
+static int gather_ranges(comm_object *self, sw_op *operation, PyObject *ranges, sw_status *status,
+                         sw_error *err)
+{
+    Py_ssize_t count = PyList_Size(ranges), offset, nbytes;
+    uint32_t ticket = 0;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn;a range is (offset_bytes, nbytes)",
+                              &offset, &nbytes))
+            return -1;
+        if (offset < 0 || nbytes < 0) {
+            PyErr_Format(PyExc_ValueError, "all_gather '%s': range %zd must not be negative",
+                         operation->label, i);
+            return -1;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count && *status == SW_OK; ++i) {
+        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn", &offset, &nbytes))
+            return -1;
+        operation->offset_bytes = (size_t)offset;
+        operation->numel = (size_t)nbytes;
+        Py_BEGIN_ALLOW_THREADS
+        *status = self->comm->ops->post(self->comm, operation, &ticket, err);
+        Py_END_ALLOW_THREADS
+    }
+    if (*status == SW_OK && count > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        *status = self->comm->ops->wait(self->comm, ticket, err);
+        Py_END_ALLOW_THREADS
+    }
+    return 0;
+}
+
 static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"arena", "ranges", "label", "one_copy", NULL};
+    static char *names[] = {"arena", "ranges", "label", "one_copy", "slices", NULL};
     comm_object *self = (comm_object *)op;
-    PyObject *arena, *sequence;
+    PyObject *arena, *sequence, *owners = Py_None;
+    sw_py_slices slices;
     const char *label = "all_gather";
     sw_op operation = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8};
     sw_error err;
     sw_status status = SW_OK;
-    uint32_t ticket = 0;
     int one_copy = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|s$p:all_gather", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|s$pO:all_gather", names,
                                      sw_py_state_of(op)->arena_type, &arena, &sequence, &label,
-                                     &one_copy))
+                                     &one_copy, &owners))
         return NULL;
     set_label(&operation, label);
     operation.one_copy = one_copy != 0;
@@ -301,34 +333,22 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
                             "all_gather '%s': arena is not one of this communicator", label);
     operation.arena = ((arena_object *)arena)->arena;
     PyObject *ranges = PySequence_List(sequence);
-    if (!ranges || !sw_py_comm_enter(self)) {
+    if (!ranges || sw_py_slices_init(&slices, owners, operation.arena->world_size) < 0) {
         Py_XDECREF(ranges);
         return NULL;
     }
-    Py_ssize_t count = PyList_Size(ranges);
-    for (Py_ssize_t i = 0; i < count && status == SW_OK; ++i) {
-        Py_ssize_t offset, nbytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn;a range is (offset_bytes, nbytes)",
-                              &offset, &nbytes) ||
-            offset < 0 || nbytes < 0) {
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_ValueError, "all_gather '%s': range %zd must not be negative",
-                             label, i);
-            Py_DECREF(ranges);
-            sw_py_comm_leave(self);
-            return NULL;
-        }
-        operation.offset_bytes = (size_t)offset;
-        operation.numel = (size_t)nbytes;
-        Py_BEGIN_ALLOW_THREADS
-        status = self->comm->ops->post(self->comm, &operation, &ticket, &err);
-        Py_END_ALLOW_THREADS
+    operation.slices = sw_py_slices_get(&slices);
+    if (!sw_py_comm_enter(self)) {
+        Py_DECREF(ranges);
+        sw_py_slices_fini(&slices);
+        return NULL;
     }
+    int parsed = gather_ranges(self, &operation, ranges, &status, &err);
     Py_DECREF(ranges);
-    if (status == SW_OK && count > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        status = self->comm->ops->wait(self->comm, ticket, &err);
-        Py_END_ALLOW_THREADS
+    sw_py_slices_fini(&slices);
+    if (parsed < 0) {
+        sw_py_comm_leave(self);
+        return NULL;
     }
     return finish(self, status, &err);
 }
@@ -640,8 +660,8 @@ static PyMethodDef comm_methods[] = {
     {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
      "all_gather_bytes(data, label='all_gather')\n--\n\nEvery rank's data."},
     {"all_gather", (PyCFunction)(void (*)(void))comm_all_gather, METH_VARARGS | METH_KEYWORDS,
-     "all_gather(arena, ranges, label='all_gather', *, one_copy=False)\n--\n\nEvery rank's slice "
-     "of each range, to all ranks."},
+     "all_gather(arena, ranges, label='all_gather', *, one_copy=False, slices=None)\n--\n\nEvery "
+     "rank's slice of each range, to all ranks."},
     {"barrier", comm_barrier, METH_VARARGS,
      "barrier(label='barrier')\n--\n\nWaits for every rank."},
     {"abort", comm_abort, METH_VARARGS,

@@ -83,9 +83,8 @@ static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begi
 
 void sw_bucket_own_slice(const bucket *b, size_t *begin, size_t *end)
 {
-    const sw_comm *comm = b->reducer->comm;
-    size_t width = b->op.numel / (size_t)comm->world_size;
-    *begin = (size_t)comm->rank * width;
+    size_t width = b->op.numel / (size_t)sw_reducer_slice_count(b->reducer);
+    *begin = (size_t)sw_op_slice_of(&b->op, b->reducer->comm->rank) * width;
     *end = *begin + width;
 }
 

@@ -19,6 +19,7 @@ from ._engine import Reducer, Units
 from .gradients import dense_strides, dtype_name
 from .parameter_memory import memory_order
 from .process_group import HostGroup
+from .slicing import Slicing
 from .table import ParameterTable
 from .unit_schedule import UnitSchedule
 from .units import UnitPlan, mark_of
@@ -42,6 +43,7 @@ class UnitMemory:
     plans : sequence of UnitPlan
     label : str
         Of the model, in messages.
+    slicing : Slicing
 
     Attributes
     ----------
@@ -57,11 +59,18 @@ class UnitMemory:
     reason = ""
 
     def __init__(
-        self, group: HostGroup, reducer: Reducer, table: ParameterTable, plans: Sequence[UnitPlan], label: str
+        self,
+        group: HostGroup,
+        reducer: Reducer,
+        table: ParameterTable,
+        plans: Sequence[UnitPlan],
+        label: str,
+        slicing: Slicing,
     ) -> None:
+        self._slicing = slicing
         self._group, self._reducer, self._table, self._label = group, reducer, table, label
         self._runs: dict[int, tuple[int, int]] = {}
-        self.one_copy = group.host_count > 1
+        self.one_copy = group.host_count > 1 and not slicing.is_replicated
         self._stepped: set[int] = set()  # buckets with parameters that train, or have
         self._plan_slices()
         what = f"slices of the parameters of {label}"
@@ -97,7 +106,7 @@ class UnitMemory:
         for bucket in range(self._reducer.bucket_count):
             begin, numel, dtype, _ = self._reducer.bucket_shape(bucket)
             self._offsets.append(begin if self.one_copy else self._slice_bytes)
-            self._slice_bytes += numel // self._group.world_size * _itemsize(dtype)
+            self._slice_bytes += numel // self._slicing.count * _itemsize(dtype)
             self._part_bytes = begin + numel * _itemsize(dtype) if self.one_copy else self._slice_bytes
         for index, parameter in enumerate(self._table.parameters):
             if parameter.requires_grad:
@@ -108,7 +117,7 @@ class UnitMemory:
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         if not self.one_copy:
             return rank, self._offsets[bucket]
-        return self._group.home, self._offsets[bucket] + rank * (numel // self._group.world_size) * _itemsize(dtype)
+        return self._group.home, self._offsets[bucket] + rank * (numel // self._slicing.count) * _itemsize(dtype)
 
     def _slice(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The elements of a parameter that a rank owns, this one if not said; may be empty."""
@@ -116,13 +125,13 @@ class UnitMemory:
         bucket, begin, _ = self._reducer.place(index)
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         low, high = self.run(index, rank)
-        first = max(begin + low - rank * (numel // self._group.world_size), 0) if low < high else 0
+        first = max(begin + low - self._slicing.of_rank[rank] * (numel // self._slicing.count), 0) if low < high else 0
         part, offset = self._place(bucket, rank)
         return from_dlpack(self._arena.tensor(offset + first * _itemsize(dtype), dtype, [high - low], None, part))
 
     def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """(low, high, slice) of every rank that owns some of a parameter."""
-        runs = [(rank, *self.run(index, rank)) for rank in range(self._group.world_size)]
+        """(low, high, slice) of every rank of this replica that owns some of a parameter."""
+        runs = [(rank, *self.run(index, rank)) for rank in self._slicing.replica()]
         return [(low, high, self._slice(index, rank)) for rank, low, high in runs if low < high]
 
     def _write_slices(self) -> None:
@@ -173,12 +182,13 @@ class UnitMemory:
         runs = []
         for bucket, begin, end, target in pieces:
             _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-            item, width = _itemsize(dtype), numel // self._group.world_size
-            for rank in range(self._group.world_size):
-                low, high = max(begin, rank * width), min(end, (rank + 1) * width)
+            item, width = _itemsize(dtype), numel // self._slicing.count
+            for rank in self._slicing.replica():
+                first = self._slicing.of_rank[rank] * width
+                low, high = max(begin, first), min(end, first + width)
                 if low < high:
                     part, offset = self._place(bucket, rank)
-                    source = offset + (low - rank * width) * item
+                    source = offset + (low - first) * item
                     runs.append((target + (low - begin) * item, part, source, (high - low) * item))
         return size, runs, offsets
 
@@ -190,10 +200,7 @@ class UnitMemory:
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
         bucket, begin, numel = self._reducer.place(index)
-        width = self._reducer.bucket_shape(bucket)[1] // self._group.world_size
-        low = max(rank * width - begin, 0)
-        high = min((rank + 1) * width - begin, numel)
-        return (low, high) if low < high else (0, 0)
+        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
 
     def own_run(self, index: int) -> tuple[int, int]:
         """run(index, this rank), kept."""
@@ -222,10 +229,10 @@ class UnitMemory:
         return [expected.get(i, p.data_ptr()) for i, p in enumerate(self._table.parameters)]
 
     def slice(self, index: int) -> torch.Tensor | None:
-        """This rank's elements of a parameter; None if it owns none. Parameters without elements are rank 0's."""
+        """This rank's elements of a parameter; None if it owns none. Parameters without elements are of the first slice."""
         piece = self._slices[index]
         empty = self._table.parameters[index].numel() == 0
-        return piece if piece.numel() or (empty and self._group.rank == 0) else None
+        return piece if piece.numel() or (empty and self._slicing.own == 0) else None
 
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
         """All elements of a parameter in memory order, from every rank's slices to `flat`."""
