@@ -165,7 +165,8 @@ class Replica:
         """What calls a communication hook for every bucket."""
         if self.zero >= 2 and self.slicing.is_replicated:
             raise NotImplementedError(
-                f"compress= at zero={self.zero} on a device_mesh of two dimensions is not there yet: use zero=1, or one dimension"
+                f"compress= and reduce_dtype at zero={self.zero} on a device_mesh of two dimensions are not there yet: use zero=1, or "
+                "one dimension"
             )
         if self.zero >= 2 and self.reducer.transport == "pool":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
