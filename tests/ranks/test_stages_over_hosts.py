@@ -121,6 +121,33 @@ def test_gradients_and_states_are_whole_on_request_and_load_at_another_stage(ran
 
 
 @on_every_rank(at_least=3)
+def test_at_zero_3_a_host_has_one_copy(rank, world_size):
+    host_of = hosts_of("2+1", world_size)
+    with on_hosts(host_of) as group:
+        module = Mlp()
+        model, _ = sw.wrap(module, OPTIMIZERS["AdamW"](module.parameters()), zero=3, process_group=group)
+    weight = module[0].weight
+    if rank == 0:
+        weight.data[0, 0] = 77.0
+    gather(None)
+    assert (weight.data[0, 0].item() == 77.0) == (host_of[rank] == 0)
+    gather(None)
+    with sw.full_parameters(model, writable=True):
+        module[0].weight.data.fill_(rank + 1.0)
+    assert torch.equal(weight.data, torch.ones_like(weight)) and same_everywhere(weight.data.tolist())
+    described = sw.describe()["models"][-1]
+    assert described["shared_parameter_bytes"] >= 4 * sum(p.numel() for p in module.parameters())
+
+
+@on_every_rank(at_least=3)
+def test_compressed_gradients_too(rank, world_size):
+    with on_hosts(hosts_of("2+1", world_size)) as group:
+        whole = run(0, plain_steps, rank, process_group=group, compress=sw.Int8())
+        for zero in STAGES:
+            run(zero, plain_steps, rank, process_group=group, compress=sw.Int8()).assert_equals(whole, zero)
+
+
+@on_every_rank(at_least=3)
 def test_whole_tensors_reach_every_host(rank, world_size):
     found = []
     with on_hosts(hosts_of("2+1", world_size)) as group:
@@ -139,7 +166,8 @@ def test_whole_tensors_reach_every_host(rank, world_size):
 
 @on_every_rank(at_least=3)
 def test_what_travels_is_what_hosts_want(rank, world_size):
-    """Bytes that a host sends in a step: partial sums of what the others own, and what its own ranks have updated."""
+    """Bytes that a host sends in a step: partial sums of what the others own, and what its own ranks have updated; where gradients
+    were not cleared, the means that its ranks own too."""
     host_of = hosts_of("2+1", world_size)
     hosts = max(host_of) + 1
     here = host_of.count(host_of[rank])
@@ -156,14 +184,17 @@ def test_what_travels_is_what_hosts_want(rank, world_size):
                 model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, **stage(zero, {})
             )
             comm = model._engine().group.comm
-            for step in range(2):
+            for step, on_top in enumerate([False, False, True]):
+                if not on_top:
+                    optimizer.zero_grad()
                 gather(None)
                 before = comm.stats()["wire_bytes_sent"]
                 model(batch(rank, 2, 1024, step=step)).sum().backward()
                 optimizer.step()
                 comm.barrier()
                 sent = comm.stats()["wire_bytes_sent"] - before
-            assert abs(sent - expected * numel) < 0.02 * numel, (zero, sent / numel, expected)
+                means = (hosts - 1) * here / world_size if on_top and zero >= 2 else 0
+                assert abs(sent - (expected + means) * numel) < 0.02 * numel, (zero, step, sent / numel, expected)
             gather(None)
 
 

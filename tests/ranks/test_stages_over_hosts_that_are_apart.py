@@ -4,20 +4,22 @@ rank that is killed while updated slices travel is named on every survivor."""
 import os
 import pathlib
 import signal
+import threading
 import time
 
 import pytest
 import shardwright as sw
 import torch
 import torch.distributed as dist
-from harness import LONG, RanksFailed
+from harness import LONG
 from shardwright import process_group
 from test_a_dead_host_is_named import ends_in_order
 from test_every_stage_has_the_same_bits import PRIVATE, stage
 
 STEPS = 4
 TIMEOUT_S = 8.0
-#: what a dead process shows as soon as the link of 10 Mbit/s has passed what was under way
+KILLED_AFTER_S = 0.15
+#: what a dead process shows as soon as the link has passed what was under way
 AT_ONCE_S = 3.0
 
 
@@ -54,20 +56,34 @@ def test_two_hosts_of_two_ranks_at_every_stage(hosts, fresh_ranks):
     assert all(found[zero] == found[0] for found in apart for zero in found)
 
 
-def trains_until_an_error(rank, world_size, zero):
-    """(kind, rank, host, text, when) of the error of a step whose slices take half a second."""
+class EndsWhileSlicesTravel(torch.optim.SGD):
+    """An optimizer of a rank that is killed a moment after its second step, whose slices take much longer."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.steps += 1
+        if self.steps == 2:
+            threading.Timer(KILLED_AFTER_S, self.end).start()
+        return loss
+
+    def end(self):
+        pathlib.Path(os.environ["SW_TEST_FOLDER"], "killed").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trains_until_an_error(rank, world_size, zero, victim):
+    """(kind, rank, host, text, when) of the error."""
     torch.manual_seed(0)
-    module = torch.nn.Linear(400, 400)
-    model, optimizer = sw.wrap(
-        module, torch.optim.SGD(module.parameters(), lr=0.1), timeout_s=TIMEOUT_S, **stage(zero, {})
-    )
+    module = torch.nn.Linear(800, 800)
+    optimizer = (EndsWhileSlicesTravel if rank == victim else torch.optim.SGD)(module.parameters(), lr=0.1)
+    model, optimizer = sw.wrap(module, optimizer, partition="flat", timeout_s=TIMEOUT_S, **stage(zero, {}))
     try:
-        for step in range(100):
-            model(torch.ones(2, 400)).sum().backward()
-            if step == 1:
-                model._engine().group.comm.barrier()
-                pathlib.Path(os.environ["SW_TEST_FOLDER"], f"steps-{rank}").touch()
+        for _ in range(10):
+            model(torch.ones(2, 800)).sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
     except sw.CommError as error:
         return type(error).__name__, error.rank, error.host, str(error), time.monotonic()
     return None
@@ -77,17 +93,11 @@ def trains_until_an_error(rank, world_size, zero):
     ("zero", "victim"), [(2, 2), (3, 0), *([(1, 0), (1, 2), (2, 1), (3, 2), (PRIVATE, 0)] if LONG else [(PRIVATE, 1)])]
 )
 def test_a_rank_killed_while_slices_travel_is_named_on_every_host(hosts, zero, victim):
-    with hosts(2, 1, rate="10mbit") as lab:
-        lab.team.start(trains_until_an_error, zero=zero)
-        folder, deadline = pathlib.Path(lab.team._folder.name), time.monotonic() + 30
-        while len(list(folder.glob("steps-*"))) < 3:
-            if time.monotonic() > deadline:
-                raise RanksFailed(lab.team.wait(1))
-            time.sleep(0.01)
-        time.sleep(0.15)
-        when = time.monotonic()
-        lab.team.signal(victim, signal.SIGKILL)
-        outcomes = lab.team.wait(TIMEOUT_S + 15, ignore=[victim], patient=True)
+    """2.6 MB at 20 Mbit/s: a host's slices take 0.3 or 0.7 s."""
+    with hosts(2, 1, rate="20mbit") as lab:
+        lab.team.start(trains_until_an_error, zero=zero, victim=victim)
+        outcomes = lab.team.wait(TIMEOUT_S + 20, ignore=[victim], patient=True)
+        when = float(pathlib.Path(lab.team._folder.name, "killed").read_text())
         survivors = [rank for rank in range(3) if rank != victim]
         for rank in survivors:
             assert outcomes[rank].ok and outcomes[rank].value, outcomes
