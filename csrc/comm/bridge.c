@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-enum { NUMBER_BITS = 29 };
+enum { NUMBER_BITS = 28 }; /* a tag of Gloo is an int32_t, not negative */
 
 static uint32_t tag_of(sw_message message, uint32_t number)
 {

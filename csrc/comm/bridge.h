@@ -39,6 +39,8 @@ typedef enum sw_message {
     SW_MESSAGE_BESIDE,    /* likewise */
     SW_MESSAGE_PARTIAL,   /* numbered by block, counted over all operations */
     SW_MESSAGE_RESULT,    /* likewise */
+    SW_MESSAGE_STANDING,  /* likewise: results of the round before, for who adds to them */
+    SW_MESSAGE_SLICE,     /* likewise: updated slices */
 } sw_message;
 
 typedef struct sw_transfer {

@@ -50,10 +50,22 @@ typedef struct sw_fold_plan {
     /* The next run of elements to fold at or after `cursor` and before `end`; false when there is
      * none. Elements between runs keep their bits on every rank. */
     bool (*next_run)(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel);
-    /* Before a run is folded: may change the contributions of any rank in elements [begin, begin +
-     * numel), which nobody but this rank reads. NULL: nothing to do. */
-    void (*prepare_run)(void *context, size_t begin, size_t numel);
+    /* Once resolved: whether contributions of some rank lack the standing result, which has to be
+     * added to them. NULL: none ever does. */
+    bool (*stands)(void *context);
+    /* Adds it, before elements [begin, begin + numel) are folded, to the contributions that lack it
+     * and are mapped here. `standing`: that many elements, all of one slice. Only who folds these
+     * contributions reads them. */
+    void (*add_standing)(void *context, size_t begin, size_t numel, const void *standing);
 } sw_fold_plan;
+
+/* Which slice of a buffer each rank owns, where several own one: a *replica* is a set of ranks that
+ * together own every slice once. Owners of one slice get the same bits. */
+typedef struct sw_slices {
+    int count;
+    const int *of_rank; /* borrowed; world_size, each in [0, count) */
+    const int *replica_of_rank;
+} sw_slices;
 
 typedef struct sw_op {
     sw_op_kind kind;
@@ -65,11 +77,18 @@ typedef struct sw_op {
     uint32_t step,
         round;    /* a caller's counters that must agree, except with a rank whose round is 0 */
     size_t numel; /* elements a rank; of the whole buffer */
-    const sw_arena *arena; /* borrowed until complete; NULL: private memory at data */
-    size_t offset_bytes;   /* into the arena */
-    void *data;            /* borrowed until complete; private memory, this rank's */
-    void *result; /* reduce_scatter on an arena: this rank's slice goes here; NULL: into the arena.
-                     Borrowed */
+    const sw_arena *arena;   /* borrowed until complete; NULL: private memory at data */
+    size_t offset_bytes;     /* into the arena */
+    void *data;              /* borrowed until complete; private memory, this rank's */
+    const sw_slices *slices; /* of an arena's buffer; NULL: rank r owns slice r. Borrowed */
+    bool one_copy; /* all_gather: the ranks of a host (of a replica on it) share the part of their
+                      lowest rank, in which all of them have updated their slices */
+    void *result;  /* reduce_scatter on an arena: this rank's slice goes here; NULL: into the arena.
+                      Borrowed */
+    const struct sw_arena *results; /* where `result` lies in it, at results_offset_bytes of this
+                                       rank's part: needed with `slices`, and where is_carried.
+                                       Borrowed */
+    size_t results_offset_bytes;
     const struct sw_arena *beside; /* mirrored: what each rank says in [beside_offset_bytes, +
                                       beside_bytes) of its part can be read on all ranks when `plan`
                                       is resolved, and when the operation is complete. NULL: none */
@@ -133,6 +152,7 @@ struct sw_comm {
     int rank;
     int world_size;
     const int *names;      /* borrowed: what messages call each rank; NULL: what it is here */
+    bool is_carried;       /* another process may do an operation, so that results lie in arenas */
     uint32_t arenas;       /* asked for so far */
     int64_t timeout_ns;    /* of each wait */
     int64_t warn_after_ns; /* a wait this long is logged; again at twice that, and so on */
@@ -144,6 +164,16 @@ struct sw_comm {
 static inline int sw_comm_name(const sw_comm *comm, int rank)
 {
     return rank >= 0 && comm->names ? comm->names[rank] : rank;
+}
+
+static inline int sw_op_slice_count(const sw_op *op, int world_size)
+{
+    return op->slices ? op->slices->count : world_size;
+}
+
+static inline int sw_op_slice_of(const sw_op *op, int rank)
+{
+    return op->slices ? op->slices->of_rank[rank] : rank;
 }
 
 /* Elements of a rank's slice of `numel` elements: equal, and every cut on SW_ALIGNMENT_BYTES. */

@@ -85,6 +85,9 @@ sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err)
                 world_size, op->root);
     if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER)
         SW_TRY(sw_redop_check(op->redop, op->dtype, err));
+    if (op->kind == SW_OP_REDUCE_SCATTER && op->slices && !op->results)
+        SW_FAIL(err, SW_E_INVALID,
+                "reduce_scatter '%s': owners of one slice need results in an arena", op->label);
     if (op->arena && (op->offset_bytes > op->arena->size_bytes ||
                       bytes > op->arena->size_bytes - op->offset_bytes))
         SW_FAIL(err, SW_E_INVALID, "%s '%s': [%zu, +%zu) bytes leave the arena of %zu",

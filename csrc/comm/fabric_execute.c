@@ -1,7 +1,8 @@
 /* fabric_execute.c - what an operation does to memory, once every rank has posted it.
  *
  * Pool form: a rank folds its own slice of all W buffers and stores the result into all of them, so
- * n bytes are read and n written by each rank, whatever W. Slot form: every rank folds the whole
+ * n bytes are read and n written by each rank, whatever W. Several owners of one slice share the
+ * folding of it, and each stores into the results of all. Slot form: every rank folds the whole
  * chunk, which is in cache, into its own private memory: more arithmetic, one wait less. Both fold
  * in rank order. */
 #include <string.h>
@@ -12,6 +13,7 @@
 /* The part of an operation that this rank folds, in elements of the operation. */
 typedef struct fold_range {
     size_t begin, end;
+    size_t origin;   /* the first element of op.result */
     bool slots;      /* sources are the slots of `ticket`; else the arena's parts */
     bool everywhere; /* store into every rank's part; else into this rank's alone, or into op.result
                       */
@@ -36,9 +38,13 @@ static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t tick
     if (range->slots)
         fabric->destination[destinations++] =
             (uint8_t *)op->data + (begin - pending->begin) * element_bytes;
-    else if (op->result)
+    else if (op->result && !op->slices)
         fabric->destination[destinations++] =
-            (uint8_t *)op->result + (begin - range->begin) * element_bytes;
+            (uint8_t *)op->result + (begin - range->origin) * element_bytes;
+    for (int r = 0; op->result && op->slices && r < fabric->comm.world_size; ++r)
+        if (op->slices->of_rank[r] == op->slices->of_rank[fabric->comm.rank])
+            fabric->destination[destinations++] = op->results->base[r] + op->results_offset_bytes +
+                                                  (begin - range->origin) * element_bytes;
     if (sources > 0)
         sw_kernels()->fold[op->dtype]((void *const *)fabric->destination, destinations,
                                       (const void *const *)fabric->source, sources, numel, scale,
@@ -59,29 +65,60 @@ static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
         return;
     }
     plan->resolve(plan->context, fabric->contributes, &scale);
+    bool stands = pending->op.result && plan->stands && plan->stands(plan->context);
     for (size_t cursor = range->begin;
          cursor < range->end && plan->next_run(plan->context, cursor, range->end, &begin, &numel);
          cursor = begin + numel) {
-        if (plan->prepare_run)
-            plan->prepare_run(plan->context, begin, numel);
+        if (stands)
+            plan->add_standing(plan->context, begin, numel,
+                               (const uint8_t *)pending->op.result +
+                                   (begin - range->origin) *
+                                       sw_dtype_size_bytes(pending->op.dtype));
         fold_run(fabric, pending, ticket, range, begin, numel, scale);
     }
+}
+
+/* The ranks that read this rank's slice out of their own part. */
+static bool takes_slice(const sw_fabric *fabric, const sw_op *op, int rank)
+{
+    int own = fabric->comm.rank;
+    bool apart =
+        op->slices && op->slices->replica_of_rank[rank] != op->slices->replica_of_rank[own];
+    return rank != own && !op->one_copy && !apart;
+}
+
+/* Owners of a slice fold a piece of it each. */
+static void share_slice(const sw_fabric *fabric, const sw_op *op, fold_range *range)
+{
+    if (!op->slices)
+        return;
+    size_t piece = sw_comm_slice_numel(range->end - range->begin, sw_dtype_size_bytes(op->dtype),
+                                       fabric->comm.world_size / op->slices->count);
+    size_t own = (size_t)op->slices->replica_of_rank[fabric->comm.rank];
+    range->begin = sw_size_min(range->begin + own * piece, range->end);
+    range->end = sw_size_min(range->begin + piece, range->end);
 }
 
 static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
 {
     const sw_op *op = &pending->op;
     size_t element_bytes = sw_dtype_size_bytes(op->dtype);
-    size_t slice = sw_comm_slice_numel(op->numel, element_bytes, fabric->comm.world_size);
-    fold_range range = {.begin = sw_size_min((size_t)fabric->comm.rank * slice, op->numel),
-                        .everywhere = op->kind == SW_OP_ALL_REDUCE};
+    bool whole = op->kind == SW_OP_ALL_REDUCE; /* all ranks share the work, whoever owns what */
+    int count = whole ? fabric->comm.world_size : sw_op_slice_count(op, fabric->comm.world_size);
+    int index = whole ? fabric->comm.rank : sw_op_slice_of(op, fabric->comm.rank);
+    size_t slice = sw_comm_slice_numel(op->numel, element_bytes, count);
+    fold_range range = {.begin = sw_size_min((size_t)index * slice, op->numel),
+                        .everywhere = whole};
     range.end = sw_size_min(range.begin + slice, op->numel);
+    range.origin = range.begin;
     if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER) {
+        if (op->kind == SW_OP_REDUCE_SCATTER)
+            share_slice(fabric, op, &range);
         fold(fabric, pending, ticket, &range);
     } else if (op->kind == SW_OP_ALL_GATHER) {
         size_t offset = op->offset_bytes + range.begin * element_bytes;
         for (int r = 0; r < fabric->comm.world_size; ++r)
-            if (r != fabric->comm.rank)
+            if (takes_slice(fabric, op, r))
                 sw_copy_streaming(op->arena->base[r] + offset,
                                   op->arena->base[fabric->comm.rank] + offset,
                                   (range.end - range.begin) * element_bytes);

@@ -6,8 +6,8 @@
  * gets in host order, and stores the result into the memory of its host's ranks. Nobody else helps,
  * and nobody waits before it has to. See docs/design/hosts.md.
  *
- * What it leaves out: reduce_scatter, all_gather on an arena (slices of several hosts), and memory
- * of one host that another would have to map.
+ * What it leaves out: memory of one host that another would have to map; replicas (sw_slices) that
+ * cross hosts.
  *
  * Thread rule: one at a time a communicator, as comm.h.
  */

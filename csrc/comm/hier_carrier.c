@@ -2,11 +2,9 @@
  *
  * An operation begins when all ranks of the host have posted it. Carriers first exchange *frames*:
  * what the operation is (compared as ranks of one host compare it), what each rank says beside the
- * data, or that a host has ended and why. An all_reduce then goes through in blocks: partial sums
- * of block t + SW_HIER_AHEAD leave while those of block t arrive, and results of block t leave
- * while those of t - SW_HIER_AHEAD arrive, so that both directions of the wire stay busy. Every
- * wait is for the oldest thing under way, and no message of an operation leaves before the frames
- * of it agree: no two carriers can wait for one another crosswise.
+ * data, or that a host has ended and why. Then what has data moves it in blocks (hier_reduce.c,
+ * hier_gather.c). Every wait is for the oldest thing under way, and no message of an operation
+ * leaves before the frames of it agree: no two carriers can wait for one another crosswise.
  *
  * The thread may wait for the wire for ever; deadlines are kept by those who wait for it. It leaves
  * what the wire may still write to, and never frees it. */
@@ -15,8 +13,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
-#include "comm/hier_state.h"
-#include "comm/partial.h"
+#include "comm/hier_carrier.h"
 #include "platform/clock.h"
 #include "platform/futex.h"
 
@@ -25,41 +22,7 @@ enum { FRAME_MAGIC = 0x53574631 /* "SWF1" */, LEAVE_MS = 1000 };
 static const int64_t idle_slice_ns = 200 * 1000 * 1000;
 static const int64_t busy_slice_ns = 10 * 1000 * 1000;
 
-typedef struct slot { /* one block under way; arrays of host_count */
-    uint8_t **partial, **arrived;
-    sw_transfer *partial_out, *partial_in, *result_out, *result_in;
-} slot;
-
-struct sw_carrier {
-    sw_hier *hier;
-    sw_bridge bridge;
-    sw_thread thread;
-    bool thread_began;
-    _Atomic bool stop, finished;
-    bool midway;             /* in an operation: what moves then may be under way for ever */
-    uint32_t frames;         /* sent so far: one an operation, and one more at the end */
-    uint32_t blocks;         /* begun so far, over all operations */
-    sw_frame out, last, *in; /* in: owned, host_count */
-    sw_transfer *frame_out, *frame_in, *beside_out, *beside_in; /* owned, host_count */
-    uint8_t *beside;                                            /* owned: what this host says */
-    uint8_t **heard;                                            /* owned: what each host says */
-    size_t beside_capacity, *heard_capacity;
-    slot slots[SW_HIER_SLOTS];
-    uint8_t *memory; /* owned: of the slots */
-    const void **source;
-    void **destination;
-    bool *contributes, *host_contributes;
-};
-
-typedef struct all_reduce {
-    const sw_hier_pending *pending;
-    sw_dtype partial_dtype;
-    size_t element_bytes, partial_bytes, slice, block_numel, block_count;
-    double scale;
-} all_reduce;
-
-/* Memory of operations is touched between these alone. */
-static sw_status touch_begin(sw_carrier *carrier, sw_error *err)
+sw_status sw_carrier_touch_begin(sw_carrier *carrier, sw_error *err)
 {
     sw_hier *hier = carrier->hier;
     pthread_mutex_lock(&hier->lock);
@@ -70,13 +33,12 @@ static sw_status touch_begin(sw_carrier *carrier, sw_error *err)
     return err->status;
 }
 
-static void touch_end(sw_carrier *carrier)
+void sw_carrier_touch_end(sw_carrier *carrier)
 {
     pthread_mutex_unlock(&carrier->hier->lock);
 }
 
-/* What a failure of the wire means. */
-static sw_status blame(const sw_carrier *carrier, const char *what, sw_error *err)
+sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
     char peer[SW_COMM_PEER_BYTES], cause[200];
@@ -89,16 +51,13 @@ static sw_status blame(const sw_carrier *carrier, const char *what, sw_error *er
                         hier->identity[hier->comm.rank].host, peer, what, cause);
 }
 
-static sw_status wait_for(sw_carrier *carrier, sw_transfer *transfer, const char *what,
+sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char *what,
                           sw_error *err)
 {
-    return sw_bridge_wait(&carrier->bridge, transfer, err) == SW_OK ? SW_OK
-                                                                    : blame(carrier, what, err);
+    return sw_bridge_wait(&carrier->bridge, transfer, err) == SW_OK
+               ? SW_OK
+               : sw_carrier_blame(carrier, what, err);
 }
-
-#define FOR_OTHER_HOSTS(carrier, g)                           \
-    for (int g = 0; g < (carrier)->hier->map.host_count; ++g) \
-        if (g != (carrier)->hier->host)
 
 /* Frames
  * ------------------------------------------------------------------------------------------ */
@@ -111,12 +70,12 @@ static const sw_descriptor *descriptor_of(const sw_hier *hier, int local, uint32
 /* The next frame of each host has a place to arrive at, so that no host waits to send it. */
 static sw_status expect_frames(sw_carrier *carrier, sw_error *err)
 {
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_FRAME, carrier->frames + 1,
                               &carrier->in[g], sizeof *carrier->in, &carrier->frame_in[g],
                               err) != SW_OK)
-            return blame(carrier, "waiting for operations", err);
+            return sw_carrier_blame(carrier, "waiting for operations", err);
     }
     return SW_OK;
 }
@@ -250,9 +209,9 @@ static sw_status speak(sw_carrier *carrier, const sw_op *op, sw_error *err)
         SW_TRY(reserve(&carrier->beside, &carrier->beside_capacity, bytes, err));
         to = carrier->beside;
     }
-    SW_TRY(touch_begin(carrier, err));
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
     copy_spoken(carrier, op, carrier->hier->host, to, false);
-    touch_end(carrier);
+    sw_carrier_touch_end(carrier);
     return SW_OK;
 }
 
@@ -260,7 +219,7 @@ static sw_status exchange_long_besides(sw_carrier *carrier, const sw_op *op, uin
                                        const char *what, sw_error *err)
 {
     size_t mine = carrier->out.beside_bytes;
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
         size_t theirs = spoken_bytes(carrier, op, g);
         if (theirs <= SW_FRAME_INLINE_BYTES)
@@ -268,43 +227,43 @@ static sw_status exchange_long_besides(sw_carrier *carrier, const sw_op *op, uin
         SW_TRY(reserve(&carrier->heard[g], &carrier->heard_capacity[g], theirs, err));
         if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_BESIDE, ticket, carrier->heard[g],
                               theirs, &carrier->beside_in[g], err) != SW_OK)
-            return blame(carrier, what, err);
+            return sw_carrier_blame(carrier, what, err);
     }
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (mine > SW_FRAME_INLINE_BYTES &&
             sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_BESIDE, ticket, carrier->beside, mine,
                            &carrier->beside_out[g], err) != SW_OK)
-            return blame(carrier, what, err);
+            return sw_carrier_blame(carrier, what, err);
     }
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        SW_TRY(wait_for(carrier, &carrier->beside_in[g], what, err));
-        SW_TRY(wait_for(carrier, &carrier->beside_out[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &carrier->beside_in[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &carrier->beside_out[g], what, err));
     }
     return SW_OK;
 }
 
 static sw_status hear(sw_carrier *carrier, const sw_op *op, sw_error *err)
 {
-    SW_TRY(touch_begin(carrier, err));
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
         bool is_long = spoken_bytes(carrier, op, g) > SW_FRAME_INLINE_BYTES;
         copy_spoken(carrier, op, g, is_long ? carrier->heard[g] : carrier->in[g].beside, true);
     }
-    touch_end(carrier);
+    sw_carrier_touch_end(carrier);
     return SW_OK;
 }
 
 static sw_status send_frames(sw_carrier *carrier, const char *what, sw_error *err)
 {
     carrier->frames++;
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_FRAME, carrier->frames, &carrier->out,
                            sizeof carrier->out, &carrier->frame_out[g], err) != SW_OK)
-            return blame(carrier, what, err);
+            return sw_carrier_blame(carrier, what, err);
     }
     return SW_OK;
 }
@@ -319,13 +278,13 @@ static sw_status exchange_frames(sw_carrier *carrier, const sw_op *op, uint32_t 
         return compare_frames(carrier, ticket, err);
     SW_TRY(speak(carrier, op, err));
     SW_TRY(send_frames(carrier, what, err));
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        SW_TRY(wait_for(carrier, &carrier->frame_in[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &carrier->frame_in[g], what, err));
         SW_TRY(read_frame(carrier, g, ticket, what, err));
     }
     SW_TRY(compare_frames(carrier, ticket, err));
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
         int rank = sw_host_carrier(&carrier->hier->map, g);
         if (carrier->in[g].beside_bytes != spoken_bytes(carrier, op, g))
@@ -337,221 +296,10 @@ static sw_status exchange_frames(sw_carrier *carrier, const sw_op *op, uint32_t 
         SW_TRY(exchange_long_besides(carrier, op, ticket, what, err));
         SW_TRY(hear(carrier, op, err));
     }
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        SW_TRY(wait_for(carrier, &carrier->frame_out[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &carrier->frame_out[g], what, err));
     }
-    return SW_OK;
-}
-
-/* all_reduce
- * ------------------------------------------------------------------------------------------ */
-
-/* Elements of block `block` of the slice of `host`. */
-static size_t block_range(const all_reduce *work, int host, size_t block, size_t *begin)
-{
-    size_t numel = work->pending->op.numel;
-    size_t end = sw_size_min(((size_t)host + 1) * work->slice, numel);
-    *begin = sw_size_min((size_t)host * work->slice + block * work->block_numel, end);
-    return sw_size_min(work->block_numel, end - *begin);
-}
-
-static uint8_t *contribution(const sw_carrier *carrier, const all_reduce *work, int local,
-                             size_t begin)
-{
-    const sw_hier_pending *pending = work->pending;
-    return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes +
-           begin * work->element_bytes;
-}
-
-/* This host's partial sums of a range: in `memory`, or where they lie already. */
-static uint8_t *fold_host(const sw_carrier *carrier, const all_reduce *work, size_t begin,
-                          size_t numel, uint8_t *memory)
-{
-    const sw_hier *hier = carrier->hier;
-    int count = 0;
-    for (int l = 0; l < hier->local_count; ++l)
-        if (carrier->contributes[hier->members[l]])
-            carrier->source[count++] = contribution(carrier, work, l, begin);
-    if (count == 1 && hier->local_count == 1 && work->partial_dtype == work->pending->op.dtype)
-        return contribution(carrier, work, 0, begin);
-    sw_partial_fold(memory, carrier->source, count, numel, work->pending->op.dtype,
-                    work->pending->op.redop);
-    return memory;
-}
-
-static bool next_run(const all_reduce *work, size_t cursor, size_t end, size_t *begin,
-                     size_t *numel)
-{
-    const sw_fold_plan *plan = work->pending->op.plan;
-    size_t shift = work->pending->begin;
-    *begin = cursor;
-    *numel = end - cursor;
-    if (!plan)
-        return cursor < end;
-    if (cursor >= end || !plan->next_run(plan->context, cursor + shift, end + shift, begin, numel))
-        return false;
-    *begin -= shift;
-    return true;
-}
-
-static sw_status begin_block(sw_carrier *carrier, const all_reduce *work, size_t block,
-                             const char *what, sw_error *err)
-{
-    const sw_hier *hier = carrier->hier;
-    slot *at = &carrier->slots[block % SW_HIER_SLOTS];
-    uint32_t number = carrier->blocks + (uint32_t)block;
-    size_t begin, own = block_range(work, hier->host, block, &begin);
-    FOR_OTHER_HOSTS(carrier, g)
-    {
-        if (carrier->host_contributes[g] &&
-            sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_PARTIAL, number, at->arrived[g],
-                              own * work->partial_bytes, &at->partial_in[g], err) != SW_OK)
-            return blame(carrier, what, err);
-    }
-    FOR_OTHER_HOSTS(carrier, g)
-    {
-        size_t numel = block_range(work, g, block, &begin);
-        if (!carrier->host_contributes[hier->host] || numel == 0)
-            continue;
-        SW_TRY(touch_begin(carrier, err));
-        const uint8_t *partial = fold_host(carrier, work, begin, numel, at->partial[g]);
-        touch_end(carrier);
-        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_PARTIAL, number, partial,
-                           numel * work->partial_bytes, &at->partial_out[g], err) != SW_OK)
-            return blame(carrier, what, err);
-    }
-    return SW_OK;
-}
-
-/* Partials of all hosts, in host order, become the result in the memory of this host's ranks. */
-static void finish_own(sw_carrier *carrier, const all_reduce *work, slot *at, size_t begin,
-                       size_t numel)
-{
-    const sw_hier *hier = carrier->hier;
-    const sw_op *op = &work->pending->op;
-    size_t run, run_numel;
-    if (carrier->host_contributes[hier->host])
-        at->arrived[hier->host] = fold_host(carrier, work, begin, numel, at->partial[hier->host]);
-    for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
-         cursor = run + run_numel) {
-        int count = 0;
-        for (int g = 0; g < hier->map.host_count; ++g)
-            if (carrier->host_contributes[g])
-                carrier->source[count++] = at->arrived[g] + (run - begin) * work->partial_bytes;
-        for (int l = 0; l < hier->local_count; ++l)
-            carrier->destination[l] = contribution(carrier, work, l, run);
-        sw_partial_finish(carrier->destination, hier->local_count, carrier->source, count,
-                          run_numel, op->dtype, work->scale, op->redop);
-    }
-}
-
-static sw_status fold_block(sw_carrier *carrier, const all_reduce *work, size_t block,
-                            const char *what, sw_error *err)
-{
-    const sw_hier *hier = carrier->hier;
-    slot *at = &carrier->slots[block % SW_HIER_SLOTS];
-    uint32_t number = carrier->blocks + (uint32_t)block;
-    size_t begin, numel = block_range(work, hier->host, block, &begin), unused;
-    FOR_OTHER_HOSTS(carrier, g) /* what was sent makes room for the result that comes back */
-    {
-        SW_TRY(wait_for(carrier, &at->partial_out[g], what, err));
-        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_RESULT, number, at->partial[g],
-                              block_range(work, g, block, &unused) * work->element_bytes,
-                              &at->result_in[g], err) != SW_OK)
-            return blame(carrier, what, err);
-    }
-    FOR_OTHER_HOSTS(carrier, g)
-    {
-        SW_TRY(wait_for(carrier, &at->partial_in[g], what, err));
-    }
-    if (numel == 0)
-        return SW_OK;
-    SW_TRY(touch_begin(carrier, err));
-    finish_own(carrier, work, at, begin, numel);
-    touch_end(carrier);
-    /* Elements that nobody used are not the result here; they are not taken over there. */
-    FOR_OTHER_HOSTS(carrier, g)
-    {
-        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_RESULT, number,
-                           contribution(carrier, work, 0, begin), numel * work->element_bytes,
-                           &at->result_out[g], err) != SW_OK)
-            return blame(carrier, what, err);
-    }
-    return SW_OK;
-}
-
-static sw_status store_block(sw_carrier *carrier, const all_reduce *work, size_t block,
-                             const char *what, sw_error *err)
-{
-    const sw_hier *hier = carrier->hier;
-    slot *at = &carrier->slots[block % SW_HIER_SLOTS];
-    size_t begin, run, run_numel;
-    FOR_OTHER_HOSTS(carrier, g)
-    {
-        size_t numel = block_range(work, g, block, &begin);
-        SW_TRY(wait_for(carrier, &at->result_in[g], what, err));
-        SW_TRY(touch_begin(carrier, err));
-        for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
-             cursor = run + run_numel)
-            for (int l = 0; l < hier->local_count; ++l)
-                memcpy(contribution(carrier, work, l, run),
-                       at->partial[g] + (run - begin) * work->element_bytes,
-                       run_numel * work->element_bytes);
-        touch_end(carrier);
-        SW_TRY(wait_for(carrier, &at->result_out[g], what, err));
-    }
-    return SW_OK;
-}
-
-/* Who contributes, and the factor. False: nothing is to be folded, here and on all hosts. */
-static sw_status resolve(sw_carrier *carrier, all_reduce *work, bool *any, sw_error *err)
-{
-    const sw_host_map *map = &carrier->hier->map;
-    const sw_fold_plan *plan = work->pending->op.plan;
-    size_t begin, numel;
-    work->scale = 1.0 / map->world_size;
-    for (int r = 0; r < map->world_size; ++r)
-        carrier->contributes[r] = true;
-    SW_TRY(touch_begin(carrier, err));
-    if (plan)
-        plan->resolve(plan->context, carrier->contributes, &work->scale);
-    *any = next_run(work, 0, work->pending->op.numel, &begin, &numel);
-    touch_end(carrier);
-    memset(carrier->host_contributes, 0, (size_t)map->host_count * sizeof(bool));
-    bool somebody = false;
-    for (int r = 0; r < map->world_size; ++r) {
-        carrier->host_contributes[map->host_of[r]] |= carrier->contributes[r];
-        somebody |= carrier->contributes[r];
-    }
-    *any &= somebody;
-    return SW_OK;
-}
-
-static sw_status run_all_reduce(sw_carrier *carrier, const sw_hier_pending *pending,
-                                const char *what, sw_error *err)
-{
-    const sw_op *op = &pending->op;
-    all_reduce work = {.pending = pending,
-                       .partial_dtype = sw_partial_dtype(op->dtype),
-                       .element_bytes = sw_dtype_size_bytes(op->dtype)};
-    bool any;
-    work.partial_bytes = sw_dtype_size_bytes(work.partial_dtype);
-    work.slice = sw_comm_slice_numel(op->numel, work.element_bytes, carrier->hier->map.host_count);
-    work.block_numel = SW_HIER_BLOCK_BYTES / work.partial_bytes;
-    work.block_count = (work.slice + work.block_numel - 1) / work.block_numel;
-    SW_TRY(resolve(carrier, &work, &any, err));
-    if (!any)
-        return SW_OK;
-    for (size_t step = 0; step < work.block_count + 2 * SW_HIER_AHEAD; ++step) {
-        if (step < work.block_count)
-            SW_TRY(begin_block(carrier, &work, step, what, err));
-        if (step >= SW_HIER_AHEAD && step - SW_HIER_AHEAD < work.block_count)
-            SW_TRY(fold_block(carrier, &work, step - SW_HIER_AHEAD, what, err));
-        if (step >= 2 * SW_HIER_AHEAD)
-            SW_TRY(store_block(carrier, &work, step - 2 * SW_HIER_AHEAD, what, err));
-    }
-    carrier->blocks += (uint32_t)work.block_count;
     return SW_OK;
 }
 
@@ -567,8 +315,8 @@ static sw_status await_posts(sw_carrier *carrier, uint32_t ticket, sw_error *err
         int missing;
         if (atomic_load(&carrier->stop))
             SW_FAIL(err, SW_E_STATE, "this rank leaves");
-        SW_TRY(touch_begin(carrier, err));
-        touch_end(carrier);
+        SW_TRY(sw_carrier_touch_begin(carrier, err));
+        sw_carrier_touch_end(carrier);
         int64_t now = sw_clock_now_ns();
         bool waits = begun_ns > 0;
         SW_TRY(sw_hier_check_host(hier, ticket, waits && now - begun_ns > busy_slice_ns, &missing,
@@ -602,8 +350,10 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t ticket, sw_error *err)
     snprintf(what, sizeof what, "%s '%.*s'", sw_op_kind_name(op->kind), SW_COMM_LABEL_BYTES - 1,
              op->label);
     SW_TRY(exchange_frames(carrier, op, ticket, what, err));
-    if (op->kind == SW_OP_ALL_REDUCE && op->numel > 0)
-        SW_TRY(run_all_reduce(carrier, pending, what, err));
+    if ((op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER) && op->numel > 0)
+        SW_TRY(sw_carrier_reduce(carrier, pending, what, err));
+    else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
+        SW_TRY(sw_carrier_gather(carrier, pending, what, err));
     SW_TRY(expect_frames(carrier, err));
     carrier->midway = false;
     atomic_store(&page->wired, ticket);
@@ -622,13 +372,13 @@ static void take_leave(sw_carrier *carrier, const sw_error *reason)
     if (reason)
         last->reason = *reason;
     carrier->frames++;
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_FRAME, carrier->frames, last,
                            sizeof *last, &carrier->frame_out[g], &ignored) != SW_OK)
             carrier->frame_out[g].work = NULL;
     }
-    FOR_OTHER_HOSTS(carrier, g)
+    SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (sw_bridge_wait(&carrier->bridge, &carrier->frame_out[g], &ignored) != SW_OK)
             continue; /* it has gone already */
@@ -658,15 +408,17 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
     uint8_t *at = carrier->memory =
         calloc(1, SW_HIER_SLOTS * (2 * hosts * block + SW_HIER_BLOCK_BYTES));
     for (int i = 0; at && i < SW_HIER_SLOTS; ++i) {
-        slot *s = &carrier->slots[i];
+        sw_carrier_slot *s = &carrier->slots[i];
         s->partial = calloc(hosts, sizeof *s->partial);
         s->arrived = calloc(hosts, sizeof *s->arrived);
-        s->partial_out = calloc(4 * hosts, sizeof *s->partial_out);
+        s->partial_out = calloc(6 * hosts, sizeof *s->partial_out);
         if (!s->partial || !s->arrived || !s->partial_out)
             SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
         s->partial_in = s->partial_out + hosts;
         s->result_out = s->partial_out + 2 * hosts;
         s->result_in = s->partial_out + 3 * hosts;
+        s->standing_out = s->partial_out + 4 * hosts;
+        s->standing_in = s->partial_out + 5 * hosts;
         for (size_t g = 0; g < hosts; ++g) {
             s->partial[g] = at;
             at += SW_HIER_BLOCK_BYTES;

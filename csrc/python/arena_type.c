@@ -186,6 +186,9 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
                             "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", offset, bytes,
                             arena_size(self));
     uint8_t *base = rank == -1 ? arena_base(self) : self->arena->base[rank];
+    if (!base)
+        return PyErr_Format(PyExc_ValueError,
+                            "Arena.tensor: the part of rank %d is on another host", rank);
     return sw_py_dlpack_capsule_new(op, base + offset, dtype, shape, strides);
 }
 

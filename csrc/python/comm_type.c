@@ -184,22 +184,24 @@ static PyObject *comm_close(PyObject *op, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_arena(PyObject *op, PyObject *args)
+static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
 {
+    static char *names[] = {"nbytes", "label", "of_hosts", NULL};
     comm_object *self = (comm_object *)op;
     Py_ssize_t size;
     const char *label = "arena";
+    int of_hosts = 0;
     sw_arena *arena = NULL;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "n|s:arena", &size, &label))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|s$p:arena", names, &size, &label, &of_hosts))
         return NULL;
     if (size <= 0)
         return PyErr_Format(PyExc_ValueError, "arena '%s': nbytes must be positive, got %zd", label,
                             size);
     if (!sw_py_comm_enter(self))
         return NULL;
-    if (self->spans_hosts && sw_hier_comm_map(self->comm)->host_count > 1) {
+    if (!of_hosts && self->spans_hosts && sw_hier_comm_map(self->comm)->host_count > 1) {
         sw_py_comm_leave(self);
         return PyErr_Format(PyExc_NotImplementedError,
                             "arena '%s': memory that all ranks map needs one host, and these ranks "
@@ -276,53 +278,77 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 /* Issues one all_gather a range, and waits for the last: ranges is a list of (offset_bytes,
- * nbytes). */
-static PyObject *comm_all_gather(PyObject *op, PyObject *args)
+ * nbytes). -1 with an exception for a range that is none, before anything is issued. */
+static int gather_ranges(comm_object *self, sw_op *operation, PyObject *ranges, sw_status *status,
+                         sw_error *err)
 {
+    Py_ssize_t count = PyList_Size(ranges), offset, nbytes;
+    uint32_t ticket = 0;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn;a range is (offset_bytes, nbytes)",
+                              &offset, &nbytes))
+            return -1;
+        if (offset < 0 || nbytes < 0) {
+            PyErr_Format(PyExc_ValueError, "all_gather '%s': range %zd must not be negative",
+                         operation->label, i);
+            return -1;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count && *status == SW_OK; ++i) {
+        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn", &offset, &nbytes))
+            return -1;
+        operation->offset_bytes = (size_t)offset;
+        operation->numel = (size_t)nbytes;
+        Py_BEGIN_ALLOW_THREADS
+        *status = self->comm->ops->post(self->comm, operation, &ticket, err);
+        Py_END_ALLOW_THREADS
+    }
+    if (*status == SW_OK && count > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        *status = self->comm->ops->wait(self->comm, ticket, err);
+        Py_END_ALLOW_THREADS
+    }
+    return 0;
+}
+
+static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"arena", "ranges", "label", "one_copy", "slices", NULL};
     comm_object *self = (comm_object *)op;
-    PyObject *arena, *sequence;
+    PyObject *arena, *sequence, *owners = Py_None;
+    sw_py_slices slices;
     const char *label = "all_gather";
     sw_op operation = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8};
     sw_error err;
     sw_status status = SW_OK;
-    uint32_t ticket = 0;
-    if (!PyArg_ParseTuple(args, "O!O|s:all_gather", sw_py_state_of(op)->arena_type, &arena,
-                          &sequence, &label))
+    int one_copy = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|s$pO:all_gather", names,
+                                     sw_py_state_of(op)->arena_type, &arena, &sequence, &label,
+                                     &one_copy, &owners))
         return NULL;
     set_label(&operation, label);
+    operation.one_copy = one_copy != 0;
     if (((arena_object *)arena)->owner != self || !((arena_object *)arena)->arena)
         return PyErr_Format(PyExc_TypeError,
                             "all_gather '%s': arena is not one of this communicator", label);
     operation.arena = ((arena_object *)arena)->arena;
     PyObject *ranges = PySequence_List(sequence);
-    if (!ranges || !sw_py_comm_enter(self)) {
+    if (!ranges || sw_py_slices_init(&slices, owners, operation.arena->world_size) < 0) {
         Py_XDECREF(ranges);
         return NULL;
     }
-    Py_ssize_t count = PyList_Size(ranges);
-    for (Py_ssize_t i = 0; i < count && status == SW_OK; ++i) {
-        Py_ssize_t offset, nbytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn;a range is (offset_bytes, nbytes)",
-                              &offset, &nbytes) ||
-            offset < 0 || nbytes < 0) {
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_ValueError, "all_gather '%s': range %zd must not be negative",
-                             label, i);
-            Py_DECREF(ranges);
-            sw_py_comm_leave(self);
-            return NULL;
-        }
-        operation.offset_bytes = (size_t)offset;
-        operation.numel = (size_t)nbytes;
-        Py_BEGIN_ALLOW_THREADS
-        status = self->comm->ops->post(self->comm, &operation, &ticket, &err);
-        Py_END_ALLOW_THREADS
+    operation.slices = sw_py_slices_get(&slices);
+    if (!sw_py_comm_enter(self)) {
+        Py_DECREF(ranges);
+        sw_py_slices_fini(&slices);
+        return NULL;
     }
+    int parsed = gather_ranges(self, &operation, ranges, &status, &err);
     Py_DECREF(ranges);
-    if (status == SW_OK && count > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        status = self->comm->ops->wait(self->comm, ticket, &err);
-        Py_END_ALLOW_THREADS
+    sw_py_slices_fini(&slices);
+    if (parsed < 0) {
+        sw_py_comm_leave(self);
+        return NULL;
     }
     return finish(self, status, &err);
 }
@@ -624,7 +650,8 @@ static PyMethodDef comm_methods[] = {
      "peers."},
     {"probe", sw_py_comm_probe, METH_O,
      "probe(addresses)\n--\n\nOne byte a rank: 1 where it can be called from here."},
-    {"arena", comm_arena, METH_VARARGS, "arena(nbytes, label='arena')\n--\n\nCollective."},
+    {"arena", (PyCFunction)(void (*)(void))comm_arena, METH_VARARGS | METH_KEYWORDS,
+     "arena(nbytes, label='arena', *, of_hosts=False)\n--\n\nCollective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
      "all_reduce(address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn "
      "place."},
@@ -632,9 +659,9 @@ static PyMethodDef comm_methods[] = {
      "broadcast(ranges, root, label='broadcast')\n--\n\nOf bytes."},
     {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
      "all_gather_bytes(data, label='all_gather')\n--\n\nEvery rank's data."},
-    {"all_gather", comm_all_gather, METH_VARARGS,
-     "all_gather(arena, ranges, label='all_gather')\n--\n\nEvery rank's slice of each range, to "
-     "all ranks."},
+    {"all_gather", (PyCFunction)(void (*)(void))comm_all_gather, METH_VARARGS | METH_KEYWORDS,
+     "all_gather(arena, ranges, label='all_gather', *, one_copy=False, slices=None)\n--\n\nEvery "
+     "rank's slice of each range, to all ranks."},
     {"barrier", comm_barrier, METH_VARARGS,
      "barrier(label='barrier')\n--\n\nWaits for every rank."},
     {"abort", comm_abort, METH_VARARGS,

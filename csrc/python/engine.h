@@ -53,6 +53,15 @@ typedef struct arena_object { /* memory with an owner: an arena, or the gradient
  * wait(work) takes. NULL with an exception. Lives as long as the process. */
 const sw_wire *sw_py_wire_new(PyObject *group);
 
+/* slices.c: None, or (of_rank, replica_of_rank). -1 with an exception, nothing to fini. */
+typedef struct sw_py_slices {
+    sw_slices slices;
+    int *numbers; /* owned; NULL: a slice a rank */
+} sw_py_slices;
+int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size);
+void sw_py_slices_fini(sw_py_slices *slices);
+const sw_slices *sw_py_slices_get(const sw_py_slices *slices);
+
 /* errors.c */
 int sw_py_errors_init(PyObject *module, engine_state *state);
 /* Sets the Python exception for `err` and returns NULL. `comm` may be NULL: it names the peer's

@@ -100,17 +100,20 @@ static int create(reducer_object *self, specs *s, const sw_reducer_options *opti
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "comm", "parameters", "bucket_cap_bytes", "transport", "reduce", "sliced", "label", NULL};
+    static char *names[] = {"comm",   "parameters", "bucket_cap_bytes", "transport",
+                            "reduce", "sliced",     "slices",           "label",
+                            NULL};
     reducer_object *self = (reducer_object *)op;
-    PyObject *comm, *parameters;
+    PyObject *comm, *parameters, *owners = Py_None;
+    sw_py_slices slices;
     Py_ssize_t cap = 25 * 1024 * 1024;
     const char *transport = "auto", *reduce = "mean";
     int sliced = 0;
     sw_reducer_options options = {.label = "model"};
     specs s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nssps:Reducer", names, &comm, &parameters,
-                                     &cap, &transport, &reduce, &sliced, &options.label))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOs:Reducer", names, &comm, &parameters,
+                                     &cap, &transport, &reduce, &sliced, &owners,
+                                     &options.label))
         return -1;
     engine_state *state = sw_py_state_of(op);
     if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {
@@ -136,10 +139,15 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!self->grad_name || !self->link)
         return -1;
     *self->link = (reducer_link){.reducer = self, .references = 1};
+    const sw_comm *ranks = self->comm->comm; /* NULL once closed, which create() says */
+    if (sw_py_slices_init(&slices, owners, ranks ? ranks->world_size : 0) < 0)
+        return -1;
+    options.slices = sw_py_slices_get(&slices);
     int result = specs_init(&s, parameters);
     if (result == 0)
         result = create(self, &s, &options);
     specs_fini(&s);
+    sw_py_slices_fini(&slices);
     return result;
 }
 

@@ -83,33 +83,37 @@ static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begi
 
 void sw_bucket_own_slice(const bucket *b, size_t *begin, size_t *end)
 {
-    const sw_comm *comm = b->reducer->comm;
-    size_t width = b->op.numel / (size_t)comm->world_size;
-    *begin = (size_t)comm->rank * width;
+    size_t width = b->op.numel / (size_t)sw_reducer_slice_count(b->reducer);
+    *begin = (size_t)sw_op_slice_of(&b->op, b->reducer->comm->rank) * width;
     *end = *begin + width;
 }
 
-/* Adds the standing mean to the contributions that include it, in [begin, begin + numel) of this
- * rank's slice: only this rank reads those, and nobody writes them until it is done. */
-static void plan_prepare_run(void *context, size_t begin, size_t numel)
+static bool plan_stands(void *context)
+{
+    return ((const bucket *)context)->any_standing;
+}
+
+/* Adds the standing mean to the contributions of [begin, begin + numel) that include it, with the
+ * rounding of autograd's own addition: only who folds them reads them, and nobody writes them until
+ * it is done. */
+static void plan_add_standing(void *context, size_t begin, size_t numel, const void *standing)
 {
     const bucket *b = context;
     const sw_reducer *reducer = b->reducer;
     const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
-    size_t element_bytes = sw_dtype_size_bytes(b->op.dtype), slice_begin, slice_end;
-    sw_bucket_own_slice(b, &slice_begin, &slice_end);
-    for (size_t i = 0; b->any_standing && i < shape->count; ++i) {
+    size_t element_bytes = sw_dtype_size_bytes(b->op.dtype);
+    for (size_t i = 0; i < shape->count; ++i) {
         const sw_layout_place *place =
             &reducer->layout.place[reducer->layout.order[shape->first + i]];
         size_t from = sw_size_max(begin, place->begin),
                to = sw_size_min(begin + numel, place->begin + place->numel);
         for (int r = 0; from < to && r < reducer->comm->world_size; ++r) {
-            if (!sw_bit_is_set(sw_bucket_tail(b, r)->bits + sw_words_of(shape->count), i))
+            uint8_t *base = reducer->memory->arena->base[r];
+            if (!base || !sw_bit_is_set(sw_bucket_tail(b, r)->bits + sw_words_of(shape->count), i))
                 continue;
-            void *part =
-                reducer->memory->arena->base[r] + b->op.offset_bytes + from * element_bytes;
-            const void *sources[] = {
-                (const uint8_t *)b->op.result + (from - slice_begin) * element_bytes, part};
+            void *part = base + b->op.offset_bytes + from * element_bytes;
+            const void *sources[] = {(const uint8_t *)standing + (from - begin) * element_bytes,
+                                     part};
             sw_kernels()->fold[b->op.dtype](&part, 1, sources, 2, to - from, 1, SW_REDOP_SUM);
         }
     }
@@ -153,6 +157,7 @@ void sw_bucket_plan(bucket *b, bool standing)
     b->plan = (sw_fold_plan){.context = b,
                              .resolve = plan_resolve,
                              .next_run = plan_next_run,
-                             .prepare_run = standing ? plan_prepare_run : NULL};
+                             .stands = standing ? plan_stands : NULL,
+                             .add_standing = standing ? plan_add_standing : NULL};
     b->op.plan = &b->plan;
 }

@@ -46,14 +46,21 @@ static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_
 }
 
 /* A rank that has no memory for its slices alone: the others are told, since they are done here. */
-static sw_status make_results(sw_gradient_memory *memory, size_t size_bytes, const char *label,
-                              sw_error *err)
+static sw_status make_results(sw_gradient_memory *memory, const sw_gradient_sizes *sizes,
+                              const char *label, sw_error *err)
 {
+    size_t size_bytes = sizes->results;
     sw_error cause;
+    memory->result_bytes = size_bytes;
+    if (memory->comm->is_carried || sizes->results_mapped) {
+        SW_TRY(memory->comm->ops->arena_create(memory->comm, size_bytes, label,
+                                               &memory->result_arena, err));
+        memory->results = memory->result_arena->base[memory->comm->rank];
+        return SW_OK;
+    }
     if (sw_limits_check_memory(size_bytes, label, &cause) != SW_OK ||
         sw_pages_map(size_bytes, &memory->results, &cause) != SW_OK)
         return sw_comm_give_up(memory->comm, SW_E_MEMORY, err, "%s", cause.message);
-    memory->result_bytes = size_bytes;
     return SW_OK;
 }
 
@@ -102,7 +109,7 @@ sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *size
                 destroy);
     SW_TRY_GOTO(status, make_buckets(made, sizes, wanted, label, err), destroy);
     if (sizes->results > 0 && made->transport == SW_TRANSPORT_POOL)
-        SW_TRY_GOTO(status, make_results(made, sizes->results, label, err), destroy);
+        SW_TRY_GOTO(status, make_results(made, sizes, label, err), destroy);
     *memory = made;
     return SW_OK;
 destroy:
@@ -119,6 +126,9 @@ void sw_gradient_memory_destroy(sw_gradient_memory *memory)
         sw_memory_unmap(memory->base, memory->size_bytes);
     else
         memory->comm->ops->arena_destroy(memory->comm, memory->arena);
-    sw_memory_unmap(memory->results, memory->result_bytes);
+    if (memory->result_arena)
+        memory->comm->ops->arena_destroy(memory->comm, memory->result_arena);
+    else
+        sw_memory_unmap(memory->results, memory->result_bytes);
     free(memory);
 }

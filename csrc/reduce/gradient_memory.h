@@ -24,9 +24,10 @@ typedef struct sw_gradient_memory {
     sw_arena *tails; /* owned */
     uint8_t *base;   /* this rank's buckets: in the arena, or owned private pages */
     size_t size_bytes;
-    uint8_t *results; /* owned private pages: this rank's slices of the means; NULL: they stay in
-                         the buckets */
+    uint8_t *results; /* this rank's slices of the means, in owned private pages or in result_arena;
+                         NULL: they stay in the buckets */
     size_t result_bytes;
+    sw_arena *result_arena; /* owned; where others write them, too */
     sw_transport transport; /* what was chosen */
     char why[SW_ERROR_MESSAGE_BYTES];
 } sw_gradient_memory;
@@ -35,6 +36,7 @@ typedef struct sw_gradient_sizes { /* in bytes */
     size_t pool, staged;           /* of the buckets, by transport */
     size_t results; /* of this rank's slices, apart from the buckets; in a pool only. 0: none */
     size_t tails;   /* of use bits */
+    bool results_mapped; /* other ranks write results too */
 } sw_gradient_sizes;
 
 /* Collective. Everything is zeroed, pages come when touched. */

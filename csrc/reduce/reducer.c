@@ -47,6 +47,7 @@ static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *opt
         b->op = (sw_op){.kind = SW_OP_ALL_REDUCE,
                         .dtype = shape->dtype,
                         .redop = redop,
+                        .slices = reducer->owners ? &reducer->slices : NULL,
                         .numel = shape->numel,
                         .offset_bytes = shape->offset_bytes};
         sw_bucket_plan(b, false);
@@ -102,10 +103,12 @@ static sw_gradient_sizes sizes_of(sw_reducer *reducer)
 {
     sw_gradient_sizes sizes = {.pool = reducer->layout.size_bytes,
                                .staged = reducer->layout.size_bytes,
-                               .tails = 2 * reducer->tail_stride_bytes};
+                               .tails = 2 * reducer->tail_stride_bytes,
+                               .results_mapped = reducer->owners != NULL};
     for (size_t i = 0; reducer->ring && i < reducer->layout.bucket_count; ++i) {
         reducer->buckets[i].result_offset_bytes = sizes.results;
-        sizes.results += bucket_bytes(&reducer->buckets[i]) / (size_t)reducer->comm->world_size;
+        sizes.results +=
+            bucket_bytes(&reducer->buckets[i]) / (size_t)sw_reducer_slice_count(reducer);
     }
     if (reducer->ring) /* room for what is frozen, which is touched when it is unfrozen */
         sizes.pool = sw_size_max(lay_ring(reducer, true), lay_ring(reducer, false));
@@ -118,6 +121,8 @@ static void bind_ring(sw_reducer *reducer)
         bucket *b = &reducer->buckets[i];
         b->op.kind = SW_OP_REDUCE_SCATTER;
         b->op.result = reducer->memory->results + b->result_offset_bytes;
+        b->op.results = reducer->memory->result_arena;
+        b->op.results_offset_bytes = b->result_offset_bytes;
         sw_bucket_plan(b, true);
     }
     reducer->ring_bytes = lay_ring(reducer, false);
@@ -170,12 +175,29 @@ static sw_status copy_names(sw_reducer *reducer, const char *const *names, size_
     return SW_OK;
 }
 
+static sw_status copy_slices(sw_reducer *reducer, const sw_slices *slices, sw_error *err)
+{
+    size_t ranks = (size_t)reducer->comm->world_size;
+    if (!slices)
+        return SW_OK;
+    reducer->owners = calloc(2 * ranks, sizeof *reducer->owners);
+    if (!reducer->owners)
+        SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu ranks", ranks);
+    memcpy(reducer->owners, slices->of_rank, ranks * sizeof(int));
+    memcpy(reducer->owners + ranks, slices->replica_of_rank, ranks * sizeof(int));
+    reducer->slices = (sw_slices){.count = slices->count,
+                                  .of_rank = reducer->owners,
+                                  .replica_of_rank = reducer->owners + ranks};
+    return SW_OK;
+}
+
 /* All that needs no peer. */
 static sw_status prepare(sw_reducer *reducer, const sw_layout_param *params,
                          const char *const *names, size_t param_count,
                          const sw_reducer_options *options, sw_error *err)
 {
-    SW_TRY(sw_layout_init(&reducer->layout, params, param_count, reducer->comm->world_size,
+    SW_TRY(copy_slices(reducer, options->slices, err));
+    SW_TRY(sw_layout_init(&reducer->layout, params, param_count, sw_reducer_slice_count(reducer),
                           options->bucket_cap_bytes, err));
     reducer->buckets = calloc(reducer->layout.bucket_count + 1, sizeof *reducer->buckets);
     reducer->params = calloc(param_count + 1, sizeof *reducer->params);
@@ -266,6 +288,7 @@ void sw_reducer_destroy(sw_reducer *reducer)
     free(reducer->params);
     free(reducer->names);
     free(reducer->contributors);
+    free(reducer->owners);
     sw_layout_fini(&reducer->layout);
     free(reducer);
 }
@@ -277,7 +300,7 @@ size_t sw_reducer_planned_bytes(const sw_reducer *reducer)
     size_t results = 0;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
-            results += bucket_bytes(&reducer->buckets[i]) / (size_t)reducer->comm->world_size;
+            results += bucket_bytes(&reducer->buckets[i]) / (size_t)sw_reducer_slice_count(reducer);
     return reducer->ring_bytes + results;
 }
 

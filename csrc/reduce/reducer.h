@@ -34,7 +34,8 @@ typedef struct sw_reducer_options {
     bool sums;   /* the sum of the contributions instead of their mean */
     bool sliced; /* keep this rank's slices of the means alone (in a pool; private buckets stay
                     whole) */
-    const char *label; /* of the model, in messages; copied */
+    const sw_slices *slices; /* who owns which slice of a bucket; copied. NULL: rank r slice r */
+    const char *label;       /* of the model, in messages; copied */
 } sw_reducer_options;
 
 /* Collective. `names`: one a parameter, copied. The tables must be equal on all ranks (checked by

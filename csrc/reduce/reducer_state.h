@@ -52,6 +52,8 @@ struct sw_reducer {
     param_state *params;        /* owned */
     bool *contributors;         /* owned scratch, world_size */
     char **names;               /* owned */
+    sw_slices slices;           /* who owns what */
+    int *owners;                /* owned, of `slices`; NULL: rank r owns slice r */
     char label[32];             /* of the model, cut */
     size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
     size_t next_bucket;         /* the lowest that is not posted */
@@ -66,6 +68,11 @@ struct sw_reducer {
     bool contributes, abandoned, divide_by_active, defer_all;
     sw_reducer_stats stats;
 };
+
+static inline int sw_reducer_slice_count(const sw_reducer *reducer)
+{
+    return reducer->owners ? reducer->slices.count : reducer->comm->world_size;
+}
 
 static inline size_t sw_words_of(size_t bits)
 {

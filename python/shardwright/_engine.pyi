@@ -221,8 +221,12 @@ class HostComm:
 
         Raises CommError naming the first peer that cannot be reached, CommTimeoutError at the deadline.
         """
-    def arena(self, nbytes: int, label: str) -> Arena:
-        """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate."""
+    def arena(self, nbytes: int, label: str, *, of_hosts: bool = False) -> Arena:
+        """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate.
+
+        `of_hosts`: it is enough that the ranks of each host map one another's parts; else several hosts are a
+        NotImplementedError.
+        """
     def all_reduce(
         self,
         address: int,
@@ -237,9 +241,18 @@ class HostComm:
         """Bytes of `ranges` (address, nbytes) of `root` to the same ranges of all."""
     def all_gather_bytes(self, data: bytes, label: str = "all_gather") -> list[bytes]:
         """Every rank's `data` (any length each), in rank order."""
-    def all_gather(self, arena: Arena, ranges: Sequence[tuple[int, int]], label: str = "all_gather") -> None:
+    def all_gather(
+        self,
+        arena: Arena,
+        ranges: Sequence[tuple[int, int]],
+        label: str = "all_gather",
+        *,
+        one_copy: bool = False,
+        slices: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> None:
         """Of each range (offset_bytes, nbytes) of `arena`, cut into world_size equal slices of whole cache lines, every
-        rank's slice of its own part to all parts."""
+        rank's slice of its own part to all parts. `one_copy`: of the part that the ranks of a host share, which is their
+        lowest rank's, to that of every other host. `slices`: as Reducer's; slices go round inside a replica."""
     def barrier(self, label: str = "barrier") -> None: ...
     def abort(self, reason: str) -> None:
         """Ends the communicator: every peer's present or next call raises CommError with `reason`."""
@@ -270,11 +283,13 @@ class Reducer:
         transport: str = "auto",
         reduce: str = "mean",
         sliced: bool = False,
+        slices: tuple[Sequence[int], Sequence[int]] | None = None,
         label: str = "model",
     ) -> None:
         """`parameters`: (name, numel, dtype, requires_grad). `transport`: "auto", "pool", "staged". `reduce`: "mean", "sum".
         `sliced`: this rank keeps its slices of the averaged gradients alone; views are then ShardedGradients, whose `_pending`
-        the engine takes, and `copy(index, grad, add)` writes or adds a gradient that it cannot read by itself. Collective."""
+        the engine takes, and `copy(index, grad, add)` writes or adds a gradient that it cannot read by itself. `slices`: which
+        slice of a bucket each rank owns, and its replica, which owns all of them once; None: rank r owns slice r. Collective."""
     transport: str
     transport_reason: str
     bucket_count: int

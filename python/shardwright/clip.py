@@ -10,7 +10,7 @@ import torch
 
 from . import _engine
 from .fully_shard import wrapper_of
-from .gradients import as_real, norm_over_ranks
+from .gradients import as_real
 from .replica import Replica
 from .sharded_gradient import ShardedGradient
 
@@ -99,7 +99,7 @@ def _norm_of_slices(replica: Replica) -> float:
         gradients = [parameter.grad for parameter in replica.table.parameters if parameter.grad is not None]
         return _engine.norm_value([_engine.norm_sum([_real(gradient) for gradient in gradients])])
     replica.announce("norm")
-    return norm_over_ranks(replica.group.comm, slices, replica.label)
+    return replica.norm_of(slices)
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:

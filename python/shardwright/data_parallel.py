@@ -28,8 +28,9 @@ from .join import ShadowHook
 from .levels import levels_of
 from .options import Options, check_zero
 from .precision import PrecisionPlan, remove_plan
-from .process_group import host_group, is_default_group, resolve_group
+from .process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
 from .replica import Replica, live_replicas
+from .slicing import Slicing
 from .table import verify
 from .units import check_marks
 
@@ -213,17 +214,14 @@ class DistributedDataParallel(TorchDDP):
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh)
         group = host_group(self.process_group, options.timeout_s)
-        if self._zero and group.host_count > 1:
-            raise NotImplementedError(
-                f"zero={self._zero} over ranks on {group.host_count} hosts is not there yet: slices are shared through one "
-                "host's memory; use zero=0"
-            )
+        slicing = self._slice_over(group)
         settings = {
             "bucket_cap_mb": options.bucket_cap_mb,
             "transport": options.chosen_transport,
             "reduce": options.reduce,
             "timeout_s": options.timeout_s,
             "zero": self._zero,
+            "device_mesh": slicing.rows(),
             "share_parameters": options.share_parameters,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
@@ -237,6 +235,7 @@ class DistributedDataParallel(TorchDDP):
             _reads_sync_flag(self),
             settings,
             self._zero,
+            slicing,
         )
         if self._precision is not None:
             self._replica.give_copies_to(self._precision)
@@ -245,6 +244,22 @@ class DistributedDataParallel(TorchDDP):
         if init_sync:
             self._assign_modules_buffers()
             self._replica.broadcast_state(0, self.modules_buffers if sync_buffers else ())
+
+    def _slice_over(self, group: HostGroup) -> Slicing:
+        """Who owns which slice. NotImplementedError, on all ranks alike, for a mesh that does not fit the hosts."""
+        mesh = self._options.device_mesh
+        if mesh is None or getattr(mesh, "ndim", 1) == 1:
+            return Slicing.one_a_rank(group.rank, group.world_size)
+        rows = mesh_rows(mesh, self.process_group)
+        slicing = Slicing.of_rows(group.rank, rows)
+        for row in rows if self._zero and slicing.is_replicated else ():
+            hosts = sorted({group.host_of[rank] for rank in row})
+            if len(hosts) > 1:
+                raise NotImplementedError(
+                    f"device_mesh: ranks {', '.join(map(str, row))} share a replica, and are on hosts "
+                    f"{', '.join(map(str, hosts))}: a row of (replicate, shard) must lie on one host"
+                )
+        return slicing
 
     def _engine(self) -> Replica:
         """The engine; made now, collectively, if this is a copy that has none yet."""

@@ -112,6 +112,7 @@ def _model(replica: Any) -> dict[str, Any]:
         "module": replica.label,
         "group": replica.group.name,
         "zero": replica.zero,
+        **({"replicas": len(replica.slicing.rows())} if replica.slicing.is_replicated else {}),
         "parameters": len(replica.table.parameters),
         "buckets": reducer.bucket_count,
         "gradient_bytes": reducer.planned_bytes,

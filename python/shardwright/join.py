@@ -21,7 +21,6 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from ._engine import Error
-from .gradients import norm_over_ranks
 from .parameter_memory import memory_order
 from .sharded_gradient import ShardedGradient
 
@@ -173,7 +172,7 @@ def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | 
 
 def _shadow_norm(replica: Replica, heard: dict[str, Any]) -> None:
     replica.follow_factors(heard["factors"])
-    norm_over_ranks(replica.group.comm, _own_slices(replica, heard["gradients"]), replica.label)
+    replica.norm_of(_own_slices(replica, heard["gradients"]))
 
 
 def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:

@@ -29,7 +29,8 @@ class Options:
         Ranks that train together. Default: the default group; without one, what the launcher's variables say
         (docs/launch.md); without those, one rank.
     device_mesh : torch.distributed.device_mesh.DeviceMesh, optional
-        One-dimensional; its group is used. Not together with `process_group`.
+        Of one dimension: its group is used. Of two, (replicate, shard): all its ranks average gradients; what a stage slices is
+        sliced inside a row and kept alike by all rows, each of which lies on one host. Not together with `process_group`.
     bucket_cap_mb : float
         Largest gradient bucket, MiB; at zero >= 2 never above 8. Affects speed and memory only: results do not depend on it.
     timeout_s : float
@@ -86,10 +87,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.process_group is not None and self.device_mesh is not None:
             raise ValueError("process_group and device_mesh were both given: pass one of them")
-        if self.device_mesh is not None and getattr(self.device_mesh, "ndim", 1) != 1:
+        if self.device_mesh is not None and getattr(self.device_mesh, "ndim", 1) not in (1, 2):
             raise ValueError(
-                f"device_mesh must have one dimension, got {self.device_mesh.ndim}: "
-                "pass mesh['name'] of the data-parallel one"
+                f"device_mesh must have one dimension, or two (replicate, shard), got {self.device_mesh.ndim}: "
+                "pass mesh['name'] of the data-parallel one, or mesh['replicate', 'shard']"
             )
         _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB", 2**40)
         _check_positive("timeout_s", self.timeout_s, "seconds", 1e9)

@@ -1,8 +1,9 @@
 """Parameters in memory that all ranks of the host map, and the slice of each that a rank owns.
 
 Owning means updating: at zero >= 1 a rank's optimizer steps on its slices alone, and publish() makes the others' updates
-visible. Two forms: *private*, each rank has all parameters and slices are gathered after the step; *shared*, the host has
-one copy, and publish() is a barrier. Where no memory can be mapped, private slices are broadcast by their owners instead.
+visible. Two forms: *private*, each rank has all parameters and slices are gathered after the step; *shared*, a host has one
+copy, and publish() is a barrier, in which the slices of other hosts arrive if there are any. Where no memory can be mapped,
+private slices are broadcast by their owners instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from ._engine import Arena, Reducer
 from .gradients import dense_strides
 from .process_group import HostGroup
+from .slicing import Slicing
 from .table import ParameterTable
 
 
@@ -28,10 +30,11 @@ class ParameterMemory:
     reducer : Reducer
         Its layout places parameters as it places their gradients.
     table : ParameterTable
+    slicing : Slicing
     label : str
         Of the model, in messages.
     shared : bool
-        One copy on the host, rank 0's values; else one a rank.
+        One copy a host, or a replica, rank 0's values; else one a rank.
 
     Attributes
     ----------
@@ -44,22 +47,36 @@ class ParameterMemory:
     gaps); its data moves. Memory: the layout's size, once a rank or once a host.
     """
 
-    def __init__(self, group: HostGroup, reducer: Reducer, table: ParameterTable, label: str, *, shared: bool) -> None:
+    def __init__(
+        self,
+        group: HostGroup,
+        reducer: Reducer,
+        table: ParameterTable,
+        label: str,
+        *,
+        slicing: Slicing,
+        shared: bool,
+    ) -> None:
         self.shared = shared
+        self._slicing = slicing
+        self._copies = slicing.is_replicated or group.host_count > 1  # more than one, where they are shared
         self.reason = ""
         self._group, self._reducer, self._table, self._label = group, reducer, table, label
         self._arena: Arena | None = None
         self._moved: set[int] = set()
+        self._stepped: set[int] = set()  # buckets with parameters that train, or have
         self._flat: dict[int, torch.Tensor] = {}
         self._runs: dict[int, tuple[int, int]] = {}
         shapes = [reducer.bucket_shape(bucket) for bucket in range(reducer.bucket_count)]
         sizes = [offset + numel * _itemsize(dtype) for offset, numel, dtype, _ in shapes]
         try:
-            self._arena = group.comm.arena(max(sizes), f"parameters of {label}")
+            self._arena = group.comm.arena(max(sizes), f"parameters of {label}", of_hosts=True)
         except MemoryError as error:  # the same on every rank
             if shared:
                 raise
             self.reason = str(error)
+        if shared and self._copies:  # each is made out of what its first rank has
+            group.broadcast(table.parameters, 0, f"parameters of {label}")
         for index, parameter in enumerate(table.parameters):
             if parameter.requires_grad or shared:
                 self.adopt(index)
@@ -73,6 +90,8 @@ class ParameterMemory:
         bucket, begin, _ = self._reducer.place(index)
         offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
         self._moved.add(bucket)
+        if parameter.requires_grad:
+            self._stepped.add(bucket)
         if self._arena is None:
             if strides is None:
                 parameter.data = parameter.data.contiguous()
@@ -81,7 +100,7 @@ class ParameterMemory:
             offset + begin * _itemsize(dtype), dtype, shape, None if strides is None else list(strides), self._home
         )
         moved = from_dlpack(capsule)
-        if not self.shared or self._group.rank == 0:
+        if self._group.rank == self._home:
             moved.copy_(parameter.data)
         parameter.data = moved
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
@@ -95,15 +114,15 @@ class ParameterMemory:
 
     @property
     def _home(self) -> int:
-        return 0 if self.shared else self._group.rank
+        if not self.shared:
+            return self._group.rank
+        host = self._group.host_of
+        return next(r for r in self._slicing.replica() if host[r] == host[self._group.rank])
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
         bucket, begin, numel = self._reducer.place(index)
-        width = self._reducer.bucket_shape(bucket)[1] // self._group.world_size
-        low = max(rank * width - begin, 0)
-        high = min((rank + 1) * width - begin, numel)
-        return (low, high) if low < high else (0, 0)
+        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
 
     def flat(self, index: int) -> torch.Tensor:
         """All elements of a parameter in memory order: a one-dimensional alias of the memory that it was moved to."""
@@ -127,23 +146,26 @@ class ParameterMemory:
         return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
 
     def slice(self, index: int) -> torch.Tensor | None:
-        """This rank's elements of a parameter; None if it owns none. Parameters without elements are rank 0's."""
+        """This rank's elements of a parameter; None if it owns none. Parameters without elements are of the first slice."""
         low, high = self.own_run(index)
         flat = self.flat(index)
-        return flat[low:high] if low < high or (flat.numel() == 0 and self._group.rank == 0) else None
+        return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
 
     def publish(self) -> None:
         """Every rank has updated its slices: makes them everybody's. Collective.
 
-        Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier.
+        Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier. Over hosts, each sends the
+        others what its ranks have updated, once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
-        if self.shared:
+        alone = self._group.host_count == 1 or self._slicing.is_replicated  # nobody elsewhere owns what is here
+        if self.shared and (alone or not self._stepped):
             comm.barrier(label)
         elif self._arena is not None:
-            comm.all_gather(self._arena, [self._bucket_range(bucket) for bucket in sorted(self._moved)], label)
+            ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)]
+            comm.all_gather(self._arena, ranges, label, one_copy=self.shared, slices=self._slicing.for_engine())
         else:
-            for root in range(self._group.world_size):
+            for root in map(self._slicing.first_owner, range(self._slicing.count)):
                 ranges = self._ranges_of(root)
                 if ranges:
                     comm.broadcast(ranges, root, label)
@@ -168,7 +190,9 @@ class ParameterMemory:
             comm.barrier(label)  # nobody writes before everybody has its own
         try:
             yield
-            if self.shared and self._group.rank == 0:
+            if self.shared and self._copies:
+                self._group.broadcast(self._table.parameters, 0, label)
+            if self.shared and self._group.rank == self._home:
                 for parameter, data in kept:
                     data.copy_(parameter.data)
         finally:

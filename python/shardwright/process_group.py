@@ -84,6 +84,11 @@ class HostGroup:
         """Hosts that the ranks run on."""
         return max(self.host_of) + 1
 
+    @property
+    def home(self) -> int:
+        """The lowest rank of this rank's host, whose memory holds what the host has one copy of."""
+        return self.host_of.index(self.host_of[self.rank])
+
     def host_map(self) -> dict[str, str]:
         """For describe(): what each host is called and which ranks it has, the one that carries first."""
         found: dict[str, str] = {}
@@ -312,7 +317,7 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
         This rank is not part of the group.
     """
     if device_mesh is not None:
-        process_group = device_mesh.get_group()
+        process_group = device_mesh.get_group() if device_mesh.ndim == 1 else _group_of_mesh(device_mesh)
     if process_group is not None:
         if dist.get_rank(process_group) < 0:
             raise ValueError(
@@ -327,6 +332,31 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
             return None
         _join(launch)
     return dist.group.WORLD
+
+
+#: the default group -> groups over all ranks of meshes, by these ranks
+_mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def _group_of_mesh(device_mesh: Any) -> Any:
+    """Over all its dimensions. Collective over its ranks where it has none yet."""
+    ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"this rank, {dist.get_rank()}, is not part of the device_mesh given, which has ranks "
+            f"{', '.join(map(str, ranks))}: wrap the module on those only"
+        )
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    made = _mesh_groups.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return made[ranks]
+
+
+def mesh_rows(device_mesh: Any, group: Any) -> list[list[int]]:
+    """The ranks of `group` in each row of a mesh of two dimensions, which is made of them."""
+    return [[dist.get_group_rank(group, rank) for rank in row] for row in device_mesh.mesh.tolist()]
 
 
 def _join(launch: Launch) -> None:

@@ -16,11 +16,12 @@ from ._engine import Error, Reducer
 from .comm_hook import HookRunner, SlicedHookRunner
 from .drift import DriftCheck
 from .exchange import Exchange
-from .gradients import copy_gradient, gradient_view
+from .gradients import copy_gradient, gradient_view, norm_over_ranks
 from .options import Options
 from .parameter_memory import ParameterMemory, memory_order
 from .process_group import HostGroup
 from .sharded_gradient import GradientBoard, ShardedGradient
+from .slicing import Slicing
 from .table import ParameterTable, verify
 from .unit_memory import UnitMemory
 from .units import cut
@@ -50,6 +51,8 @@ class Replica:
     Attributes
     ----------
     group : HostGroup
+    slicing : Slicing
+        Who owns which slice at zero >= 1.
     table : ParameterTable
     reducer : Reducer
     views : list of Tensor
@@ -65,11 +68,13 @@ class Replica:
         synchronises: Callable[[], bool],
         settings: dict[str, Any],
         zero: int = 0,
+        slicing: Slicing | None = None,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
         self.zero = zero
         self.group = group
+        self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
         self._module = weakref.ref(module)
         refusal = None
         try:
@@ -86,6 +91,7 @@ class Replica:
             transport=options.chosen_transport,
             reduce=options.reduce,
             sliced=zero >= 2,
+            slices=self.slicing.for_engine() if zero else None,
             label=self.label,
         )
         self._parameters: ParameterMemory | UnitMemory | None = None
@@ -110,9 +116,11 @@ class Replica:
 
     def _make_parameters(self, module: torch.nn.Module, options: Options) -> ParameterMemory | UnitMemory:
         if self.zero < 3 or options.share_parameters is not False:
-            return ParameterMemory(self.group, self.reducer, self.table, self.label, shared=self.zero == 3)
+            return ParameterMemory(
+                self.group, self.reducer, self.table, self.label, slicing=self.slicing, shared=self.zero == 3
+            )
         plans = cut(module, self.table, options.units, options.reshard_after_forward)
-        return UnitMemory(self.group, self.reducer, self.table, plans, self.label)
+        return UnitMemory(self.group, self.reducer, self.table, plans, self.label, self.slicing)
 
     def _places(self) -> Callable[[], list[int]] | None:
         """What tells where data should be, if it moves."""
@@ -144,7 +152,7 @@ class Replica:
         if self.zero < 2:
             return [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
         like = [self.layout_of(i) for i in range(len(self.table.parameters))]
-        board = self._board = GradientBoard(self.group.comm, self.reducer, self.label)
+        board = self._board = GradientBoard(self.group.comm, self.reducer, self.label, speaks=self.slicing.speaks)
         staged = self.reducer.transport == "staged"
         return [
             ShardedGradient(
@@ -155,6 +163,11 @@ class Replica:
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
         """What calls a communication hook for every bucket."""
+        if self.zero >= 2 and self.slicing.is_replicated:
+            raise NotImplementedError(
+                f"compress= and reduce_dtype at zero={self.zero} on a device_mesh of two dimensions are not there yet: use zero=1, or "
+                "one dimension"
+            )
         if self.zero >= 2 and self.reducer.transport == "pool":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
             return SlicedHookRunner(self.reducer, self.table.parameters, self.group.comm, pieces, state, hook)
@@ -226,10 +239,12 @@ class Replica:
         """For describe()."""
         if self._parameters is None:
             return {}
-        held = "shared_parameter_bytes" if self._parameters.shared else "parameter_bytes"
-        plan: dict[str, Any] = {held: self._parameters.bytes_held}
-        if isinstance(self._parameters, UnitMemory):
-            plan = {"parameter_bytes": self._parameters.bytes_held, **self._parameters.plan()}
+        units = self._parameters if isinstance(self._parameters, UnitMemory) else None
+        on_host = units.one_copy if units is not None else self._parameters.shared
+        plan: dict[str, Any] = {
+            "shared_parameter_bytes" if on_host else "parameter_bytes": self._parameters.bytes_held,
+            **(units.plan() if units is not None else {}),
+        }
         return {**plan, "parameters_reason": self._parameters.reason} if self._parameters.reason else plan
 
     def stats(self) -> dict[str, Any]:
@@ -243,15 +258,20 @@ class Replica:
             counts = {**counts, **self._parameters.schedule.stats()}
         if self.compression is None:
             world, shots = self.group.world_size, 1 if self.zero >= 2 else 2
+            slices = self.slicing.count if self.zero >= 2 else world
             shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
             sizes = [numel * getattr(torch, dtype).itemsize for _, numel, dtype, trains in shapes if trains]
-            buckets = tuple(shots * (world - 1) * (size // world) for size in sizes)
-            total = shots * (world - 1) * (counts["bytes"] // world)
+            buckets = tuple(shots * (world - 1) * (size // slices) for size in sizes)
+            total = shots * (world - 1) * (counts["bytes"] // slices)
             return {**counts, "wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
         name, exchange = self.compression
         buckets = exchange.bucket_wire_bytes
         wire = {"wire_bytes": exchange.wire_bytes, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
         return {**counts, "compress": name, **wire}
+
+    def norm_of(self, slices: Iterable[torch.Tensor | None]) -> float:
+        """The exact 2-norm of what all ranks hold together, this one `slices`. Collective."""
+        return norm_over_ranks(self.group.comm, slices if self.slicing.speaks else (), self.label)
 
     def gradient_slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
@@ -372,11 +392,12 @@ class Replica:
             if not isinstance(gradient, ShardedGradient):
                 found[name] = gradient
                 continue
-            data = gradient.averaged_piece().view(torch.uint8).numpy().tobytes()
+            piece = gradient.averaged_piece()
+            data = piece.view(torch.uint8).numpy().tobytes() if self.slicing.speaks else b""
             flat = parameter.new_empty(parameter.numel(), dtype=gradient.dtype)
             for rank, each in enumerate(self.group.comm.all_gather_bytes(data, f"gradient of {name}")):
                 low, high = self.parameters().run(index, rank)
-                if low < high:
+                if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
             found[name] = flat.as_strided(parameter.shape, self.layout_of(index).stride())
         return found

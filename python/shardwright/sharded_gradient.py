@@ -27,10 +27,12 @@ class GradientBoard:
     reducer : Reducer
     label : str
         Of the model, in messages.
+    speaks : bool
+        Whether norms count this rank's slices; else another owner's.
     """
 
-    def __init__(self, comm: HostComm, reducer: Reducer, label: str) -> None:
-        self._comm, self._reducer, self._label = comm, reducer, label
+    def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:
+        self._comm, self._reducer, self._label, self._speaks = comm, reducer, label, speaks
         self._pieces: list[torch.Tensor] = []  # not the gradients: they hold the board, and autograd holds them
         self._factors: list[list[Any]] = []
         self._factors_of = -1
@@ -65,7 +67,7 @@ class GradientBoard:
 
     def gather_norms(self, order: float) -> list[float]:
         """Of every gradient. Collective."""
-        mine = [_partial(piece, order) for piece in self._pieces]
+        mine = [_partial(piece if self._speaks else piece[:0], order) for piece in self._pieces]
         packed = struct.pack(f"{len(mine)}d", *mine)
         label = f"norms of the gradients of {self._label}"
         rows = [struct.unpack(f"{len(mine)}d", each) for each in self._comm.all_gather_bytes(packed, label)]

@@ -405,7 +405,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if kind != "sliced":
                 whole[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "tensor" else value
                 continue
-            data = mine[key].contiguous().view(torch.uint8).numpy().tobytes() if key in mine else b""
+            held = key in mine and self._replica.slicing.speaks
+            data = mine[key].contiguous().view(torch.uint8).numpy().tobytes() if held else b""
             pieces = comm.all_gather_bytes(data, label)
             result = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
             flat = memory_order(result, parameter)

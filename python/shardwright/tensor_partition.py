@@ -38,7 +38,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica, partition: str = "tensor") -> None:
         self._owners: dict[int, int] = {}
-        self._loads = [0] * replica.group.world_size
+        self._loads = [0] * replica.slicing.count
         self._gradient_slices: dict[int, torch.Tensor] = {}
         super().__init__(optimizer, replica, partition)
 
@@ -47,20 +47,24 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         self._give_owners(param_group["params"])
 
     def _give_owners(self, parameters: list[torch.Tensor]) -> None:
-        """The largest first, each to the rank that has least: the same on every rank."""
+        """The largest first, each to the rank of a replica that has least: the same on every rank. Ranks go by their slices."""
         new = {self._index[id(p)]: p.numel() * p.element_size() for p in parameters}
         for index in sorted(new, key=lambda index: (-new[index], index)):
             if index not in self._owners:
-                rank = min(range(len(self._loads)), key=lambda rank: (self._loads[rank], rank))
-                self._owners[index] = rank
-                self._loads[rank] += new[index]
+                owner = min(range(len(self._loads)), key=lambda owner: (self._loads[owner], owner))
+                self._owners[index] = owner
+                self._loads[owner] += new[index]
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """All elements of a parameter for its owner."""
-        return (0, self._replica.table.parameters[index].numel()) if self._owners.get(index) == rank else (0, 0)
+        return (
+            (0, self._replica.table.parameters[index].numel())
+            if self._owners.get(index) == self._replica.slicing.of_rank[rank]
+            else (0, 0)
+        )
 
     def _make_piece(self, index: int) -> torch.Tensor | None:
-        if self._owners.get(index) != self._replica.group.rank:
+        if self._owners.get(index) != self._replica.slicing.own:
             return None
         memory, like = self._replica.parameters(), self._replica.layout_of(index)
         if isinstance(memory, UnitMemory):
@@ -135,21 +139,50 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
 
     def _publish(self) -> None:
         memory, comm = self._replica.parameters(), self._replica.group.comm
-        label = f"updated tensors of {self._replica.label}"
         if isinstance(memory, UnitMemory):
             for index, flat in self._held_whole():
                 memory.write_whole(index, flat)
-            memory.publish()
+            for index, flat in self._from_other_hosts():
+                memory.write_whole(index, flat)
+            memory.publish(sliced=False)
             return
         if memory.shared:
-            comm.barrier(label)
+            for index, flat in self._from_other_hosts():
+                memory.flat(index).copy_(flat)
+            comm.barrier(f"updated tensors of {self._replica.label}")
             return
-        for root in range(self._replica.group.world_size):
-            owned = [index for index, owner in sorted(self._owners.items()) if owner == root]
-            flats = [memory.flat(index) for index in owned if self._replica.table.parameters[index].requires_grad]
-            ranges = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.numel()]
-            if ranges:
-                comm.broadcast(ranges, root, label)
+        for root, owned in self._owned():
+            self._broadcast(root, [memory.flat(index) for index in owned])
+
+    def _owned(self) -> Iterator[tuple[int, list[int]]]:
+        """(rank, what it owns and may have updated)."""
+        parameters = self._replica.table.parameters
+        slicing = self._replica.slicing
+        for owner in range(slicing.count):
+            owned = [index for index, its_owner in sorted(self._owners.items()) if its_owner == owner]
+            yield slicing.first_owner(owner), [index for index in owned if parameters[index].requires_grad]
+
+    def _broadcast(self, root: int, flats: list[torch.Tensor]) -> None:
+        ranges = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.numel()]
+        if ranges:
+            self._replica.group.comm.broadcast(ranges, root, f"updated tensors of {self._replica.label}")
+
+    def _from_other_hosts(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Tensors that ranks elsewhere have updated, in memory order, for the rank that has the host's copy. Collective.
+
+        Cost: the bytes of a tensor, on top of the copy, for the time.
+        """
+        group = self._replica.group
+        if group.host_count == 1 or self._replica.slicing.is_replicated:  # nobody elsewhere owns what is here
+            return
+        mine = dict(self._held_whole())
+        for root, owned in self._owned():
+            for index in owned:
+                like = self._replica.layout_of(index)
+                flat = mine[index] if index in mine else torch.empty(like.numel(), dtype=like.dtype)
+                self._broadcast(root, [flat])
+                if group.rank == group.home != group.host_of.index(group.host_of[root]):
+                    yield index, flat
 
     # state --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +207,8 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         if piece is not None:
             torch.save(dict(self._inner.state.get(piece, {})), packed)
         label = f"optimizer state of {self._replica.table.names[index]}"
-        sent = self._replica.group.comm.all_gather_bytes(packed.getvalue(), label)[self._owners[index]]
+        owner = self._replica.slicing.first_owner(self._owners[index])
+        sent = self._replica.group.comm.all_gather_bytes(packed.getvalue(), label)[owner]
         state: dict[str, Any] = torch.load(io.BytesIO(sent), weights_only=True)
         return state
 

@@ -2,6 +2,7 @@
 
 What stands behind a parameter: its slices, one a rank, in an arena that the host's ranks map; and a range of addresses of its
 own, which are pages only while its unit is whole. A released parameter's data is one NaN, its own, expanded to its shape.
+Over several hosts each has a copy of all slices, in the part of its lowest rank: a unit is gathered without a message.
 When units are gathered and released is the schedule's (unit_schedule.py).
 """
 
@@ -18,6 +19,7 @@ from ._engine import Reducer, Units
 from .gradients import dense_strides, dtype_name
 from .parameter_memory import memory_order
 from .process_group import HostGroup
+from .slicing import Slicing
 from .table import ParameterTable
 from .unit_schedule import UnitSchedule
 from .units import UnitPlan, mark_of
@@ -41,6 +43,7 @@ class UnitMemory:
     plans : sequence of UnitPlan
     label : str
         Of the model, in messages.
+    slicing : Slicing
 
     Attributes
     ----------
@@ -56,12 +59,22 @@ class UnitMemory:
     reason = ""
 
     def __init__(
-        self, group: HostGroup, reducer: Reducer, table: ParameterTable, plans: Sequence[UnitPlan], label: str
+        self,
+        group: HostGroup,
+        reducer: Reducer,
+        table: ParameterTable,
+        plans: Sequence[UnitPlan],
+        label: str,
+        slicing: Slicing,
     ) -> None:
+        self._slicing = slicing
         self._group, self._reducer, self._table, self._label = group, reducer, table, label
         self._runs: dict[int, tuple[int, int]] = {}
+        self.one_copy = group.host_count > 1 and not slicing.is_replicated
+        self._stepped: set[int] = set()  # buckets with parameters that train, or have
         self._plan_slices()
-        self._arena = group.comm.arena(max(self._slice_bytes, _ALIGNMENT), f"slices of the parameters of {label}")
+        what = f"slices of the parameters of {label}"
+        self._arena = group.comm.arena(max(self._part_bytes, _ALIGNMENT), what, of_hosts=True)
         group.broadcast(table.parameters, 0, f"parameters of {label}")
         self._whole: dict[int, torch.Tensor] = {}
         for parameter in table.parameters:
@@ -87,12 +100,24 @@ class UnitMemory:
             self._group.comm.abort(reason)
 
     def _plan_slices(self) -> None:
+        """Where buckets begin: in a rank's part, that has its slice of each; or in the host's copy."""
         self._offsets: list[int] = []
-        self._slice_bytes = 0
+        self._part_bytes = self._slice_bytes = 0
         for bucket in range(self._reducer.bucket_count):
-            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-            self._offsets.append(self._slice_bytes)
-            self._slice_bytes += numel // self._group.world_size * _itemsize(dtype)
+            begin, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            self._offsets.append(begin if self.one_copy else self._slice_bytes)
+            self._slice_bytes += numel // self._slicing.count * _itemsize(dtype)
+            self._part_bytes = begin + numel * _itemsize(dtype) if self.one_copy else self._slice_bytes
+        for index, parameter in enumerate(self._table.parameters):
+            if parameter.requires_grad:
+                self.adopt(index)
+
+    def _place(self, bucket: int, rank: int) -> tuple[int, int]:
+        """In whose part the slice of a rank lies, and its first byte there."""
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        if not self.one_copy:
+            return rank, self._offsets[bucket]
+        return self._group.home, self._offsets[bucket] + rank * (numel // self._slicing.count) * _itemsize(dtype)
 
     def _slice(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The elements of a parameter that a rank owns, this one if not said; may be empty."""
@@ -100,21 +125,24 @@ class UnitMemory:
         bucket, begin, _ = self._reducer.place(index)
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         low, high = self.run(index, rank)
-        first = max(begin + low - rank * (numel // self._group.world_size), 0) if low < high else 0
-        offset = self._offsets[bucket] + first * _itemsize(dtype)
-        return from_dlpack(self._arena.tensor(offset, dtype, [high - low], None, rank))
+        first = max(begin + low - self._slicing.of_rank[rank] * (numel // self._slicing.count), 0) if low < high else 0
+        part, offset = self._place(bucket, rank)
+        return from_dlpack(self._arena.tensor(offset + first * _itemsize(dtype), dtype, [high - low], None, part))
 
     def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """(low, high, slice) of every rank that owns some of a parameter."""
-        runs = [(rank, *self.run(index, rank)) for rank in range(self._group.world_size)]
+        """(low, high, slice) of every rank of this replica that owns some of a parameter."""
+        runs = [(rank, *self.run(index, rank)) for rank in self._slicing.replica()]
         return [(low, high, self._slice(index, rank)) for rank, low, high in runs if low < high]
 
     def _write_slices(self) -> None:
-        """From whole parameters to what this rank owns of them."""
+        """From whole parameters to what this rank owns of them; of the host's copy, to all by the rank that has it."""
         for index, parameter in enumerate(self._table.parameters):
+            flat = memory_order(parameter.data, parameter.data)
             low, high = self.own_run(index)
-            if low < high:
-                self._slices[index].copy_(memory_order(parameter.data, parameter.data)[low:high])
+            if not self.one_copy and low < high:
+                self._slices[index].copy_(flat[low:high])
+            elif self.one_copy and self._group.rank == self._group.home:
+                self.write_whole(index, flat)
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> Units:
         specs, places = [], []
@@ -154,12 +182,14 @@ class UnitMemory:
         runs = []
         for bucket, begin, end, target in pieces:
             _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-            item, width = _itemsize(dtype), numel // self._group.world_size
-            for rank in range(self._group.world_size):
-                low, high = max(begin, rank * width), min(end, (rank + 1) * width)
+            item, width = _itemsize(dtype), numel // self._slicing.count
+            for rank in self._slicing.replica():
+                first = self._slicing.of_rank[rank] * width
+                low, high = max(begin, first), min(end, first + width)
                 if low < high:
-                    source = self._offsets[bucket] + (low - rank * width) * item
-                    runs.append((target + (low - begin) * item, rank, source, (high - low) * item))
+                    part, offset = self._place(bucket, rank)
+                    source = offset + (low - first) * item
+                    runs.append((target + (low - begin) * item, part, source, (high - low) * item))
         return size, runs, offsets
 
     def _members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
@@ -170,10 +200,7 @@ class UnitMemory:
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
         bucket, begin, numel = self._reducer.place(index)
-        width = self._reducer.bucket_shape(bucket)[1] // self._group.world_size
-        low = max(rank * width - begin, 0)
-        high = min((rank + 1) * width - begin, numel)
-        return (low, high) if low < high else (0, 0)
+        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
 
     def own_run(self, index: int) -> tuple[int, int]:
         """run(index, this rank), kept."""
@@ -182,7 +209,8 @@ class UnitMemory:
         return self._runs[index]
 
     def adopt(self, index: int) -> None:
-        """Frozen parameters are sliced from the start."""
+        """Frozen parameters are sliced from the start; now it trains."""
+        self._stepped.add(self._reducer.place(index)[0])
 
     def is_moved(self, index: int) -> bool:
         return True
@@ -201,10 +229,10 @@ class UnitMemory:
         return [expected.get(i, p.data_ptr()) for i, p in enumerate(self._table.parameters)]
 
     def slice(self, index: int) -> torch.Tensor | None:
-        """This rank's elements of a parameter; None if it owns none. Parameters without elements are rank 0's."""
+        """This rank's elements of a parameter; None if it owns none. Parameters without elements are of the first slice."""
         piece = self._slices[index]
         empty = self._table.parameters[index].numel() == 0
-        return piece if piece.numel() or (empty and self._group.rank == 0) else None
+        return piece if piece.numel() or (empty and self._slicing.own == 0) else None
 
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
         """All elements of a parameter in memory order, from every rank's slices to `flat`."""
@@ -212,18 +240,28 @@ class UnitMemory:
             flat[low:high] = piece
 
     def write_whole(self, index: int, flat: torch.Tensor) -> None:
-        """The reverse. Between the two barriers of a step, of one rank alone for each parameter."""
+        """The reverse; over hosts, in this host's copy. Between the two barriers of a step, of one rank alone for each parameter."""
         for low, high, piece in self._owned(index):
             piece.copy_(flat[low:high])
 
-    def publish(self) -> None:
+    def publish(self, *, sliced: bool = True) -> None:
         """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Collective.
+        `sliced`: hosts lack one another's updates still.
 
-        Cost: one barrier, and the bytes of what is never released.
+        Cost: one barrier, and the bytes of what is never released. Over hosts, each sends the others what its ranks have
+        updated, once.
         """
+        comm, label = self._group.comm, f"updated parameters of {self._label}"
         self.schedule.release_all()
-        self._group.comm.barrier(f"updated parameters of {self._label}")
+        if self.one_copy and sliced and self._stepped:
+            comm.all_gather(self._arena, [self._bucket_range(b) for b in sorted(self._stepped)], label, one_copy=True)
+        else:
+            comm.barrier(label)
         self._refresh()
+
+    def _bucket_range(self, bucket: int) -> tuple[int, int]:
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        return self._offsets[bucket], numel * _itemsize(dtype)
 
     def _refresh(self) -> None:
         with torch.no_grad():
@@ -237,8 +275,8 @@ class UnitMemory:
 
     @property
     def bytes_held(self) -> int:
-        """Of slices, on this rank."""
-        return self._slice_bytes
+        """Of slices, on this rank; of all of them, where the host has a copy."""
+        return self._part_bytes
 
     def plan(self) -> dict[str, Any]:
         """For describe()."""

@@ -57,7 +57,7 @@ def wrap(
     optimizer : Optimizer, optional
         Returned as it is at zero=0; else one that steps on this rank's slices takes its place.
     zero : {0, 1, 2, 3}
-        What is sliced over ranks: nothing at 0; the optimizer's state at 1; averaged gradients too at 2; at 3 the host has one
+        What is sliced over ranks: nothing at 0; the optimizer's state at 1; averaged gradients too at 2; at 3 a host has one
         copy of the parameters, of which each rank updates its slices.
     clip_grad_norm : float, optional
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.

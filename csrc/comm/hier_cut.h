@@ -1,0 +1,36 @@
+/* hier_cut.h - how a buffer is cut into blocks, each the piece that a host folds or sends at a
+ * time. Arithmetic only.
+ *
+ * By host: host h has slice h of host_count equal ones. By rank: it has the slices of its ranks, of
+ * world_size equal ones, one after the other in rank order; no block crosses from one to the next.
+ *
+ *     2 + 1 ranks, slices of 3 blocks     by host: h0 0 1 2 | h1 3 4 5
+ *                                         by rank: h0 0 1 2 (rank 0), 3 4 5 (rank 1) | h1 0 1 2
+ *
+ * Thread rule: any.
+ */
+#ifndef SW_COMM_HIER_CUT_H
+#define SW_COMM_HIER_CUT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "comm/host_map.h"
+
+typedef struct sw_cut {
+    size_t numel, slice; /* elements: in all, and of a slice */
+    size_t block_numel;  /* of a block, but for the last of a slice */
+    size_t blocks_a_slice;
+    size_t block_count; /* of the host that has most; others have empty ones at the end */
+    bool by_rank;
+} sw_cut;
+
+void sw_cut_init(sw_cut *cut, const sw_host_map *map, size_t numel, size_t element_bytes,
+                 size_t block_numel, bool by_rank);
+
+/* Block `block` of `host`: its first element and, returned, how many; 0 for none. *owner: by rank,
+ * the rank whose slice it is; else -1. */
+size_t sw_cut_block(const sw_cut *cut, const sw_host_map *map, int host, size_t block,
+                    size_t *begin, int *owner);
+
+#endif

@@ -1,0 +1,386 @@
+/* hier_reduce.c - all_reduce and reduce_scatter over hosts, block by block.
+ *
+ * Partial sums of block t + SW_HIER_AHEAD leave while those of block t arrive, and (all_reduce)
+ * results of block t leave while those of t - SW_HIER_AHEAD arrive, so that both directions of the
+ * wire stay busy. A reduce_scatter is cut by rank: partial sums go to the host of a slice's owner,
+ * and end there in the owner's results. Where every host has an owner of every slice (op.slices),
+ * it is an all_reduce whose results are kept by owners alone.
+ *
+ * Contributions that stand on the results of the round before (plan->stands) lack them: the owner's
+ * host sends them one block ahead, and each carrier adds them where its ranks' contributions lie.
+ */
+#include <string.h>
+
+#include "base/bytes.h"
+#include "comm/hier_carrier.h"
+#include "comm/partial.h"
+
+typedef enum results_kept {
+    KEPT_BY_ALL = 0, /* all_reduce */
+    KEPT_BY_OWNER,   /* of the slice: one rank, on one host */
+    KEPT_BY_OWNERS,  /* one or more on every host */
+} results_kept;
+
+typedef struct reduction {
+    const sw_hier_pending *pending;
+    sw_cut cut;
+    results_kept kept;
+    sw_dtype partial_dtype;
+    size_t element_bytes, partial_bytes;
+    size_t owned; /* elements of an owner's slice */
+    double scale;
+    bool stands;
+} reduction;
+
+static size_t block_of(const sw_carrier *carrier, const reduction *work, int host, size_t block,
+                       size_t *begin)
+{
+    int owner;
+    return sw_cut_block(&work->cut, &carrier->hier->map, host, block, begin, &owner);
+}
+
+static uint8_t *contribution(const sw_carrier *carrier, const reduction *work, int local,
+                             size_t begin)
+{
+    const sw_hier_pending *pending = work->pending;
+    return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes +
+           begin * work->element_bytes;
+}
+
+/* Where `rank` of this host, which owns it, keeps the result of an element. */
+static uint8_t *result_of(const reduction *work, int rank, size_t element)
+{
+    const sw_op *op = &work->pending->op;
+    if (!op->results)
+        return op->arena->base[rank] + op->offset_bytes + element * work->element_bytes;
+    size_t first = (size_t)sw_op_slice_of(op, rank) * work->owned;
+    return op->results->base[rank] + op->results_offset_bytes +
+           (element - first) * work->element_bytes;
+}
+
+/* A rank of this host that owns slice `index`, any of them: they keep the same bits. */
+static int owner_here(const sw_carrier *carrier, const reduction *work, size_t index)
+{
+    const sw_hier *hier = carrier->hier;
+    for (int l = 0; l < hier->local_count; ++l)
+        if ((size_t)sw_op_slice_of(&work->pending->op, hier->members[l]) == index)
+            return hier->members[l];
+    return -1;
+}
+
+static void add_standing(const reduction *work, size_t begin, size_t numel, const void *standing)
+{
+    const sw_fold_plan *plan = work->pending->op.plan;
+    plan->add_standing(plan->context, begin, numel, standing);
+}
+
+/* The same out of the results of this host's ranks, which own what is in the range. */
+static void add_standing_here(const sw_carrier *carrier, const reduction *work, size_t begin,
+                              size_t numel)
+{
+    for (size_t at = begin, end; at < begin + numel; at = end) {
+        size_t index = at / work->owned;
+        end = sw_size_min((index + 1) * work->owned, begin + numel);
+        int owner = owner_here(carrier, work, index);
+        if (owner >= 0)
+            add_standing(work, at, end - at, result_of(work, owner, at));
+    }
+}
+
+/* This host's partial sums of a range: in `memory`, or where they lie already. */
+static uint8_t *fold_host(const sw_carrier *carrier, const reduction *work, size_t begin,
+                          size_t numel, uint8_t *memory)
+{
+    const sw_hier *hier = carrier->hier;
+    int count = 0;
+    for (int l = 0; l < hier->local_count; ++l)
+        if (carrier->contributes[hier->members[l]])
+            carrier->source[count++] = contribution(carrier, work, l, begin);
+    if (count == 1 && hier->local_count == 1 && work->partial_dtype == work->pending->op.dtype)
+        return contribution(carrier, work, 0, begin);
+    sw_partial_fold(memory, carrier->source, count, numel, work->pending->op.dtype,
+                    work->pending->op.redop);
+    return memory;
+}
+
+static bool next_run(const reduction *work, size_t cursor, size_t end, size_t *begin, size_t *numel)
+{
+    const sw_fold_plan *plan = work->pending->op.plan;
+    size_t shift = work->pending->begin;
+    *begin = cursor;
+    *numel = end - cursor;
+    if (!plan)
+        return cursor < end;
+    if (cursor >= end || !plan->next_run(plan->context, cursor + shift, end + shift, begin, numel))
+        return false;
+    *begin -= shift;
+    return true;
+}
+
+/* Results that other hosts' ranks stand on. */
+static sw_status begin_standing(sw_carrier *carrier, const reduction *work, size_t block,
+                                const char *what, sw_error *err)
+{
+    const sw_hier *hier = carrier->hier;
+    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    uint32_t number = carrier->blocks + (uint32_t)block;
+    int owner;
+    size_t begin, own = sw_cut_block(&work->cut, &hier->map, hier->host, block, &begin, &owner);
+    SW_FOR_OTHER_HOSTS(carrier, g)
+    {
+        size_t unused, theirs = block_of(carrier, work, g, block, &unused);
+        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_STANDING, number, at->partial[g],
+                              theirs * work->element_bytes, &at->standing_in[g], err) != SW_OK)
+            return sw_carrier_blame(carrier, what, err);
+    }
+    SW_FOR_OTHER_HOSTS(carrier, g)
+    {
+        if (own > 0 && sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_STANDING, number,
+                                      result_of(work, owner, begin), own * work->element_bytes,
+                                      &at->standing_out[g], err) != SW_OK)
+            return sw_carrier_blame(carrier, what, err);
+    }
+    return SW_OK;
+}
+
+/* This host's partial sums of what host `to` wants leave. */
+static sw_status send_partial(sw_carrier *carrier, const reduction *work, size_t block, int to,
+                              const char *what, sw_error *err)
+{
+    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    size_t begin, numel = block_of(carrier, work, to, block, &begin);
+    bool stands_there = work->stands && work->kept == KEPT_BY_OWNER;
+    if (stands_there)
+        SW_TRY(sw_carrier_wait(carrier, &at->standing_in[to], what, err));
+    if (!carrier->host_contributes[carrier->hier->host] || numel == 0)
+        return SW_OK;
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    if (stands_there)
+        add_standing(work, begin, numel, at->partial[to]);
+    else if (work->stands)
+        add_standing_here(carrier, work, begin, numel);
+    const uint8_t *partial = fold_host(carrier, work, begin, numel, at->partial[to]);
+    sw_carrier_touch_end(carrier);
+    if (sw_bridge_send(&carrier->bridge, to, SW_MESSAGE_PARTIAL, carrier->blocks + (uint32_t)block,
+                       partial, numel * work->partial_bytes, &at->partial_out[to], err) != SW_OK)
+        return sw_carrier_blame(carrier, what, err);
+    return SW_OK;
+}
+
+static sw_status begin_block(sw_carrier *carrier, const reduction *work, size_t block,
+                             const char *what, sw_error *err)
+{
+    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    size_t begin, own = block_of(carrier, work, carrier->hier->host, block, &begin);
+    SW_FOR_OTHER_HOSTS(carrier, g)
+    {
+        if (carrier->host_contributes[g] &&
+            sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_PARTIAL,
+                              carrier->blocks + (uint32_t)block, at->arrived[g],
+                              own * work->partial_bytes, &at->partial_in[g], err) != SW_OK)
+            return sw_carrier_blame(carrier, what, err);
+    }
+    SW_FOR_OTHER_HOSTS(carrier, g)
+    {
+        SW_TRY(send_partial(carrier, work, block, g, what, err));
+    }
+    return SW_OK;
+}
+
+/* Where an element's result goes at once: carrier->destination. Owners on every host get theirs in
+ * the end, out of the lowest rank's part. */
+static int set_destinations(const sw_carrier *carrier, const reduction *work, int owner,
+                            size_t element)
+{
+    int count = work->kept == KEPT_BY_ALL ? carrier->hier->local_count : 1;
+    for (int l = 0; l < count; ++l)
+        carrier->destination[l] = contribution(carrier, work, l, element);
+    if (work->kept == KEPT_BY_OWNER)
+        carrier->destination[0] = result_of(work, owner, element);
+    return count;
+}
+
+/* Partials of all hosts, in host order, become the result in the memory of this host's ranks. */
+static void finish_own(sw_carrier *carrier, const reduction *work, sw_carrier_slot *at, int owner,
+                       size_t begin, size_t numel)
+{
+    const sw_hier *hier = carrier->hier;
+    const sw_op *op = &work->pending->op;
+    size_t run, run_numel;
+    if (work->stands)
+        add_standing_here(carrier, work, begin, numel);
+    if (carrier->host_contributes[hier->host])
+        at->arrived[hier->host] = fold_host(carrier, work, begin, numel, at->partial[hier->host]);
+    for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
+         cursor = run + run_numel) {
+        int count = 0;
+        for (int g = 0; g < hier->map.host_count; ++g)
+            if (carrier->host_contributes[g])
+                carrier->source[count++] = at->arrived[g] + (run - begin) * work->partial_bytes;
+        int destinations = set_destinations(carrier, work, owner, run);
+        sw_partial_finish(carrier->destination, destinations, carrier->source, count, run_numel,
+                          op->dtype, work->scale, op->redop);
+    }
+}
+
+/* What was sent makes room for the result that comes back. */
+static sw_status expect_result(sw_carrier *carrier, const reduction *work, size_t block, int from,
+                               const char *what, sw_error *err)
+{
+    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    size_t unused, numel = block_of(carrier, work, from, block, &unused);
+    if (sw_bridge_receive(&carrier->bridge, from, SW_MESSAGE_RESULT,
+                          carrier->blocks + (uint32_t)block, at->partial[from],
+                          numel * work->element_bytes, &at->result_in[from], err) != SW_OK)
+        return sw_carrier_blame(carrier, what, err);
+    return SW_OK;
+}
+
+static sw_status fold_block(sw_carrier *carrier, const reduction *work, size_t block,
+                            const char *what, sw_error *err)
+{
+    const sw_hier *hier = carrier->hier;
+    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    int owner;
+    size_t begin, numel = sw_cut_block(&work->cut, &hier->map, hier->host, block, &begin, &owner);
+    SW_FOR_OTHER_HOSTS(carrier, g)
+    {
+        SW_TRY(sw_carrier_wait(carrier, &at->partial_out[g], what, err));
+        if (work->kept != KEPT_BY_OWNER)
+            SW_TRY(expect_result(carrier, work, block, g, what, err));
+    }
+    SW_FOR_OTHER_HOSTS(carrier, g)
+    {
+        SW_TRY(sw_carrier_wait(carrier, &at->partial_in[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at->standing_out[g], what, err));
+    }
+    if (numel == 0)
+        return SW_OK;
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    finish_own(carrier, work, at, owner, begin, numel);
+    sw_carrier_touch_end(carrier);
+    if (work->kept == KEPT_BY_OWNER)
+        return SW_OK;
+    /* Elements that nobody used are not the result here; they are not taken over there. */
+    SW_FOR_OTHER_HOSTS(carrier, g)
+    {
+        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_RESULT,
+                           carrier->blocks + (uint32_t)block, contribution(carrier, work, 0, begin),
+                           numel * work->element_bytes, &at->result_out[g], err) != SW_OK)
+            return sw_carrier_blame(carrier, what, err);
+    }
+    return SW_OK;
+}
+
+static sw_status store_block(sw_carrier *carrier, const reduction *work, size_t block,
+                             const char *what, sw_error *err)
+{
+    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    size_t begin, run, run_numel;
+    SW_FOR_OTHER_HOSTS(carrier, g)
+    {
+        size_t numel = block_of(carrier, work, g, block, &begin);
+        SW_TRY(sw_carrier_wait(carrier, &at->result_in[g], what, err));
+        SW_TRY(sw_carrier_touch_begin(carrier, err));
+        for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
+             cursor = run + run_numel) {
+            int count = set_destinations(carrier, work, -1, run);
+            for (int d = 0; d < count; ++d)
+                memcpy(carrier->destination[d],
+                       at->partial[g] + (run - begin) * work->element_bytes,
+                       run_numel * work->element_bytes);
+        }
+        sw_carrier_touch_end(carrier);
+        SW_TRY(sw_carrier_wait(carrier, &at->result_out[g], what, err));
+    }
+    return SW_OK;
+}
+
+/* Out of the lowest rank's part, which has them all, to every owner. */
+static sw_status keep_owned(sw_carrier *carrier, const reduction *work, sw_error *err)
+{
+    const sw_hier *hier = carrier->hier;
+    size_t run, run_numel;
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    for (int l = 0; l < hier->local_count; ++l) {
+        int rank = hier->members[l];
+        size_t begin = (size_t)sw_op_slice_of(&work->pending->op, rank) * work->owned;
+        size_t end = sw_size_min(begin + work->owned, work->cut.numel);
+        for (size_t cursor = begin; next_run(work, cursor, end, &run, &run_numel);
+             cursor = run + run_numel)
+            memmove(result_of(work, rank, run), contribution(carrier, work, 0, run),
+                    run_numel * work->element_bytes);
+    }
+    sw_carrier_touch_end(carrier);
+    return SW_OK;
+}
+
+/* Who contributes, and the factor. False: nothing is to be folded, here and on all hosts. */
+static sw_status resolve(sw_carrier *carrier, reduction *work, bool *any, sw_error *err)
+{
+    const sw_host_map *map = &carrier->hier->map;
+    const sw_fold_plan *plan = work->pending->op.plan;
+    size_t begin, numel;
+    work->scale = 1.0 / map->world_size;
+    for (int r = 0; r < map->world_size; ++r)
+        carrier->contributes[r] = true;
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    if (plan)
+        plan->resolve(plan->context, carrier->contributes, &work->scale);
+    work->owned = sw_comm_slice_numel(work->cut.numel, work->element_bytes,
+                                      sw_op_slice_count(&work->pending->op, map->world_size));
+    work->stands = plan && plan->stands && plan->stands(plan->context);
+    *any = next_run(work, 0, work->pending->op.numel, &begin, &numel);
+    sw_carrier_touch_end(carrier);
+    memset(carrier->host_contributes, 0, (size_t)map->host_count * sizeof(bool));
+    bool somebody = false;
+    for (int r = 0; r < map->world_size; ++r) {
+        carrier->host_contributes[map->host_of[r]] |= carrier->contributes[r];
+        somebody |= carrier->contributes[r];
+    }
+    *any &= somebody;
+    return SW_OK;
+}
+
+static reduction reduction_of(const sw_carrier *carrier, const sw_hier_pending *pending)
+{
+    const sw_op *op = &pending->op;
+    const sw_host_map *map = &carrier->hier->map;
+    reduction work = {.pending = pending,
+                      .partial_dtype = sw_partial_dtype(op->dtype),
+                      .element_bytes = sw_dtype_size_bytes(op->dtype)};
+    work.partial_bytes = sw_dtype_size_bytes(work.partial_dtype);
+    work.owned =
+        sw_comm_slice_numel(op->numel, work.element_bytes, sw_op_slice_count(op, map->world_size));
+    if (op->kind == SW_OP_REDUCE_SCATTER)
+        work.kept = op->slices ? KEPT_BY_OWNERS : KEPT_BY_OWNER;
+    sw_cut_init(&work.cut, map, op->numel, work.element_bytes,
+                SW_HIER_BLOCK_BYTES / work.partial_bytes, work.kept == KEPT_BY_OWNER);
+    return work;
+}
+
+sw_status sw_carrier_reduce(sw_carrier *carrier, const sw_hier_pending *pending, const char *what,
+                            sw_error *err)
+{
+    reduction work = reduction_of(carrier, pending);
+    size_t count = work.cut.block_count;
+    bool any;
+    SW_TRY(resolve(carrier, &work, &any, err));
+    if (!any)
+        return SW_OK;
+    bool exchanges = work.stands && work.kept == KEPT_BY_OWNER;
+    if (exchanges)
+        SW_TRY(begin_standing(carrier, &work, 0, what, err));
+    for (size_t step = 0; step < count + 2 * SW_HIER_AHEAD; ++step) {
+        if (exchanges && step + 1 < count)
+            SW_TRY(begin_standing(carrier, &work, step + 1, what, err));
+        if (step < count)
+            SW_TRY(begin_block(carrier, &work, step, what, err));
+        if (step >= SW_HIER_AHEAD && step - SW_HIER_AHEAD < count)
+            SW_TRY(fold_block(carrier, &work, step - SW_HIER_AHEAD, what, err));
+        if (step >= 2 * SW_HIER_AHEAD && work.kept != KEPT_BY_OWNER)
+            SW_TRY(store_block(carrier, &work, step - 2 * SW_HIER_AHEAD, what, err));
+    }
+    carrier->blocks += (uint32_t)count;
+    return work.kept == KEPT_BY_OWNERS ? keep_owned(carrier, &work, err) : SW_OK;
+}

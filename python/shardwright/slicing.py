@@ -1,0 +1,96 @@
+"""Who owns which slice of a bucket: one slice a rank, or, on a mesh of two dimensions, one a column, owned by all of it.
+
+    mesh (replicate, shard)      slices        replicas
+        0 1 2                    0 1 2         0 0 0
+        3 4 5                    0 1 2         1 1 1
+
+Arithmetic only. A row is a *replica*: its ranks together own every slice once. Owners of one slice fold it out of the same
+contributions and step on it with the same state, so they keep the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Slicing:
+    """Of one group of ranks, seen from one of them.
+
+    Attributes
+    ----------
+    rank : int
+    of_rank : tuple of int
+        The slice that each rank owns.
+    replica_of_rank : tuple of int
+    """
+
+    rank: int
+    of_rank: tuple[int, ...]
+    replica_of_rank: tuple[int, ...]
+
+    @classmethod
+    def one_a_rank(cls, rank: int, world_size: int) -> Slicing:
+        return cls(rank, tuple(range(world_size)), (0,) * world_size)
+
+    @classmethod
+    def of_rows(cls, rank: int, rows: Sequence[Sequence[int]]) -> Slicing:
+        """`rows`: the ranks of each replica, in the order of their slices; every rank once. One row is no replication."""
+        if len(rows) == 1:
+            return cls.one_a_rank(rank, len(rows[0]))
+        place = {member: (column, row) for row, members in enumerate(rows) for column, member in enumerate(members)}
+        ranks = sorted(place)
+        return cls(rank, tuple(place[r][0] for r in ranks), tuple(place[r][1] for r in ranks))
+
+    @functools.cached_property
+    def count(self) -> int:
+        """Slices of a bucket."""
+        return max(self.of_rank) + 1
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether a slice has several owners."""
+        return self.count < len(self.of_rank)
+
+    @property
+    def own(self) -> int:
+        """This rank's slice."""
+        return self.of_rank[self.rank]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's slices count where all owners' together are one too many: of each, one does."""
+        return self.replica_of_rank[self.rank] == 0
+
+    def first_owner(self, index: int) -> int:
+        """The rank whose slice `index` counts."""
+        return next(r for r, of in enumerate(self.of_rank) if of == index and self.replica_of_rank[r] == 0)
+
+    def replica(self) -> list[int]:
+        """This rank's own, in rank order."""
+        mine = self.replica_of_rank[self.rank]
+        return [rank for rank, replica in enumerate(self.replica_of_rank) if replica == mine]
+
+    def rows(self) -> list[list[int]]:
+        """The ranks of each replica, in the order of their slices."""
+        found: list[list[int]] = [[0] * self.count for _ in range(max(self.replica_of_rank) + 1)]
+        for rank, (column, row) in enumerate(zip(self.of_rank, self.replica_of_rank)):
+            found[row][column] = rank
+        return found
+
+    def for_engine(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """What Reducer and HostComm.all_gather take."""
+        return (self.of_rank, self.replica_of_rank) if self.is_replicated else None
+
+    def run(self, numel: int, place: tuple[int, int], rank: int) -> tuple[int, int]:
+        """[begin, end) of the elements of a parameter that `rank` owns; empty ones are (0, 0).
+
+        `numel`: of its bucket. `place`: its first element there, and how many.
+        """
+        begin, size = place
+        width = numel // self.count
+        index = self.of_rank[rank]
+        low, high = max(index * width - begin, 0), min((index + 1) * width - begin, size)
+        return (low, high) if low < high else (0, 0)

@@ -1,0 +1,184 @@
+"""On a mesh of two dimensions, (replicate, shard), state is sliced inside a row and alike on all rows: losses, parameters, norms and optimizer
+state are those of zero=0 on the same ranks, bit for bit, on one host and on several. A mesh that does not fit is one error on all ranks."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import LONG, gather, same_everywhere
+from models import Heads, Mlp
+from peer import PEER, sw
+from shardwright import process_group
+from shardwright.slicing import Slicing
+from test_every_stage_has_the_same_bits import (
+    OPTIMIZERS,
+    PRIVATE,
+    Odd,
+    Outcome,
+    accumulating_inside_no_sync,
+    accumulating_onto_the_average,
+    clipped_by_ours,
+    clipped_by_torch,
+    plain_steps,
+    run,
+    some_heads,
+    stage,
+)
+from test_sliced_ranks_may_run_out_of_inputs import assert_same
+from test_sliced_ranks_may_run_out_of_inputs import clipped_by_ours as until_the_inputs_end
+from test_sliced_ranks_may_run_out_of_inputs import run as run_unevenly
+from test_whole_tensors_are_stepped_on_by_their_owners import OPTIMIZERS as WHOLE_TENSORS
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+STAGES = (1, 2, 3, PRIVATE)
+ROWS = [[0, 1], [2, 3]]
+#: rows, and the host of each rank; None: one host, found as ever
+CASES = {
+    "rows": (ROWS, None),
+    "turned": ([[3, 1], [0, 2]], None),
+    "rows on hosts": (ROWS, [0, 0, 1, 1]),
+    "replicas only": ([[0], [1], [2], [3]], None),
+    "columns on hosts": ([[0, 2], [1, 3]], [0, 1, 0, 1]),
+    "two rows on a host": ([[0, 1], [2, 3], [4, 5]], [0, 0, 0, 0, 1, 1]),
+}
+QUICK = ("rows", "rows on hosts", "turned")
+
+
+def mesh_of(rows):
+    return DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
+
+
+def trains_as_stage_0(rank, world_size, rows, hosts, trainings):
+    process_group._forced_hosts = hosts
+    mesh = mesh_of(rows)
+    for training, build in trainings:
+        whole = run(0, training, rank, build=build, bucket_cap_mb=0.001)
+        for zero in STAGES:
+            sliced = run(zero, training, rank, build=build, bucket_cap_mb=0.001, device_mesh=mesh)
+            sliced.assert_equals(whole, (training.__name__, zero))
+    assert same_everywhere([p.tolist() for p in whole.parameters])
+
+
+@pytest.mark.parametrize("case", CASES if LONG else QUICK)
+def test_every_stage_has_the_bits_of_stage_0(fresh_ranks, case):
+    rows, hosts = CASES[case]
+    trainings = [(accumulating_onto_the_average, Mlp)]
+    if LONG or case == "rows":
+        trainings += [(clipped_by_ours, Odd), (some_heads, Heads)]
+    if LONG:
+        trainings += [(accumulating_inside_no_sync, Mlp), (plain_steps, Odd)]
+    with fresh_ranks(sum(map(len, rows))) as team:
+        team.run(trains_as_stage_0, rows=rows, hosts=hosts, trainings=trainings)
+
+
+def does_everything_else(rank, world_size):
+    mesh = mesh_of(ROWS)
+    plain = run(0, clipped_by_torch, rank)  # the norm: each slice counts once
+    for mine, theirs in zip(run(2, clipped_by_torch, rank, device_mesh=mesh).parameters, plain.parameters):
+        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+    uneven = run_unevenly(rank, world_size, 0, until_the_inputs_end)
+    for zero in (1, 2, 3):
+        assert_same(run_unevenly(rank, world_size, zero, until_the_inputs_end, device_mesh=mesh), uneven)
+    found = []
+    for zero in (0, *STAGES):
+        torch.manual_seed(0)
+        module = Mlp()
+        options = {"bucket_cap_mb": 0.001, "device_mesh": mesh, "partition": "tensor"}
+        model, optimizer = sw.wrap(module, WHOLE_TENSORS["TrustRatio"](module.parameters()), **stage(zero, options))
+        losses = plain_steps(model, optimizer, rank)
+        found.append(Outcome(losses, model, copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))))
+        gather(None)
+        found[-1].assert_equals(found[0], zero)
+    whole = run(0, plain_steps, rank)
+    torch.manual_seed(0)
+    model = Mlp()
+    for module in model:
+        if isinstance(module, nn.Linear):
+            sw.fully_shard(module)
+    sw.fully_shard(model, device_mesh=mesh)
+    optimizer = sw.shard_optimizer(model, OPTIMIZERS["AdamW"](model.parameters()))
+    losses = plain_steps(model, optimizer, rank)
+    Outcome(losses, model, copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))).assert_equals(
+        whole, "in place"
+    )
+    described = sw.describe()["models"][-1]
+    assert described["replicas"] == 2
+    slices = {key: value for key, value in described.items() if key == "parameter_bytes"}
+    everything = sum(p.numel() for p in Mlp().parameters()) * 4
+    assert everything / 2 <= slices["parameter_bytes"] <= everything / 2 + 128 * 2 * len(whole.parameters), slices
+    gather(None)
+
+
+def test_norms_uneven_inputs_whole_tensors_and_units_in_place(fresh_ranks):
+    with fresh_ranks(4) as team:
+        team.run(does_everything_else)
+
+
+def asks_for_what_does_not_fit(rank, world_size):
+    found = []
+
+    def refused(kind, zero=2, hosts=None, mesh=None, **options):
+        process_group._forced_hosts = hosts
+        group = dist.new_group(range(world_size))
+        module = Mlp()
+        with pytest.raises(kind) as caught:
+            if hosts:  # a communicator of its own
+                process_group._groups.pop(dist.group.WORLD, None)
+            sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=zero, device_mesh=mesh, **options)
+        process_group._forced_hosts = None
+        process_group._groups.pop(dist.group.WORLD, None)
+        gather(None)
+        assert group is not None
+        return str(caught.value)
+
+    found.append(refused(ValueError, mesh=DeviceMesh("cpu", torch.arange(4).reshape(2, 2, 1))))
+    found.append(refused(NotImplementedError, hosts=[0, 1, 0, 1], mesh=mesh_of(ROWS)))
+    other = ROWS if rank != 3 else [[0, 2], [1, 3]]
+    found.append(refused(sw.Error, mesh=mesh_of(other)))
+    found.append(refused(NotImplementedError, mesh=mesh_of(ROWS), compress=sw.Bf16()))
+    return found
+
+
+def test_a_mesh_that_does_not_fit_is_one_error_on_all_ranks(fresh_ranks):
+    with fresh_ranks(4) as team:
+        values = team.run(asks_for_what_does_not_fit)
+    assert all(found == values[0] for found in values), values
+    dimensions, hosts, ranks, compress = values[0]
+    assert "one dimension, or two (replicate, shard), got 3" in dimensions
+    assert "ranks 0, 1 share a replica, and are on hosts 0, 1" in hosts
+    assert "device_mesh" in ranks and re.search(r"rank 3", ranks), ranks
+    assert "compress=" in compress
+
+
+def trains_on_a_part(rank, world_size):
+    mesh = mesh_of(ROWS)
+    module = Mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if rank == 4:
+        with pytest.raises(ValueError, match="this rank, 4, is not part of the device_mesh given"):
+            sw.wrap(module, optimizer, zero=2, device_mesh=mesh)
+        return None
+    model, optimizer = sw.wrap(module, optimizer, zero=2, device_mesh=mesh)
+    plain_steps(model, optimizer, rank)
+    return [p.tolist() for p in module.parameters()]
+
+
+def test_a_mesh_of_some_ranks(fresh_ranks):
+    with fresh_ranks(5) as team:
+        values = team.run(trains_on_a_part)
+    assert values[4] is None and all(value == values[0] for value in values[:4])
+
+
+def test_slices_of_a_mesh():
+    slicing = Slicing.of_rows(4, [[3, 1, 5], [0, 4, 2]])
+    assert (slicing.count, slicing.own, slicing.replica(), slicing.speaks) == (3, 1, [0, 2, 4], False)
+    assert slicing.rows() == [[3, 1, 5], [0, 4, 2]] and slicing.first_owner(1) == 1
+    assert [slicing.run(96, (20, 50), rank) for rank in range(6)] == [
+        (0, 12), (12, 44), (44, 50), (0, 12), (12, 44), (44, 50),
+    ]  # fmt: skip
+    assert Slicing.of_rows(1, [[1, 0]]) == Slicing.one_a_rank(1, 2)
