@@ -733,7 +733,7 @@ sw_status sw_reducer_try_abandon(sw_reducer *reducer, int64_t budget_ns, sw_erro
         SW_TRY(look_after(reducer, err));
         if (all_done(reducer))
             return sw_reducer_abandon(reducer, err);
-        if (sw_clock_now_ns() > deadline_ns)
+        if (sw_clock_now_ns() > deadline_ns || !reducer->comm->ops->is_alive(reducer->comm))
             return SW_OK;
         sw_thread_sleep_ns(ABANDON_POLL_NS);
     }

@@ -135,7 +135,7 @@ class Replica:
             layouts=self._parameters.layouts() if isinstance(self._parameters, UnitMemory) else None,
         )
         self._handles: list[Any] = []
-        self._gradient_slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
                 self._hook(index)
@@ -268,8 +268,11 @@ class Replica:
         low, high = self.parameters().own_run(index)
         if gradient is self.views[index]:
             kept = self._gradient_slices.get(index)
-            if kept is None or kept[0] is not gradient:
-                kept = self._gradient_slices[index] = (gradient, memory_order(gradient.detach(), parameter)[low:high])
+            if (
+                kept is None or kept[0]() is not gradient
+            ):  # weak: a view that somebody holds is taken for kept by the user
+                own = memory_order(gradient.detach(), parameter)[low:high]
+                kept = self._gradient_slices[index] = (weakref.ref(gradient), own)
             return kept[1]
         return memory_order(gradient.detach(), parameter)[low:high]
 

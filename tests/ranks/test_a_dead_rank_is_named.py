@@ -107,6 +107,35 @@ def test_a_rank_that_is_killed_inside_its_backward_is_named(fresh_ranks, world_s
         assert_named(outcomes, 1, [f"pid {team.pids[1]}", "bucket"])
 
 
+def failed_beside_a_dead_rank(rank, world_size):
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001)
+    backward(wrapped, rank, 0)
+    gather(None)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fail(_):
+        time.sleep(0.5)  # rank 1 is gone by now
+        raise ArithmeticError("as the test asked")
+
+    wrapped.module[0].weight.register_hook(fail)
+    start = time.monotonic()
+    with pytest.raises(ArithmeticError):
+        backward(wrapped, rank, 1)
+    waited = time.monotonic() - start
+    assert waited < 3, f"{waited} s: nobody is left who could end the round"
+    return report(lambda: backward(wrapped, rank, 2))
+
+
+@at_least_two
+def test_an_exception_beside_a_dead_rank_comes_out_at_once(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.start(failed_beside_a_dead_rank)
+        outcomes = team.wait(30, patient=True)
+        assert_named(outcomes, 1, [f"pid {team.pids[1]}"])
+
+
 def killed_while_others_wait(rank, world_size):
     comm = host_comm(rank, world_size)
     comm.barrier()

@@ -3,6 +3,7 @@ version or gradient behind that is taken for a present one."""
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -40,6 +41,29 @@ def values(model):
 
 def equal(left, right):
     return all(bits_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("clip", [None, "wrap", "ours", "torch"])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.AdamW, sw.optim.AdamW], ids=["SGD", "AdamW", "ours"]
+)
+@on_every_rank()
+def test_gradients_that_nobody_keeps_stay_where_they_are(rank, world_size, zero, clip, optimizer):
+    model, made = wrap(
+        zero, optimizer=lambda p: optimizer(p, lr=0.01), **({"clip_grad_norm": 0.1} if clip == "wrap" else {})
+    )
+    views = []
+    for number in range(4):
+        backward(model, rank, number)
+        views.append([weakref.ref(p.grad) for p in model.parameters()])  # weak: not kept by the test itself
+        if clip == "ours":
+            sw.clip_grad_norm_(model, 0.1)
+        elif clip == "torch":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        made.step()
+        made.zero_grad()
+    assert all(now() is not None and now() is before() for now, before in zip(views[-1], views[0], strict=True))
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
