@@ -1,5 +1,6 @@
-/* hier_carrier.h - what a carrier's thread is made of: shared by hier_carrier.c (operations, one
- * after the other), hier_reduce.c and hier_gather.c (the data of one). Not for others.
+/* hier_carrier.h - what a carrier's thread is made of: shared by hier_carrier.c (the thread),
+ * hier_frames.c (what carriers agree on), hier_reduce.c and hier_gather.c (the data). Not for
+ * others.
  *
  * Thread rule: the carrier's thread alone, except where hier_state.h says so.
  */
@@ -21,8 +22,8 @@ struct sw_carrier {
     bool thread_began;
     _Atomic bool stop, finished;
     bool midway;             /* in an operation: what moves then may be under way for ever */
-    uint32_t frames;         /* sent so far: one an operation, and one more at the end */
-    uint32_t blocks;         /* begun so far, over all operations */
+    uint32_t frames;         /* sent so far: one a batch, and one more at the end */
+    uint32_t blocks;         /* of batches that are complete */
     sw_frame out, last, *in; /* in: owned, host_count */
     sw_transfer *frame_out, *frame_in, *beside_out, *beside_in; /* owned, host_count */
     uint8_t *beside;                                            /* owned: what this host says */
@@ -32,7 +33,8 @@ struct sw_carrier {
     uint8_t *memory; /* owned: of the slots */
     const void **source;
     void **destination;
-    bool *contributes, *host_contributes;
+    bool *contributes, *host_contributes; /* owned: SW_HIER_BATCH of each */
+    char what[SW_HIER_BATCH][160];        /* the operations of the batch, for messages */
 };
 
 #define SW_FOR_OTHER_HOSTS(carrier, g)                        \
@@ -47,10 +49,36 @@ sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error
 SW_MUST_USE sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char *what,
                                       sw_error *err);
 
-/* The data of an all_reduce or reduce_scatter; of an all_gather on an arena. */
-SW_MUST_USE sw_status sw_carrier_reduce(sw_carrier *carrier, const sw_hier_pending *pending,
-                                        const char *what, sw_error *err);
+/* The operation `ticket`, of which this rank's thread has posted it. */
+static inline const sw_hier_pending *sw_carrier_pending(const sw_carrier *carrier, uint32_t ticket)
+{
+    return &carrier->hier->pending[ticket % SW_HIER_RING];
+}
+
+/* Whether operations of this kind go through in one pipeline (hier_reduce.c). */
+static inline bool sw_carrier_reduces(const sw_op *op)
+{
+    return op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER;
+}
+
+/* The next frame of each host has a place to arrive at, so that no host waits to send it. */
+SW_MUST_USE sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err);
+/* What all hosts come with next, from `ticket` on, which all ranks of this host have posted: the
+ * same operations, *count of them, and every rank's words beside them lie where every rank reads
+ * them. */
+SW_MUST_USE sw_status sw_carrier_exchange_frames(sw_carrier *carrier, uint32_t ticket,
+                                                 uint32_t *count, sw_error *err);
+/* The other hosts' next frame from here says that this one goes, and why (NULL: it leaves). As good
+ * as it can: a host that cannot be reached keeps this thread, and nobody waits for it. */
+void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason);
+
+/* The data of `count` operations that reduce, each complete as its own is through. */
+SW_MUST_USE sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count,
+                                        sw_error *err);
+/* The data of an all_gather on an arena. */
 SW_MUST_USE sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending,
                                         const char *what, sw_error *err);
+/* Operations up to `ticket` are complete for this host. */
+void sw_carrier_complete(sw_carrier *carrier, uint32_t ticket);
 
 #endif

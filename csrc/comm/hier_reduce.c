@@ -1,4 +1,5 @@
-/* hier_reduce.c - all_reduce and reduce_scatter over hosts, block by block.
+/* hier_reduce.c - all_reduce and reduce_scatter over hosts, block by block; the blocks of a batch
+ * of operations are one sequence, so that the wire does not stand still between two operations.
  *
  * Partial sums of block t + SW_HIER_AHEAD leave while those of block t arrive, and (all_reduce)
  * results of block t leave while those of t - SW_HIER_AHEAD arrive, so that both directions of the
@@ -29,8 +30,19 @@ typedef struct reduction {
     size_t element_bytes, partial_bytes;
     size_t owned; /* elements of an owner's slice */
     double scale;
-    bool stands;
+    bool stands, exchanges; /* on results of the round before; those that lie on other hosts */
+    const bool *contributes, *host_contributes; /* borrowed: by rank, by host */
+    const char *what;                           /* borrowed */
+    uint32_t ticket;
+    size_t block_count, blocks_through; /* 0: nobody contributes, or nothing */
 } reduction;
+
+typedef struct batch_block {
+    reduction *work;
+    size_t block; /* of the operation */
+    uint32_t number;
+    sw_carrier_slot *at;
+} batch_block;
 
 static size_t block_of(const sw_carrier *carrier, const reduction *work, int host, size_t block,
                        size_t *begin)
@@ -94,7 +106,7 @@ static uint8_t *fold_host(const sw_carrier *carrier, const reduction *work, size
     const sw_hier *hier = carrier->hier;
     int count = 0;
     for (int l = 0; l < hier->local_count; ++l)
-        if (carrier->contributes[hier->members[l]])
+        if (work->contributes[hier->members[l]])
             carrier->source[count++] = contribution(carrier, work, l, begin);
     if (count == 1 && hier->local_count == 1 && work->partial_dtype == work->pending->op.dtype)
         return contribution(carrier, work, 0, begin);
@@ -118,71 +130,71 @@ static bool next_run(const reduction *work, size_t cursor, size_t end, size_t *b
 }
 
 /* Results that other hosts' ranks stand on. */
-static sw_status begin_standing(sw_carrier *carrier, const reduction *work, size_t block,
-                                const char *what, sw_error *err)
+static sw_status begin_standing(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
-    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
-    uint32_t number = carrier->blocks + (uint32_t)block;
+    const reduction *work = piece->work;
+    sw_carrier_slot *at = piece->at;
     int owner;
-    size_t begin, own = sw_cut_block(&work->cut, &hier->map, hier->host, block, &begin, &owner);
+    size_t begin,
+        own = sw_cut_block(&work->cut, &hier->map, hier->host, piece->block, &begin, &owner);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        size_t unused, theirs = block_of(carrier, work, g, block, &unused);
-        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_STANDING, number, at->partial[g],
-                              theirs * work->element_bytes, &at->standing_in[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
+        size_t unused, theirs = block_of(carrier, work, g, piece->block, &unused);
+        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_STANDING, piece->number,
+                              at->partial[g], theirs * work->element_bytes, &at->standing_in[g],
+                              err) != SW_OK)
+            return sw_carrier_blame(carrier, work->what, err);
     }
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (own > 0 && sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_STANDING, number,
+        if (own > 0 && sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_STANDING, piece->number,
                                       result_of(work, owner, begin), own * work->element_bytes,
                                       &at->standing_out[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
+            return sw_carrier_blame(carrier, work->what, err);
     }
     return SW_OK;
 }
 
 /* This host's partial sums of what host `to` wants leave. */
-static sw_status send_partial(sw_carrier *carrier, const reduction *work, size_t block, int to,
-                              const char *what, sw_error *err)
+static sw_status send_partial(sw_carrier *carrier, const batch_block *piece, int to, sw_error *err)
 {
-    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
-    size_t begin, numel = block_of(carrier, work, to, block, &begin);
-    bool stands_there = work->stands && work->kept == KEPT_BY_OWNER;
-    if (stands_there)
-        SW_TRY(sw_carrier_wait(carrier, &at->standing_in[to], what, err));
-    if (!carrier->host_contributes[carrier->hier->host] || numel == 0)
+    const reduction *work = piece->work;
+    sw_carrier_slot *at = piece->at;
+    size_t begin, numel = block_of(carrier, work, to, piece->block, &begin);
+    if (work->exchanges)
+        SW_TRY(sw_carrier_wait(carrier, &at->standing_in[to], work->what, err));
+    if (!work->host_contributes[carrier->hier->host] || numel == 0)
         return SW_OK;
     SW_TRY(sw_carrier_touch_begin(carrier, err));
-    if (stands_there)
+    if (work->exchanges)
         add_standing(work, begin, numel, at->partial[to]);
     else if (work->stands)
         add_standing_here(carrier, work, begin, numel);
     const uint8_t *partial = fold_host(carrier, work, begin, numel, at->partial[to]);
     sw_carrier_touch_end(carrier);
-    if (sw_bridge_send(&carrier->bridge, to, SW_MESSAGE_PARTIAL, carrier->blocks + (uint32_t)block,
-                       partial, numel * work->partial_bytes, &at->partial_out[to], err) != SW_OK)
-        return sw_carrier_blame(carrier, what, err);
+    if (sw_bridge_send(&carrier->bridge, to, SW_MESSAGE_PARTIAL, piece->number, partial,
+                       numel * work->partial_bytes, &at->partial_out[to], err) != SW_OK)
+        return sw_carrier_blame(carrier, work->what, err);
     return SW_OK;
 }
 
-static sw_status begin_block(sw_carrier *carrier, const reduction *work, size_t block,
-                             const char *what, sw_error *err)
+static sw_status begin_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
-    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
-    size_t begin, own = block_of(carrier, work, carrier->hier->host, block, &begin);
+    const reduction *work = piece->work;
+    sw_carrier_slot *at = piece->at;
+    size_t begin, own = block_of(carrier, work, carrier->hier->host, piece->block, &begin);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (carrier->host_contributes[g] &&
-            sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_PARTIAL,
-                              carrier->blocks + (uint32_t)block, at->arrived[g],
-                              own * work->partial_bytes, &at->partial_in[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
+        if (work->host_contributes[g] &&
+            sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_PARTIAL, piece->number,
+                              at->arrived[g], own * work->partial_bytes, &at->partial_in[g],
+                              err) != SW_OK)
+            return sw_carrier_blame(carrier, work->what, err);
     }
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        SW_TRY(send_partial(carrier, work, block, g, what, err));
+        SW_TRY(send_partial(carrier, piece, g, err));
     }
     return SW_OK;
 }
@@ -209,13 +221,13 @@ static void finish_own(sw_carrier *carrier, const reduction *work, sw_carrier_sl
     size_t run, run_numel;
     if (work->stands)
         add_standing_here(carrier, work, begin, numel);
-    if (carrier->host_contributes[hier->host])
+    if (work->host_contributes[hier->host])
         at->arrived[hier->host] = fold_host(carrier, work, begin, numel, at->partial[hier->host]);
     for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
          cursor = run + run_numel) {
         int count = 0;
         for (int g = 0; g < hier->map.host_count; ++g)
-            if (carrier->host_contributes[g])
+            if (work->host_contributes[g])
                 carrier->source[count++] = at->arrived[g] + (run - begin) * work->partial_bytes;
         int destinations = set_destinations(carrier, work, owner, run);
         sw_partial_finish(carrier->destination, destinations, carrier->source, count, run_numel,
@@ -224,35 +236,36 @@ static void finish_own(sw_carrier *carrier, const reduction *work, sw_carrier_sl
 }
 
 /* What was sent makes room for the result that comes back. */
-static sw_status expect_result(sw_carrier *carrier, const reduction *work, size_t block, int from,
-                               const char *what, sw_error *err)
+static sw_status expect_result(sw_carrier *carrier, const batch_block *piece, int from,
+                               sw_error *err)
 {
-    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
-    size_t unused, numel = block_of(carrier, work, from, block, &unused);
-    if (sw_bridge_receive(&carrier->bridge, from, SW_MESSAGE_RESULT,
-                          carrier->blocks + (uint32_t)block, at->partial[from],
-                          numel * work->element_bytes, &at->result_in[from], err) != SW_OK)
-        return sw_carrier_blame(carrier, what, err);
+    const reduction *work = piece->work;
+    size_t unused, numel = block_of(carrier, work, from, piece->block, &unused);
+    if (sw_bridge_receive(&carrier->bridge, from, SW_MESSAGE_RESULT, piece->number,
+                          piece->at->partial[from], numel * work->element_bytes,
+                          &piece->at->result_in[from], err) != SW_OK)
+        return sw_carrier_blame(carrier, work->what, err);
     return SW_OK;
 }
 
-static sw_status fold_block(sw_carrier *carrier, const reduction *work, size_t block,
-                            const char *what, sw_error *err)
+static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
-    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    const reduction *work = piece->work;
+    sw_carrier_slot *at = piece->at;
     int owner;
-    size_t begin, numel = sw_cut_block(&work->cut, &hier->map, hier->host, block, &begin, &owner);
+    size_t begin,
+        numel = sw_cut_block(&work->cut, &hier->map, hier->host, piece->block, &begin, &owner);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        SW_TRY(sw_carrier_wait(carrier, &at->partial_out[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at->partial_out[g], work->what, err));
         if (work->kept != KEPT_BY_OWNER)
-            SW_TRY(expect_result(carrier, work, block, g, what, err));
+            SW_TRY(expect_result(carrier, piece, g, err));
     }
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        SW_TRY(sw_carrier_wait(carrier, &at->partial_in[g], what, err));
-        SW_TRY(sw_carrier_wait(carrier, &at->standing_out[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at->partial_in[g], work->what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at->standing_out[g], work->what, err));
     }
     if (numel == 0)
         return SW_OK;
@@ -264,23 +277,26 @@ static sw_status fold_block(sw_carrier *carrier, const reduction *work, size_t b
     /* Elements that nobody used are not the result here; they are not taken over there. */
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_RESULT,
-                           carrier->blocks + (uint32_t)block, contribution(carrier, work, 0, begin),
-                           numel * work->element_bytes, &at->result_out[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
+        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_RESULT, piece->number,
+                           contribution(carrier, work, 0, begin), numel * work->element_bytes,
+                           &at->result_out[g], err) != SW_OK)
+            return sw_carrier_blame(carrier, work->what, err);
     }
     return SW_OK;
 }
 
-static sw_status store_block(sw_carrier *carrier, const reduction *work, size_t block,
-                             const char *what, sw_error *err)
+/* Other hosts' results of a block; nothing comes where owners alone keep them. */
+static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
-    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    const reduction *work = piece->work;
+    sw_carrier_slot *at = piece->at;
     size_t begin, run, run_numel;
+    if (work->kept == KEPT_BY_OWNER)
+        return SW_OK;
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        size_t numel = block_of(carrier, work, g, block, &begin);
-        SW_TRY(sw_carrier_wait(carrier, &at->result_in[g], what, err));
+        size_t numel = block_of(carrier, work, g, piece->block, &begin);
+        SW_TRY(sw_carrier_wait(carrier, &at->result_in[g], work->what, err));
         SW_TRY(sw_carrier_touch_begin(carrier, err));
         for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
              cursor = run + run_numel) {
@@ -291,7 +307,7 @@ static sw_status store_block(sw_carrier *carrier, const reduction *work, size_t 
                        run_numel * work->element_bytes);
         }
         sw_carrier_touch_end(carrier);
-        SW_TRY(sw_carrier_wait(carrier, &at->result_out[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at->result_out[g], work->what, err));
     }
     return SW_OK;
 }
@@ -315,30 +331,34 @@ static sw_status keep_owned(sw_carrier *carrier, const reduction *work, sw_error
     return SW_OK;
 }
 
-/* Who contributes, and the factor. False: nothing is to be folded, here and on all hosts. */
-static sw_status resolve(sw_carrier *carrier, reduction *work, bool *any, sw_error *err)
+/* Who contributes, and the factor; no blocks where nothing is to be folded, here and on all hosts.
+ */
+static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes,
+                         bool *host_contributes, sw_error *err)
 {
     const sw_host_map *map = &carrier->hier->map;
     const sw_fold_plan *plan = work->pending->op.plan;
     size_t begin, numel;
     work->scale = 1.0 / map->world_size;
     for (int r = 0; r < map->world_size; ++r)
-        carrier->contributes[r] = true;
+        contributes[r] = true;
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     if (plan)
-        plan->resolve(plan->context, carrier->contributes, &work->scale);
+        plan->resolve(plan->context, contributes, &work->scale);
     work->owned = sw_comm_slice_numel(work->cut.numel, work->element_bytes,
                                       sw_op_slice_count(&work->pending->op, map->world_size));
     work->stands = plan && plan->stands && plan->stands(plan->context);
-    *any = next_run(work, 0, work->pending->op.numel, &begin, &numel);
+    bool any = next_run(work, 0, work->pending->op.numel, &begin, &numel), somebody = false;
     sw_carrier_touch_end(carrier);
-    memset(carrier->host_contributes, 0, (size_t)map->host_count * sizeof(bool));
-    bool somebody = false;
+    memset(host_contributes, 0, (size_t)map->host_count * sizeof(bool));
     for (int r = 0; r < map->world_size; ++r) {
-        carrier->host_contributes[map->host_of[r]] |= carrier->contributes[r];
-        somebody |= carrier->contributes[r];
+        host_contributes[map->host_of[r]] |= contributes[r];
+        somebody |= contributes[r];
     }
-    *any &= somebody;
+    work->contributes = contributes;
+    work->host_contributes = host_contributes;
+    work->exchanges = work->stands && work->kept == KEPT_BY_OWNER;
+    work->block_count = any && somebody ? work->cut.block_count : 0;
     return SW_OK;
 }
 
@@ -359,28 +379,68 @@ static reduction reduction_of(const sw_carrier *carrier, const sw_hier_pending *
     return work;
 }
 
-sw_status sw_carrier_reduce(sw_carrier *carrier, const sw_hier_pending *pending, const char *what,
-                            sw_error *err)
+/* Block `index` of the batch, whose blocks are counted over its operations in order. */
+static batch_block block_at(sw_carrier *carrier, reduction *work, size_t index)
 {
-    reduction work = reduction_of(carrier, pending);
-    size_t count = work.cut.block_count;
-    bool any;
-    SW_TRY(resolve(carrier, &work, &any, err));
-    if (!any)
-        return SW_OK;
-    bool exchanges = work.stands && work.kept == KEPT_BY_OWNER;
-    if (exchanges)
-        SW_TRY(begin_standing(carrier, &work, 0, what, err));
-    for (size_t step = 0; step < count + 2 * SW_HIER_AHEAD; ++step) {
-        if (exchanges && step + 1 < count)
-            SW_TRY(begin_standing(carrier, &work, step + 1, what, err));
-        if (step < count)
-            SW_TRY(begin_block(carrier, &work, step, what, err));
-        if (step >= SW_HIER_AHEAD && step - SW_HIER_AHEAD < count)
-            SW_TRY(fold_block(carrier, &work, step - SW_HIER_AHEAD, what, err));
-        if (step >= 2 * SW_HIER_AHEAD && work.kept != KEPT_BY_OWNER)
-            SW_TRY(store_block(carrier, &work, step - 2 * SW_HIER_AHEAD, what, err));
+    batch_block found = {.number = carrier->blocks + (uint32_t)index,
+                         .at = &carrier->slots[index % SW_HIER_SLOTS]};
+    while (index >= work->block_count)
+        index -= work++->block_count;
+    found.work = work;
+    found.block = index;
+    return found;
+}
+
+/* Operations that are through, in order. */
+static sw_status complete(sw_carrier *carrier, reduction *batch, uint32_t count, uint32_t *through,
+                          sw_error *err)
+{
+    for (; *through < count; ++*through) {
+        reduction *work = &batch[*through];
+        if (work->blocks_through < work->block_count)
+            return SW_OK;
+        if (work->block_count > 0 && work->kept == KEPT_BY_OWNERS)
+            SW_TRY(keep_owned(carrier, work, err));
+        sw_carrier_complete(carrier, work->ticket);
     }
-    carrier->blocks += (uint32_t)count;
-    return work.kept == KEPT_BY_OWNERS ? keep_owned(carrier, &work, err) : SW_OK;
+    return SW_OK;
+}
+
+sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count, sw_error *err)
+{
+    const sw_host_map *map = &carrier->hier->map;
+    reduction batch[SW_HIER_BATCH];
+    size_t blocks = 0, stood = 0;
+    uint32_t through = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+        batch[i] = reduction_of(carrier, sw_carrier_pending(carrier, ticket + i));
+        batch[i].ticket = ticket + i;
+        batch[i].what = carrier->what[i];
+        SW_TRY(resolve(carrier, &batch[i], carrier->contributes + i * (size_t)map->world_size,
+                       carrier->host_contributes + i * (size_t)map->host_count, err));
+        blocks += batch[i].block_count;
+    }
+    for (size_t step = 0; step < blocks + 2 * SW_HIER_AHEAD; ++step) {
+        for (; stood < blocks && stood <= step + 1; ++stood) { /* one ahead of what needs it */
+            batch_block piece = block_at(carrier, batch, stood);
+            if (piece.work->exchanges)
+                SW_TRY(begin_standing(carrier, &piece, err));
+        }
+        if (step < blocks) {
+            batch_block piece = block_at(carrier, batch, step);
+            SW_TRY(begin_block(carrier, &piece, err));
+        }
+        if (step >= SW_HIER_AHEAD && step - SW_HIER_AHEAD < blocks) {
+            batch_block piece = block_at(carrier, batch, step - SW_HIER_AHEAD);
+            SW_TRY(fold_block(carrier, &piece, err));
+        }
+        if (step >= 2 * SW_HIER_AHEAD && blocks > 0) {
+            batch_block piece = block_at(carrier, batch, step - 2 * SW_HIER_AHEAD);
+            SW_TRY(store_block(carrier, &piece, err));
+            piece.work->blocks_through++;
+        }
+        SW_TRY(complete(carrier, batch, count, &through, err));
+    }
+    carrier->blocks += (uint32_t)blocks;
+    return complete(carrier, batch, count, &through, err);
 }

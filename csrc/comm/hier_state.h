@@ -21,11 +21,12 @@
 #include "platform/thread.h"
 
 enum {
-    SW_HIER_RING = 64,                /* operations that may be in flight */
-    SW_HIER_CHUNK_BYTES = 64 * 1024,  /* of private memory, at a time */
-    SW_HIER_BLOCK_BYTES = 256 * 1024, /* a message of partial sums: 2 ms at 1 Gbit/s */
-    SW_HIER_AHEAD = 6,                /* blocks sent before the first of them is folded */
-    SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 1,
+    SW_HIER_RING = 64,                     /* operations that may be in flight */
+    SW_HIER_CHUNK_BYTES = 64 * 1024,       /* of private memory, at a time */
+    SW_HIER_BLOCK_BYTES = 256 * 1024,      /* a message of partial sums: 2 ms at 1 Gbit/s */
+    SW_HIER_AHEAD = 6,                     /* blocks sent before the first of them is folded */
+    SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 2, /* what stands is sent one ahead */
+    SW_HIER_BATCH = 8,                     /* operations that carriers agree on at once */
     SW_FRAME_INLINE_BYTES = 2048,
 };
 
@@ -46,15 +47,21 @@ typedef struct sw_hier_pending {
     size_t begin;    /* of this chunk within the plan's elements */
 } sw_hier_pending;
 
-/* What a carrier says to another before they move an operation's data; or that it ends. */
-typedef struct sw_frame {
-    uint32_t magic, ticket, state;
+/* What a host's ranks came with, as one operation. */
+typedef struct sw_frame_part {
     int32_t lowest_rank, counting_rank; /* whose descriptors these are; -1: nobody counts rounds */
     int32_t other_rank;    /* of this host, the first that contradicts them; -1: none */
     uint32_t beside_bytes; /* in all, of this host's ranks */
     sw_descriptor lowest, counting, other;
-    sw_error reason;                       /* state ENDED or LEFT */
-    uint8_t beside[SW_FRAME_INLINE_BYTES]; /* where it fits */
+} sw_frame_part;
+
+/* What a carrier says to another before they move the data of some operations; or that it ends. */
+typedef struct sw_frame {
+    uint32_t magic, ticket, state;
+    uint32_t count;  /* operations from `ticket` on, 1 to SW_HIER_BATCH */
+    sw_error reason; /* state ENDED or LEFT */
+    sw_frame_part part[SW_HIER_BATCH];
+    uint8_t beside[SW_FRAME_INLINE_BYTES]; /* of one operation after the other, where it fits */
 } sw_frame;
 
 typedef struct sw_carrier sw_carrier;
