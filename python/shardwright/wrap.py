@@ -16,6 +16,7 @@ from .clip import clip_grad_norm_
 from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .fully_shard import wrapper_of
+from .masters import MasterOptimizer, has_own_masters
 from .options import Options, check_zero
 from .precision import PrecisionPlan
 from .sharded_optimizer import ShardedOptimizer, check_sliceable, not_of
@@ -55,7 +56,8 @@ def wrap(
     module : Module
         On the CPU. It is not changed; its parameters keep their identity.
     optimizer : Optimizer, optional
-        Returned as it is at zero=0; else one that steps on this rank's slices takes its place.
+        Returned as it is at zero=0; else one that steps on this rank's slices takes its place. Where it holds bfloat16 or float16
+        parameters it steps on float32 masters of theirs, `state[p]["master"]`, at every stage, also at 0.
     zero : {0, 1, 2, 3}
         What is sliced over ranks: nothing at 0; the optimizer's state at 1; averaged gradients too at 2; at 3 the host has one
         copy of the parameters, of which each rank updates its slices.
@@ -133,6 +135,8 @@ def wrap(
         return wrapped
     if zero:
         optimizer = shard_optimizer(wrapped, optimizer, partition=partition)
+    else:
+        optimizer = with_masters(wrapped, optimizer)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
     return wrapped, optimizer
@@ -181,7 +185,21 @@ def shard_optimizer(
         )
     check_sliceable(optimizer, partition)
     kind = TensorPartitionedOptimizer if partition == "tensor" else ShardedOptimizer
-    return kind(optimizer, wrapped._engine(), partition)
+    return kind(optimizer, wrapped._engine(), partition, _without_master(wrapped))
+
+
+def with_masters(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What steps at zero=0: the optimizer itself, or on float32 masters where parameters of it are low-precision, it keeps none
+    and no policy says no. As at zero >= 1, where they are slices."""
+    if has_own_masters(optimizer) or isinstance(optimizer, (MasterOptimizer, torch.optim.LBFGS)):
+        return optimizer
+    made = MasterOptimizer(optimizer, _without_master(wrapped))
+    members = (p for group in optimizer.param_groups for p in group["params"])
+    return made if any(map(made.has_master, members)) else optimizer
+
+
+def _without_master(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
+    return wrapped._precision.without_master() if wrapped._precision is not None else []
 
 
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
