@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import _engine
 from .masters import LOW, Masters, load_in_float32
+from .offload import StateStore
 
 __all__ = ["SGD", "Adam", "AdamW", "global_norm"]
 
@@ -42,6 +43,7 @@ class _Fused(torch.optim.Optimizer):
 
     _master: bool
     _masters: Masters
+    _store: StateStore | None = None  # not a copy's
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_master": self._master}
@@ -90,9 +92,29 @@ class _Fused(torch.optim.Optimizer):
 
     def _state_like(self, p: Tensor) -> Tensor:
         """Zeros with the shape and strides of `p`, in the dtype of its state."""
-        return torch.zeros_like(
-            p, dtype=torch.float32 if self._has_master(p) else p.dtype, memory_format=torch.preserve_format
-        )
+        dtype = torch.float32 if self._has_master(p) else p.dtype
+        if self._store is not None:
+            return self._store.zeros(p, dtype)
+        return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+
+    def _master_of(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        return self._masters.of(p, state) if self._store is None else self._masters.of(p, state, self._store.empty)
+
+    def _state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
+        """Of the tensors of the shape of `p` that its state will have."""
+        has_master = self._has_master(p)
+        return [torch.float32 if has_master else p.dtype] * self._moment_count(group) + [torch.float32] * has_master
+
+    def _moment_count(self, group: dict[str, Any]) -> int:
+        raise NotImplementedError
+
+    def _keep_in(self, store: StateStore) -> None:
+        """State that is made from now on, and at a parameter's next step what it has, lies in `store`."""
+        self._store = store
+
+    @property
+    def _state_file(self) -> _engine.StateFile | None:
+        return None if self._store is None else self._store.file
 
     def _written(self, params: list[Tensor], masters: list[Tensor]) -> None:
         """Tell autograd, and remember that this write of the low-precision ones was ours."""
@@ -195,6 +217,7 @@ class _AdamStep(_Fused):
             "decoupled": isinstance(self, torch.optim.AdamW) or group.get("decoupled_weight_decay", False),
             "maximize": group["maximize"],
             "grad_scale": grad_scale,
+            "state_file": self._state_file,
         }
         direct, through_master = _Lists(*keys), _Lists(*keys)
         for p in group["params"]:
@@ -207,9 +230,11 @@ class _AdamStep(_Fused):
             if amsgrad and "max_exp_avg_sq" not in state:
                 state["max_exp_avg_sq"] = self._state_like(p)
             has_master = self._has_master(p)
+            if self._store is not None:
+                self._store.adopt(state)
             lists = through_master if has_master else direct
             lists.params.append(p)
-            lists.targets.append(self._masters.of(p, state) if has_master else p)
+            lists.targets.append(self._master_of(p, state) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
             for key, tensors in lists.lists.items():
@@ -219,6 +244,9 @@ class _AdamStep(_Fused):
                 masters = lists.targets if lists is through_master else []
                 self._call(lists, lists.params if masters else None, options)
                 self._written(lists.params, masters)
+
+    def _moment_count(self, group: dict[str, Any]) -> int:
+        return 2 + group["amsgrad"]
 
     def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -428,9 +456,13 @@ class SGD(_Fused, torch.optim.SGD):
                 self._step_group(group, grad_scale)
         return loss
 
+    def _moment_count(self, group: dict[str, Any]) -> int:
+        return int(group["momentum"] != 0)
+
     def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
-        options = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+        options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
         options |= {"nesterov": group["nesterov"], "maximize": group["maximize"], "grad_scale": grad_scale}
+        options["state_file"] = self._state_file
         buffered = group["momentum"] != 0
         calls: dict[tuple[bool, bool], _Lists] = {}
         for p in group["params"]:
@@ -438,13 +470,15 @@ class SGD(_Fused, torch.optim.SGD):
                 continue
             has_master = self._has_master(p)
             state = self.state[p] if buffered or has_master else {}
+            if self._store is not None:
+                self._store.adopt(state)
             buffer = state.get("momentum_buffer")
             kind = (has_master, buffered and buffer is None)
             lists = calls.get(kind)
             if lists is None:
                 lists = calls[kind] = _Lists(*(("momentum_buffer",) if buffered else ()))
             lists.params.append(p)
-            lists.targets.append(self._masters.of(p, state) if has_master else p)
+            lists.targets.append(self._master_of(p, state) if has_master else p)
             lists.grads.append(p.grad)
             lists.states.append(state)
             if buffered:

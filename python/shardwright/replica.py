@@ -27,6 +27,7 @@ from .units import cut
 
 if TYPE_CHECKING:
     from .join import Announcer
+    from .offload import StateStore
     from .precision import PrecisionPlan
     from .sharded_optimizer import ShardedOptimizer
 
@@ -70,6 +71,7 @@ class Replica:
         self.label = type(module).__name__
         self.zero = zero
         self.group = group
+        self.settings = settings
         self._module = weakref.ref(module)
         refusal = None
         try:
@@ -105,6 +107,7 @@ class Replica:
         self.compression: tuple[str, Exchange] | None = None
         self.announcer: Announcer | None = None
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
+        self.stores: weakref.WeakSet[StateStore] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
 

@@ -402,6 +402,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The elements of held_run(), as the state keeps them."""
         return flat
 
+    def empty_state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """One-dimensional, for elements of a slice's state that are about to be loaded: where state is kept."""
+        store = getattr(self._inner, "_store", None)
+        return torch.empty(numel, dtype=dtype) if store is None else store.empty(torch.empty(1).expand(numel), dtype)
+
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The parameter's whole state. Collective."""
         return self._gather_state(self._index[id(parameter)])
