@@ -13,6 +13,7 @@ import torch
 from . import _engine
 from ._version import __version__
 from .launch import VARIABLES
+from .plan import memory_plan
 from .process_group import describe_group, live_groups
 from .replica import live_replicas
 
@@ -117,6 +118,7 @@ def _model(replica: Any) -> dict[str, Any]:
         "gradient_bytes": reducer.planned_bytes,
         **({"compress": replica.compression[0]} if replica.compression else {}),
         **replica.parameter_plan(),
+        **memory_plan(replica),
         **_offload(replica),
         "transport": reducer.transport,
         "transport_reason": reducer.transport_reason,

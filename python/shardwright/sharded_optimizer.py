@@ -66,6 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         without_master: Collection[torch.Tensor] = (),
     ) -> None:
         check_sliceable(optimizer, partition)
+        self.partition = partition
         self._inner = optimizer
         self.replica = self._replica = replica
         self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}

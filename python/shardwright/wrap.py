@@ -138,6 +138,7 @@ def wrap(
         optimizer = shard_optimizer(wrapped, optimizer, partition=partition)
     else:
         optimizer = with_masters(wrapped, optimizer)
+        wrapped._engine().step_with(optimizer)
         _keep_state(wrapped, optimizer, optimizer)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
