@@ -77,7 +77,7 @@ static sw_status check_runs(const char *operation, const sw_optim_run *runs, siz
 
 /* ---- Adam ---- */
 
-static sw_status check_adam(const sw_adam_options *options, sw_error *err)
+static sw_status check_adam_options(const sw_adam_options *options, sw_error *err)
 {
     SW_TRY(check_range("adam_step: lr", options->lr, INFINITY, err));
     SW_TRY(check_range("adam_step: beta1", options->beta1, 1.0, err));
@@ -106,12 +106,18 @@ static sw_adam_scalars adam_scalars(const sw_adam_options *options, int64_t step
     };
 }
 
+sw_status sw_adam_check(const sw_adam_options *options, const sw_optim_run *runs, size_t count,
+                        sw_error *err)
+{
+    SW_TRY(check_adam_options(options, err));
+    return check_runs("adam_step", runs, count, options->amsgrad ? KIND_ADAM_AMSGRAD : KIND_ADAM,
+                      err);
+}
+
 sw_status sw_adam_step(const sw_adam_options *options, const sw_optim_run *runs, size_t count,
                        sw_error *err)
 {
-    SW_TRY(check_adam(options, err));
-    SW_TRY(check_runs("adam_step", runs, count, options->amsgrad ? KIND_ADAM_AMSGRAD : KIND_ADAM,
-                      err));
+    SW_TRY(sw_adam_check(options, runs, count, err));
     sw_adam_fn *kernel = sw_kernels()->optim->adam;
     sw_adam_scalars scalars = {0};
     for (size_t i = 0; i < count; ++i) {
@@ -124,7 +130,7 @@ sw_status sw_adam_step(const sw_adam_options *options, const sw_optim_run *runs,
 
 /* ---- SGD ---- */
 
-static sw_status check_sgd(const sw_sgd_options *options, sw_error *err)
+static sw_status check_sgd_options(const sw_sgd_options *options, sw_error *err)
 {
     SW_TRY(check_range("sgd_step: lr", options->lr, INFINITY, err));
     SW_TRY(check_range("sgd_step: momentum", options->momentum, INFINITY, err));
@@ -139,12 +145,18 @@ static sw_status check_sgd(const sw_sgd_options *options, sw_error *err)
     return check_grad_scale("sgd_step", options->grad_scale, err);
 }
 
+sw_status sw_sgd_check(const sw_sgd_options *options, const sw_optim_run *runs, size_t count,
+                       sw_error *err)
+{
+    SW_TRY(check_sgd_options(options, err));
+    return check_runs("sgd_step", runs, count,
+                      options->momentum != 0.0 ? KIND_SGD_MOMENTUM : KIND_SGD, err);
+}
+
 sw_status sw_sgd_step(const sw_sgd_options *options, const sw_optim_run *runs, size_t count,
                       sw_error *err)
 {
-    SW_TRY(check_sgd(options, err));
-    SW_TRY(check_runs("sgd_step", runs, count,
-                      options->momentum != 0.0 ? KIND_SGD_MOMENTUM : KIND_SGD, err));
+    SW_TRY(sw_sgd_check(options, runs, count, err));
     sw_sgd_fn *kernel = sw_kernels()->optim->sgd;
     sw_sgd_scalars scalars = {
         .factor = (float)(options->maximize ? -options->grad_scale : options->grad_scale),

@@ -40,4 +40,10 @@ SW_MUST_USE sw_status sw_adam_step(const sw_adam_options *options, const sw_opti
 SW_MUST_USE sw_status sw_sgd_step(const sw_sgd_options *options, const sw_optim_run *runs,
                                   size_t count, sw_error *err);
 
+/* The errors of a step, and nothing else. */
+SW_MUST_USE sw_status sw_adam_check(const sw_adam_options *options, const sw_optim_run *runs,
+                                    size_t count, sw_error *err);
+SW_MUST_USE sw_status sw_sgd_check(const sw_sgd_options *options, const sw_optim_run *runs,
+                                   size_t count, sw_error *err);
+
 #endif

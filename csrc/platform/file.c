@@ -13,7 +13,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { EXCHANGE = 2 }; /* RENAME_EXCHANGE of linux/fs.h */
+enum {
+    EXCHANGE = 2, /* RENAME_EXCHANGE of linux/fs.h */
+    ZEROS_BYTES = 1 << 20,
+};
 
 static sw_status fail_os(sw_error *err, const char *operation, const char *path)
 {
@@ -55,6 +58,79 @@ sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_err
                             size_bytes, path, strerror(code));
     }
     return SW_OK;
+}
+
+static int open_nameless(const char *folder, const char *path, int form, int direct)
+{
+    if (form == 0)
+        return open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC | direct, 0600);
+    int fd = open(path, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW | direct, 0600);
+    if (fd >= 0 && unlink(path) != 0) { /* a folder that takes names and keeps them */
+        int code = errno;
+        close(fd);
+        errno = code;
+        return -1;
+    }
+    return fd;
+}
+
+sw_status sw_file_create_nameless(const char *folder, const char *path, bool direct, int *fd,
+                                  sw_error *err)
+{
+    int made = -1;
+    for (int form = 0; form < 2 && made < 0; ++form) {
+        made = direct ? open_nameless(folder, path, form, O_DIRECT) : -1;
+        if (made < 0)
+            made = open_nameless(folder, path, form, 0);
+    }
+    if (made < 0)
+        return fail_os(err, "creating", path);
+    *fd = made;
+    return SW_OK;
+}
+
+void sw_file_shorten(int fd, uint64_t size_bytes)
+{
+    (void)!ftruncate(fd, (off_t)size_bytes);
+}
+
+static sw_status write_zeros(int fd, const char *path, uint64_t offset, uint64_t more_bytes,
+                             sw_error *err)
+{
+    sw_status status = SW_OK;
+    uint64_t step = more_bytes < ZEROS_BYTES ? more_bytes : ZEROS_BYTES;
+    void *zeros = aligned_alloc(SW_FILE_ALIGNMENT_BYTES, (size_t)step);
+    if (!zeros)
+        SW_FAIL(err, SW_E_MEMORY, "no memory to write zeros to '%s'", path);
+    memset(zeros, 0, (size_t)step);
+    for (uint64_t done = 0; done < more_bytes && status == SW_OK; done += step) {
+        uint64_t left = more_bytes - done;
+        struct iovec part = {.iov_base = zeros, .iov_len = (size_t)(left < step ? left : step)};
+        status = sw_file_write_at(fd, path, &part, 1, offset + done, err);
+    }
+    free(zeros);
+    return status;
+}
+
+sw_status sw_file_extend(int fd, const char *path, uint64_t size_bytes, uint64_t more_bytes,
+                         sw_error *err)
+{
+    int code;
+    sw_status status = SW_OK;
+    do
+        code = fallocate(fd, 0, (off_t)size_bytes, (off_t)more_bytes);
+    while (code != 0 && errno == EINTR);
+    if (code != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
+        status = write_zeros(fd, path, size_bytes, more_bytes, err);
+    } else if (code != 0) {
+        code = errno;
+        status =
+            sw_error_set(err, SW_E_OS, code, "allocating %" PRIu64 " bytes for '%s' failed: %s",
+                         more_bytes, path, strerror(code));
+    }
+    if (status != SW_OK)
+        sw_file_shorten(fd, size_bytes);
+    return status;
 }
 
 static sw_status check_regular(int fd, const char *path, uint64_t *size_bytes, sw_error *err)
@@ -145,6 +221,8 @@ sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_byte
     while (size_bytes > 0) {
         ssize_t count = pread(fd, to, size_bytes, (off_t)offset);
         if (count < 0 && errno == EINTR)
+            continue;
+        if (count < 0 && errno == EINVAL && leave_direct(fd))
             continue;
         if (count < 0)
             return fail_os(err, "reading", path);

@@ -2,7 +2,7 @@
  * names the operation, the path and errno (detail). No file is opened through a link in the last
  * component of its path.
  *
- * Thread rule: any; a descriptor belongs to one thread.
+ * Thread rule: any; a descriptor belongs to one thread, but for reads and writes at given places.
  */
 #ifndef SW_PLATFORM_FILE_H
 #define SW_PLATFORM_FILE_H
@@ -18,6 +18,20 @@ enum { SW_FILE_ALIGNMENT_BYTES = 4096, SW_PATH_BYTES = 4096 };
 
 /* A new file for writing; SW_E_OS (EEXIST) when the name is taken. */
 SW_MUST_USE sw_status sw_file_create(const char *path, int *fd, sw_error *err);
+
+/* A new file of no bytes in `folder` for reading and writing, without a name: it goes with its last
+ * descriptor and mapping. Past the page cache when `direct` and the file system allows it. `path`:
+ * its name in messages, and for a moment where the file system has no nameless ones. */
+SW_MUST_USE sw_status sw_file_create_nameless(const char *folder, const char *path, bool direct,
+                                              int *fd, sw_error *err);
+
+/* `more_bytes` behind the file's `size_bytes`, both whole pages, zeroed and with their disk space,
+ * written where the file system cannot allocate. After an error the file is as before. */
+SW_MUST_USE sw_status sw_file_extend(int fd, const char *path, uint64_t size_bytes,
+                                     uint64_t more_bytes, sw_error *err);
+
+/* The file ends after `size_bytes`; as far as that can be had. */
+void sw_file_shorten(int fd, uint64_t size_bytes);
 
 /* Gives the file its size and its disk space; only its size where the file system cannot allocate.
  */
@@ -37,7 +51,8 @@ SW_MUST_USE sw_status sw_file_open_read(const char *path, int *fd, uint64_t *siz
 SW_MUST_USE sw_status sw_file_write_at(int fd, const char *path, struct iovec *parts,
                                        int part_count, uint64_t offset, sw_error *err);
 
-/* Reads exactly `size_bytes`; SW_E_OS with EIO when the file ends before. */
+/* Reads exactly `size_bytes`; SW_E_OS with EIO when the file ends before. Past the page cache as
+ * sw_file_write_at. */
 SW_MUST_USE sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_bytes,
                                       uint64_t offset, sw_error *err);
 

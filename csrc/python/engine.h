@@ -22,13 +22,14 @@
 #include "comm/comm.h"
 #include "comm/hier.h"
 #include "comm/local.h"
+#include "optim/offload.h"
 #include "reduce/gradient_memory.h"
 #include "reduce/reducer.h"
 
 typedef struct engine_state {
     PyObject *error, *comm_error, *comm_timeout_error, *checkpoint_error;
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
-    PyTypeObject *plan_type, *saver_type, *folder_type, *units_type;
+    PyTypeObject *plan_type, *saver_type, *folder_type, *units_type, *state_file_type;
 } engine_state;
 
 typedef struct comm_object {
@@ -161,6 +162,13 @@ bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py
 bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_same_strides(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_is_dense(const tensor_reading *a);
+
+/* state_file_type.c */
+typedef struct state_file_object {
+    PyObject_HEAD sw_offload offload; /* owned, if open */
+    bool is_open, in_use;             /* in_use: by a call without the GIL */
+} state_file_object;
+extern PyType_Spec sw_py_state_file_type_spec;
 
 /* optim_module.c */
 int sw_py_optim_functions_add(PyObject *module);

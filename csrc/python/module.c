@@ -21,6 +21,7 @@ static int module_exec(PyObject *module)
         add_type(module, &sw_py_reducer_type_spec, &state->reducer_type) < 0 ||
         add_type(module, &sw_py_hook_type_spec, &state->hook_type) < 0 ||
         add_type(module, &sw_py_units_type_spec, &state->units_type) < 0 ||
+        add_type(module, &sw_py_state_file_type_spec, &state->state_file_type) < 0 ||
         add_type(module, &sw_py_checkpoint_plan_type_spec, &state->plan_type) < 0 ||
         add_type(module, &sw_py_checkpoint_saver_type_spec, &state->saver_type) < 0 ||
         add_type(module, &sw_py_checkpoint_folder_type_spec, &state->folder_type) < 0 ||
@@ -42,6 +43,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->reducer_type);
     Py_VISIT(state->hook_type);
     Py_VISIT(state->units_type);
+    Py_VISIT(state->state_file_type);
     Py_VISIT(state->plan_type);
     Py_VISIT(state->saver_type);
     Py_VISIT(state->folder_type);

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "optim/norm.h"
+#include "optim/offload.h"
 #include "optim/optim.h"
 #include "python/engine.h"
 
@@ -33,6 +34,7 @@ typedef struct step_call {
     bool *wide_steps;     /* owned; float64 rather than float32 */
     PyObject *mismatched; /* owned list of indices */
     const void *table;
+    state_file_object *file; /* borrowed; NULL: state is in memory */
 } step_call;
 
 static void step_call_fini(step_call *call)
@@ -43,6 +45,25 @@ static void step_call_fini(step_call *call)
     free(call->runs);
     free(call->steps);
     free(call->wide_steps);
+}
+
+static bool read_file(step_call *call, PyObject *module, PyObject *file)
+{
+    const engine_state *state = PyModule_GetState(module);
+    if (file == Py_None)
+        return true;
+    if (Py_TYPE(file) != state->state_file_type) {
+        PyErr_Format(PyExc_TypeError, "%s: state_file must be a StateFile or None, not %R",
+                     call->operation, (PyObject *)Py_TYPE(file));
+        return false;
+    }
+    call->file = (state_file_object *)file;
+    if (!call->file->is_open || call->file->in_use) {
+        PyErr_Format(PyExc_RuntimeError, "%s: the StateFile is not made yet, or in use",
+                     call->operation);
+        return false;
+    }
+    return true;
 }
 
 /* The arguments as tuples of one length. */
@@ -227,6 +248,37 @@ static void count_steps(const step_call *call)
     }
 }
 
+static sw_status adam_batch(const void *options, const sw_optim_run *runs, size_t count,
+                            sw_error *err)
+{
+    return sw_adam_step(options, runs, count, err);
+}
+
+static sw_status sgd_batch(const void *options, const sw_optim_run *runs, size_t count,
+                           sw_error *err)
+{
+    return sw_sgd_step(options, runs, count, err);
+}
+
+/* Without the GIL; options and runs are checked as a whole before a part of them is stepped on. */
+static sw_status run_step(const step_call *call, sw_offload_step_fn *step, const void *options,
+                          sw_status checked, sw_error *err)
+{
+    sw_status status = checked;
+    if (status != SW_OK)
+        return status;
+    if (!call->file)
+        return step(options, call->runs, (size_t)call->count, err);
+    return sw_offload_step(&call->file->offload, step, options, call->runs, (size_t)call->count,
+                           err);
+}
+
+static void mark_in_use(const step_call *call, bool in_use)
+{
+    if (call->file)
+        call->file->in_use = in_use;
+}
+
 static PyObject *take_mismatched(step_call *call)
 {
     PyObject *mismatched = call->mismatched;
@@ -236,33 +288,49 @@ static PyObject *take_mismatched(step_call *call)
 
 static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"params",          "grads",    "exp_avgs",   "exp_avg_sqs",
-                            "max_exp_avg_sqs", "steps",    "copies",     "lr",
-                            "beta1",           "beta2",    "eps",        "weight_decay",
-                            "decoupled",       "maximize", "grad_scale", NULL};
+    static char *names[] = {"params",
+                            "grads",
+                            "exp_avgs",
+                            "exp_avg_sqs",
+                            "max_exp_avg_sqs",
+                            "steps",
+                            "copies",
+                            "lr",
+                            "beta1",
+                            "beta2",
+                            "eps",
+                            "weight_decay",
+                            "decoupled",
+                            "maximize",
+                            "grad_scale",
+                            "state_file",
+                            NULL};
     step_call call = {.operation = "adam_step",
                       .names = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs",
                                 "steps", "copies"}};
-    PyObject *given[LIST_COUNT] = {0}, *result = NULL;
+    PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None;
     /* What was not given is NaN, which the step refuses by name. */
     sw_adam_options options = {NAN, NAN, NAN, NAN, NAN, .grad_scale = 1.0};
     int decoupled = 0, maximize = 0;
     sw_error err;
     sw_status status = SW_OK;
     if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "OOOOOOO|$dddddppd:adam_step", names, &given[LIST_PARAMS],
+            args, keywords, "OOOOOOO|$dddddppdO:adam_step", names, &given[LIST_PARAMS],
             &given[LIST_GRADS], &given[LIST_FIRST], &given[LIST_SECOND], &given[LIST_MAXIMUM],
             &given[LIST_STEPS], &given[LIST_COPIES], &options.lr, &options.beta1, &options.beta2,
-            &options.eps, &options.weight_decay, &decoupled, &maximize, &options.grad_scale))
+            &options.eps, &options.weight_decay, &decoupled, &maximize, &options.grad_scale, &file))
         return NULL;
     options.decoupled = decoupled != 0;
     options.maximize = maximize != 0;
     options.amsgrad = given[LIST_MAXIMUM] != Py_None;
-    if (step_call_init(&call, given) && read_runs(&call)) {
+    if (read_file(&call, module, file) && step_call_init(&call, given) && read_runs(&call)) {
         if (PyList_Size(call.mismatched) == 0) {
+            mark_in_use(&call, true);
             Py_BEGIN_ALLOW_THREADS
-            status = sw_adam_step(&options, call.runs, (size_t)call.count, &err);
+            status = sw_adam_check(&options, call.runs, (size_t)call.count, &err);
+            status = run_step(&call, adam_batch, &options, status, &err);
             Py_END_ALLOW_THREADS
+            mark_in_use(&call, false);
         }
         if (status != SW_OK) {
             sw_py_raise(PyModule_GetState(module), &err, NULL);
@@ -278,32 +346,34 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
 
 static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"params",   "grads",    "momentum_buffers", "copies",
-                            "lr",       "momentum", "dampening",        "weight_decay",
-                            "nesterov", "first",    "maximize",         "grad_scale",
-                            NULL};
+    static char *names[] = {"params",   "grads",      "momentum_buffers", "copies",   "lr",
+                            "momentum", "dampening",  "weight_decay",     "nesterov", "first",
+                            "maximize", "grad_scale", "state_file",       NULL};
     step_call call = {.operation = "sgd_step",
                       .names = {"params", "grads", "momentum_buffers", "", "", "", "copies"}};
-    PyObject *given[LIST_COUNT] = {0}, *result = NULL;
+    PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None;
     sw_sgd_options options = {NAN, NAN, NAN, NAN, .grad_scale = 1.0};
     int nesterov = 0, first = 0, maximize = 0;
     sw_error err;
     sw_status status = SW_OK;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO|$ddddpppd:sgd_step", names,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO|$ddddpppdO:sgd_step", names,
                                      &given[LIST_PARAMS], &given[LIST_GRADS], &given[LIST_FIRST],
                                      &given[LIST_COPIES], &options.lr, &options.momentum,
                                      &options.dampening, &options.weight_decay, &nesterov, &first,
-                                     &maximize, &options.grad_scale))
+                                     &maximize, &options.grad_scale, &file))
         return NULL;
     options.nesterov = nesterov != 0;
     options.maximize = maximize != 0;
-    if (step_call_init(&call, given) && read_runs(&call)) {
+    if (read_file(&call, module, file) && step_call_init(&call, given) && read_runs(&call)) {
         for (Py_ssize_t i = 0; i < call.count; ++i)
             call.runs[i].step = first ? 1 : 2;
         if (PyList_Size(call.mismatched) == 0) {
+            mark_in_use(&call, true);
             Py_BEGIN_ALLOW_THREADS
-            status = sw_sgd_step(&options, call.runs, (size_t)call.count, &err);
+            status = sw_sgd_check(&options, call.runs, (size_t)call.count, &err);
+            status = run_step(&call, sgd_batch, &options, status, &err);
             Py_END_ALLOW_THREADS
+            mark_in_use(&call, false);
         }
         if (status != SW_OK)
             sw_py_raise(PyModule_GetState(module), &err, NULL);
@@ -389,11 +459,12 @@ static PyMethodDef optim_functions[] = {
     {"adam_step", (PyCFunction)(void (*)(void))adam_step, METH_VARARGS | METH_KEYWORDS,
      "adam_step(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, lr, "
      "beta1, beta2, eps, "
-     "weight_decay, decoupled, maximize=False, grad_scale=1.0)\n--\n\nOne step of Adam or AdamW."},
+     "weight_decay, decoupled, maximize=False, grad_scale=1.0, state_file=None)\n--\n\nOne step of "
+     "Adam or AdamW."},
     {"sgd_step", (PyCFunction)(void (*)(void))sgd_step, METH_VARARGS | METH_KEYWORDS,
      "sgd_step(params, grads, momentum_buffers, copies, *, lr, momentum, dampening, weight_decay, "
      "nesterov, first, "
-     "maximize=False, grad_scale=1.0)\n--\n\nOne step of SGD."},
+     "maximize=False, grad_scale=1.0, state_file=None)\n--\n\nOne step of SGD."},
     {"norm_sum", norm_sum, METH_O,
      "norm_sum(tensors)\n--\n\nThe exact sum of squares, as bytes that can be merged."},
     {"norm_value", norm_value, METH_O,

@@ -69,12 +69,14 @@ def adam_step(
     decoupled: bool,
     maximize: bool = False,
     grad_scale: float = 1.0,
+    state_file: StateFile | None = None,
 ) -> list[int]:
     """One step of Adam (decoupled: AdamW) on CPU tensors of float32, bfloat16 or float16; amsgrad if `max_exp_avg_sqs`.
 
     `steps` are scalars that count up. `copies` receive the new parameters, rounded to their own dtype. Every array of
     a parameter has its shape. Returns the indices of those whose arrays have other strides than they: if there are
-    any, nothing was done. ValueError, before anything is written, for anything else.
+    any, nothing was done. ValueError, before anything is written, for anything else. Arrays over `state_file` are moved
+    through its buffers: OSError if that fails, and Error at each later step if part of them had changed by then.
     """
 
 def sgd_step(
@@ -91,8 +93,35 @@ def sgd_step(
     first: bool,
     maximize: bool = False,
     grad_scale: float = 1.0,
+    state_file: StateFile | None = None,
 ) -> list[int]:
     """One step of SGD; as adam_step. `first`: buffers are not used, they become the gradient."""
+
+@final
+class StateFile:
+    """Optimizer state in a file without a name in `folder`; `label` names it in messages. OSError where it cannot be made.
+
+    A step goes through three buffers of `buffer_bytes` (a multiple of 64 KiB).
+    """
+
+    def __init__(self, folder: str, label: str, buffer_bytes: int) -> None: ...
+    def grow(self, nbytes: int) -> int:
+        """The address of so many zeroed bytes more, in whole pages. OSError where there is no space: as before then."""
+
+    def tensor(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: object
+    ) -> object:
+        """A DLPack capsule over bytes at `address`; `owner`, which must keep this object, lives as long as its tensor."""
+
+    def forget(self) -> None:
+        """Pages that were looked at are this process's memory no longer; what was written stays."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def buffer_nbytes(self) -> int: ...
+    @property
+    def direct(self) -> bool: ...
 
 def norm_sum(tensors: Iterable[torch.Tensor]) -> bytes:
     """The exact sum of squares of dense CPU tensors (float32, bfloat16, float16, float64), closed: 139 int64 words,

@@ -26,6 +26,7 @@ from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
 from .exchange import Exchange
 from .join import ShadowHook
 from .levels import levels_of
+from .offload import offload_kind
 from .options import Options, check_zero
 from .precision import PrecisionPlan, remove_plan
 from .process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
@@ -101,6 +102,7 @@ class DistributedDataParallel(TorchDDP):
         *,
         zero: int = 0,
         precision: Any = None,
+        offload: Any = None,
         **options: Any,
     ) -> None:
         given = dict(locals())
@@ -125,6 +127,7 @@ class DistributedDataParallel(TorchDDP):
         check_zero(zero)
         self.module = module
         self._zero = zero
+        self._offload, _ = offload, offload_kind(offload)
         self._options.check_stage(zero)
         check_marks(module, zero, self._options.share_parameters)
         self._precision = self._plan_precision(precision)
@@ -226,6 +229,7 @@ class DistributedDataParallel(TorchDDP):
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),
+            "offload": offload_kind(self._offload),
         }
         self._replica = Replica(
             self.module,

@@ -13,6 +13,7 @@ import torch
 from . import _engine
 from ._version import __version__
 from .launch import VARIABLES
+from .plan import memory_plan
 from .process_group import describe_group, live_groups
 from .replica import live_replicas
 
@@ -118,9 +119,20 @@ def _model(replica: Any) -> dict[str, Any]:
         "gradient_bytes": reducer.planned_bytes,
         **({"compress": replica.compression[0]} if replica.compression else {}),
         **replica.parameter_plan(),
+        **memory_plan(replica),
+        **_offload(replica),
         "transport": reducer.transport,
         "transport_reason": reducer.transport_reason,
     }
+
+
+def _offload(replica: Any) -> dict[str, Any]:
+    """Where optimizer state lies, if the user said so."""
+    stores = list(replica.stores)
+    if stores:
+        found: dict[str, Any] = stores[0].describe()
+        return found | {"offload_bytes": sum(store.file.nbytes for store in stores)}
+    return {"offload": "cpu: no effect, all of it is there"} if replica.settings["offload"] == "cpu" else {}
 
 
 def _lines(value: Mapping[str, Any], depth: int) -> list[str]:

@@ -22,6 +22,7 @@ import torch
 
 from ._engine import Error
 from .data_parallel import DistributedDataParallel
+from .offload import offload_kind
 from .precision import Precision
 from .unit_schedule import Unit, UnitSchedule
 from .units import mark_of
@@ -152,8 +153,8 @@ def fully_shard(
         Whether the unit is released between its forward and its backward.
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
         In what the module computes, and modules inside it that have none of their own; see wrap.
-    offload
-        Not there yet: None.
+    offload : {"cpu", "nvme:<folder>"}, optional
+        Of the outermost module: where shard_optimizer puts the optimizer's state; see wrap.
 
     Returns
     -------
@@ -172,15 +173,14 @@ def fully_shard(
     """
     if not isinstance(module, torch.nn.Module) or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
         raise TypeError(f"fully_shard needs a torch.nn.Module that is run itself, got {type(module).__name__}")
-    if offload is not None:
-        raise NotImplementedError("offload of fully_shard is not there yet: leave it None")
+    offload_kind(offload)
     policy = None if precision is None else Precision.of(precision)
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
     if mark_of(module) is not None:
         raise Error(f"fully_shard was called on this {type(module).__name__} already")
     original = type(module)
-    kept = {"device_mesh": device_mesh, "ignored_params": ignored_params, **options}
+    kept = {"device_mesh": device_mesh, "ignored_params": ignored_params, "offload": offload, **options}
     mark = Mark(original, reshard_after_forward, kept, policy)
     body = {"_shardwright_mark": mark, "__module__": original.__module__, "__qualname__": original.__qualname__}
     module.__class__ = type(original.__name__, (FullySharded, original), body)

@@ -7,7 +7,6 @@ torch's, and load into each other both ways. Tensors on the CPU only; docs/desig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,10 +14,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import _engine
+from .masters import LOW, Masters, load_in_float32
+from .offload import StateStore
 
 __all__ = ["SGD", "Adam", "AdamW", "global_norm"]
 
-_HALVES = (torch.bfloat16, torch.float16)
 #: what torch has and one fused pass cannot be
 _OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differentiable": True}
 
@@ -38,20 +38,19 @@ _TAKES_MANY = _takes_many()
 class _Fused(torch.optim.Optimizer):
     """What the three have in common: float32 masters, layouts, loading.
 
-    state[p]["master"] is the float32 parameter behind a low-precision one. It follows a parameter that was written
-    by others: `_versions` keeps, by id, the version each had after our own last write; where it differs and the
-    master no longer rounds to the parameter, the master is taken anew.
+    state[p]["master"] is the float32 parameter behind a low-precision one; see masters.py.
     """
 
     _master: bool
-    _versions: dict[int, int]
+    _masters: Masters
+    _store: StateStore | None = None  # not a copy's
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_master": self._master}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._versions = {}
+        self._masters = Masters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's does.
@@ -77,7 +76,7 @@ class _Fused(torch.optim.Optimizer):
                     f"sw.optim.{name}: {option}={other} is not its form, which is one fused pass; torch.optim.{name} has it"
                 )
         for position, p in enumerate(group["params"]):
-            if p.dtype is not torch.float32 and p.dtype not in _HALVES:
+            if p.dtype is not torch.float32 and p.dtype not in LOW:
                 raise ValueError(
                     f"sw.optim.{name}: parameter {position} of group {number} must be float32, bfloat16 or float16, "
                     f"not {str(p.dtype).removeprefix('torch.')}; torch.optim.{name} takes it"
@@ -89,34 +88,40 @@ class _Fused(torch.optim.Optimizer):
                 )
 
     def _has_master(self, p: Tensor) -> bool:
-        return self._master and p.dtype in _HALVES
+        return self._master and p.dtype in LOW
 
     def _state_like(self, p: Tensor) -> Tensor:
         """Zeros with the shape and strides of `p`, in the dtype of its state."""
-        return torch.zeros_like(
-            p, dtype=torch.float32 if self._has_master(p) else p.dtype, memory_format=torch.preserve_format
-        )
+        dtype = torch.float32 if self._has_master(p) else p.dtype
+        if self._store is not None:
+            return self._store.zeros(p, dtype)
+        return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
 
     def _master_of(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        master: Tensor | None = state.get("master")
-        if master is None or master.stride() != p.stride():
-            state["master"] = made = torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(
-                p if master is None else master
-            )
-            if master is None:
-                return made
-            master = made
-        if self._versions.get(id(p)) != p._version and not torch.equal(master.to(p.dtype), p):
-            master.copy_(p)
-        return master
+        return self._masters.of(p, state) if self._store is None else self._masters.of(p, state, self._store.empty)
+
+    def _state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
+        """Of the tensors of the shape of `p` that its state will have."""
+        has_master = self._has_master(p)
+        return [torch.float32 if has_master else p.dtype] * self._moment_count(group) + [torch.float32] * has_master
+
+    def _moment_count(self, group: dict[str, Any]) -> int:
+        raise NotImplementedError
+
+    def _keep_in(self, store: StateStore) -> None:
+        """State that is made from now on, and at a parameter's next step what it has, lies in `store`."""
+        self._store = store
+
+    @property
+    def _state_file(self) -> _engine.StateFile | None:
+        return None if self._store is None else self._store.file
 
     def _written(self, params: list[Tensor], masters: list[Tensor]) -> None:
         """Tell autograd, and remember that this write of the low-precision ones was ours."""
         _increment_versions(params)
         if masters:
             _increment_versions(masters)
-            for p in params:
-                self._versions[id(p)] = p._version
+            self._masters.written(params)
 
     def _scale_of_scaler(self) -> float | None:
         """The factor that torch's GradScaler leaves to a fused step; None: an overflow was found, so no step."""
@@ -131,21 +136,8 @@ class _Fused(torch.optim.Optimizer):
         torch casts what it loads to the parameter's dtype; moments and masters in float32 keep theirs here. A master
         that `state_dict` lacks is made from the parameter at the next step.
         """
-        loaded: list[dict[str, Any]] = []
-        # The last of the pre-hooks: it sees what the user's own made of the dict.
-        handle = self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        saved = chain.from_iterable(group["params"] for group in loaded[0]["param_groups"])
-        for number, p in zip(saved, chain.from_iterable(group["params"] for group in self.param_groups)):
-            for key, value in loaded[0]["state"].get(number, {}).items():
-                if torch.is_tensor(value) and key != "step" and value.shape == p.shape:
-                    dtype = torch.float32 if self._has_master(p) else p.dtype
-                    self.state[p][key] = torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(value)
-        for p in self.state:
-            self._versions.pop(id(p), None)
+        load_in_float32(self, super().load_state_dict, state_dict, self._has_master)
+        self._masters.forget(self.state)
 
 
 class _Lists:
@@ -225,6 +217,7 @@ class _AdamStep(_Fused):
             "decoupled": isinstance(self, torch.optim.AdamW) or group.get("decoupled_weight_decay", False),
             "maximize": group["maximize"],
             "grad_scale": grad_scale,
+            "state_file": self._state_file,
         }
         direct, through_master = _Lists(*keys), _Lists(*keys)
         for p in group["params"]:
@@ -237,6 +230,8 @@ class _AdamStep(_Fused):
             if amsgrad and "max_exp_avg_sq" not in state:
                 state["max_exp_avg_sq"] = self._state_like(p)
             has_master = self._has_master(p)
+            if self._store is not None:
+                self._store.adopt(state)
             lists = through_master if has_master else direct
             lists.params.append(p)
             lists.targets.append(self._master_of(p, state) if has_master else p)
@@ -249,6 +244,9 @@ class _AdamStep(_Fused):
                 masters = lists.targets if lists is through_master else []
                 self._call(lists, lists.params if masters else None, options)
                 self._written(lists.params, masters)
+
+    def _moment_count(self, group: dict[str, Any]) -> int:
+        return 2 + group["amsgrad"]
 
     def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -337,7 +335,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         fused: bool | None = None,
         master: bool = True,
     ) -> None:
-        self._master, self._versions = master, {}
+        self._master, self._masters = master, Masters()
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused,
@@ -383,7 +381,7 @@ class Adam(_AdamStep, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         master: bool = True,
     ) -> None:
-        self._master, self._versions = master, {}
+        self._master, self._masters = master, Masters()
         newer: dict[str, Any] = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
         try:
             super().__init__(
@@ -439,7 +437,7 @@ class SGD(_Fused, torch.optim.SGD):
         fused: bool | None = None,
         master: bool = True,
     ) -> None:
-        self._master, self._versions = master, {}
+        self._master, self._masters = master, Masters()
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov,
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
@@ -458,9 +456,13 @@ class SGD(_Fused, torch.optim.SGD):
                 self._step_group(group, grad_scale)
         return loss
 
+    def _moment_count(self, group: dict[str, Any]) -> int:
+        return int(group["momentum"] != 0)
+
     def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
-        options = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+        options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
         options |= {"nesterov": group["nesterov"], "maximize": group["maximize"], "grad_scale": grad_scale}
+        options["state_file"] = self._state_file
         buffered = group["momentum"] != 0
         calls: dict[tuple[bool, bool], _Lists] = {}
         for p in group["params"]:
@@ -468,6 +470,8 @@ class SGD(_Fused, torch.optim.SGD):
                 continue
             has_master = self._has_master(p)
             state = self.state[p] if buffered or has_master else {}
+            if self._store is not None:
+                self._store.adopt(state)
             buffer = state.get("momentum_buffer")
             kind = (has_master, buffered and buffer is None)
             lists = calls.get(kind)

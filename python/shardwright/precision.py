@@ -158,6 +158,15 @@ class PrecisionPlan:
         made: dict[Any, Compressor] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}
         return made.get(next(iter(asked), None))
 
+    def without_master(self) -> list[torch.Tensor]:
+        """Low-precision parameters that stay so because a policy says master=False."""
+        denied = []
+        for name, submodule in self._module.named_modules():
+            policy = self._nearest(name)
+            if policy is not None and not policy.master:
+                denied += [p for p in submodule._parameters.values() if p is not None and p.dtype in _LOW]
+        return denied
+
     # installing ---------------------------------------------------------------------------------------------------
 
     def install(self) -> None:

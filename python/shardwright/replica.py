@@ -28,6 +28,7 @@ from .units import cut
 
 if TYPE_CHECKING:
     from .join import Announcer
+    from .offload import StateStore
     from .precision import PrecisionPlan
     from .sharded_optimizer import ShardedOptimizer
 
@@ -75,6 +76,7 @@ class Replica:
         self.zero = zero
         self.group = group
         self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
+        self.settings = settings
         self._module = weakref.ref(module)
         refusal = None
         try:
@@ -111,6 +113,8 @@ class Replica:
         self.compression: tuple[str, Exchange] | None = None
         self.announcer: Announcer | None = None
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
+        self._steppers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.stores: weakref.WeakSet[StateStore] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
 
@@ -369,6 +373,14 @@ class Replica:
         """Its position among the optimizers of this module, in order of their making: the same on every rank."""
         self._optimizers.append(weakref.ref(optimizer))
         return len(self._optimizers) - 1
+
+    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """At zero=0, where it steps by itself: for describe()."""
+        self._steppers.append(weakref.ref(optimizer))
+
+    def steppers(self) -> list[Any]:
+        """Optimizers that step on this module, as far as they are known."""
+        return [reference() for reference in [*self._optimizers, *self._steppers]]
 
     def optimizers(self) -> list[Any]:
         return [reference() for reference in self._optimizers]

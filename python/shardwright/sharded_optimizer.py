@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ._engine import Error
 from .join import exchange_slices
+from .masters import LOW, Masters, has_own_masters
 from .parameter_memory import memory_order
 from .replica import Replica
 
@@ -47,17 +48,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         "auto" takes torch's elementwise optimizers; "flat" takes any: the caller vouches that it is elementwise. For "tensor" see
         tensor_partition.py.
 
+    without_master : collection of Tensor
+        Low-precision parameters that a policy denies a float32 master; the others have one, behind every optimizer but
+        sw.optim's, which decide for themselves.
+
     Notes
     -----
     Memory: 1 / world_size of the optimizer's state. step() is collective: one exchange of 16 bytes a rank, then
     ParameterMemory.publish().
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica, partition: str = "auto") -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        replica: Replica,
+        partition: str = "auto",
+        without_master: Collection[torch.Tensor] = (),
+    ) -> None:
         check_sliceable(optimizer, partition)
+        self.partition = partition
         self._inner = optimizer
         self.replica = self._replica = replica
         self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}
+        self._masters = None if has_own_masters(optimizer) else Masters()
+        self._without_master = {id(parameter) for parameter in without_master}
         self._slices: dict[int, torch.Tensor | None] = {}
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
@@ -125,16 +139,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _on_slices(self) -> Iterator[None]:
-        """The user's optimizer, over slices instead of whole parameters."""
+        """The user's optimizer, over slices instead of whole parameters, and over masters instead of low-precision slices."""
         whole = [group["params"] for group in self._inner.param_groups]
         try:
+            with_master = []
             for group in self._inner.param_groups:
-                indices = [self._index[id(p)] for p in group["params"]]
-                group["params"] = [each for each in map(self.slice_of, indices) if each is not None]
-            yield
+                pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]
+                group["params"] = [each for _, each in pairs if each is not None]
+                with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
+            with self._masters.in_place(self._inner, with_master) if self._masters else contextlib.nullcontext():
+                yield
         finally:
             for group, parameters in zip(self._inner.param_groups, whole):
                 group["params"] = parameters
+
+    def has_master(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has a float32 master because of this class."""
+        return self._masters is not None and parameter.dtype in LOW and id(parameter) not in self._without_master
+
+    def _keeps_float32(self, parameter: torch.Tensor) -> bool:
+        """Whether state stays as it is loaded; torch's own loading casts it to the parameter's dtype."""
+        return self._masters is None or self.has_master(parameter)
 
     def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
         for group in self.param_groups:
@@ -335,8 +360,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name, parameter in zip(names, parameters):
             if name in state_dict["state"]:
                 state = state_dict["state"][name]
-                keeps_float32 = type(self._inner).__module__ == "shardwright.optim"
-                self._take_state(self._index[id(parameter)], state if keeps_float32 else _cast(state, parameter))
+                cast = state if self._keeps_float32(parameter) else _cast(state, parameter)
+                self._take_state(self._index[id(parameter)], cast)
 
     def full_state_dict(self) -> dict[str, Any]:
         """torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
@@ -378,6 +403,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The elements of held_run(), as the state keeps them."""
         return flat
 
+    def empty_state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """One-dimensional, for elements of a slice's state that are about to be loaded: where state is kept."""
+        store = getattr(self._inner, "_store", None)
+        return torch.empty(numel, dtype=dtype) if store is None else store.empty(torch.empty(1).expand(numel), dtype)
+
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The parameter's whole state. Collective."""
         return self._gather_state(self._index[id(parameter)])
@@ -386,11 +416,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Takes the state of this rank's slices, and groups as in torch's state dicts. Never communicates."""
         self._load_groups(groups, "params")
         self._inner.state.clear()
-        keeps_float32 = type(self._inner).__module__ == "shardwright.optim"
         for parameter, state in states.items():
             piece = self.slice_of(self._index[id(parameter)])
             assert piece is not None
-            self._inner.state[piece] = dict(state if keeps_float32 else _cast(state, parameter))
+            self._inner.state[piece] = dict(state if self._keeps_float32(parameter) else _cast(state, parameter))
 
     def _gather_state(self, index: int) -> dict[str, Any]:
         comm, memory = self._replica.group.comm, self._replica.parameters()

@@ -8,7 +8,7 @@ owner's. Gradients are averaged and sliced as ever: at zero >= 2 an owner puts t
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,11 +36,17 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
     ranks (none at zero=3); at zero >= 2 the gradients' bytes go to every rank before it, 8 MiB at a time.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica, partition: str = "tensor") -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        replica: Replica,
+        partition: str = "tensor",
+        without_master: Collection[torch.Tensor] = (),
+    ) -> None:
         self._owners: dict[int, int] = {}
         self._loads = [0] * replica.slicing.count
         self._gradient_slices: dict[int, torch.Tensor] = {}
-        super().__init__(optimizer, replica, partition)
+        super().__init__(optimizer, replica, partition, without_master)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -16,14 +16,12 @@ from .clip import clip_grad_norm_
 from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .fully_shard import wrapper_of
+from .masters import MasterOptimizer, has_own_masters
+from .offload import make_store, offload_folder, offload_kind, rounded_bytes
 from .options import Options, check_zero
 from .precision import PrecisionPlan
 from .sharded_optimizer import ShardedOptimizer, check_sliceable, not_of
 from .tensor_partition import TensorPartitionedOptimizer
-
-_LATER = {
-    "offload": "offload is not there yet: leave it None",
-}
 
 
 @overload
@@ -55,7 +53,8 @@ def wrap(
     module : Module
         On the CPU. It is not changed; its parameters keep their identity.
     optimizer : Optimizer, optional
-        Returned as it is at zero=0; else one that steps on this rank's slices takes its place.
+        Returned as it is at zero=0; else one that steps on this rank's slices takes its place. Where it holds bfloat16 or float16
+        parameters it steps on float32 masters of theirs, `state[p]["master"]`, at every stage, also at 0.
     zero : {0, 1, 2, 3}
         What is sliced over ranks: nothing at 0; the optimizer's state at 1; averaged gradients too at 2; at 3 a host has one
         copy of the parameters, of which each rank updates its slices.
@@ -67,8 +66,10 @@ def wrap(
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
         In what the module computes. Parameters are then float32 (low-precision ones become so), are their own masters, and are
         cast for the time of the wrapper's forward. None: nothing is cast. See docs/design/precision.md.
-    offload
-        Not there yet: None.
+    offload : {"cpu", "nvme:<folder>"}, optional
+        Where the optimizer's state lies, masters among it. "nvme:<folder>": in a file a rank in that folder, without a name, which a step
+        moves through three buffers of 16 MiB; of sw.optim's optimizers, with the bits of no offload. "cpu": of GPUs; no effect
+        on the CPU. See docs/design/zero.md.
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, of optimizers that are known to treat each
         element by itself; "flat": of any, the caller vouches for it; "tensor": whole tensors, balanced over ranks.
@@ -105,11 +106,11 @@ def wrap(
     >>> optimizer.step()
     """
     check_zero(zero)
-    _check_later({"offload": offload})
+    offload_kind(offload)
     check_compressor(compress, options.get("reduce", "mean"))
     if partition not in ("auto", "flat", "tensor"):
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
-    Options.from_keywords(options, also_known=("zero", "partition", "compress", "precision", *_LATER))
+    Options.from_keywords(options, also_known=("zero", "partition", "compress", "precision", "offload"))
     _check_clip(clip_grad_norm, optimizer)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
@@ -120,9 +121,11 @@ def wrap(
     if zero and optimizer is not None:
         check_sliceable(optimizer, partition)
         _check_members(module, optimizer)
+    if optimizer is not None or not zero:
+        _check_offload(offload, optimizer)
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
-    wrapped = DistributedDataParallel(module, zero=zero, precision=precision, **options)
+    wrapped = DistributedDataParallel(module, zero=zero, precision=precision, offload=offload, **options)
     if compress == "auto":
         from .compression_headroom import resolve_auto
 
@@ -133,6 +136,10 @@ def wrap(
         return wrapped
     if zero:
         optimizer = shard_optimizer(wrapped, optimizer, partition=partition)
+    else:
+        optimizer = with_masters(wrapped, optimizer)
+        wrapped._engine().step_with(optimizer)
+        _keep_state(wrapped, optimizer, optimizer)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
     return wrapped, optimizer
@@ -181,7 +188,54 @@ def shard_optimizer(
         )
     check_sliceable(optimizer, partition)
     kind = TensorPartitionedOptimizer if partition == "tensor" else ShardedOptimizer
-    return kind(optimizer, wrapped._engine(), partition)
+    _check_offload(wrapped._offload, optimizer)
+    made = kind(optimizer, wrapped._engine(), partition, _without_master(wrapped))
+    _keep_state(wrapped, made, optimizer)
+    return made
+
+
+def _check_offload(offload: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    if offload_folder(offload) is not None and not (optimizer is not None and has_own_masters(optimizer)):
+        got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise ValueError(f"offload={offload!r} needs an optimizer of sw.optim (AdamW, Adam or SGD), got {got}")
+
+
+def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) -> None:
+    """The state of `inner`, which steps for `optimizer`, is put where offload= says. Collective then."""
+    folder, replica = offload_folder(wrapped._offload), wrapped._engine()
+    if folder is None:
+        return
+    indices = {id(p): i for i, p in enumerate(replica.table.parameters)}
+    held = [
+        (p, optimizer.slice_of(indices[id(p)]) if replica.zero else p, g)
+        for g in optimizer.param_groups
+        for p in g["params"]
+    ]
+    dtypes = [
+        (piece.numel(), inner._state_dtypes(piece, g)) for p, piece, g in held if piece is not None and p.requires_grad
+    ]
+    nbytes = sum(rounded_bytes(numel, dtype) for numel, each in dtypes for dtype in each)
+    try:
+        store = make_store(replica.group, folder, replica.label, nbytes)
+    except OSError:
+        replica.retire()  # the module is as it was
+        raise
+    inner._keep_in(store)
+    replica.stores.add(store)
+
+
+def with_masters(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What steps at zero=0: the optimizer itself, or on float32 masters where parameters of it are low-precision, it keeps none
+    and no policy says no. As at zero >= 1, where they are slices."""
+    if has_own_masters(optimizer) or isinstance(optimizer, (MasterOptimizer, torch.optim.LBFGS)):
+        return optimizer
+    made = MasterOptimizer(optimizer, _without_master(wrapped))
+    members = (p for group in optimizer.param_groups for p in group["params"])
+    return made if any(map(made.has_master, members)) else optimizer
+
+
+def _without_master(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
+    return wrapped._precision.without_master() if wrapped._precision is not None else []
 
 
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -337,9 +391,3 @@ def _check_members(module: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         for parameter in group["params"]:
             if id(parameter) not in members:
                 raise ValueError(not_of(type(module).__name__, parameter, position))
-
-
-def _check_later(later: dict[str, Any]) -> None:
-    for name, value in later.items():
-        if value is not None:
-            raise NotImplementedError(_LATER[name])

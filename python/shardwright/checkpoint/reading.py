@@ -214,7 +214,7 @@ class Reader:
                     and is_state_slice(key, stored, parameter)
                     and is_row_major(optimizer.layout_of(parameter))
                 ):
-                    memory = torch.empty(high - low, dtype=stored.torch_dtype)
+                    memory = optimizer.empty_state(high - low, stored.torch_dtype)
                     slices[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), ((low, memory),), (memory,))
         wanted = tree.tensor_names(body["groups"])
         wanted += [name for values in held.values() for name in tree.tensor_names(list(values.values()))]

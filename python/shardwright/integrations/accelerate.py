@@ -29,8 +29,9 @@ from ..clip import clip_grad_norm_
 from ..compress import Compressor, check_compressor
 from ..data_parallel import DistributedDataParallel
 from ..exchange import group_exchange
+from ..masters import MasterOptimizer
 from ..sharded_optimizer import ShardedOptimizer
-from ..wrap import full_parameters, shard_optimizer, unwrap
+from ..wrap import full_parameters, shard_optimizer, unwrap, with_masters
 
 __all__ = ["Accelerator", "CompressionHandler"]
 
@@ -210,13 +211,18 @@ class Accelerator(accelerate.Accelerator):
     def _slice(self, optimizer: AcceleratedOptimizer) -> None:
         """Replaces what accelerate steps, once the model of its parameters is wrapped."""
         inner = optimizer.optimizer
-        if not self.zero or isinstance(inner, ShardedOptimizer):
+        if isinstance(inner, (ShardedOptimizer, MasterOptimizer)):
             return
         members = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
         wrapper = next((each for each in self._wrappers if any(id(p) in members for p in each.parameters())), None)
         if wrapper is None:
             return
-        optimizer.optimizer = shard_optimizer(wrapper, inner, partition=self.partition)
+        if self.zero:
+            optimizer.optimizer = shard_optimizer(wrapper, inner, partition=self.partition)
+        else:
+            optimizer.optimizer = with_masters(wrapper, inner)
+        if optimizer.optimizer is inner:
+            return
         optimizer.__setstate__(optimizer.__getstate__())  # what it patches of the optimizer's step, anew
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:

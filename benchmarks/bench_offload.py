@@ -1,0 +1,104 @@
+"""A step of sw.optim.AdamW over state in a file (offload="nvme:<folder>") against the time in which the disk alone reads and writes
+as many bytes: one thread that reads and one that writes, 8 MiB past the page cache, at once, in the same run.
+
+SW_BENCH_DIR names a folder on the disk to measure (the working directory by default). The same step in memory stands beside.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from shardwright.process_group import host_group
+
+GOAL = 0.8
+REQUEST_BYTES = 8 << 20
+STATE_BYTES = 8  # an element: two moments in float32
+
+
+class Disk:
+    """`nbytes` read and as many written, of and to one file."""
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        self._nbytes = nbytes
+        try:
+            self._file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
+        except OSError as error:
+            raise SystemExit(f"{folder}: no O_DIRECT, no mixed rate to compare with: {error}") from None
+        os.posix_fallocate(self._file, 0, nbytes)
+        self._buffers = [mmap.mmap(-1, REQUEST_BYTES) for _ in range(2)]
+        self()  # blocks that were never written are read and written at other speeds
+
+    def _move(self, call: Any, buffer: mmap.mmap) -> None:
+        for offset in range(0, self._nbytes, REQUEST_BYTES):
+            if call(self._file, [memoryview(buffer)[: self._nbytes - offset]], offset) <= 0:
+                raise OSError("short read or write")
+
+    def __call__(self) -> None:
+        writer = threading.Thread(target=self._move, args=(os.pwritev, self._buffers[0]))
+        writer.start()
+        self._move(os.preadv, self._buffers[1])
+        writer.join()
+
+
+def trainable(numel: int, offload: str | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A wrapped module whose gradients stand."""
+    torch.manual_seed(0)
+    each = min(numel, 4 << 20)
+    module = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(each)) for _ in range(numel // each))
+    optimizer = sw.optim.AdamW(module.parameters(), lr=1e-3)
+    model, optimizer = sw.wrap(module, optimizer, zero=0, offload=offload)
+    for p in module:
+        p.grad = torch.randn(each)
+    return model, optimizer
+
+
+def verify(folder: str) -> None:
+    models = [trainable(3 << 20, offload) for offload in (None, f"nvme:{folder}")]
+    for _ in range(3):
+        for _, optimizer in models:
+            optimizer.step()
+    if not all(map(torch.equal, models[0][0].parameters(), models[1][0].parameters())):
+        raise AssertionError("a step through the file has other bits")
+
+
+def time_steps(rank: int, world_size: int, folder: str, numel: int, rounds: int, budget_s: float) -> Any:
+    group = host_group(dist.group.WORLD, 1800.0)
+    verify(folder)
+    kept = [trainable(numel, None), trainable(numel, f"nvme:{folder}")]
+    if not sw.describe()["models"][-1]["offload_io"].startswith("past"):
+        raise SystemExit(f"{folder}: through the page cache")
+    work = {"memory": kept[0][1].step, "offload": kept[1][1].step, "disk": Disk(folder, STATE_BYTES * numel)}
+    return common.interleave(work, group.comm.barrier, rounds=rounds, budget_s=budget_s)
+
+
+def main() -> None:
+    report, quick = common.begin("offload", __doc__)
+    parent = os.environ.get("SW_BENCH_DIR", ".")
+    for numel in (16 << 20,) if quick else (16 << 20, 64 << 20):
+        rounds, budget_s = common.effort(quick)
+        with tempfile.TemporaryDirectory(dir=parent, prefix="bench-offload-") as folder:
+            times = common.timings(common.run_ranks(1, time_steps, folder, numel, rounds, budget_s))
+        moved = 2 * STATE_BYTES * numel
+        report.add_times(
+            f"AdamW step, {numel >> 20} Mi elements, {moved >> 20} MiB moved",
+            times["offload"],
+            times["disk"],
+            "the disk alone",
+            larger=True,
+            goal=GOAL,
+            disk_GBps=moved / times["disk"].median / 1e9,
+            in_memory_ms=times["memory"].median * 1e3,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""How many bytes a wrapped model takes of a rank's memory, said before its first step.
+
+Parameters and gradients are laid out when the module is wrapped. What an optimizer keeps is found by letting a copy of it step on
+one small tensor: of an elementwise one, the bytes an element follow.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .masters import MasterOptimizer
+from .unit_memory import UnitMemory
+
+if TYPE_CHECKING:
+    from .replica import Replica
+
+_PROBE_NUMEL = 32
+#: (its group, elements that this rank steps on, their dtype, whether a master stands before them)
+_Held = tuple[Mapping[str, Any], int, torch.dtype, bool]
+
+
+def memory_plan(replica: Replica) -> dict[str, Any]:
+    """`optimizer_state_bytes` and `planned_bytes` of this rank, for describe(). None: not known before the first step."""
+    optimizers = [optimizer for optimizer in replica.steppers() if optimizer is not None]
+    states = [_state_bytes(replica, optimizer) for optimizer in optimizers]
+    known = [each for each in states if each is not None]
+    state = sum(known) if len(known) == len(states) else None
+    buffers = sum(store.file.buffer_nbytes for store in replica.stores)
+    in_memory = 0 if replica.stores else state
+    whole = _parameter_bytes(replica) + replica.reducer.planned_bytes
+    plan: dict[str, Any] = {"optimizer_state_bytes": state} if optimizers else {}
+    return {**plan, "planned_bytes": None if in_memory is None else whole + in_memory + buffers}
+
+
+def _parameter_bytes(replica: Replica) -> int:
+    """Of a host's one copy, a rank's share."""
+    sizes = [p.numel() * p.element_size() for p in replica.table.parameters]
+    if not replica.zero:
+        return sum(sizes)
+    memory = replica.parameters()
+    if isinstance(memory, UnitMemory):
+        return memory.bytes_held + int(memory.plan()["unit_bytes"])
+    held = memory.bytes_held // replica.group.world_size if memory.shared else memory.bytes_held
+    return held + sum(size for index, size in enumerate(sizes) if not memory.is_moved(index))
+
+
+def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
+    from .sharded_optimizer import ELEMENTWISE
+
+    inner = getattr(optimizer, "_inner", optimizer)
+    if (
+        replica.zero
+        and optimizer.partition == "tensor"
+        and f"{type(inner).__module__}.{type(inner).__name__}" not in ELEMENTWISE
+    ):
+        return None  # what it keeps depends on shapes
+    total, rates = 0, {}
+    for group, numel, dtype, has_master in _held(replica, optimizer):
+        key = (id(group), dtype, has_master)
+        if key not in rates:
+            rates[key] = _element_bytes(inner, group, torch.float32 if has_master else dtype)
+        rate = rates[key]
+        if rate is None:
+            return None
+        total += numel * (rate + 4 * has_master)
+    return total
+
+
+def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
+    indices = {id(p): i for i, p in enumerate(replica.table.parameters)}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            if not replica.zero:
+                yield group, p.numel(), p.dtype, isinstance(optimizer, MasterOptimizer) and optimizer.has_master(p)
+            elif (piece := optimizer.slice_of(indices[id(p)])) is not None:
+                yield group, piece.numel(), p.dtype, optimizer.has_master(p)
+
+
+def _element_bytes(inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
+    """Of state, an element. None where the class is not one that steps on a copy of itself."""
+    tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype)
+    tensor.grad = torch.zeros_like(tensor)
+    step = type(inner).step
+    try:
+        twin = copy.copy(inner)
+        twin.state = collections.defaultdict(dict)
+        twin.param_groups = [{**group, "params": [tensor]}]
+        getattr(step, "__wrapped__", step)(twin)  # without hooks
+        values = [value for value in twin.state[tensor].values() if isinstance(value, torch.Tensor)]
+    except Exception:
+        return None
+    return sum(value.element_size() for value in values if value.numel() == _PROBE_NUMEL)
