@@ -146,8 +146,8 @@ def device_kernel_image(
     Looked for in this order: the folder `packaged`, the folder `cache`, the compiler library `nvrtc`.
     """
 
-#: gradient, memory, left, right, basis (addresses), rows, cols, rank, seed
-_Matrix = tuple[int, int, int, int, int, int, int, int, int]
+#: gradient, memory, left, right, basis (addresses), rows, cols, rank, seed, the memory's dtype ("float32" or "bfloat16")
+_Matrix = tuple[int, int, int, int, int, int, int, int, int, str]
 
 def powersgd_stride(count: int, /) -> int:
     """Elements of a factor's row for `count` rows or columns of a matrix."""
