@@ -225,6 +225,7 @@ class DistributedDataParallel(TorchDDP):
             "timeout_s": options.timeout_s,
             "zero": self._zero,
             "share_parameters": options.share_parameters,
+            "gather": options.gather,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),

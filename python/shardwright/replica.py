@@ -112,7 +112,8 @@ class Replica:
         if self.zero < 3 or options.share_parameters is not False:
             return ParameterMemory(self.group, self.reducer, self.table, self.label, shared=self.zero == 3)
         plans = cut(module, self.table, options.units, options.reshard_after_forward)
-        return UnitMemory(self.group, self.reducer, self.table, plans, self.label)
+        coded = options.gather == "int8"
+        return UnitMemory(self.group, self.reducer, self.table, plans, self.label, coded=coded)
 
     def _places(self) -> Callable[[], list[int]] | None:
         """What tells where data should be, if it moves."""
