@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from .unit_memory import UnitMemory
 from .units import cut
 
 if TYPE_CHECKING:
+    from .auto_compression import AutoCompression
     from .join import Announcer
     from .precision import PrecisionPlan
     from .sharded_optimizer import ShardedOptimizer
@@ -104,6 +106,7 @@ class Replica:
         self.on_output_gradient = _output_hook(self.reducer)
         self.compression: tuple[str, Exchange] | None = None
         self.announcer: Announcer | None = None
+        self.watcher: AutoCompression | None = None
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         _live.add(self)
         _hooks.watch_steps(self)
@@ -361,7 +364,7 @@ class Replica:
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
-        self.reducer.close_pending()
+        self.close_pending()
         found: dict[str, torch.Tensor | None] = {}
         for index, (name, parameter) in enumerate(zip(self.table.names, self.table.parameters)):
             gradient = parameter.grad
@@ -395,8 +398,28 @@ class Replica:
         module = self._module()
         if module is not None:
             self._check_drift(module)
-        self.reducer.close_pending()
+        self.close_pending()
         self.reducer.count_step()
+
+    # rounds, by whatever way they end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """At the end of a backward."""
+        self._end_round(self.reducer.close)
+
+    def close_pending(self) -> None:
+        """A synchronised forward that no backward followed: before gradients are used."""
+        self._end_round(self.reducer.close_pending)
+
+    def shadow(self) -> None:
+        """Of a rank that has run out of inputs."""
+        self._end_round(self.reducer.shadow)
+
+    def _end_round(self, end: Callable[[], None]) -> None:
+        begin_s = time.perf_counter()
+        end()
+        if self.watcher is not None:
+            self.watcher.after_round(time.perf_counter() - begin_s)
 
     def renew_view(self, index: int) -> None:
         """The old view of a gradient, which somebody kept, moves to memory of its own; a new one takes its place."""
@@ -443,7 +466,8 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
         alive = replica()
         if alive is None:
             return False
-        _hooks.queue_at_end(alive.reducer.close, alive.reducer.fail)
+        close = alive.reducer.close if alive.watcher is None else alive.close
+        _hooks.queue_at_end(close, alive.reducer.fail)
         return synchronises()
 
     return open_round

@@ -591,4 +591,6 @@ def test_errors_stay_flat(rank, world_size, name):
             owed = state.errors() if hook is powerSGD_hook else {"": state._entries["#0"]["error"]}
             late = step >= steps - 40
             worst[late] = max(worst[late], *(float(error.norm()) for error in owed.values()))
+    if LONG and rank == 0:
+        print(f"\n{name}, W={world_size}: |e| {worst[0]:.4g} in steps 20-60, {worst[1]:.4g} in the last 40 of {steps}")
     assert 0 < worst[1] < 1.5 * worst[0], worst
