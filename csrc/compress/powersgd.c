@@ -19,6 +19,9 @@ sw_status sw_powersgd_check(const sw_powersgd *m, sw_error *err)
         SW_FAIL(err, SW_E_INVALID,
                 "powersgd: rank of a matrix of %zu x %zu must be in [1, %zu], not %zu", m->rows,
                 m->cols, most, m->rank);
+    if (m->memory_dtype != SW_DTYPE_FLOAT32 && m->memory_dtype != SW_DTYPE_BFLOAT16)
+        SW_FAIL(err, SW_E_INVALID, "powersgd: memory must be float32 or bfloat16, not %s",
+                sw_dtype_name(m->memory_dtype));
     return SW_OK;
 }
 
@@ -30,7 +33,8 @@ static sw_lowrank kernel_view(const sw_powersgd *m)
                         .right = m->right,
                         .rows = m->rows,
                         .cols = m->cols,
-                        .rank = m->rank};
+                        .rank = m->rank,
+                        .memory_dtype = m->memory_dtype};
 }
 
 void sw_powersgd_orthonormalize(float *factor, size_t count, size_t rank, uint64_t seed)

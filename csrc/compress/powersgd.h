@@ -22,22 +22,25 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "tensor/dtype.h"
 
 /* Factors are `rank` rows of sw_powersgd_stride() elements, zeros beyond rows or cols. */
 typedef struct sw_powersgd {
     float *gradient; /* rows x cols, row-major; borrowed for one step; the result at its end */
-    float *memory;   /* rows x cols; borrowed; NULL: no error feedback. Zeros at first */
-    float *left;     /* rank x rows: P̂ of the last step. Zeros at first */
-    float *right;    /* rank x cols: own Q of the last step. Zeros at first */
+    void *
+        memory; /* rows x cols of memory_dtype; borrowed; NULL: no error feedback. Zeros at first */
+    float *left;  /* rank x rows: P̂ of the last step. Zeros at first */
+    float *right; /* rank x cols: own Q of the last step. Zeros at first */
     float
         *basis; /* rank x cols: orthonormal Q of the last step; sw_powersgd_init_basis() at first */
     size_t rows, cols, rank;
-    uint64_t seed; /* of replacements in orthonormalisation; the same on every rank */
+    uint64_t seed;         /* of replacements in orthonormalisation; the same on every rank */
+    sw_dtype memory_dtype; /* float32 or bfloat16 */
 } sw_powersgd;
 
 /* Elements of a row of a factor. */
 size_t sw_powersgd_stride(size_t count);
-/* SW_E_INVALID unless rank is in [1, min(rows, cols, 256)]. */
+/* SW_E_INVALID unless rank is in [1, min(rows, cols, 256)] and memory_dtype one of the two. */
 SW_MUST_USE sw_status sw_powersgd_check(const sw_powersgd *matrix, sw_error *err);
 /* basis = orthonormal pseudo-random rows of `seed`. */
 void sw_powersgd_init_basis(const sw_powersgd *matrix);

@@ -56,10 +56,11 @@ typedef void sw_block_residual_fn(float *error, const float *source, const unsig
  * padded with zeros. */
 typedef struct sw_lowrank {
     float *gradient;    /* rows x cols; v once it was projected */
-    float *memory;      /* rows x cols: M of the last step, or NULL */
+    void *memory;       /* rows x cols of memory_dtype: M of the last step, or NULL */
     const float *left;  /* rank x rows: the last step's orthonormal P */
     const float *right; /* rank x cols: this rank's own Q of the last step */
     size_t rows, cols, rank;
+    sw_dtype memory_dtype; /* float32; or bfloat16: v rounded to nearest even, and at most finite */
 } sw_lowrank;
 
 static inline size_t sw_lowrank_stride(size_t count)
@@ -69,10 +70,10 @@ static inline size_t sw_lowrank_stride(size_t count)
 }
 
 /* out (rank x rows) = basis (rank x cols) vᵀ, and gradient = v. Something not finite in v makes its
- * column of `out` so. Cost: 12 bytes and 4 * rank flops an element. */
+ * column of `out` so. Cost: 12 bytes (a bfloat16 memory: 10) and 4 * rank flops an element. */
 typedef void sw_lowrank_project_fn(const sw_lowrank *matrix, const float *basis, float *out);
 /* After that: memory = v (if there is one), out (rank x cols) = left_now (rank x rows) v. `out` is
- * not matrix->right. Cost: 8 bytes and 2 * rank flops an element. */
+ * not matrix->right. Cost: 8 (6) bytes and 2 * rank flops an element. */
 typedef void sw_lowrank_absorb_fn(const sw_lowrank *matrix, const float *left_now, float *out);
 /* out (rows x cols) = leftᵀ right. Cost: 4 bytes and 2 * rank flops an element. */
 typedef void sw_lowrank_expand_fn(float *out, const float *left, const float *right, size_t rows,

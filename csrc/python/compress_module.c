@@ -197,9 +197,10 @@ static bool read_matrix(PyObject *module, PyObject *row, sw_powersgd *out)
 {
     unsigned long long gradient, memory, left, right, basis, seed;
     Py_ssize_t rows, cols, rank;
+    const char *dtype;
     sw_error err;
-    if (!PyArg_ParseTuple(row, "KKKKKnnnK:powersgd", &gradient, &memory, &left, &right, &basis,
-                          &rows, &cols, &rank, &seed))
+    if (!PyArg_ParseTuple(row, "KKKKKnnnKs:powersgd", &gradient, &memory, &left, &right, &basis,
+                          &rows, &cols, &rank, &seed, &dtype))
         return false;
     *out = (sw_powersgd){.gradient = address_of(gradient),
                          .memory = address_of(memory),
@@ -209,7 +210,8 @@ static bool read_matrix(PyObject *module, PyObject *row, sw_powersgd *out)
                          .rows = rows < 0 ? 0 : (size_t)rows,
                          .cols = cols < 0 ? 0 : (size_t)cols,
                          .rank = rank < 0 ? 0 : (size_t)rank,
-                         .seed = seed};
+                         .seed = seed,
+                         .memory_dtype = sw_dtype_from_name(dtype)};
     if (sw_powersgd_check(out, &err) == SW_OK)
         return true;
     sw_py_raise(PyModule_GetState(module), &err, NULL);

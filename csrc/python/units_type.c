@@ -11,7 +11,7 @@
 
 typedef struct units_object {
     PyObject_HEAD sw_units *units; /* owned; NULL before __init__ */
-    PyObject *arena;               /* owned: where the slices are */
+    PyObject *arena, *codes;       /* owned: where the slices are, and their records or NULL */
     pid_t process;                 /* whose pages they are: a child would write into its parent's */
 } units_object;
 
@@ -45,18 +45,24 @@ static int read_spec(PyObject *item, sw_unit_spec *spec, sw_unit_run **runs)
     spec->run_count = (size_t)count;
     for (Py_ssize_t i = 0; i < count; ++i) {
         Py_ssize_t target, rank, source, bytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nnnn:run", &target, &rank, &source, &bytes))
+        int coded;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nnnnp:run", &target, &rank, &source, &bytes,
+                              &coded))
             return -1;
         if (target < 0 || rank < 0 || source < 0 || bytes < 0) {
             PyErr_SetString(PyExc_ValueError, "Units: a run has no negative numbers");
             return -1;
         }
-        (*runs)[i] = (sw_unit_run){(size_t)target, (size_t)rank, (size_t)source, (size_t)bytes};
+        (*runs)[i] = (sw_unit_run){.target_bytes = (size_t)target,
+                                   .rank = (size_t)rank,
+                                   .source_bytes = (size_t)source,
+                                   .size_bytes = (size_t)bytes,
+                                   .coded = coded};
     }
     return 0;
 }
 
-static int create(units_object *self, const sw_arena *arena, PyObject *list, size_t warm_bytes,
+static int create(units_object *self, const sw_unit_parts *parts, PyObject *list, size_t warm_bytes,
                   const char *label)
 {
     size_t count = (size_t)PyList_Size(list);
@@ -73,8 +79,7 @@ static int create(units_object *self, const sw_arena *arena, PyObject *list, siz
             goto done;
     sw_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = sw_units_create(arena->base, (size_t)arena->world_size, arena->size_bytes, specs,
-                             count, warm_bytes, label, &self->units, &err);
+    status = sw_units_create(parts, specs, count, warm_bytes, label, &self->units, &err);
     Py_END_ALLOW_THREADS
     failed = raise(self, status, &err);
 done:
@@ -87,25 +92,33 @@ done:
 
 static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"arena", "units", "warm_bytes", "label", NULL};
+    static char *names[] = {"arena", "units", "warm_bytes", "label", "codes", NULL};
     units_object *self = (units_object *)op;
-    PyObject *arena, *list;
+    PyObject *arena, *list, *codes = NULL;
     Py_ssize_t warm_bytes;
     const char *label;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!ns:Units", names,
-                                     sw_py_state_of(op)->arena_type, &arena, &PyList_Type, &list,
-                                     &warm_bytes, &label))
+    PyTypeObject *arena_type = sw_py_state_of(op)->arena_type;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!ns|O!:Units", names, arena_type, &arena,
+                                     &PyList_Type, &list, &warm_bytes, &label, arena_type, &codes))
         return -1;
-    const sw_arena *parts = ((arena_object *)arena)->arena;
-    if (self->units || !parts || warm_bytes < 0) {
+    const sw_arena *slices = ((arena_object *)arena)->arena;
+    const sw_arena *records = codes ? ((arena_object *)codes)->arena : NULL;
+    if (self->units || !slices || (codes && !records) || warm_bytes < 0) {
         PyErr_SetString(PyExc_ValueError, "Units: made once, over an arena that ranks share, with "
                                           "warm_bytes of at least 0");
         return -1;
     }
     Py_INCREF(arena);
+    Py_XINCREF(codes);
     self->arena = arena;
+    self->codes = codes;
     self->process = getpid();
-    return create(self, parts, list, (size_t)warm_bytes, label);
+    const sw_unit_parts parts = {.slices = slices->base,
+                                 .codes = records ? records->base : NULL,
+                                 .world_size = (size_t)slices->world_size,
+                                 .slice_bytes = slices->size_bytes,
+                                 .code_bytes = records ? records->size_bytes : 0};
+    return create(self, &parts, list, (size_t)warm_bytes, label);
 }
 
 static void units_dealloc(PyObject *op)
@@ -114,6 +127,7 @@ static void units_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     sw_units_destroy(self->units);
     ENGINE_CLEAR(self->arena);
+    ENGINE_CLEAR(self->codes);
     PyObject_Free(op);
     Py_DECREF(type);
 }
@@ -147,7 +161,7 @@ static Py_ssize_t enter_unit(units_object *self, PyObject *position)
     return raise(self, SW_E_STATE, &err);
 }
 
-static PyObject *units_gather(PyObject *op, PyObject *position)
+static PyObject *gather_from(PyObject *op, PyObject *position, sw_unit_source source)
 {
     units_object *self = (units_object *)op;
     Py_ssize_t unit = enter_unit(self, position);
@@ -156,11 +170,21 @@ static PyObject *units_gather(PyObject *op, PyObject *position)
     if (unit < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    status = sw_unit_gather(self->units, (size_t)unit, &err);
+    status = sw_unit_gather(self->units, (size_t)unit, source, &err);
     Py_END_ALLOW_THREADS
     if (raise(self, status, &err) < 0)
         return NULL;
     Py_RETURN_NONE;
+}
+
+static PyObject *units_gather(PyObject *op, PyObject *position)
+{
+    return gather_from(op, position, SW_UNIT_SLICES);
+}
+
+static PyObject *units_gather_codes(PyObject *op, PyObject *position)
+{
+    return gather_from(op, position, SW_UNIT_CODES);
 }
 
 static PyObject *units_release(PyObject *op, PyObject *position)
@@ -238,6 +262,8 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
 
 static PyMethodDef units_methods[] = {
     {"gather", units_gather, METH_O, "gather(unit)\n--\n\nSharded to unsharded."},
+    {"gather_codes", units_gather_codes, METH_O,
+     "gather_codes(unit)\n--\n\nThe same, coded runs from their records."},
     {"release", units_release, METH_O, "release(unit)\n--\n\nUnsharded to sharded."},
     {"take_write", units_take_write, METH_O,
      "take_write(unit)\n--\n\nWhere a released unit was written to; -1: nowhere. Asked once."},

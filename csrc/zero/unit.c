@@ -5,6 +5,8 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "kernels/compress_kernels.h"
+#include "kernels/kernels.h"
 #include "platform/clock.h"
 #include "platform/memory.h"
 #include "zero/page_ring.h"
@@ -22,26 +24,53 @@ typedef struct unit {
 } unit;
 
 struct sw_units {
-    size_t count, world_size;
-    uint8_t **parts; /* owned table of borrowed addresses */
-    unit *unit;      /* owned */
+    size_t count;
+    uint8_t **slices, **codes; /* owned tables of borrowed addresses; codes NULL: none */
+    unit *unit;                /* owned */
     sw_page_ring ring;
     sw_units_stats stats;
 };
 
-static sw_status check_run(const sw_unit_spec *spec, const sw_unit_run *run, size_t world_size,
-                           size_t part_bytes, sw_error *err)
+static size_t records_of(size_t size_bytes)
+{
+    return size_bytes / SW_UNIT_BLOCK_BYTES + (size_bytes % SW_UNIT_BLOCK_BYTES != 0);
+}
+
+static bool run_is_coded_well(const sw_unit_run *run, const sw_unit_parts *parts)
+{
+    size_t end = run->source_bytes / SW_UNIT_BLOCK_BYTES + records_of(run->size_bytes);
+    return parts->codes && run->source_bytes % SW_UNIT_BLOCK_BYTES == 0 &&
+           run->target_bytes % sizeof(float) == 0 && run->size_bytes % sizeof(float) == 0 &&
+           end <= parts->code_bytes / SW_UNIT_RECORD_BYTES;
+}
+
+static sw_status check_run(const sw_unit_spec *spec, const sw_unit_run *run,
+                           const sw_unit_parts *parts, sw_error *err)
 {
     size_t target_end, source_end;
-    if (run->rank >= world_size || !sw_size_add(run->target_bytes, run->size_bytes, &target_end) ||
+    if (run->rank >= parts->world_size ||
+        !sw_size_add(run->target_bytes, run->size_bytes, &target_end) ||
         !sw_size_add(run->source_bytes, run->size_bytes, &source_end) ||
-        target_end > spec->size_bytes || source_end > part_bytes)
+        target_end > spec->size_bytes || source_end > parts->slice_bytes)
         SW_FAIL(err, SW_E_INVALID,
                 "unit '%s': a run of %zu bytes from byte %zu of rank %zu to byte %zu leaves the "
                 "%zu bytes of a part, the %zu of the unit or the %zu ranks",
                 spec->name, run->size_bytes, run->source_bytes, run->rank, run->target_bytes,
-                part_bytes, spec->size_bytes, world_size);
+                parts->slice_bytes, spec->size_bytes, parts->world_size);
+    if (run->coded && !run_is_coded_well(run, parts))
+        SW_FAIL(err, SW_E_INVALID,
+                "unit '%s': a coded run of %zu bytes from byte %zu has no place in %zu bytes of "
+                "codes, or does not begin with a block",
+                spec->name, run->size_bytes, run->source_bytes, parts->code_bytes);
     return SW_OK;
+}
+
+static uint8_t **copy_table(uint8_t *const *table, size_t count)
+{
+    uint8_t **copy = malloc((count + 1) * sizeof *copy);
+    if (copy)
+        memcpy(copy, table, count * sizeof *copy);
+    return copy;
 }
 
 static sw_status unit_init(unit *made, const sw_unit_spec *spec, sw_error *err)
@@ -65,29 +94,27 @@ static sw_status unit_init(unit *made, const sw_unit_spec *spec, sw_error *err)
     return SW_OK;
 }
 
-sw_status sw_units_create(uint8_t *const *parts, size_t world_size, size_t part_bytes,
-                          const sw_unit_spec *specs, size_t count, size_t warm_bytes,
-                          const char *label, sw_units **units, sw_error *err)
+sw_status sw_units_create(const sw_unit_parts *parts, const sw_unit_spec *specs, size_t count,
+                          size_t warm_bytes, const char *label, sw_units **units, sw_error *err)
 {
     size_t chunks = 0;
     sw_status status = SW_OK;
     for (size_t i = 0; i < count; ++i) {
         for (size_t j = 0; j < specs[i].run_count; ++j)
-            SW_TRY(check_run(&specs[i], &specs[i].runs[j], world_size, part_bytes, err));
+            SW_TRY(check_run(&specs[i], &specs[i].runs[j], parts, err));
         chunks += sw_page_ring_chunks(specs[i].size_bytes);
     }
     sw_units *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "%s: no memory for a table of units", label);
     made->ring.fd = made->ring.blank_fd = made->ring.watch = -1;
-    made->world_size = world_size;
-    made->parts = malloc(world_size * sizeof *made->parts);
+    made->slices = copy_table(parts->slices, parts->world_size);
+    made->codes = parts->codes ? copy_table(parts->codes, parts->world_size) : NULL;
     made->unit = calloc(count + 1, sizeof *made->unit);
-    if (!made->parts || !made->unit) {
+    if (!made->slices || (parts->codes && !made->codes) || !made->unit) {
         status = sw_error_set(err, SW_E_MEMORY, -1, "%s: no memory for %zu units", label, count);
         goto failed;
     }
-    memcpy(made->parts, parts, world_size * sizeof *made->parts);
     SW_TRY_GOTO(status, sw_page_ring_init(&made->ring, chunks, warm_bytes, label, err), failed);
     for (; made->count < count; ++made->count) {
         unit *next = &made->unit[made->count];
@@ -117,7 +144,8 @@ void sw_units_destroy(sw_units *units)
     }
     sw_page_ring_fini(&units->ring);
     free(units->unit);
-    free(units->parts);
+    free(units->slices);
+    free(units->codes);
     free(units);
 }
 
@@ -148,7 +176,23 @@ sw_units_stats sw_units_get_stats(const sw_units *units)
     return stats;
 }
 
-sw_status sw_unit_gather(sw_units *units, size_t index, sw_error *err)
+/* Bytes that were read. */
+static size_t fetch(const sw_units *units, uint8_t *target, const sw_unit_run *run,
+                    sw_unit_source source)
+{
+    if (source == SW_UNIT_SLICES || !run->coded) {
+        memcpy(target, units->slices[run->rank] + run->source_bytes, run->size_bytes);
+        return run->size_bytes;
+    }
+    const uint8_t *records =
+        units->codes[run->rank] + run->source_bytes / SW_UNIT_BLOCK_BYTES * SW_UNIT_RECORD_BYTES;
+    sw_kernels()->compress->block_dequantize((float *)(void *)target, records,
+                                             run->size_bytes / sizeof(float), SW_UNIT_BLOCK_NUMEL,
+                                             8, false);
+    return records_of(run->size_bytes) * SW_UNIT_RECORD_BYTES;
+}
+
+sw_status sw_unit_gather(sw_units *units, size_t index, sw_unit_source source, sw_error *err)
 {
     unit *it = &units->unit[index];
     int64_t begin_ns = sw_clock_now_ns();
@@ -164,9 +208,7 @@ sw_status sw_unit_gather(sw_units *units, size_t index, sw_error *err)
     }
     for (size_t i = 0; i < it->run_count; ++i) {
         const sw_unit_run *run = &it->runs[i];
-        memcpy(it->address + run->target_bytes, units->parts[run->rank] + run->source_bytes,
-               run->size_bytes);
-        units->stats.bytes += run->size_bytes;
+        units->stats.bytes += fetch(units, it->address + run->target_bytes, run, source);
     }
     units->stats.gathers++;
     units->stats.gather_ns += (uint64_t)(sw_clock_now_ns() - begin_ns);

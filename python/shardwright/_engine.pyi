@@ -175,8 +175,8 @@ def device_kernel_image(
     Looked for in this order: the folder `packaged`, the folder `cache`, the compiler library `nvrtc`.
     """
 
-#: gradient, memory, left, right, basis (addresses), rows, cols, rank, seed
-_Matrix = tuple[int, int, int, int, int, int, int, int, int]
+#: gradient, memory, left, right, basis (addresses), rows, cols, rank, seed, the memory's dtype ("float32" or "bfloat16")
+_Matrix = tuple[int, int, int, int, int, int, int, int, int, str]
 
 def powersgd_stride(count: int, /) -> int:
     """Elements of a factor's row for `count` rows or columns of a matrix."""
@@ -405,12 +405,20 @@ class Units:
     """Sets of parameters that are gathered together out of the ranks' slices, and released. See csrc/zero/unit.h."""
 
     def __init__(
-        self, arena: Arena, units: list[tuple[str, int, list[tuple[int, int, int, int]]]], warm_bytes: int, label: str
+        self,
+        arena: Arena,
+        units: list[tuple[str, int, list[tuple[int, int, int, int, bool]]]],
+        warm_bytes: int,
+        label: str,
+        codes: Arena = ...,
     ) -> None:
-        """`units`: (name, nbytes, runs), runs (target_bytes, rank, source_bytes, nbytes). ValueError for a run that leaves its
-        unit or a rank's part of the arena."""
+        """`units`: (name, nbytes, runs), runs (target_bytes, rank, source_bytes, nbytes, coded). Coded: float32 of which each rank
+        keeps records, blocks of 32 elements as 8 bits, in its part of `codes`, 36 bytes for 128 of its slices. ValueError for a
+        run that leaves its unit or a rank's part of the arenas."""
     def gather(self, unit: int) -> None:
         """Sharded to unsharded. Error from elsewhere."""
+    def gather_codes(self, unit: int) -> None:
+        """The same, with what the records say of coded runs."""
     def release(self, unit: int) -> None:
         """Unsharded to sharded: its addresses read as NaN. Error from elsewhere, and in a child of the process that made them."""
     def take_write(self, unit: int) -> int:
@@ -419,7 +427,7 @@ class Units:
     def state(self, unit: int) -> str:
         """ "sharded", "gathering" or "unsharded"."""
     def stats(self) -> dict[str, int]:
-        """gathers, releases, gathered_bytes, gather_ns, most_unit_bytes (of pages in use at once)."""
+        """gathers, releases, gathered_bytes (read from ranks' parts), gather_ns, most_unit_bytes (of pages in use at once)."""
     def tensor(
         self, unit: int, offset_bytes: int, numel: int, dtype: str, shape: Sequence[int], strides: Sequence[int]
     ) -> Any:

@@ -50,7 +50,7 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     replica = _replica_of(module_or_parameters)
     if replica is not None:
-        replica.reducer.close_pending()
+        replica.close_pending()
     if replica is not None and replica.zero:
         norm = _norm_of_slices(replica)
         gradients = [p.grad for p in replica.table.parameters if p.grad is not None]

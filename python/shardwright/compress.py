@@ -102,6 +102,10 @@ class PowerSGD(Compressor):
     seed : int
     alternate : bool
         One exchange a bucket instead of two: P and Q take turns.
+    wire_dtype : torch.dtype
+        Of the factors on the wire: float32, bfloat16 or float16.
+    error_dtype : torch.dtype
+        Of what is kept between rounds: float32 or bfloat16.
     """
 
     rank: int = 4
@@ -110,6 +114,8 @@ class PowerSGD(Compressor):
     error_feedback: bool = True
     seed: int = 0
     alternate: bool = False
+    wire_dtype: torch.dtype = torch.float32
+    error_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         self._state()
@@ -123,6 +129,8 @@ class PowerSGD(Compressor):
             use_error_feedback=self.error_feedback,
             random_seed=self.seed,
             alternate=self.alternate,
+            wire_dtype=self.wire_dtype,
+            error_dtype=self.error_dtype,
         )
 
     def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:

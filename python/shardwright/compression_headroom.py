@@ -8,11 +8,10 @@ time counts against that: predicted(compressor) = local step + codec + bytes / b
 from __future__ import annotations
 
 import dataclasses
-import logging
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,11 +21,13 @@ from .data_parallel import DistributedDataParallel
 from .exchange import average_plain
 from .levels import Levels, levels_of
 
-__all__ = ["Headroom", "headroom", "resolve_auto"]
+if TYPE_CHECKING:
+    from .replica import Replica
 
-_logger = logging.getLogger("shardwright")
+__all__ = ["Headroom", "headroom"]
+
 _PROBE_NUMEL = 1 << 20  # elements: 4 MiB, as 1024 x 1024
-_LEAST_GAIN = 0.03  # of a step: less is not worth another arithmetic
+LEAST_GAIN = 0.03  # of a step: less is not worth another arithmetic
 _CANDIDATES: tuple[Compressor, ...] = (Bf16(), Fp16(), Int8(), PowerSGD(rank=4))
 
 
@@ -134,39 +135,52 @@ def headroom(
     if replica.compression is not None or model._comm_hooks:
         raise Error("headroom measures plain gradients: this model has a compressor or a communication hook")
     comm = replica.group.comm
-    step_s, local_s = _measure_backwards(model, backward, repeat, lambda values: _slowest(comm, values))
+    step_s, local_s = _measure_backwards(model, backward, repeat, lambda values: slowest(comm, values))
     exposed_s = max(0.0, step_s - local_s)
     numel = sum(p.numel() for p in replica.table.parameters if p.requires_grad)
     levels = levels_of(replica.group)
     plain_bytes = replica.stats()["step_wire_bytes"] if replica.group.host_count == 1 else _sent(levels, 4 * numel)
-    plain_s = _slowest(comm, [_time_plain(levels)])[0]
-    measured = _sent(levels, 4 * _PROBE_NUMEL) / plain_s if comm.world_size > 1 else float("inf")
+    measured = measure_bandwidth(replica, levels)
     speed = bandwidth or measured
     if bandwidth is not None:  # what hides here hides there; the rest is as long as its bytes
         hidden_s = max(0.0, plain_bytes / measured - exposed_s)
         exposed_s = max(0.0, plain_bytes / bandwidth - hidden_s)
         step_s = local_s + exposed_s
-    candidates = []
-    for compress in _CANDIDATES:
-        whole_s, most_sent = _slowest(comm, [*_time_codec(compress, levels)])
-        sent = int(most_sent)  # across hosts not every rank sends
-        codec_s = max(0.0, whole_s - sent / measured) * numel / _PROBE_NUMEL
-        wire_bytes = sent * numel // _PROBE_NUMEL
-        candidates.append(Candidate(repr(compress), local_s + codec_s + wire_bytes / speed, codec_s, wire_bytes))
+    codecs = measure_codecs(replica, levels, numel, measured)
+    candidates = [Candidate(repr(c.compress), local_s + c.seconds(speed), c.codec_s, c.wire_bytes) for c in codecs]
     candidates.sort(key=lambda candidate: candidate.step_s)
-    pays = comm.world_size > 1 and candidates[0].step_s < (1 - _LEAST_GAIN) * step_s
+    pays = comm.world_size > 1 and candidates[0].step_s < (1 - LEAST_GAIN) * step_s
     return Headroom(step_s, local_s, exposed_s, speed, tuple(candidates), candidates[0].name if pays else "none")
 
 
-def resolve_auto(wrapped: DistributedDataParallel) -> Compressor | None:
-    """What compress="auto" means for this model; said in one line on rank 0."""
-    group = wrapped._engine().group
-    why = f"all {group.world_size} ranks share one host, whose memory is faster than any codec"
-    if group.host_count > 1:
-        why = f"what pays between {group.host_count} hosts depends on the step: pass what sw.headroom recommends"
-    if group.rank == 0:
-        _logger.info("compress='auto': none, because %s", why)
-    return None
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """What a compressor takes of a whole model: seconds of arithmetic on the slowest rank, and bytes that a rank sends."""
+
+    compress: Compressor
+    codec_s: float
+    wire_bytes: int
+
+    def seconds(self, bandwidth: float) -> float:
+        """Of a step, without overlap."""
+        return self.codec_s + self.wire_bytes / bandwidth
+
+
+def measure_bandwidth(replica: Replica, levels: Levels) -> float:
+    """Bytes a second that a rank sends in a plain exchange; infinite for one rank. Collective."""
+    plain_s = slowest(replica.group.comm, [_time_plain(levels)])[0]
+    return _sent(levels, 4 * _PROBE_NUMEL) / plain_s if replica.group.world_size > 1 else float("inf")
+
+
+def measure_codecs(replica: Replica, levels: Levels, numel: int, bandwidth: float) -> list[Codec]:
+    """Every candidate, timed on 4 MiB over this network of `bandwidth`, for `numel` elements. Collective."""
+    found = []
+    for compress in _CANDIDATES:
+        whole_s, most_sent = slowest(replica.group.comm, [*_time_codec(compress, levels)])
+        sent = int(most_sent)  # across hosts not every rank sends
+        codec_s = max(0.0, whole_s - sent / bandwidth) * numel / _PROBE_NUMEL
+        found.append(Codec(compress, codec_s, sent * numel // _PROBE_NUMEL))
+    return found
 
 
 def _measure_backwards(
@@ -194,7 +208,7 @@ def _measure_backwards(
     return statistics.median(both[:repeat]), statistics.median(both[repeat:])
 
 
-def _slowest(comm: Any, values: list[float]) -> list[float]:
+def slowest(comm: Any, values: list[float]) -> list[float]:
     """Each value's greatest over ranks. Collective."""
     packed = torch.tensor(values, dtype=torch.float64).numpy().tobytes()
     rows = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in comm.all_gather_bytes(packed, "headroom")]

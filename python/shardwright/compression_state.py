@@ -70,11 +70,13 @@ class CompressionState:
     def entry(
         self, parameter: torch.Tensor, shapes: dict[str, tuple[int, ...]]
     ) -> tuple[dict[str, torch.Tensor], bool]:
-        """The parameter's tensors, float32 of `shapes`, and whether they are new (zeros)."""
+        """The parameter's tensors, of dtype_of() and `shapes`, and whether they are new (zeros)."""
         name = self.name_of(parameter)
         if name not in self._entries:
             taken = self._taken(name, shapes)
-            self._entries[name] = taken or {key: torch.zeros(shape) for key, shape in shapes.items()}
+            self._entries[name] = taken or {
+                key: torch.zeros(shape, dtype=self.dtype_of(key)) for key, shape in shapes.items()
+            }
             return self._entries[name], taken is None
         found = self._entries[name]
         for key, shape in shapes.items():
@@ -131,6 +133,10 @@ class CompressionState:
     def uses_entries(self) -> bool:
         """Whether the round just ended asked for every parameter's entry."""
         return True
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Of an entry's tensor."""
+        return torch.float32
 
     def settings(self) -> dict[str, Any]:
         """What a loaded state must agree about."""
@@ -234,5 +240,5 @@ def _joined(entries: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     if "memory" in made:
         rows, cols = made["memory"].shape
         owed = [e["memory"].double() - e["left"][:, :rows].double().T @ e["right"][:, :cols].double() for e in entries]
-        made["memory"] = torch.stack(owed).mean(0).float()
+        made["memory"] = torch.stack(owed).mean(0).to(made["memory"].dtype)
     return made

@@ -226,6 +226,7 @@ class DistributedDataParallel(TorchDDP):
             "zero": self._zero,
             "device_mesh": slicing.rows(),
             "share_parameters": options.share_parameters,
+            "gather": options.gather,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),

@@ -26,12 +26,13 @@ from .data_parallel import DistributedDataParallel
 from .exchange import average_plain
 from .hooks import average_half
 from .levels import levels_of
-from .process_group import host_group, resolve_group
+from .process_group import HostGroup, host_group, resolve_group
 from .table import verify
 
 __all__ = ["DiLoCo"]
 
 _WIRES = ("float32", "bf16", "int8")
+_TIMEOUT_S = 1800.0
 
 
 def _nesterov(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -45,7 +46,7 @@ class DiLoCo:
     ----------
     model : Module
         Bare, or wrapped by sw at zero=0, whose gradients are then no longer averaged. Float32 parameters on the CPU. All ranks
-        take rank 0's parameters.
+        take rank 0's parameters and buffers.
     inner_optimizer : Optimizer
         Of this rank alone.
     every : int
@@ -66,7 +67,8 @@ class DiLoCo:
     Error
         The model is wrapped with zero >= 1, or ranks disagree about the arguments.
     ValueError, TypeError
-        A value out of its range; a model that another wrapper averages.
+        A value out of its range; a model that another wrapper averages. What is wrong on one rank alone is an Error that
+        names the rank on all others, at once.
 
     Notes
     -----
@@ -86,39 +88,38 @@ class DiLoCo:
         outer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = _nesterov,
         wire: str = "bf16",
         process_group: Any = None,
-        timeout_s: float = 1800.0,
+        timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        for name, value, most in (("every", every, 2**31), ("fragments", fragments, every)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"DiLoCo: {name} must be an integer in [1, {most}], got {value!r}")
-        if wire not in _WIRES:
-            raise ValueError(f"DiLoCo: wire must be one of {', '.join(_WIRES)}, got {wire!r}")
         self.inner_optimizer = inner_optimizer
         self.every = every
         self.wire = wire
         self.steps = 0
-        module, self._group = _module_and_group(model, process_group, timeout_s)
-        self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        shapes = [
-            [name, f"{tuple(p.shape)} {p.dtype} {p.device.type} {'' if p.is_contiguous() else 'not '}contiguous"]
-            for name, p in zip(self._names, self._parameters)
-        ]
-        settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire]]
-        verify([*settings, *shapes], self._group.comm.all_gather_bytes, "DiLoCo")
-        for name, parameter in zip(self._names, self._parameters):  # alike on all ranks
-            if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
-                raise TypeError(
-                    f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU, not {parameter.dtype} on "
-                    f"{parameter.device.type}"
-                )
-        self._group.broadcast(self._parameters, 0, "parameters under DiLoCo")
+        self._group = _group_of(model, process_group, timeout_s)
+        description: list[list[str]] = []
+        refusal: Exception | None = None
+        try:
+            _check_arguments(inner_optimizer, every, fragments, wire, timeout_s)
+            module = _module_of(model, process_group)
+            self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+            self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            _check_tensors(module, zip(self._names, self._parameters))
+            self._anchors = [parameter.detach().clone() for parameter in self._parameters]
+            self.outer_optimizer = _made(outer, self._anchors)
+            settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire]]
+            tensors = [[name, f"{tuple(t.shape)} {t.dtype}"] for name, t in _tensors(module)]
+            description = [*settings, ["outer", _hyperparameters(self.outer_optimizer)], *tensors]
+        except Exception as error:  # the others are told, before they wait for this rank
+            refusal, description = error, [["failure", f"{type(error).__name__}: {error}"]]
+        verify(description, self._group.comm.all_gather_bytes, "DiLoCo", refusal)
+        if isinstance(model, DistributedDataParallel):
+            model.set_requires_gradient_sync(False)
+        self._group.broadcast([*self._parameters, *module.buffers()], 0, "parameters and buffers under DiLoCo")
+        for anchor, parameter in zip(self._anchors, self._parameters):
+            anchor.copy_(parameter.detach())
         self._levels = levels_of(self._group)
         self._exchange = self._levels.exchange
         self._int8 = BlockState(None, 8, 256)
         self._int8.use_exchange(self._exchange)
-        self._anchors = [parameter.detach().clone() for parameter in self._parameters]
-        self.outer_optimizer = outer(self._anchors)
         self._fragments = _cut([p.numel() for p in self._parameters], fragments)
         largest = max((sum(self._parameters[i].numel() for i in part) for part in self._fragments), default=0)
         self._change = torch.empty(largest)
@@ -234,10 +235,36 @@ class _Fragment:
         return True
 
 
-def _module_and_group(model: torch.nn.Module, process_group: Any, timeout_s: float) -> tuple[torch.nn.Module, Any]:
+def _group_of(model: torch.nn.Module, process_group: Any, timeout_s: float) -> HostGroup:
+    """Whom this rank tells what is wrong with its arguments, whatever it is."""
+    replica = model._replica if isinstance(model, DistributedDataParallel) else None
+    if replica is not None:
+        return replica.group
+    return host_group(resolve_group(process_group, None), timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S)
+
+
+def _is_timeout(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1e9
+
+
+def _check_arguments(inner_optimizer: Any, every: Any, fragments: Any, wire: Any, timeout_s: Any) -> None:
+    if not hasattr(inner_optimizer, "step") or not hasattr(inner_optimizer, "param_groups"):
+        raise TypeError(f"DiLoCo: inner_optimizer must be an optimizer, got {type(inner_optimizer).__name__}")
+    for name, value, most in (("every", every, 2**31), ("fragments", fragments, every)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f"DiLoCo: {name} must be an integer in [1, {most}], got {value!r}")
+    if wire not in _WIRES:
+        raise ValueError(f"DiLoCo: wire must be one of {', '.join(_WIRES)}, got {wire!r}")
+    if not _is_timeout(timeout_s):
+        raise ValueError(f"DiLoCo: timeout_s must be above 0 and at most 1e+09 seconds, got {timeout_s!r}")
+
+
+def _module_of(model: Any, process_group: Any) -> torch.nn.Module:
+    """The bare module, of which this wrapper leaves the gradients alone."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"DiLoCo: model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(model, TorchDDP):
-        group = resolve_group(process_group, None)
-        return model, host_group(group, timeout_s)
+        return model
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             "DiLoCo: torch's DistributedDataParallel averages the gradients of every step: pass the module itself"
@@ -253,8 +280,45 @@ def _module_and_group(model: torch.nn.Module, process_group: Any, timeout_s: flo
             f"DiLoCo cannot run at zero={model._zero}: ranks whose parameters differ between exchanges cannot share slices of one "
             "optimizer state; wrap with zero=0"
         )
-    model.set_requires_gradient_sync(False)
-    return model.module, model._engine().group
+    model._engine()  # in force still
+    return model.module
+
+
+def _check_tensors(module: torch.nn.Module, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, parameter in parameters:
+        if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
+            raise TypeError(
+                f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU, not {parameter.dtype} on "
+                f"{parameter.device.type}"
+            )
+    for name, buffer in module.named_buffers():
+        if buffer.device.type != "cpu":
+            raise TypeError(f"DiLoCo: buffer {name!r} must be on the CPU, not on {buffer.device.type}")
+
+
+def _tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """What is to be alike on all ranks."""
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return [*trained, *module.named_buffers()]
+
+
+def _made(
+    outer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer], anchors: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    if not callable(outer):
+        raise TypeError(f"DiLoCo: outer must be a callable that gives an optimizer, got {outer!r}")
+    made = outer(anchors)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"DiLoCo: outer must give a torch.optim.Optimizer, and gave {type(made).__name__}")
+    return made
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
+    plain = (int, float, str, tuple, type(None))  # of others the text may be a rank's own
+    groups = [
+        {key: value for key, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {groups}"
 
 
 def _cut(sizes: list[int], count: int) -> list[list[int]]:

@@ -23,12 +23,14 @@ from ._engine import half_decode, half_encode
 from .block_compression import BlockState
 from .compression_state import reshard_state
 from .exchange import Exchange, fold_message, fold_slice, group_exchange, real_bucket, share_of, slice_numel
+from .fsdp_compression import compress_all_reduce
 from .powersgd import PowerSGDState
 
 __all__ = [
     "BlockState",
     "PowerSGDState",
     "bf16_compress_hook",
+    "compress_all_reduce",
     "fp16_compress_hook",
     "int4_compress_hook",
     "int8_compress_hook",

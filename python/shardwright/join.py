@@ -61,7 +61,7 @@ class ShadowHook(JoinHook):
         synchronises = wrapper._agree_on_sync(False)
         wrapper.require_forward_param_sync = synchronises
         if synchronises:
-            replica.reducer.shadow()
+            replica.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody takes the model of the last rank that joined; among several, the highest."""

@@ -59,6 +59,11 @@ class Options:
     reshard_after_forward : bool
         Of zero=3 without sharing: whether units are released between forward and backward. The outermost one never is.
 
+    gather : {None, "int8"}
+        Of zero=3 with share_parameters=False: what float32 parameters are gathered from. "int8": from blocks of 32 elements as 8-bit
+        integers and one float32 scale, which each rank makes of its slices after every step; the slices, what the optimizer
+        steps on and what is saved, stay exact, and so is everything inside full_parameters.
+
     Raises
     ------
     TypeError, ValueError
@@ -83,6 +88,7 @@ class Options:
     units: Any = "auto"
     reshard_after_forward: bool = True
     share_parameters: Any = "auto"
+    gather: str | None = None
 
     def __post_init__(self) -> None:
         if self.process_group is not None and self.device_mesh is not None:
@@ -111,6 +117,13 @@ class Options:
             raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
         if self.share_parameters != "auto" and not isinstance(self.share_parameters, bool):
             raise ValueError(f"share_parameters must be 'auto', True or False, got {self.share_parameters!r}")
+        if self.gather not in (None, "int8"):
+            raise ValueError(f"gather must be None or 'int8', got {self.gather!r}")
+        if self.gather is not None and self.share_parameters is not False:
+            raise ValueError(
+                f"gather={self.gather!r} needs share_parameters=False, got {self.share_parameters!r}: parameters that a host shares are "
+                "not gathered"
+            )
         check_units(self.units)
         if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):
             raise TypeError(f"ignored_params must be a collection of parameters or names, got {self.ignored_params!r}")
@@ -148,7 +161,7 @@ class Options:
 
     def check_stage(self, zero: int) -> None:
         """ValueError for an option that means nothing at stage `zero`."""
-        for name in ("share_parameters", "units", "reshard_after_forward") if zero != 3 else ():
+        for name in ("gather", "share_parameters", "units", "reshard_after_forward") if zero != 3 else ():
             if getattr(self, name) != getattr(Options, name):
                 raise ValueError(f"{name} is of zero=3, and was given with zero={zero}")
 

@@ -18,10 +18,13 @@ from ._engine import (
     powersgd_stride,
 )
 from .compression_state import CompressionState
-from .exchange import average_plain, fold_message, share_of, slice_numel
+from .exchange import average_plain, share_of
+from .factor_exchange import FactorExchange
 from .powersgd_in_turns import Turns
 
 _RANK_MAX = 256
+_WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ERROR_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PowerSGDState(CompressionState):
@@ -46,6 +49,11 @@ class PowerSGDState(CompressionState):
     alternate : bool
         One exchange a round instead of two (ACP-SGD, Zhang et al. 2023): P and Q take turns, each against the other's basis of
         the round before. Needs error feedback and warm start.
+    wire_dtype : torch.dtype
+        What factors travel in: float32, bfloat16 or float16. What rounding takes from them is owed too; what is small travels in
+        float32. In float16 a bucket with a factor beyond 65504 is refused, as one that is not finite.
+    error_dtype : torch.dtype
+        What is kept between rounds in: float32 or bfloat16, which halves the memory and loses 2^-9 of what is kept each round.
     named_parameters : iterable of (str, Parameter), optional
         Names for state_dict().
 
@@ -58,7 +66,8 @@ class PowerSGDState(CompressionState):
     -----
     The error is each rank's own, (I - P Pᵀ) v, so it does not grow with what other ranks send, and it is never written down:
     memory holds v. A bucket whose P is not finite on some rank leaves the state as it was, on every rank, and its compressed
-    gradients are NaN; one whose P is finite and whose Q overflows starts afresh. Memory: one float32 an element, and 2 rank (rows + columns).
+    gradients are NaN; one whose P is finite and whose Q overflows starts afresh. Memory: one element of error_dtype an element, and 2 rank
+    (rows + columns) float32.
     """
 
     kind = "PowerSGD"
@@ -77,7 +86,16 @@ class PowerSGDState(CompressionState):
         batch_tensors_with_same_shape: bool = False,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         alternate: bool = False,
+        wire_dtype: torch.dtype = torch.float32,
+        error_dtype: torch.dtype = torch.float32,
     ) -> None:
+        for name, dtype, legal in (
+            ("wire_dtype", wire_dtype, _WIRE_DTYPES),
+            ("error_dtype", error_dtype, _ERROR_DTYPES),
+        ):
+            if dtype not in legal:
+                names = ", ".join(map(str, legal))
+                raise ValueError(f"PowerSGDState: {name} must be one of {names}, got {dtype!r}")
         for name, value in (
             ("use_error_feedback", use_error_feedback),
             ("warm_start", warm_start),
@@ -104,7 +122,10 @@ class PowerSGDState(CompressionState):
         super().__init__(process_group, named_parameters)
         self._q = torch.empty(0)
         self.alternate = alternate
-        self._turns = Turns()
+        self._turns = Turns(wire_dtype)
+        self._factors = FactorExchange(wire_dtype)
+        self.wire_dtype = wire_dtype
+        self.error_dtype = error_dtype
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate
@@ -116,7 +137,10 @@ class PowerSGDState(CompressionState):
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
 
     def settings(self) -> dict[str, Any]:
+        dtypes = {"wire_dtype": self.wire_dtype, "error_dtype": self.error_dtype}
+        halves = {key: str(dtype) for key, dtype in dtypes.items() if dtype != torch.float32}
         return {
+            **halves,
             "matrix_approximation_rank": self.matrix_approximation_rank,
             "min_compression_rate": self.min_compression_rate,
             "use_error_feedback": self.use_error_feedback,
@@ -127,6 +151,9 @@ class PowerSGDState(CompressionState):
     def uses_entries(self) -> bool:
         return self.iter > self.start_powerSGD_iter
 
+    def dtype_of(self, key: str) -> torch.dtype:
+        return self.error_dtype if key == "memory" else torch.float32
+
     def errors(self) -> dict[str, torch.Tensor]:
         """What this rank still owes, by parameter: rows x columns, float32. For tests and curiosity."""
         found = {}
@@ -136,7 +163,8 @@ class PowerSGDState(CompressionState):
             rows, cols = entry["memory"].shape
             error = torch.empty(rows, cols)
             row = (0, *(entry[key].data_ptr() for key in ("memory", "left", "right", "basis")))
-            powersgd_error([(*row, rows, cols, entry["left"].shape[0], 0)], [error.data_ptr()])
+            dtype = dtype_name(self.error_dtype)
+            powersgd_error([(*row, rows, cols, entry["left"].shape[0], 0, dtype)], [error.data_ptr()])
             found[name] = error
         return found
 
@@ -192,7 +220,7 @@ class PowerSGDState(CompressionState):
         entry, is_new = self.entry(parameter, shapes)
         index = sum(map(ord, self.name_of(parameter)))  # equal on all ranks and in all runs, as hash() is not
         seed = (self.random_seed * 1_000_003 + index * 8191 + (0 if self.warm_start else self.iter * 131)) & (2**63 - 1)
-        matrix = Matrix(part, entry, rows, cols, rank, seed)
+        matrix = Matrix(part, entry, rows, cols, rank, seed, dtype_name(self.error_dtype))
         if is_new or not self.warm_start:
             powersgd_init_basis([matrix.row])
         return matrix
@@ -202,23 +230,13 @@ class PowerSGDState(CompressionState):
     ) -> tuple[bool, torch.Tensor]:
         """P becomes orthonormal and Q this rank's own, unless some P is not finite; what is small is averaged."""
         sizes = [matrix.left_numel for matrix in matrices]
-        head, total = sum(sizes), sum(sizes) + sum(part.numel() for part in small)
-        message = self.exchange.begin(4 * slice_numel(total, self.exchange.world_size)).view(torch.float32)
-        powersgd_project(table, _addresses(message, sizes))
-        at = head
-        for part in small:
-            message[at : at + part.numel()].copy_(part)
-            at += part.numel()
-        message[at:].zero_()
-        whole = fold_message(self.exchange, message, "mean")
-        at = head
-        for part in small:
-            part.copy_(whole[at : at + part.numel()])
-            at += part.numel()
+        factors = self._factors.begin(self.exchange, sum(sizes), small)
+        powersgd_project(table, addresses(factors, sizes))
+        whole = self._factors.average(self.exchange)
         own = self._own_q(sum(matrix.right_numel for matrix in matrices))
-        finite = powersgd_is_finite(whole.data_ptr(), head)
+        finite = powersgd_is_finite(whole.data_ptr(), whole.numel())
         if finite:
-            powersgd_absorb(table, _addresses(whole, sizes), _addresses(own, [m.right_numel for m in matrices]))
+            powersgd_absorb(table, addresses(whole, sizes), addresses(own, [m.right_numel for m in matrices]))
         return finite, own
 
     def _own_q(self, numel: int) -> torch.Tensor:
@@ -228,16 +246,18 @@ class PowerSGDState(CompressionState):
 
     def _exchange_q(self, table: list[Any], matrices: list[Matrix], own: torch.Tensor) -> bool:
         sizes = [matrix.right_numel for matrix in matrices]
-        message = self.exchange.begin(4 * slice_numel(own.numel(), self.exchange.world_size)).view(torch.float32)
-        message[: own.numel()].copy_(own)
-        message[own.numel() :].zero_()
-        whole = fold_message(self.exchange, message, "mean")
+        self._factors.begin(self.exchange, own.numel()).copy_(own)
+        whole = self._factors.average(self.exchange)
         if not powersgd_is_finite(whole.data_ptr(), own.numel()):
             for matrix in matrices:  # finite gradients whose sums leave the range: kept, they would do so for ever
                 for key in {"memory", "right"} & matrix.entry.keys():
                     matrix.entry[key].zero_()
             return False
-        powersgd_decompress(table, _addresses(whole, sizes))
+        if self._factors.rounds and self.use_error_feedback:
+            said = self._factors.settle(self.exchange)
+            for matrix, right in zip(matrices, said.split(sizes)):
+                matrix.entry["right"].view(-1).copy_(right)
+        powersgd_decompress(table, addresses(whole, sizes))
         return True
 
 
@@ -245,7 +265,14 @@ class Matrix:
     """One gradient as rows x cols, and its row of the engine's table."""
 
     def __init__(
-        self, part: torch.Tensor, entry: dict[str, torch.Tensor], rows: int, cols: int, rank: int, seed: int
+        self,
+        part: torch.Tensor,
+        entry: dict[str, torch.Tensor],
+        rows: int,
+        cols: int,
+        rank: int,
+        seed: int,
+        dtype: str,
     ) -> None:
         self.part = part
         self.entry = entry
@@ -253,17 +280,22 @@ class Matrix:
         self.right_numel = entry["right"].numel()
         memory = entry["memory"].data_ptr() if "memory" in entry else 0
         state = (entry["left"].data_ptr(), entry["right"].data_ptr(), entry["basis"].data_ptr())
-        self.row = (part.data_ptr(), memory, *state, rows, cols, rank, seed)
+        self.row = (part.data_ptr(), memory, *state, rows, cols, rank, seed, dtype)
 
-    def row_with(self, **addresses: int) -> tuple[int, int, int, int, int, int, int, int, int]:
+    def row_with(self, **others: int) -> tuple[int, int, int, int, int, int, int, int, int, str]:
         """Its row with other memory, left or right."""
         gradient, memory, left, right, *rest = self.row
-        places = {"memory": memory, "left": left, "right": right, **addresses}
-        basis, rows, cols, rank, seed = rest
-        return gradient, places["memory"], places["left"], places["right"], basis, rows, cols, rank, seed
+        places = {"memory": memory, "left": left, "right": right, **others}
+        basis, rows, cols, rank, seed, dtype = rest
+        return gradient, places["memory"], places["left"], places["right"], basis, rows, cols, rank, seed, dtype
 
 
-def _addresses(message: torch.Tensor, sizes: list[int]) -> list[int]:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The engine's."""
+    return str(dtype).removeprefix("torch.")
+
+
+def addresses(message: torch.Tensor, sizes: list[int]) -> list[int]:
     """Where pieces of `sizes` floats lie, one after the other."""
     places, at = [], message.data_ptr()
     for size in sizes:

@@ -23,7 +23,8 @@ from ._engine import (
     powersgd_is_finite,
     powersgd_project,
 )
-from .exchange import Exchange, fold_message, slice_numel
+from .exchange import Exchange
+from .factor_exchange import FactorExchange
 
 if TYPE_CHECKING:
     from .powersgd import Matrix
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 class Turns:
     """The rounds of one state; it keeps scratch memory from round to round."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        self._factors = FactorExchange(wire_dtype)
         self._scratch = torch.empty(0)
         self._spare = self._scratch
 
@@ -43,24 +45,23 @@ class Turns:
         not finite: the state is then as it was, and the gradients are anything."""
         sizes = [matrix.left_numel if of_p else matrix.right_numel for matrix in matrices]
         head = sum(sizes)
-        message = exchange.begin(4 * slice_numel(head + sum(map(torch.numel, small)), exchange.world_size))
-        floats = message.view(torch.float32)
+        floats = self._factors.begin(exchange, head, small)
         lefts, own = self._reserve(matrices, head)
         table = [matrix.row for matrix in matrices]
-        projected = _split(floats[:head], sizes) if of_p else lefts
+        projected = _split(floats, sizes) if of_p else lefts
         powersgd_project(table, _addresses(projected))  # and v takes the gradient's place
         if not of_p:
-            self._against_p(matrices, lefts, _split(floats[:head], sizes))
-        own.copy_(floats[:head])
-        _pack(floats[head:], small)
-        whole = fold_message(exchange, floats, "mean")
-        _unpack(whole[head:], small)
+            self._against_p(matrices, lefts, _split(floats, sizes))
+        own.copy_(floats)
+        whole = self._factors.average(exchange)
         if not powersgd_is_finite(whole.data_ptr(), head):
             return False
-        factors = zip(matrices, _split(own, sizes), _split(whole[:head], sizes), lefts)
+        if self._factors.rounds:
+            own = self._factors.settle(exchange)
+        factors = zip(matrices, _split(own, sizes), _split(whole, sizes), lefts)
         for matrix, mine, mean, left in factors:
             entry = matrix.entry
-            entry["memory"].copy_(matrix.part.view_as(entry["memory"]))
+            entry["memory"].copy_(_within(matrix.part, entry["memory"].dtype).view_as(entry["memory"]))
             (entry["left"] if of_p else entry["right"]).view(-1).copy_(mine)
             if of_p:
                 entry["right"].copy_(entry["basis"])
@@ -100,17 +101,9 @@ def _addresses(parts: Sequence[torch.Tensor]) -> list[int]:
     return [part.data_ptr() for part in parts]
 
 
-def _pack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """One after the other, and zeros behind."""
-    at = 0
-    for part in parts:
-        message[at : at + part.numel()].copy_(part)
-        at += part.numel()
-    message[at:].zero_()
-
-
-def _unpack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    at = 0
-    for part in parts:
-        part.copy_(message[at : at + part.numel()])
-        at += part.numel()
+def _within(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`part`, which the result will overwrite, so that it stays finite in `dtype`."""
+    if dtype == torch.float32:
+        return part
+    most = torch.finfo(dtype).max
+    return part.clamp_(-most, most)

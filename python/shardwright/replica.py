@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from .unit_memory import UnitMemory
 from .units import cut
 
 if TYPE_CHECKING:
+    from .auto_compression import AutoCompression
     from .join import Announcer
     from .offload import StateStore
     from .precision import PrecisionPlan
@@ -112,6 +114,7 @@ class Replica:
         self.on_output_gradient = _output_hook(self.reducer)
         self.compression: tuple[str, Exchange] | None = None
         self.announcer: Announcer | None = None
+        self.watcher: AutoCompression | None = None
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         self._steppers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.stores: weakref.WeakSet[StateStore] = weakref.WeakSet()
@@ -124,7 +127,13 @@ class Replica:
                 self.group, self.reducer, self.table, self.label, slicing=self.slicing, shared=self.zero == 3
             )
         plans = cut(module, self.table, options.units, options.reshard_after_forward)
-        return UnitMemory(self.group, self.reducer, self.table, plans, self.label, self.slicing)
+        coded = options.gather == "int8"
+        if coded and (self.group.host_count > 1 or self.slicing.is_replicated):
+            raise NotImplementedError(
+                f"gather='int8' runs inside one host and without a mesh of two dimensions; {self.label} is over {self.group.host_count} "
+                f"hosts, and slices are kept {'by each replica' if self.slicing.is_replicated else 'once'}"
+            )
+        return UnitMemory(self.group, self.reducer, self.table, plans, self.label, self.slicing, coded=coded)
 
     def _places(self) -> Callable[[], list[int]] | None:
         """What tells where data should be, if it moves."""
@@ -395,7 +404,7 @@ class Replica:
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
-        self.reducer.close_pending()
+        self.close_pending()
         found: dict[str, torch.Tensor | None] = {}
         for index, (name, parameter) in enumerate(zip(self.table.names, self.table.parameters)):
             gradient = parameter.grad
@@ -430,8 +439,28 @@ class Replica:
         module = self._module()
         if module is not None:
             self._check_drift(module)
-        self.reducer.close_pending()
+        self.close_pending()
         self.reducer.count_step()
+
+    # rounds, by whatever way they end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """At the end of a backward."""
+        self._end_round(self.reducer.close)
+
+    def close_pending(self) -> None:
+        """A synchronised forward that no backward followed: before gradients are used."""
+        self._end_round(self.reducer.close_pending)
+
+    def shadow(self) -> None:
+        """Of a rank that has run out of inputs."""
+        self._end_round(self.reducer.shadow)
+
+    def _end_round(self, end: Callable[[], None]) -> None:
+        begin_s = time.perf_counter()
+        end()
+        if self.watcher is not None:
+            self.watcher.after_round(time.perf_counter() - begin_s)
 
     def renew_view(self, index: int) -> None:
         """The old view of a gradient, which somebody kept, moves to memory of its own; a new one takes its place."""
@@ -478,7 +507,8 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
         alive = replica()
         if alive is None:
             return False
-        _hooks.queue_at_end(alive.reducer.close, alive.reducer.fail)
+        close = alive.reducer.close if alive.watcher is None else alive.close
+        _hooks.queue_at_end(close, alive.reducer.fail)
         return synchronises()
 
     return open_round

@@ -195,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._replica.reducer.close_pending()
+            self._replica.close_pending()
         self._check_groups()
         self._replica.announce("step", self._position, [_hyperparameters(group) for group in self.param_groups])
         if self._replica.zero == 1 and self._replica.is_joining:

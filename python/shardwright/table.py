@@ -124,7 +124,8 @@ def verify(
         raise refusal
     for rank, table in enumerate(tables):
         if table and table[0][0] == "failure":
-            raise Error(f"rank {rank} could not wrap {what.removeprefix('the wrapped ')}: {table[0][1]}")
+            verb = "wrap" if what.startswith("the wrapped ") else "begin"
+            raise Error(f"rank {rank} could not {verb} {what.removeprefix('the wrapped ')}: {table[0][1]}")
     raise Error(_disagreement(tables, what))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ._engine import Reducer, Units
+from ._engine import Arena, Reducer, Units, block_encode, block_record_bytes
 from .gradients import dense_strides, dtype_name
 from .parameter_memory import memory_order
 from .process_group import HostGroup
@@ -29,6 +29,8 @@ _ALIGNMENT = 128
 _CHUNK_BYTES = 2 << 20
 #: parameters of at most as many bytes are never released: whoever reads them gains nothing by waiting
 _SMALL_BYTES = 128
+#: elements of a record of 8-bit integers: what cuts between slices are multiples of, so that values do not depend on them
+_BLOCK, _BITS = 32, 8
 
 
 class UnitMemory:
@@ -44,6 +46,8 @@ class UnitMemory:
     label : str
         Of the model, in messages.
     slicing : Slicing
+    coded : bool
+        Units are gathered from records of 8-bit integers, which each rank makes of its float32 slices after every step.
 
     Attributes
     ----------
@@ -51,7 +55,7 @@ class UnitMemory:
 
     Notes
     -----
-    Memory a rank: its slices; the pages of units that are whole at once; and, kept warm between uses, pages for the outermost
+    Memory a rank: its slices, and their records; the pages of units that are whole at once; and, kept warm between uses, pages for the outermost
     unit and the largest other one.
     """
 
@@ -66,6 +70,8 @@ class UnitMemory:
         plans: Sequence[UnitPlan],
         label: str,
         slicing: Slicing,
+        *,
+        coded: bool = False,
     ) -> None:
         self._slicing = slicing
         self._group, self._reducer, self._table, self._label = group, reducer, table, label
@@ -75,6 +81,7 @@ class UnitMemory:
         self._plan_slices()
         what = f"slices of the parameters of {label}"
         self._arena = group.comm.arena(max(self._part_bytes, _ALIGNMENT), what, of_hosts=True)
+        self._codes = self._make_codes() if coded else None
         group.broadcast(table.parameters, 0, f"parameters of {label}")
         self._whole: dict[int, torch.Tensor] = {}
         for parameter in table.parameters:
@@ -88,7 +95,9 @@ class UnitMemory:
             (p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
         ]
         self._units = self._make_units(plans, members)
-        self.schedule = UnitSchedule(self._units, plans, [self._members(each) for each in members], self._abort)
+        self.schedule = UnitSchedule(
+            self._units, plans, [self._members(each) for each in members], self._abort, coded=coded
+        )
         for number, plan in enumerate(plans):
             mark = mark_of(plan.module)
             if mark is not None:
@@ -119,6 +128,26 @@ class UnitMemory:
             return rank, self._offsets[bucket]
         return self._group.home, self._offsets[bucket] + rank * (numel // self._slicing.count) * _itemsize(dtype)
 
+    def _make_codes(self) -> Arena:
+        count = -(-self._slice_bytes // (4 * _BLOCK))
+        size = max(count * block_record_bytes(_BLOCK, _BITS), _ALIGNMENT)
+        return self._group.comm.arena(size, f"records of the parameters of {self._label}")
+
+    def _encode(self) -> None:
+        """Records of what this rank's float32 slices hold now. Nobody may be gathering."""
+        if self._codes is None:
+            return
+        places = [
+            from_dlpack(arena.tensor(0, "uint8", [1], None, self._group.rank)).data_ptr()
+            for arena in (self._arena, self._codes)
+        ]
+        for bucket, offset in enumerate(self._offsets):
+            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            if dtype == "float32":
+                record = offset // (4 * _BLOCK) * block_record_bytes(_BLOCK, _BITS)
+                numel //= self._slicing.count
+                block_encode(_BLOCK, _BITS, places[1] + record, places[0] + offset, 0, numel)
+
     def _slice(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The elements of a parameter that a rank owns, this one if not said; may be empty."""
         rank = self._group.rank if rank is None else rank
@@ -143,6 +172,7 @@ class UnitMemory:
                 self._slices[index].copy_(flat[low:high])
             elif self.one_copy and self._group.rank == self._group.home:
                 self.write_whole(index, flat)
+        self._encode()
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> Units:
         specs, places = [], []
@@ -155,7 +185,8 @@ class UnitMemory:
         spans = [-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in sizes]
         kept = sum(span for plan, span in zip(plans[1:], spans[1:]) if not plan.reshard_after_forward)
         self._warm = spans[0] + max([kept, *spans[1:]])
-        units = Units(self._arena, specs, self._warm, f"units of {self._label}")
+        codes = {} if self._codes is None else {"codes": self._codes}
+        units = Units(self._arena, specs, self._warm, f"units of {self._label}", **codes)
         for index, number, offset in places:
             data = self._table.parameters[index].data
             strides = dense_strides(data)
@@ -166,7 +197,7 @@ class UnitMemory:
             self._whole[index] = from_dlpack(capsule)
         return units
 
-    def _plan_unit(self, indices: list[int]) -> tuple[int, list[tuple[int, int, int, int]], dict[int, int]]:
+    def _plan_unit(self, indices: list[int]) -> tuple[int, list[tuple[int, int, int, int, bool]], dict[int, int]]:
         """Bytes of a unit, its runs, and where each parameter begins. What lies side by side in a bucket does so here too."""
         size, offsets = 0, {}
         pieces: list[list[int]] = []  # bucket, first and last element, where the first one goes
@@ -183,13 +214,14 @@ class UnitMemory:
         for bucket, begin, end, target in pieces:
             _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
             item, width = _itemsize(dtype), numel // self._slicing.count
+            coded = self._codes is not None and dtype == "float32"
             for rank in self._slicing.replica():
                 first = self._slicing.of_rank[rank] * width
                 low, high = max(begin, first), min(end, first + width)
                 if low < high:
                     part, offset = self._place(bucket, rank)
                     source = offset + (low - first) * item
-                    runs.append((target + (low - begin) * item, part, source, (high - low) * item))
+                    runs.append((target + (low - begin) * item, part, source, (high - low) * item, coded))
         return size, runs, offsets
 
     def _members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
@@ -248,11 +280,14 @@ class UnitMemory:
         """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Collective.
         `sliced`: hosts lack one another's updates still.
 
-        Cost: one barrier, and the bytes of what is never released. Over hosts, each sends the others what its ranks have
-        updated, once.
+        Cost: one barrier, two with records, and the bytes of what is never released. Over hosts, each sends the others what its
+        ranks have updated, once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
         self.schedule.release_all()
+        if self._codes is not None:
+            comm.barrier(f"updated slices of {self._label}")  # whoever's they are
+            self._encode()
         if self.one_copy and sliced and self._stepped:
             comm.all_gather(self._arena, [self._bucket_range(b) for b in sorted(self._stepped)], label, one_copy=True)
         else:
@@ -283,13 +318,17 @@ class UnitMemory:
         return {
             "units": [f"{name or self._label}: {size} bytes" for name, size in self._sizes],
             "unit_bytes": self._warm,
+            **({} if self._codes is None else {"gather": "int8"}),
         }
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, all parameters are whole."""
-        with self.schedule.everything():
-            yield
+        try:
+            with self.schedule.everything():
+                yield
+        finally:
+            self.schedule.gather_pinned()
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
@@ -307,6 +346,7 @@ class UnitMemory:
                 self._write_slices()
                 self.schedule.accept_writes()
         comm.barrier(label)
+        self.schedule.gather_pinned()
 
     def give_back(self) -> None:
         """The parameters become this rank's own again, whole. Not collective: slices are read where they are."""

@@ -140,6 +140,8 @@ class UnitSchedule:
         Of each unit: (number in the table, name, parameter, its whole data).
     abort : callable
         Tells the other ranks why this one will not go on.
+    coded : bool
+        What runs sees parameters as their records say; inside everything() they are exact.
     """
 
     def __init__(
@@ -148,8 +150,11 @@ class UnitSchedule:
         plans: Sequence[UnitPlan],
         members: Sequence[list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]],
         abort: Callable[[str], None],
+        *,
+        coded: bool = False,
     ) -> None:
         self._units = units
+        self._coded = coded
         self._abort = abort
         self.units = [Unit(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
         self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
@@ -212,7 +217,10 @@ class UnitSchedule:
     def _gather(self, unit: Unit) -> None:
         if not self.is_whole(unit):
             self._check_released(unit)
-            self._units.gather(unit.number)
+            if self._coded and not self._keepers:
+                self._units.gather_codes(unit.number)
+            else:
+                self._units.gather(unit.number)
             unit.show(unit.whole)
             unit.note_versions()
 
@@ -269,7 +277,9 @@ class UnitSchedule:
 
     @contextlib.contextmanager
     def everything(self) -> Iterator[None]:
-        """Inside, all units are whole."""
+        """Inside, all units are whole, and exact."""
+        if self._coded and not self._keepers:
+            self._release_coded()
         self._keepers += 1
         try:
             for unit in self.units:
@@ -278,13 +288,28 @@ class UnitSchedule:
         finally:
             self._keepers -= 1
             for unit in self.units:
+                if self._coded and not self._keepers:
+                    self._release(unit)  # gather_pinned() follows
                 self._release_if_idle(unit)
+
+    def _release_coded(self) -> None:
+        """What is whole now is not exact."""
+        busy = next((unit for unit in self.units if unit.running or unit.opened or unit.pin is Pin.UNTIL_STEP), None)
+        if busy is not None:
+            raise Error(
+                f"whole parameters of {busy.name or 'the outermost unit'!r} were asked for while it runs, or before the backward of its "
+                "forward: with gather='int8' it computes with rounded ones, and a backward must see what its forward saw"
+            )
+        for unit in self.units:
+            self._release(unit)
 
     def surrender(self) -> None:
         """The parameters get memory of their own, but for those whose data was replaced; from then on nothing is ours."""
         self.detach()
         units, self.units = self.units, []
         for unit in units:
+            if self._coded and self.is_whole(unit):
+                self._units.release(unit.number)
             if not self.is_whole(unit):
                 self._units.gather(unit.number)
             ours = {*unit.addresses(True), *unit.addresses(False)}

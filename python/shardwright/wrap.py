@@ -62,7 +62,7 @@ def wrap(
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
         What travels instead of whole gradients; a communication hook then cannot be registered. "auto" compresses only where
-        that can pay (see headroom): not inside one host.
+        that pays: not inside one host; between hosts (at zero=0) five rounds are plain and timed, and then all ranks choose alike.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
         In what the module computes. Parameters are then float32 (low-precision ones become so), are their own masters, and are
         cast for the time of the wrapper's forward. None: nothing is cast. See docs/design/precision.md.
@@ -127,10 +127,10 @@ def wrap(
         _check_travels(PrecisionPlan(module, precision), compress)
     wrapped = DistributedDataParallel(module, zero=zero, precision=precision, offload=offload, **options)
     if compress == "auto":
-        from .compression_headroom import resolve_auto
+        from .auto_compression import begin_auto
 
-        compress = resolve_auto(wrapped)
-    if compress is not None:
+        begin_auto(wrapped)
+    elif compress is not None:
         wrapped.compress_gradients(compress)
     if optimizer is None:
         return wrapped

@@ -28,10 +28,12 @@ static void factor_init(array *a, size_t rank, size_t count, bool random)
             floats(a)[k * stride + i] = random_float(false);
 }
 
-static void step_init(step *s, size_t rows, size_t cols, size_t rank, bool feedback)
+/* `memory`: its dtype; a count of dtypes: no feedback. */
+static void step_init(step *s, size_t rows, size_t cols, size_t rank, sw_dtype memory)
 {
+    bool feedback = memory != SW_DTYPE_COUNT;
     array_init(&s->gradient, SW_DTYPE_FLOAT32, rows * cols, 1);
-    array_init(&s->memory, SW_DTYPE_FLOAT32, rows * cols, 3);
+    array_init(&s->memory, feedback ? memory : SW_DTYPE_FLOAT32, rows * cols, 3);
     array_randomize(&s->gradient, false, false);
     array_randomize(&s->memory, false, false);
     factor_init(&s->left, rank, rows, true);
@@ -40,7 +42,8 @@ static void step_init(step *s, size_t rows, size_t cols, size_t rank, bool feedb
     factor_init(&s->p, rank, rows, false);
     factor_init(&s->q, rank, cols, false);
     s->m = (sw_powersgd){.gradient = floats(&s->gradient),
-                         .memory = feedback ? floats(&s->memory) : NULL,
+                         .memory = feedback ? s->memory.data : NULL,
+                         .memory_dtype = feedback ? memory : SW_DTYPE_FLOAT32,
                          .left = floats(&s->left),
                          .right = floats(&s->right),
                          .basis = floats(&s->basis),
@@ -66,6 +69,19 @@ static void step_fini(step *s)
         array_fini(all[i]);
 }
 
+static double memory_at(const step *s, size_t i)
+{
+    uint16_t half;
+    uint32_t bits;
+    float value;
+    if (s->m.memory_dtype == SW_DTYPE_FLOAT32)
+        return (double)((const float *)s->m.memory)[i];
+    memcpy(&half, (const uint16_t *)s->m.memory + i, sizeof half);
+    bits = (uint32_t)half << 16;
+    memcpy(&value, &bits, sizeof value);
+    return (double)value;
+}
+
 /* v = gradient + (memory - leftᵀ right), in double. */
 static double *naive_value(step *s)
 {
@@ -79,7 +95,7 @@ static double *naive_value(step *s)
                 product += (double)s->m.left[k * ls + i] * (double)s->m.right[k * rs + j];
             v[i * cols + j] = (double)s->m.gradient[i * cols + j];
             if (s->m.memory)
-                v[i * cols + j] += (double)s->m.memory[i * cols + j] - product;
+                v[i * cols + j] += memory_at(s, i * cols + j) - product;
         }
     return v;
 }
@@ -125,10 +141,11 @@ static double orthonormality(const float *factor, size_t count, size_t rank)
     return worst;
 }
 
-static void check_step(size_t rows, size_t cols, size_t rank, bool feedback)
+static void check_step(size_t rows, size_t cols, size_t rank, sw_dtype memory)
 {
     step s;
-    step_init(&s, rows, cols, rank, feedback);
+    bool feedback = memory != SW_DTYPE_COUNT;
+    step_init(&s, rows, cols, rank, memory);
     expect(sw_powersgd_check(&s.m, NULL) == SW_OK, "a good matrix");
     double *v = naive_value(&s), scale = most(v, rows * cols);
     double bound = scale * 0x1p-23 * (double)(rows + cols + 8 * rank);
@@ -147,8 +164,10 @@ static void check_step(size_t rows, size_t cols, size_t rank, bool feedback)
     expect(!memcmp(s.m.left, floats(&s.p), s.p.bytes) &&
                !memcmp(s.m.right, floats(&s.q), s.q.bytes),
            "the state is what was sent");
+    double unit =
+        memory == SW_DTYPE_BFLOAT16 ? 0x1p-8 : 0.0; /* half a unit of the last place kept */
     for (size_t i = 0; i < rows * cols && feedback; ++i)
-        expect(fabs(v[i] - (double)s.m.memory[i]) <= bound, "memory = v");
+        expect(fabs(v[i] - memory_at(&s, i)) <= bound + unit * fabs(v[i]), "memory = v");
     if (!feedback)
         expect(memcmp(memory_before, s.memory.data, s.memory.bytes) == 0, "no feedback, no memory");
     free(memory_before);
@@ -157,7 +176,8 @@ static void check_step(size_t rows, size_t cols, size_t rank, bool feedback)
         sw_powersgd_error(&s.m, error);
         sw_powersgd_decompress(&s.m, floats(&s.q));
         for (size_t i = 0; i < rows * cols; ++i)
-            expect(fabs((double)error[i] + (double)s.m.gradient[i] - v[i]) <= 2 * bound,
+            expect(fabs((double)error[i] + (double)s.m.gradient[i] - v[i]) <=
+                       2 * bound + unit * fabs(v[i]),
                    "sent + error = v");
         expect(orthonormality(s.m.basis, cols, rank) < 1e-5, "the next basis is orthonormal");
         if (rank == (rows < cols ? rows : cols))
@@ -172,7 +192,7 @@ static void check_step(size_t rows, size_t cols, size_t rank, bool feedback)
 
 /* All tables: the bits of the first. */
 static void check_same_bits(const sw_kernel_table *const *tables, size_t table_count, size_t rows,
-                            size_t cols, size_t rank)
+                            size_t cols, size_t rank, sw_dtype memory)
 {
     unsigned char *bits[7] = {0};
     uint64_t state = random_state;
@@ -180,7 +200,7 @@ static void check_same_bits(const sw_kernel_table *const *tables, size_t table_c
         step s;
         random_state = state;
         expect(sw_kernels_force(tables[t]->name, NULL) == SW_OK, "force");
-        step_init(&s, rows, cols, rank, true);
+        step_init(&s, rows, cols, rank, memory);
         sw_powersgd_project(&s.m, floats(&s.p));
         sw_powersgd_absorb(&s.m, floats(&s.p), floats(&s.q));
         sw_powersgd_decompress(&s.m, floats(&s.q));
@@ -244,7 +264,7 @@ static void check_orthonormalize(size_t count, size_t rank)
 static void check_not_finite(void)
 {
     step s;
-    step_init(&s, 21, 37, 3, true);
+    step_init(&s, 21, 37, 3, SW_DTYPE_FLOAT32);
     s.m.gradient[5 * 37 + 6] = INFINITY;
     sw_powersgd_project(&s.m, floats(&s.p));
     expect(!sw_powersgd_is_finite(floats(&s.p), s.p.numel), "infinity reaches P");
@@ -257,15 +277,42 @@ static void check_not_finite(void)
     step_fini(&s);
 }
 
+/* What a bfloat16 cannot hold is kept as the greatest that it can: an infinite error would stay. */
+static void check_memory_stays_finite(void)
+{
+    const size_t shapes[][2] = {{4, 64}, {3, 17}}; /* whole vectors, and not */
+    for (size_t k = 0; k < 2; ++k) {
+        step s;
+        step_init(&s, shapes[k][0], shapes[k][1], 1, SW_DTYPE_BFLOAT16);
+        memset(s.m.gradient, 0, s.gradient.bytes);
+        memset(s.m.memory, 0, s.memory.bytes);
+        memset(s.m.right, 0, s.right.bytes);
+        s.m.gradient[2] = 3.4e38f;
+        s.m.gradient[5] = -3.4e38f;
+        sw_powersgd_project(&s.m, floats(&s.p));
+        sw_powersgd_absorb(&s.m, floats(&s.p), floats(&s.q));
+        expect(memory_at(&s, 2) == (double)0x1.fep127f, "the greatest bfloat16");
+        expect(memory_at(&s, 5) == -(double)0x1.fep127f, "the least bfloat16");
+        expect(step_guards(&s), "guards");
+        step_fini(&s);
+    }
+}
+
 static void check_errors(void)
 {
     sw_error err;
     const size_t ranks[] = {0, 4, 300};
     for (size_t i = 0; i < 3; ++i) {
-        sw_powersgd m = {.rows = i == 2 ? 1000 : 3, .cols = 1000, .rank = ranks[i]};
+        sw_powersgd m = {.rows = i == 2 ? 1000 : 3,
+                         .cols = 1000,
+                         .rank = ranks[i],
+                         .memory_dtype = SW_DTYPE_FLOAT32};
         expect(sw_powersgd_check(&m, &err) == SW_E_INVALID, "a rank out of range");
         expect(strstr(err.message, i == 2 ? "[1, 256], not 300" : "[1, 3]") != NULL, "its range");
     }
+    sw_powersgd m = {.rows = 3, .cols = 3, .rank = 1, .memory_dtype = SW_DTYPE_FLOAT16};
+    expect(sw_powersgd_check(&m, &err) == SW_E_INVALID, "a memory that cannot be");
+    expect(strstr(err.message, "float32 or bfloat16, not float16") != NULL, "its dtype");
 }
 
 int main(void)
@@ -275,19 +322,23 @@ int main(void)
     const size_t shapes[][3] = {{1, 1, 1},    {4, 16, 1},     {5, 17, 2},
                                 {37, 3, 3},   {64, 64, 4},    {19, 600, 5},
                                 {130, 70, 8}, {12, 1100, 12}, {50, 40, 40}};
+    const sw_dtype memories[] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_COUNT};
     for (size_t t = 0; t < table_count; ++t) {
         expect(sw_kernels_force(tables[t]->name, NULL) == SW_OK, "force");
         for (size_t i = 0; i < sizeof shapes / sizeof *shapes; ++i)
-            for (int feedback = 0; feedback < 2; ++feedback)
-                check_step(shapes[i][0], shapes[i][1], shapes[i][2], feedback);
+            for (size_t k = 0; k < sizeof memories / sizeof *memories; ++k)
+                check_step(shapes[i][0], shapes[i][1], shapes[i][2], memories[k]);
         check_orthonormalize(1, 1);
         check_orthonormalize(8, 8);
         check_orthonormalize(1000, 2);
         check_orthonormalize(333, 16);
         check_not_finite();
+        check_memory_stays_finite();
     }
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; ++i)
-        check_same_bits(tables, table_count, shapes[i][0], shapes[i][1], shapes[i][2]);
+        for (size_t k = 0; k < 2; ++k)
+            check_same_bits(tables, table_count, shapes[i][0], shapes[i][1], shapes[i][2],
+                            memories[k]);
     check_errors();
     return finish();
 }

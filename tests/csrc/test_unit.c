@@ -6,7 +6,7 @@
  * in use are those of the units that are whole, in chunks, and the lowest come back first U5  a run
  * that leaves its unit, its part or the ranks is refused U6  every allocation and mapping may fail:
  * an error, and nothing kept  U7  a write to a released unit is found, byte by byte, and is
- * nobody's
+ * nobody's  U8  a coded run is what its records say, or what the slices hold, as asked
  */
 #include "zero/unit.h"
 
@@ -15,11 +15,15 @@
 
 #include "check.h"
 #include "faults.h"
+#include "kernels/compress_kernels.h"
+#include "kernels/kernels.h"
 #include "zero/page_ring.h"
 
 enum { RANKS = 3, PART_BYTES = 3 << 20, UNITS = 4 };
 
 static uint8_t *parts[RANKS];
+static const sw_unit_parts whole = {
+    .slices = parts, .world_size = RANKS, .slice_bytes = PART_BYTES};
 
 static uint8_t byte_of(size_t rank, size_t at, unsigned round)
 {
@@ -46,7 +50,7 @@ static void plan(void)
         size_t begin = 0;
         for (size_t r = 0; r < RANKS; ++r) {
             size_t end = r + 1 == RANKS ? sizes[u] : sizes[u] / RANKS * (r + 1);
-            runs[u][r] = (sw_unit_run){begin, r, 77 * u, end - begin};
+            runs[u][r] = (sw_unit_run){begin, r, 77 * u, end - begin, false};
             begin = end;
         }
         specs[u] = (sw_unit_spec){names[u], sizes[u], runs[u], sizes[u] ? RANKS : 0};
@@ -105,8 +109,7 @@ static void check_units(size_t warm_bytes)
     sw_units *units = NULL;
     sw_error err = {.message = ""};
     fill_parts(0);
-    if (!check(sw_units_create(parts, RANKS, PART_BYTES, specs, UNITS, warm_bytes, "test", &units,
-                               &err) == SW_OK,
+    if (!check(sw_units_create(&whole, specs, UNITS, warm_bytes, "test", &units, &err) == SW_OK,
                "units are made: %s", err.message))
         return;
     check(sw_units_count(units) == UNITS, "all of them");
@@ -117,8 +120,10 @@ static void check_units(size_t warm_bytes)
             const uint8_t *address = sw_unit_address(units, u);
             check(bytes_not_blank(units, u) == 0, "unit %zu is blank", u);
             check(sw_unit_release(units, u, &err) == SW_E_STATE, "a sharded one is not released");
-            check(sw_unit_gather(units, u, &err) == SW_OK, "unit %zu: %s", u, err.message);
-            check(sw_unit_gather(units, u, &err) == SW_E_STATE, "it is not gathered twice");
+            check(sw_unit_gather(units, u, SW_UNIT_SLICES, &err) == SW_OK, "unit %zu: %s", u,
+                  err.message);
+            check(sw_unit_gather(units, u, SW_UNIT_SLICES, &err) == SW_E_STATE,
+                  "it is not gathered twice");
             check(sw_unit_state(units, u) == SW_SHARD_UNSHARDED, "it is whole");
             check(wrong_bytes(units, u, round) == 0, "unit %zu has the slices' bytes", u);
             if (round < 2) {
@@ -142,8 +147,7 @@ static void check_writes(void)
     sw_units *units = NULL;
     sw_error err = {.message = ""};
     const size_t large = 2, at = (3u << 20) + 4321;
-    if (!check(sw_units_create(parts, RANKS, PART_BYTES, specs, UNITS, 0, "test", &units, &err) ==
-                   SW_OK,
+    if (!check(sw_units_create(&whole, specs, UNITS, 0, "test", &units, &err) == SW_OK,
                "units are made: %s", err.message))
         return;
     for (size_t u = 0; u < UNITS; ++u)
@@ -160,7 +164,8 @@ static void check_writes(void)
     check(sw_unit_forget_writes(units, large, &err) == SW_OK && bytes_not_blank(units, large) == 0,
           "it is forgotten");
     bytes[0] = 7;
-    check(sw_unit_gather(units, large, &err) == SW_OK && wrong_bytes(units, large, 9) == 0,
+    check(sw_unit_gather(units, large, SW_UNIT_SLICES, &err) == SW_OK &&
+              wrong_bytes(units, large, 9) == 0,
           "and does not outlast a gather");
     check(sw_unit_find_write(units, large) == SIZE_MAX, "a whole unit may be written");
     sw_units_destroy(units);
@@ -169,18 +174,74 @@ static void check_writes(void)
 static void check_refusals(void)
 {
     static const sw_unit_run wrong[] = {
-        {0, RANKS, 0, 1},    {1, 0, 0, 1000},     {0, 0, PART_BYTES, 1},
-        {SIZE_MAX, 0, 0, 2}, {0, 0, SIZE_MAX, 2},
+        {0, RANKS, 0, 1, false},    {1, 0, 0, 1000, false},     {0, 0, PART_BYTES, 1, false},
+        {SIZE_MAX, 0, 0, 2, false}, {0, 0, SIZE_MAX, 2, false}, {0, 0, 0, 128, true},
     };
     sw_error err;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
         sw_unit_spec spec = {"bad", 1000, &wrong[i], 1};
         sw_units *units = NULL;
-        check(sw_units_create(parts, RANKS, PART_BYTES, &spec, 1, 0, "test", &units, &err) ==
-                      SW_E_INVALID &&
+        check(sw_units_create(&whole, &spec, 1, 0, "test", &units, &err) == SW_E_INVALID &&
                   !units && strstr(err.message, "'bad'"),
               "run %zu is refused: %s", i, err.message);
     }
+}
+
+/* Two float32 runs, of which the second's last block is short, and one that is copied. */
+static void check_codes(void)
+{
+    enum { NUMEL = 4096, CODE_BYTES = NUMEL / SW_UNIT_BLOCK_NUMEL * SW_UNIT_RECORD_BYTES };
+    static const sw_unit_run coded[] = {
+        {0, 1, 256, 1280, true}, {1280, 2, 128, 500, true}, {1792, 0, 64, 100, false}};
+    static float expected[NUMEL];
+    uint8_t *codes[RANKS];
+    sw_error err = {.message = ""};
+    sw_units *units = NULL;
+    const sw_compress_kernels *kernels = sw_kernels()->compress;
+    for (size_t r = 0; r < RANKS; ++r) {
+        float *slice = (float *)(void *)parts[r];
+        for (size_t i = 0; i < NUMEL; ++i)
+            slice[i] = (float)((i * 37 + r * 11) % 101) - 50.0f;
+        codes[r] = malloc(CODE_BYTES);
+        kernels->block_quantize(codes[r], slice, NULL, NUMEL, SW_UNIT_BLOCK_NUMEL, 8);
+    }
+    const sw_unit_parts both = {.slices = parts,
+                                .codes = codes,
+                                .world_size = RANKS,
+                                .slice_bytes = PART_BYTES,
+                                .code_bytes = CODE_BYTES};
+    const sw_unit_spec spec = {"coded", 2048, coded, 3};
+    check(sw_units_create(&both, &spec, 1, 0, "test", &units, &err) == SW_OK, "%s", err.message);
+    const uint8_t *bytes = sw_unit_address(units, 0);
+    for (int source = SW_UNIT_SLICES; source <= SW_UNIT_CODES; ++source) {
+        check(sw_unit_gather(units, 0, (sw_unit_source)source, &err) == SW_OK, "%s", err.message);
+        for (size_t i = 0; i < 3; ++i) {
+            const sw_unit_run *run = &coded[i];
+            const void *wanted = parts[run->rank] + run->source_bytes;
+            if (run->coded && source == SW_UNIT_CODES) {
+                kernels->block_dequantize(expected, codes[run->rank], NUMEL, SW_UNIT_BLOCK_NUMEL, 8,
+                                          false);
+                wanted = (const uint8_t *)(void *)expected + run->source_bytes;
+                check(memcmp(wanted, parts[run->rank] + run->source_bytes, run->size_bytes) != 0,
+                      "rounded");
+            }
+            check(memcmp(bytes + run->target_bytes, wanted, run->size_bytes) == 0, "run %zu", i);
+        }
+        check(sw_unit_release(units, 0, &err) == SW_OK, "%s", err.message);
+    }
+    check(sw_units_get_stats(units).bytes == (1280 + 500 + 100) + (10 + 4) * 36 + 100,
+          "bytes read");
+    sw_units_destroy(units);
+    static const sw_unit_run wrong[] = {
+        {0, 0, 64, 128, true}, {0, 0, 0, 126, true}, {0, 0, NUMEL * 4, 4, true}};
+    for (size_t i = 0; i < 3; ++i) {
+        const sw_unit_spec bad = {"bad", 1000, &wrong[i], 1};
+        check(sw_units_create(&both, &bad, 1, 0, "test", &units, &err) == SW_E_INVALID &&
+                  strstr(err.message, "a coded run"),
+              "coded run %zu is refused: %s", i, err.message);
+    }
+    for (size_t r = 0; r < RANKS; ++r)
+        free(codes[r]);
 }
 
 static void check_faults(void)
@@ -190,10 +251,9 @@ static void check_faults(void)
     for (long nth = 1;; ++nth) {
         sw_units *units = NULL;
         faults_arm(nth);
-        sw_status status =
-            sw_units_create(parts, RANKS, PART_BYTES, specs, UNITS, 4u << 20, "test", &units, &err);
+        sw_status status = sw_units_create(&whole, specs, UNITS, 4u << 20, "test", &units, &err);
         for (size_t u = 0; status == SW_OK && u < UNITS; ++u) {
-            status = sw_unit_gather(units, u, &err);
+            status = sw_unit_gather(units, u, SW_UNIT_SLICES, &err);
             if (status == SW_OK)
                 status = sw_unit_release(units, u, &err);
             else
@@ -206,7 +266,8 @@ static void check_faults(void)
               sw_status_name(status));
         for (size_t u = 0; units && u < UNITS; ++u)
             if (sw_unit_state(units, u) == SW_SHARD_SHARDED) {
-                check(sw_unit_gather(units, u, &err) == SW_OK && wrong_bytes(units, u, 9) == 0,
+                check(sw_unit_gather(units, u, SW_UNIT_SLICES, &err) == SW_OK &&
+                          wrong_bytes(units, u, 9) == 0,
                       "the next gather is whole");
             }
         sw_units_destroy(units);
@@ -231,6 +292,7 @@ int main(void)
     fill_parts(9);
     check_writes();
     check_faults();
+    check_codes();
     for (size_t r = 0; r < RANKS; ++r)
         free(parts[r]);
     return check_result();

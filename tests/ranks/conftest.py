@@ -18,7 +18,9 @@ _forge: harness.Forge | None = None
 def pytest_generate_tests(metafunc):
     if "world_size" in metafunc.fixturenames:
         at_least = getattr(metafunc.function, "at_least", 1)
+        exactly = getattr(metafunc.function, "exactly", None)
         sizes = [size for size in harness.world_sizes() if size >= at_least] or [max(at_least, 3)]
+        sizes = [exactly] if exactly is not None else sizes
         metafunc.parametrize("world_size", sizes, ids=[f"W{size}" for size in sizes])
 
 

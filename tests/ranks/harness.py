@@ -425,7 +425,7 @@ class Teams:
 
 
 def on_every_rank(
-    *, at_least: int = 1, spoils: bool = False, deadline_s: float = DEADLINE_S
+    *, at_least: int = 1, exactly: int | None = None, spoils: bool = False, deadline_s: float = DEADLINE_S
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The test's function is a body: it runs on every rank of every world size in SW_TEST_WORLDS.
 
@@ -434,6 +434,7 @@ def on_every_rank(
     Parameters
     ----------
     at_least : the smallest world size at which the law says anything.
+    exactly : the only one, whatever the environment says.
     spoils : the test leaves ranks that no other test should use (an ended communicator, a changed limit).
     deadline_s : for one run on one world size.
     """
@@ -450,6 +451,7 @@ def on_every_rank(
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         test.body = body  # type: ignore[attr-defined]
         test.at_least = at_least  # type: ignore[attr-defined]
+        test.exactly = exactly  # type: ignore[attr-defined]
         return test
 
     return decorate

@@ -8,6 +8,7 @@ import torch
 from harness import on_every_rank, same_everywhere
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
+from shardwright import process_group
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch has none")
 
@@ -61,6 +62,96 @@ def test_auto_on_one_host_is_none_and_says_so_in_one_line(rank, world_size):
     said = [line for line in lines if line.startswith("compress='auto'")]
     assert len(said) == (rank == 0) and all("none" in line and "one host" in line for line in said)
     assert "compress" not in sw.stats()["models"][-1] and model.compression_state is None
+
+
+class Lines(logging.Handler):
+    """What the library says while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+        self._logger = logging.getLogger("shardwright")
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+    def __enter__(self):
+        self._level = self._logger.level
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+        return self.said
+
+    def __exit__(self, *_):
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
+
+
+def train(model, rank, steps, first=0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        model(batch(rank, 4, 64, step=step)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.module.parameters()]
+
+
+def between_hosts(rank, world_size):
+    with Lines() as said:
+        model = made(compress="auto", timeout_s=20)
+        train(model, rank, 4)
+        assert model._engine().compression is None and not said
+        model.zero_grad()
+        with model.no_sync():  # not a round
+            model(batch(rank, 4, 64)).square().mean().backward()
+        assert model._engine().compression is None
+        train(model, rank, 2, first=4)
+        compression = model._engine().compression
+    assert len(said) == (rank == 0), said
+    assert all("waits" in line and "GB/s" in line for line in said)
+    assert compression is not None and same_everywhere(compression[0])
+    assert not said or said[0].startswith(f"compress='auto': {compression[0]}, because")
+    assert sw.stats()["models"][-1]["step_wire_bytes"] < 64 * 1024 * 2 * 4
+    assert same_everywhere([p.tolist() for p in train(model, rank, 2, first=6)])
+
+
+def test_between_hosts_it_is_what_pays_after_five_rounds(hosts):
+    with hosts(1, 1, rate="50mbit") as lab:
+        lab.team.run(between_hosts)
+
+
+@on_every_rank(at_least=3)
+def test_where_nobody_waits_it_is_none(rank, world_size):
+    group = torch.distributed.new_group(range(world_size))
+    process_group._forced_hosts = [0] * (world_size - 1) + [1]
+    try:
+        model = made(compress="auto", process_group=group, timeout_s=20)
+        plain = made(process_group=group, timeout_s=20)
+    finally:
+        process_group._forced_hosts = None
+    watcher = model._engine().watcher
+    with Lines() as said:
+        for step in range(6):
+            train(model, rank, 1, first=step)
+            watcher.waits[:] = [0.0] * len(watcher.waits)
+    assert len(said) == (rank == 0) and all(line.startswith("compress='auto': none, because") for line in said)
+    assert model._engine().compression is None and model._engine().watcher is None
+    train(plain, rank, 6)
+    assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(model.parameters(), plain.parameters()))
+
+
+@on_every_rank(at_least=3)
+def test_joined_ranks_decide_too(rank, world_size):
+    group = torch.distributed.new_group(range(world_size))
+    process_group._forced_hosts = [0] * (world_size - 1) + [1]
+    try:
+        model = made(compress="auto", process_group=group, timeout_s=20)
+    finally:
+        process_group._forced_hosts = None
+    with model.join():
+        train(model, rank, 8 if rank == 0 else 3)
+    assert model._engine().watcher is None
+    assert same_everywhere(repr(model._engine().compression and model._engine().compression[0]))
+    assert same_everywhere([p.tolist() for p in model.module.parameters()])
 
 
 @on_every_rank()

@@ -16,12 +16,14 @@ COMPRESSORS = [
     "Int4()",
     "PowerSGD(rank=2, min_compression_rate=1)",
     "PowerSGD(rank=2, min_compression_rate=1, alternate=True)",
+    "PowerSGD(rank=2, min_compression_rate=1, wire_dtype=torch.bfloat16, error_dtype=torch.bfloat16)",
+    "PowerSGD(rank=2, min_compression_rate=1, wire_dtype=torch.float16, alternate=True)",
 ]
 
 
 def wrapped(zero, text, **options):
     torch.manual_seed(0)
-    compress = eval(text, vars(sw)) if text else None
+    compress = eval(text, {**vars(sw), "torch": torch}) if text else None
     return sw.wrap(Mlp(), zero=zero, compress=compress, **options)
 
 

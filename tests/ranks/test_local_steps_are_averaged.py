@@ -2,6 +2,7 @@
 where they have exchanged."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -142,7 +143,8 @@ def test_misuse_is_named(rank, world_size):
         sw.DiLoCo(hooked, torch.optim.SGD(hooked.parameters(), lr=0.1), every=4)
     wide = Mlp().double() if rank == 0 and world_size > 1 else Mlp()
     if world_size > 1:
-        with pytest.raises(sw.Error, match="ranks disagree about DiLoCo.*float64"):  # on every rank
+        kind = TypeError if rank == 0 else sw.Error
+        with pytest.raises(kind, match="'0.weight' must be a contiguous float32 tensor on the CPU, not torch.float64"):
             sw.DiLoCo(wide, torch.optim.SGD(wide.parameters(), lr=0.1), every=4, timeout_s=10)
     with pytest.raises(TypeError, match="must be a contiguous float32 tensor on the CPU, not torch.float64"):
         sw.DiLoCo(Mlp().double(), inner, every=4)
@@ -152,3 +154,58 @@ def test_misuse_is_named(rank, world_size):
     state = trainer.state_dict()
     with pytest.raises(sw.Error, match="this one does not train 'head.weight'"):
         trainer.load_state_dict({**state, "anchors": {**state["anchors"], "head.weight": torch.ones(2)}})
+
+
+class Counted(torch.nn.Module):
+    """With a buffer of each rank's own."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layer = torch.nn.Linear(7, 3)
+        self.register_buffer("seen", torch.full((4,), float(rank)))
+        self.register_buffer("scratch", torch.full((2, 3), rank, dtype=torch.int64), persistent=False)
+
+
+@on_every_rank()
+def test_buffers_are_rank_0s(rank, world_size):
+    model = Counted(rank)
+    sw.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    assert bool((model.seen == 0).all()) and bool((model.scratch == 0).all())
+    assert same_everywhere([p.tolist() for p in model.parameters()])
+
+
+BAD = {
+    "every": (0, ValueError, r"every must be an integer in \[1, 2147483648\], got 0"),
+    "fragments": (9, ValueError, r"fragments must be an integer in \[1, 4\], got 9"),
+    "wire": ("fp8", ValueError, "wire must be one of float32, bf16, int8, got 'fp8'"),
+    "timeout_s": (-1, ValueError, "timeout_s must be above 0 and at most 1e.09 seconds, got -1"),
+    "outer": (lambda parameters: None, TypeError, "outer must give a torch.optim.Optimizer, and gave NoneType"),
+    "inner": (None, TypeError, "inner_optimizer must be an optimizer, got NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+@on_every_rank(at_least=2)
+def test_what_is_wrong_on_one_rank_is_said_on_all_at_once(rank, world_size, name):
+    value, kind, sentence = BAD[name]
+    model = Mlp()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrong = world_size - 1
+    arguments = {"every": 4, name: value} if rank == wrong else {"every": 4}
+    inner = arguments.pop("inner", inner)
+    begin = time.monotonic()
+    with pytest.raises(kind if rank == wrong else sw.Error, match=sentence) as caught:
+        sw.DiLoCo(model, inner, **arguments)
+    assert time.monotonic() - begin < 10
+    assert rank == wrong or str(caught.value).startswith(f"rank {wrong} could not begin DiLoCo: {kind.__name__}: ")
+    trainer = sw.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)  # nobody is out of step
+    steps(model, trainer, rank, 0, 1)
+    assert same_everywhere([p.detach().view(torch.int32).tolist() for p in model.parameters()])
+
+
+@on_every_rank(at_least=2)
+def test_outer_optimizers_that_differ_are_named(rank, world_size):
+    model = Mlp()
+    outer = lambda parameters: torch.optim.SGD(parameters, lr=0.5 + 0.1 * (rank == 1))  # noqa: E731
+    with pytest.raises(sw.Error, match="ranks disagree about DiLoCo: .* outer SGD .*0.5.* outer SGD .*0.6"):
+        sw.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=4, outer=outer)

@@ -135,6 +135,12 @@ static void dequantize_record(float *out, const unsigned char *record, size_t bl
     int8_t codes[SW_BLOCK_NUMEL_MAX];
     float scale;
     memcpy(&scale, record, sizeof scale);
+    if (bits == 8) { /* where they lie */
+        const int8_t *values = (const int8_t *)record + sizeof scale;
+        for (size_t i = 0; i < block; ++i)
+            out[i] = scale * (float)values[i];
+        return;
+    }
     load_codes(codes, record + sizeof scale, block, bits);
     for (size_t i = 0; i < block; ++i)
         out[i] = scale * (float)codes[i];
@@ -162,6 +168,10 @@ static void block_dequantize(float *out, const unsigned char *records, size_t nu
     float value[SW_BLOCK_NUMEL_MAX];
     for (size_t start = 0; start < numel; start += block, records += record_bytes(block, bits)) {
         size_t count = numel - start < block ? numel - start : block;
+        if (!add && count == block) {
+            dequantize_record(out + start, records, block, bits);
+            continue;
+        }
         dequantize_record(value, records, block, bits);
         if (add)
             for (size_t i = 0; i < count; ++i)

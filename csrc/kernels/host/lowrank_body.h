@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include "kernels/compress_kernels.h"
+#include "kernels/host/half_body.h"
 #include "kernels/host/stream_body.h"
 
 enum {
@@ -67,6 +68,60 @@ LOWRANK_INLINE void vector_stream(float *to, vector value)
 LOWRANK_INLINE vector vector_of(float value)
 {
     return value - (vector){0};
+}
+
+/* ---- memory: float32 or bfloat16 ---- */
+
+typedef uint32_t word_vector __attribute__((vector_size(COMPRESS_VECTOR_BYTES)));
+typedef uint16_t half_vector __attribute__((vector_size(COMPRESS_VECTOR_BYTES / 2)));
+
+/* What is finite stays so: an error that became infinite would be owed for ever. */
+static inline uint16_t memory_narrow(float value)
+{
+    uint32_t bits = bits_from_float(value);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)(rounded - ((rounded & 0x7fffu) == 0x7f80u));
+}
+
+/* WIDTH elements of a memory from `place` on. */
+LOWRANK_INLINE vector memory_load(const void *memory, size_t place, bool is_half)
+{
+    half_vector half;
+    if (!is_half)
+        return vector_load((const float *)memory + place);
+    memcpy(&half, (const uint16_t *)memory + place, sizeof half);
+    return (vector)(__builtin_convertvector(half, word_vector) << 16);
+}
+
+LOWRANK_INLINE void memory_store(void *memory, size_t place, vector value, bool is_half)
+{
+    if (!is_half) {
+        vector_stream((float *)memory + place, value);
+        return;
+    }
+    word_vector bits = (word_vector)value;
+    word_vector rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    rounded += (word_vector)((rounded & 0x7fffu) == 0x7f80u); /* true is all ones: -1 */
+    half_vector half = __builtin_convertvector(rounded, half_vector);
+    memcpy((uint16_t *)memory + place, &half, sizeof half);
+}
+
+static void memory_read(float *to, const void *memory, size_t place, size_t count, bool is_half)
+{
+    if (is_half)
+        widen_bfloat16(to, (const uint16_t *)memory + place, count);
+    else
+        memcpy(to, (const float *)memory + place, count * sizeof *to);
+}
+
+static void memory_write(void *memory, size_t place, const float *from, size_t count, bool is_half)
+{
+    if (!is_half) {
+        memcpy((float *)memory + place, from, count * sizeof *from);
+        return;
+    }
+    for (size_t i = 0; i < count; ++i)
+        ((uint16_t *)memory)[place + i] = memory_narrow(from[i]);
 }
 
 /* ---- on a tile: ROWS x TILE floats, of which `count` columns (a multiple of LANES) are used ----
@@ -195,22 +250,22 @@ typedef struct tile {
 } tile;
 
 /* Into v, zeros around; `from` NULL: all zeros. */
-static void tile_read(float *v, const float *from, size_t width, tile at)
+static void tile_read(float *v, const void *from, size_t width, tile at, bool is_half)
 {
     size_t padded = sw_lowrank_stride(at.cols);
     for (size_t row = 0; row < ROWS; ++row) {
         float *to = v + row * TILE_STRIDE;
         size_t cols = from && row < at.rows ? at.cols : 0;
         if (cols)
-            memcpy(to, from + (at.row + row) * width + at.col, cols * sizeof *to);
+            memory_read(to, from, (at.row + row) * width + at.col, cols, is_half);
         memset(to + cols, 0, (padded - cols) * sizeof *to);
     }
 }
 
-static void tile_write(float *to, const float *v, size_t width, tile at)
+static void tile_write(void *to, const float *v, size_t width, tile at, bool is_half)
 {
     for (size_t row = 0; row < at.rows; ++row)
-        memcpy(to + (at.row + row) * width + at.col, v + row * TILE_STRIDE, at.cols * sizeof *v);
+        memory_write(to, (at.row + row) * width + at.col, v + row * TILE_STRIDE, at.cols, is_half);
 }
 
 static void tile_add(float *v, const float *from, size_t width, tile at)
@@ -221,6 +276,11 @@ static void tile_add(float *v, const float *from, size_t width, tile at)
         for (size_t j = 0; j < at.cols; ++j)
             to[j] = source[j] + to[j];
     }
+}
+
+static bool memory_is_half(const sw_lowrank *m)
+{
+    return m->memory_dtype == SW_DTYPE_BFLOAT16;
 }
 
 static void tile_sub_product(float *v, float left[][ROWS], const sw_lowrank *m, tile at)
@@ -234,25 +294,30 @@ static void tile_sub_product(float *v, float left[][ROWS], const sw_lowrank *m, 
  * each row at a time, over all of the rank. The next four rows are asked for meanwhile: a row is
  * often a page, at whose end the processor's own prefetching stops. */
 LOWRANK_INLINE void tile_stage(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
-                               size_t rank)
+                               size_t rank, bool is_half)
 {
     size_t stride = sw_lowrank_stride(m->cols), place = at.row * m->cols + at.col;
-    const float *factor = m->right + at.col, *memory = m->memory + place;
+    size_t memory_bytes = is_half ? sizeof(uint16_t) : sizeof(float);
+    const float *factor = m->right + at.col;
+    const unsigned char *memory = (const unsigned char *)m->memory + place * memory_bytes;
     float *gradient = m->gradient + place;
     for (size_t j = 0; j < at.cols; j += PAIR * WIDTH) {
         vector value[ROWS][PAIR];
         LOWRANK_UNROLL
         for (size_t row = 0; row < ROWS; ++row) {
-            size_t here = row * m->cols + j, ahead = (here + ROWS * m->cols) * sizeof(float);
-            __builtin_prefetch((const void *)((uintptr_t)memory + ahead), 0, 2);
-            __builtin_prefetch((const void *)((uintptr_t)gradient + ahead), 0, 2);
+            size_t here = row * m->cols + j, ahead = here + ROWS * m->cols;
+            uintptr_t next_memory = (uintptr_t)memory + ahead * memory_bytes;
+            uintptr_t next_gradient = (uintptr_t)gradient + ahead * sizeof(float);
+            __builtin_prefetch((const void *)next_memory, 0, 2);
+            __builtin_prefetch((const void *)next_gradient, 0, 2);
             if (PAIR * WIDTH > LANES) {
-                __builtin_prefetch((const void *)((uintptr_t)memory + ahead + 64), 0, 2);
-                __builtin_prefetch((const void *)((uintptr_t)gradient + ahead + 64), 0, 2);
+                if (!is_half)
+                    __builtin_prefetch((const void *)(next_memory + 64), 0, 2);
+                __builtin_prefetch((const void *)(next_gradient + 64), 0, 2);
             }
             LOWRANK_UNROLL
             for (size_t part = 0; part < PAIR; ++part)
-                value[row][part] = vector_load(memory + here + part * WIDTH);
+                value[row][part] = memory_load(memory, here + part * WIDTH, is_half);
         }
         for (size_t k = 0; k < rank; ++k) {
             vector f[PAIR];
@@ -280,23 +345,24 @@ LOWRANK_INLINE void tile_stage(float *v, float left[][ROWS], const sw_lowrank *m
     }
 }
 
-LOWRANK_INLINE void tile_stages(float *v, float left[][ROWS], const sw_lowrank *m, tile at)
+LOWRANK_INLINE void tile_stages(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
+                                bool is_half)
 {
     switch (m->rank) {
     case 1:
-        tile_stage(v, left, m, at, 1);
+        tile_stage(v, left, m, at, 1, is_half);
         break;
     case 2:
-        tile_stage(v, left, m, at, 2);
+        tile_stage(v, left, m, at, 2, is_half);
         break;
     case 3:
-        tile_stage(v, left, m, at, 3);
+        tile_stage(v, left, m, at, 3, is_half);
         break;
     case 4:
-        tile_stage(v, left, m, at, 4);
+        tile_stage(v, left, m, at, 4, is_half);
         break;
     default:
-        tile_stage(v, left, m, at, m->rank);
+        tile_stage(v, left, m, at, m->rank, is_half);
     }
 }
 
@@ -304,15 +370,20 @@ LOWRANK_INLINE void tile_stages(float *v, float left[][ROWS], const sw_lowrank *
 LOWRANK_INLINE void tile_value(float *v, float left[][ROWS], const sw_lowrank *m, tile at)
 {
     if (m->memory && at.rows == ROWS && at.cols % (PAIR * WIDTH) == 0) {
-        tile_stages(v, left, m, at);
+        if (memory_is_half(m))
+            tile_stages(v, left, m, at, true);
+        else
+            tile_stages(v, left, m, at, false);
         return;
     }
-    tile_read(v, m->memory ? m->memory : m->gradient, m->cols, at);
-    if (!m->memory)
+    if (!m->memory) {
+        tile_read(v, m->gradient, m->cols, at, false);
         return;
+    }
+    tile_read(v, m->memory, m->cols, at, memory_is_half(m));
     tile_sub_product(v, left, m, at);
     tile_add(v, m->gradient, m->cols, at);
-    tile_write(m->gradient, v, m->cols, at);
+    tile_write(m->gradient, v, m->cols, at, false);
 }
 
 static tile tile_at(const sw_lowrank *m, size_t row, size_t col)
@@ -357,14 +428,13 @@ static void lowrank_project(const sw_lowrank *m, const float *basis, float *out)
     }
 }
 
-/* out[k] += sum over rows of now[k][row] * v[row], and memory = v past the caches, for a tile of
- * whole vectors; memory NULL: not. */
+/* out[k] += sum over rows of now[k][row] * v[row], and memory = v (float32: past the caches), for a
+ * tile of whole vectors. */
 LOWRANK_INLINE void tile_absorb(const sw_lowrank *m, float now[][ROWS], float *out, tile at,
-                                size_t rank, bool keep)
+                                size_t rank, bool is_half)
 {
     size_t stride = sw_lowrank_stride(m->cols), place = at.row * m->cols + at.col;
     const float *v = m->gradient + place;
-    float *memory = keep ? m->memory + place : NULL;
     out += at.col;
     for (size_t j = 0; j < at.cols; j += WIDTH) {
         vector value[ROWS];
@@ -373,8 +443,7 @@ LOWRANK_INLINE void tile_absorb(const sw_lowrank *m, float now[][ROWS], float *o
             size_t here = row * m->cols + j, ahead = (here + ROWS * m->cols) * sizeof(float);
             __builtin_prefetch((const void *)((uintptr_t)v + ahead), 0, 2);
             value[row] = vector_load(v + here);
-            if (keep)
-                vector_stream(memory + here, value[row]);
+            memory_store(m->memory, place + here, value[row], is_half);
         }
         for (size_t k = 0; k < rank; ++k) {
             float *to = out + k * stride + j;
@@ -398,12 +467,15 @@ static void lowrank_absorb(const sw_lowrank *m, const float *left_now, float *ou
             tile at = tile_at(m, row, col);
             size_t count = sw_lowrank_stride(at.cols);
             if (at.rows == ROWS && stream) {
-                tile_absorb(m, now, out, at, m->rank, true);
+                if (memory_is_half(m))
+                    tile_absorb(m, now, out, at, m->rank, true);
+                else
+                    tile_absorb(m, now, out, at, m->rank, false);
                 continue;
             }
-            tile_read(v, m->gradient, m->cols, at);
+            tile_read(v, m->gradient, m->cols, at, false);
             if (m->memory)
-                tile_write(m->memory, v, m->cols, at);
+                tile_write(m->memory, v, m->cols, at, memory_is_half(m));
             LOWRANK_BY_RANKS(m->rank,
                              tile_gather(v, now + k, out + k * stride + col, stride, count, ranks))
         }
@@ -467,10 +539,10 @@ static void lowrank_expand(float *out, const float *left, const float *right, si
                     expand_whole(out, coefficient, right, &m, at, rank, false);
                 continue;
             }
-            tile_read(v, NULL, cols, at);
+            tile_read(v, NULL, cols, at, false);
             LOWRANK_BY_RANKS(rank, tile_combine(v, coefficient + k, right + k * stride + col,
                                                 stride, count, ranks, false))
-            tile_write(out, v, cols, at);
+            tile_write(out, v, cols, at, false);
         }
     }
     if (stream)
@@ -485,9 +557,9 @@ static void lowrank_error(const sw_lowrank *m, float *error)
         read_coefficients(left, m->left, left_stride, row, tile_at(m, row, 0).rows, m->rank);
         for (size_t col = 0; col < m->cols; col += TILE) {
             tile at = tile_at(m, row, col);
-            tile_read(v, m->memory, m->cols, at);
+            tile_read(v, m->memory, m->cols, at, memory_is_half(m));
             tile_sub_product(v, left, m, at);
-            tile_write(error, v, m->cols, at);
+            tile_write(error, v, m->cols, at, false);
         }
     }
 }

@@ -1,0 +1,154 @@
+"""The message of PowerSGD: factors of a bucket's matrices, in float32 or half, and beside them whole what is small.
+
+A half message has in each of its W slices a share of the factors in the wire's dtype, then a share of what is small in
+float32: that is not owed, so it is not rounded. What rounding took from the factors is: see settle().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ._engine import fold, half_decode, half_encode
+from .exchange import Exchange, fold_message, slice_numel
+
+
+class FactorExchange:
+    """begin() gives the memory for this rank's factors, average() the mean of the ranks'. It keeps memory from use to use.
+
+    Parameters
+    ----------
+    wire_dtype : torch.dtype
+        float32, bfloat16 or float16.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        self.wire_dtype = wire_dtype
+        self._head = 0
+        self._small: Sequence[torch.Tensor] = ()
+        self._scratch = torch.empty(0)
+        self._message = self._scratch
+        self._own = self._whole = self._sum = self._term = self._flat = self._scratch
+        self._share = self._small_share = self._slice_bytes = self._world_size = 0
+        self._world: torch.Tensor | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what is said is not quite what arrives."""
+        return self.wire_dtype != torch.float32
+
+    def begin(self, exchange: Exchange, head: int, small: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Where this rank's `head` elements of factors go, float32. `small`: averaged in place, whole.
+
+        Valid until the next begin(); with a half wire it is own memory, which settle() corrects.
+        """
+        self._head, self._small = head, small
+        world, total = exchange.world_size, sum(part.numel() for part in small)
+        if not self.rounds:
+            self._message = exchange.begin(4 * slice_numel(head + total, world)).view(torch.float32)
+            return self._message[:head]
+        self._share, self._small_share = slice_numel(head, world), slice_numel(total, world) if total else 0
+        self._slice_bytes = 2 * self._share + 4 * self._small_share
+        self._message = exchange.begin(self._slice_bytes)
+        self._reserve(world)
+        return self._own[:head]
+
+    def _reserve(self, world: int) -> None:
+        whole, small = world * self._share, world * self._small_share
+        sizes = [whole, whole, self._share, self._share, small]
+        if self._scratch.numel() < sum(sizes):
+            self._scratch = torch.empty(sum(sizes))
+        *parts, _ = self._scratch.split([*sizes, self._scratch.numel() - sum(sizes)])
+        self._own, self._whole, self._sum, self._term, self._flat = parts
+
+    def average(self, exchange: Exchange) -> torch.Tensor:
+        """The mean of the ranks' factors, `head` elements, the same bits on every rank; `small` have theirs."""
+        return self._average_half(exchange) if self.rounds else self._average_whole(exchange)
+
+    def _average_whole(self, exchange: Exchange) -> torch.Tensor:
+        pack(self._message[self._head :], self._small)
+        whole = fold_message(exchange, self._message, "mean")
+        unpack(whole[self._head :], self._small)
+        return whole[: self._head]
+
+    def _average_half(self, exchange: Exchange) -> torch.Tensor:
+        world, at = exchange.world_size, self._message.data_ptr()
+        pack(self._flat, self._small)
+        for rank, (part, small) in enumerate(self._slices(world)):
+            place = at + rank * self._slice_bytes
+            half_encode(self._name, place, part.data_ptr(), part.numel(), 1.0 / world)
+            rest = self._message[rank * self._slice_bytes :][: self._slice_bytes]
+            rest[2 * part.numel() : 2 * self._share].zero_()
+            rest[2 * self._share :].view(torch.float32).copy_(small)
+        received = self._message
+        if world > 1:
+            self._fold(exchange)
+            received = exchange.gather()
+        for rank in range(world):
+            place = received.data_ptr() + rank * self._slice_bytes
+            half_decode(self._name, self._whole.data_ptr() + 4 * rank * self._share, place, self._share)
+            begin = rank * self._slice_bytes + 2 * self._share
+            self._flat[rank * self._small_share :][: self._small_share].copy_(
+                received[begin : begin + 4 * self._small_share].view(torch.float32)
+            )
+        unpack(self._flat, self._small)
+        return self._whole[: self._head]
+
+    @property
+    def _name(self) -> str:
+        return str(self.wire_dtype).removeprefix("torch.")
+
+    def _slices(self, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's own factors, and what is small, by slice; the factors of the last ones may be fewer, or none."""
+        own = self._own[: self._head]
+        parts = [own[rank * self._share : (rank + 1) * self._share] for rank in range(world)]
+        small = [self._flat[rank * self._small_share :][: self._small_share] for rank in range(world)]
+        return list(zip(parts, small))
+
+    def _fold(self, exchange: Exchange) -> None:
+        """The owner's: the sum of halves in float32 and rank order, rounded once; it keeps what it was before that."""
+        pieces = [piece.data_ptr() for piece in exchange.scatter()]
+        result = exchange.result().data_ptr()
+        self._sum.zero_()
+        for piece in pieces:
+            half_decode(self._name, self._term.data_ptr(), piece, self._share)
+            self._sum.add_(self._term)
+        half_encode(self._name, result, self._sum.data_ptr(), self._share, 1.0)
+        if self._small_share:
+            skip = 2 * self._share
+            fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
+
+    def settle(self, exchange: Exchange) -> torch.Tensor:
+        """Own factors, now what they counted for in average(): the mean of the ranks' is then the mean that came.
+
+        What was encoded, times W; and on the owner of a slice, W times what rounding the mean added. Of half wires alone.
+        """
+        world, own = exchange.world_size, self._own
+        for rank in range(world):
+            place = self._message.data_ptr() + rank * self._slice_bytes
+            half_decode(self._name, own.data_ptr() + 4 * rank * self._share, place, self._share)
+        if world == 1:
+            return own[: self._head]
+        if self._world is None or self._world_size != world:  # kept: a number would be made a tensor at each use
+            self._world, self._world_size = torch.tensor(float(world)), world
+        own.mul_(self._world)
+        mine = slice(exchange.rank * self._share, (exchange.rank + 1) * self._share)
+        own[mine].add_(self._whole[mine], alpha=world).sub_(self._sum, alpha=world)
+        return own[: self._head]
+
+
+def pack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """One after the other, and zeros behind."""
+    at = 0
+    for part in parts:
+        message[at : at + part.numel()].copy_(part)
+        at += part.numel()
+    message[at:].zero_()
+
+
+def unpack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    at = 0
+    for part in parts:
+        part.copy_(message[at : at + part.numel()])
+        at += part.numel()
