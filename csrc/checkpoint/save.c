@@ -1,8 +1,8 @@
 /* save.c - the saver: one save at a time, and the life of its threads.
  *
- * Thread 0 coordinates: it opens the folder, wakes the others to write, writes too, acknowledges
- * and concludes. Threads live as long as their save: an idle saver has none, so that a fork between
- * saves copies none. */
+ * Thread 0 coordinates: it starts the others, opens the folder, writes too, acknowledges and
+ * concludes. The others help the caller's thread to copy, and write. Threads live as long as their
+ * save: an idle saver has none, so that a fork between saves copies none. */
 #include "checkpoint/save.h"
 
 #include <errno.h>
@@ -90,14 +90,36 @@ sw_status sw_save_check(sw_saver *saver, sw_error *err)
     return status;
 }
 
+/* Whether there are files to write to; until then it copies beside the caller's thread. */
+static bool await_open(sw_saver *saver)
+{
+    pthread_mutex_lock(&saver->mutex);
+    while (!saver->is_open && saver->failure.status == SW_OK)
+        if (!sw_save_help_copy_locked(saver))
+            pthread_cond_wait(&saver->changed, &saver->mutex);
+    bool is_open = saver->failure.status == SW_OK;
+    pthread_mutex_unlock(&saver->mutex);
+    return is_open;
+}
+
 static void *help(void *context)
 {
     sw_saver *saver = context;
     sw_error err = {0};
     sw_thread_lower_io_priority();
-    if (sw_save_write(saver, &err) != SW_OK)
+    if (await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
         record_failure(saver, &err);
     return NULL;
+}
+
+static sw_status open_and_write(sw_saver *saver, sw_error *err)
+{
+    SW_TRY(sw_save_open(saver, err));
+    pthread_mutex_lock(&saver->mutex);
+    saver->is_open = true;
+    pthread_cond_broadcast(&saver->changed);
+    pthread_mutex_unlock(&saver->mutex);
+    return sw_save_write(saver, false, err);
 }
 
 static sw_status write_together(sw_saver *saver, sw_error *err)
@@ -106,9 +128,9 @@ static sw_status write_together(sw_saver *saver, sw_error *err)
     for (int t = 1; t < saver->options.thread_count && status == SW_OK; ++t)
         status = sw_thread_start(&saver->threads[t], help, saver, "sw-save", err);
     if (status == SW_OK)
-        status = sw_save_write(saver, err);
+        status = open_and_write(saver, err);
     if (status != SW_OK)
-        record_failure(saver, err);
+        record_failure(saver, err); /* which ends the helpers, and a caller's wait in protect() */
     for (int t = 1; t < saver->options.thread_count; ++t)
         sw_thread_join(&saver->threads[t]);
     return sw_save_check(saver, err);
@@ -119,14 +141,11 @@ static void *coordinate(void *context)
     sw_saver *saver = context;
     sw_error own = {0}, outcome = {0};
     sw_thread_lower_io_priority();
-    sw_status status = sw_save_open(saver, &own);
-    if (status == SW_OK)
-        status = write_together(saver, &own);
+    sw_status status = write_together(saver, &own);
     if (status == SW_OK)
         status = sw_save_acknowledge(saver, &own);
     if (status != SW_OK)
-        record_failure(saver,
-                       &own); /* a caller inside protect() has nothing to wait for any more */
+        record_failure(saver, &own);
     else
         own = (sw_error){0};
     sw_save_conclude(saver, &own, &outcome);
@@ -165,7 +184,7 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     saver->bytes_total = saver->bytes_written = 0;
     saver->deadline_ns = sw_clock_now_ns() + request->timeout_ns;
     saver->failure = saver->outcome = (sw_error){0};
-    saver->is_over = false;
+    saver->is_open = saver->is_over = false;
     saver->manifest.step = request->step;
     saver->manifest.world_size = saver->board->world_size;
     saver->manifest.has_metric = request->has_metric;

@@ -17,7 +17,7 @@
 #include "platform/file.h"
 #include "platform/thread.h"
 
-enum { SW_SAVER_THREADS_MAX = 16, SW_SAVE_RUN_BLOCKS = 8 };
+enum { SW_SAVER_THREADS_MAX = 16, SW_SAVE_RUN_BLOCKS = 8, SW_SAVE_COPY_BLOCKS = 4 };
 
 typedef enum sw_block_state {
     SW_BLOCK_LIVE = 0, /* its bytes are the caller's memory */
@@ -26,6 +26,8 @@ typedef enum sw_block_state {
     SW_BLOCK_TAKEN,    /* a thread writes them */
     SW_BLOCK_WRITTEN,
 } sw_block_state;
+
+typedef struct sw_save_claim sw_save_claim;
 
 typedef struct sw_save_block {
     const sw_save_part *part;
@@ -63,7 +65,8 @@ struct sw_saver {
     uint64_t bytes_total, bytes_written, direct_bytes;
     sw_error failure; /* the first of this rank's threads; status SW_OK: none */
     sw_error outcome;
-    bool is_running, is_over;
+    sw_save_claim *claim; /* what the caller's thread copies now; NULL: nothing */
+    bool is_running, is_open, is_over;
 };
 
 /* save_snapshot.c */
@@ -75,22 +78,28 @@ SW_MUST_USE sw_status sw_save_check_blocks(const sw_saver *saver, sw_error *err)
 /* The bytes of `block` to `destination`, and their checksum to block->crc. */
 void sw_save_fill(sw_save_block *block, uint8_t *destination);
 
-typedef struct sw_save_claim { /* live blocks that one thread is about to copy, and where to */
-    size_t *wanted;            /* owned; indices of blocks */
-    uint8_t **slots;           /* owned list; the slots are the stage's */
+struct sw_save_claim { /* live blocks that the caller's thread is about to copy, and where to */
+    size_t *wanted;    /* owned; indices of blocks */
+    uint8_t **slots;   /* owned list; the slots are the stage's */
     size_t count;
-} sw_save_claim;
+    size_t next, done; /* shared: begun, and copied */
+};
 /* Marks the live blocks; those that touch an eager source alone when `is_eager` is not NULL. */
 SW_MUST_USE sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager,
                                          sw_save_claim *claim, sw_error *err);
-/* Copies them; each may be written from the moment that it is copied. */
+/* Copies them, together with helping threads; each may be written from the moment that it is
+ * copied. */
 void sw_save_copy(sw_saver *saver, sw_save_claim *claim);
+/* Copies some of what the caller's thread is copying: it is all that the training waits for.
+ * False: nothing is left to help with. The mutex is let go of meanwhile. */
+bool sw_save_help_copy_locked(sw_saver *saver);
 void sw_save_claim_fini(sw_save_claim *claim);
 /* Waits until no writing thread reads the caller's memory. */
 void sw_save_await_copies(sw_saver *saver);
 
-/* save_write.c: one writing thread's work, until no block is left or some thread failed. */
-SW_MUST_USE sw_status sw_save_write(sw_saver *saver, sw_error *err);
+/* save_write.c: one writing thread's work, until no block is left or some thread failed. A helper
+ * copies first, whenever the caller's thread does. */
+SW_MUST_USE sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err);
 
 /* save_agree.c */
 SW_MUST_USE sw_status sw_save_open(sw_saver *saver,

@@ -224,17 +224,44 @@ sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager, sw_save_clai
     return status;
 }
 
-void sw_save_copy(sw_saver *saver, sw_save_claim *claim)
+/* Copies the claim's next blocks, without the mutex; false: none is left to begin with. */
+static bool copy_some_locked(sw_saver *saver, sw_save_claim *claim)
 {
-    for (size_t i = 0; i < claim->count; ++i) {
+    size_t begin = claim->next, left = claim->count - begin;
+    size_t end = begin + (left < SW_SAVE_COPY_BLOCKS ? left : SW_SAVE_COPY_BLOCKS);
+    if (left == 0)
+        return false;
+    claim->next = end;
+    pthread_mutex_unlock(&saver->mutex);
+    for (size_t i = begin; i < end; ++i)
+        sw_save_fill(&saver->blocks[claim->wanted[i]], claim->slots[i]);
+    pthread_mutex_lock(&saver->mutex);
+    for (size_t i = begin; i < end; ++i) {
         sw_save_block *block = &saver->blocks[claim->wanted[i]];
-        sw_save_fill(block, claim->slots[i]);
-        pthread_mutex_lock(&saver->mutex);
         block->slot = claim->slots[i];
         block->state = SW_BLOCK_STAGED;
-        pthread_cond_broadcast(&saver->changed);
-        pthread_mutex_unlock(&saver->mutex);
     }
+    claim->done += end - begin;
+    pthread_cond_broadcast(&saver->changed);
+    return true;
+}
+
+bool sw_save_help_copy_locked(sw_saver *saver)
+{
+    return saver->claim && copy_some_locked(saver, saver->claim);
+}
+
+void sw_save_copy(sw_saver *saver, sw_save_claim *claim)
+{
+    pthread_mutex_lock(&saver->mutex);
+    saver->claim = claim;
+    pthread_cond_broadcast(&saver->changed);
+    while (copy_some_locked(saver, claim))
+        ;
+    while (claim->done < claim->count)
+        pthread_cond_wait(&saver->changed, &saver->mutex);
+    saver->claim = NULL;
+    pthread_mutex_unlock(&saver->mutex);
 }
 
 void sw_save_await_copies(sw_saver *saver)

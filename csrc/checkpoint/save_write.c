@@ -14,6 +14,7 @@
 
 typedef struct writer {
     sw_saver *saver;
+    bool is_helper;
     uint8_t *bounce;          /* owned; a run of blocks that were live, NULL until the first */
     const sw_plan_file *file; /* open, or NULL */
     char path[SW_PATH_BYTES];
@@ -47,7 +48,8 @@ static size_t take_run_locked(sw_saver *saver, sw_save_block **first, bool *is_l
     size_t begin = saver->next_block, count = 0;
     while (begin < saver->block_count &&
            saver->blocks[begin].state == SW_BLOCK_COPYING) { /* the caller's: soon staged */
-        pthread_cond_wait(&saver->changed, &saver->mutex);
+        if (!sw_save_help_copy_locked(saver))
+            pthread_cond_wait(&saver->changed, &saver->mutex);
         begin = saver->next_block;
         if (saver->failure.status != SW_OK)
             return 0;
@@ -161,6 +163,8 @@ static sw_status write_all(writer *w, sw_error *err)
         sw_save_block *first = NULL;
         bool is_live = false;
         pthread_mutex_lock(&w->saver->mutex);
+        while (w->is_helper && sw_save_help_copy_locked(w->saver))
+            ;
         size_t count = take_run_locked(w->saver, &first, &is_live);
         pthread_mutex_unlock(&w->saver->mutex);
         if (count == 0)
@@ -173,9 +177,9 @@ static sw_status write_all(writer *w, sw_error *err)
     }
 }
 
-sw_status sw_save_write(sw_saver *saver, sw_error *err)
+sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err)
 {
-    writer w = {.saver = saver, .fd = -1};
+    writer w = {.saver = saver, .is_helper = is_helper, .fd = -1};
     sw_status status = write_all(&w, err);
     if (w.fd >= 0)
         close(w.fd); /* after an error that is already told */
