@@ -120,9 +120,9 @@ SW_MUST_USE sw_status sw_reducer_finish(sw_reducer *reducer, sw_error *err);
 /* Ends a round that an exception left open: peers get in step, nothing is folded. Waits for them.
  */
 SW_MUST_USE sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err);
-/* The same for as long as `budget_ns` allows and all ranks live, in a pool: what is not done then is
- * left to sw_reducer_abandon, and the round stays open until it. A round that is not open is nothing
- * to do. */
+/* The same for as long as `budget_ns` allows and all ranks live, in a pool: what is not done then
+ * is left to sw_reducer_abandon, and the round stays open until it. A round that is not open is
+ * nothing to do. */
 SW_MUST_USE sw_status sw_reducer_try_abandon(sw_reducer *reducer, int64_t budget_ns, sw_error *err);
 /* A whole round in which this rank contributes nothing. Where a user's hook owns the buckets, only
  * the use bits are exchanged. */

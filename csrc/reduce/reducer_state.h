@@ -1,5 +1,6 @@
-/* reducer_state.h - what a reducer is made of: shared by reducer.c (rounds) and bucket.c (what a
- * rank says beside a bucket's data, and what is folded of it). Not for others.
+/* reducer_state.h - what a reducer is made of: shared by reducer.c (rounds), reducer_build.c
+ * (making it) and bucket.c (what a rank says beside a bucket's data, and what is folded of it). Not
+ * for others.
  *
  * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it
  * abandoned the round, and two bits a parameter. Tails are doubled by the round's parity: a rank
@@ -68,6 +69,9 @@ struct sw_reducer {
     bool contributes, abandoned, divide_by_active, defer_all;
     sw_reducer_stats stats;
 };
+
+/* Lays buckets that share a ring into it (reducer_build.c); returns its bytes. */
+size_t sw_reducer_lay_ring(sw_reducer *reducer, bool with_frozen);
 
 static inline int sw_reducer_slice_count(const sw_reducer *reducer)
 {
