@@ -188,12 +188,18 @@ def test_bytes_between_hosts_are_the_least_and_counted(rank, world_size):
 
 @on_every_rank(at_least=3)
 def test_what_hosts_cannot_do_is_a_named_error_on_all(rank, world_size):
-    with on_hosts(hosts_of("2+1", world_size)) as group:
-        for zero in (1, 2, 3):
-            with pytest.raises(NotImplementedError, match=f"zero={zero} over ranks on 2 hosts"):
-                sw.wrap(torch.nn.Linear(3, 3), process_group=group, zero=zero)
-        with pytest.raises(NotImplementedError, match="needs one host"):
-            process_group.host_group(group, 20).comm.arena(1000, "an arena")
+    host_of = hosts_of("2+1", world_size)
+    with on_hosts(host_of) as group:
+        comm = process_group.host_group(group, 20).comm
+    with pytest.raises(NotImplementedError, match="needs one host"):
+        comm.arena(1000, "an arena")
+    arena = comm.arena(1000, "an arena a host", of_hosts=True)
+    for other in range(world_size):
+        if host_of[other] == host_of[rank]:
+            assert arena.tensor(0, "uint8", [1000], None, other) is not None
+        else:
+            with pytest.raises(ValueError, match=f"the part of rank {other} is on another host"):
+                arena.tensor(0, "uint8", [1000], None, other)
 
 
 @on_every_rank(at_least=3)
