@@ -43,45 +43,6 @@ static sw_status init_buckets(sw_reducer *reducer, const sw_reducer_options *opt
     return SW_OK;
 }
 
-static size_t bucket_bytes(const bucket *b)
-{
-    return b->op.numel * sw_dtype_size_bytes(b->op.dtype);
-}
-
-/* Gives the buckets of a ring their places in it, one after the other, and each the last bucket
- * before it that lies there too. The ring has room for the largest and one more of the usual size.
- * Returns its bytes. */
-size_t sw_reducer_lay_ring(sw_reducer *reducer, bool with_frozen)
-{
-    size_t largest = 0, total = 0, at = 0;
-    for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
-        const bucket *b = &reducer->buckets[i];
-        if (!b->takes_part && !with_frozen)
-            continue;
-        largest = sw_size_max(largest, bucket_bytes(b));
-        total += bucket_bytes(b);
-    }
-    size_t ring = sw_size_min(total, largest + sw_size_min(reducer->cap_bytes, largest));
-    for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
-        bucket *b = &reducer->buckets[i];
-        size_t bytes = bucket_bytes(b);
-        b->before = NULL;
-        if (!b->takes_part && !with_frozen)
-            continue;
-        at = at + bytes > ring ? 0 : at;
-        b->op.offset_bytes = at;
-        at += bytes;
-        for (size_t k = i; k-- > 0 && !b->before;) {
-            bucket *other = &reducer->buckets[k];
-            if ((other->takes_part || with_frozen) &&
-                other->op.offset_bytes < b->op.offset_bytes + bytes &&
-                b->op.offset_bytes < other->op.offset_bytes + bucket_bytes(other))
-                b->before = other;
-        }
-    }
-    return ring;
-}
-
 /* How much memory the buckets need, by transport. */
 static sw_gradient_sizes sizes_of(sw_reducer *reducer)
 {
@@ -92,7 +53,7 @@ static sw_gradient_sizes sizes_of(sw_reducer *reducer)
     for (size_t i = 0; reducer->ring && i < reducer->layout.bucket_count; ++i) {
         reducer->buckets[i].result_offset_bytes = sizes.results;
         sizes.results +=
-            bucket_bytes(&reducer->buckets[i]) / (size_t)sw_reducer_slice_count(reducer);
+            sw_bucket_bytes(&reducer->buckets[i]) / (size_t)sw_reducer_slice_count(reducer);
     }
     if (reducer->ring) /* room for what is frozen, which is touched when it is unfrozen */
         sizes.pool =
@@ -142,7 +103,7 @@ static void bind_memory(sw_reducer *reducer)
             sw_memory_populate(reducer->memory->base + begin, end - begin);
             begin = b->op.offset_bytes;
         }
-        end = b->op.offset_bytes + bucket_bytes(b);
+        end = b->op.offset_bytes + sw_bucket_bytes(b);
     }
     sw_memory_populate(reducer->memory->base + begin, end - begin);
 }
@@ -285,6 +246,7 @@ size_t sw_reducer_planned_bytes(const sw_reducer *reducer)
     size_t results = 0;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
-            results += bucket_bytes(&reducer->buckets[i]) / (size_t)sw_reducer_slice_count(reducer);
+            results +=
+                sw_bucket_bytes(&reducer->buckets[i]) / (size_t)sw_reducer_slice_count(reducer);
     return reducer->ring_bytes + results;
 }

@@ -70,12 +70,14 @@ struct sw_reducer {
     sw_reducer_stats stats;
 };
 
-/* Lays buckets that share a ring into it (reducer_build.c); returns its bytes. */
-size_t sw_reducer_lay_ring(sw_reducer *reducer, bool with_frozen);
-
 static inline int sw_reducer_slice_count(const sw_reducer *reducer)
 {
     return reducer->owners ? reducer->slices.count : reducer->comm->world_size;
+}
+
+static inline size_t sw_bucket_bytes(const bucket *b)
+{
+    return b->op.numel * sw_dtype_size_bytes(b->op.dtype);
 }
 
 static inline size_t sw_words_of(size_t bits)
@@ -87,6 +89,11 @@ static inline bool sw_bit_is_set(const uint32_t *bits, size_t i)
 {
     return bits[i / 32] >> (i % 32) & 1;
 }
+
+/* Gives the buckets of a ring their places in it, and each the last bucket before it that lies
+ * there too; those that never took part get none, unless `with_frozen`. Returns the ring's bytes.
+ */
+size_t sw_reducer_lay_ring(sw_reducer *reducer, bool with_frozen);
 
 /* What `rank` says of this round. */
 tail *sw_bucket_tail(const bucket *b, int rank);

@@ -195,6 +195,18 @@ def test_what_hosts_cannot_do_is_a_named_error_on_all(rank, world_size):
             sw.wrap(module, optimizer, process_group=group, zero=3, share_parameters=False, gather="int8")
         with pytest.raises(NotImplementedError, match="needs one host"):
             process_group.host_group(group, 20).comm.arena(1000, "an arena")
+    host_of = hosts_of("2+1", world_size)
+    with on_hosts(host_of) as group:
+        comm = process_group.host_group(group, 20).comm
+    with pytest.raises(NotImplementedError, match="needs one host"):
+        comm.arena(1000, "an arena")
+    arena = comm.arena(1000, "an arena a host", of_hosts=True)
+    for other in range(world_size):
+        if host_of[other] == host_of[rank]:
+            assert arena.tensor(0, "uint8", [1000], None, other) is not None
+        else:
+            with pytest.raises(ValueError, match=f"the part of rank {other} is on another host"):
+                arena.tensor(0, "uint8", [1000], None, other)
 
 
 @on_every_rank(at_least=3)

@@ -4,7 +4,6 @@ rank that is killed while updated slices travel is named on every survivor."""
 import os
 import pathlib
 import signal
-import threading
 import time
 
 import pytest
@@ -18,9 +17,8 @@ from test_every_stage_has_the_same_bits import PRIVATE, stage
 
 STEPS = 4
 TIMEOUT_S = 8.0
-KILLED_AFTER_S = 0.15
-#: what a dead process shows as soon as the link has passed what was under way
-AT_ONCE_S = 3.0
+#: what a dead process shows
+AT_ONCE_S = 1.5
 
 
 def losses_at_every_stage(rank, world_size, forced=None):
@@ -56,8 +54,16 @@ def test_two_hosts_of_two_ranks_at_every_stage(hosts, fresh_ranks):
     assert all(found[zero] == found[0] for found in apart for zero in found)
 
 
-class EndsWhileSlicesTravel(torch.optim.SGD):
-    """An optimizer of a rank that is killed a moment after its second step, whose slices take much longer."""
+SLICE = 5  # sw_message of csrc/comm/bridge.h, above the 28 bits of a number
+
+
+def end():
+    pathlib.Path(os.environ["SW_TEST_FOLDER"], "killed").write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Ends(torch.optim.SGD):
+    """An optimizer of a rank that is killed when it has updated its slices the second time."""
 
     steps = 0
 
@@ -65,23 +71,38 @@ class EndsWhileSlicesTravel(torch.optim.SGD):
         loss = super().step(closure)
         self.steps += 1
         if self.steps == 2:
-            threading.Timer(KILLED_AFTER_S, self.end).start()
+            end()
         return loss
 
-    def end(self):
-        pathlib.Path(os.environ["SW_TEST_FOLDER"], "killed").write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
+
+def end_at_slice(count):
+    """A carrier is killed as it sends its `count`-th block of updated slices."""
+    send, sent = process_group._Wire.send, []
+
+    def send_or_end(self, rank, tag, address, nbytes):
+        if tag >> 28 == SLICE:
+            sent.append(tag)
+            if len(sent) == count:
+                end()
+        return send(self, rank, tag, address, nbytes)
+
+    process_group._Wire.send = send_or_end
 
 
 def trains_until_an_error(rank, world_size, zero, victim):
     """(kind, rank, host, text, when) of the error."""
     torch.manual_seed(0)
-    module = torch.nn.Linear(800, 800)
-    optimizer = (EndsWhileSlicesTravel if rank == victim else torch.optim.SGD)(module.parameters(), lr=0.1)
+    module = torch.nn.Linear(1024, 1024)  # of which a rank owns 6 blocks
+    kind = torch.optim.SGD
+    if rank == victim and rank == 1:
+        kind = Ends
+    elif rank == victim:
+        end_at_slice(6 * (2 if rank == 0 else 1) + 3)
+    optimizer = kind(module.parameters(), lr=0.1)
     model, optimizer = sw.wrap(module, optimizer, partition="flat", timeout_s=TIMEOUT_S, **stage(zero, {}))
     try:
         for _ in range(10):
-            model(torch.ones(2, 800)).sum().backward()
+            model(torch.ones(2, 1024)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     except sw.CommError as error:
@@ -93,8 +114,7 @@ def trains_until_an_error(rank, world_size, zero, victim):
     ("zero", "victim"), [(2, 2), (3, 0), *([(1, 0), (1, 2), (2, 1), (3, 2), (PRIVATE, 0)] if LONG else [(PRIVATE, 1)])]
 )
 def test_a_rank_killed_while_slices_travel_is_named_on_every_host(hosts, zero, victim):
-    """2.6 MB at 20 Mbit/s: a host's slices take 0.3 or 0.7 s."""
-    with hosts(2, 1, rate="20mbit") as lab:
+    with hosts(2, 1) as lab:
         lab.team.start(trains_until_an_error, zero=zero, victim=victim)
         outcomes = lab.team.wait(TIMEOUT_S + 20, ignore=[victim], patient=True)
         when = float(pathlib.Path(lab.team._folder.name, "killed").read_text())
@@ -104,5 +124,5 @@ def test_a_rank_killed_while_slices_travel_is_named_on_every_host(hosts, zero, v
             kind, culprit, host, text, raised = outcomes[rank].value
             assert (kind, culprit, host) == ("CommError", victim, f"host{lab.host_of(victim)}"), outcomes
             assert f"rank {victim}" in text and raised - when < AT_ONCE_S, (text, raised - when)
-            assert victim == 1 or "updated parameters of Linear" in text, text  # a carrier's end is its host's
+            assert "updated parameters of Linear" in text, text
         ends_in_order(lab, survivors)
