@@ -8,57 +8,6 @@
 /* Lifecycle
  * ------------------------------------------------------------------------------------------ */
 
-typedef struct specs {
-    sw_layout_param *params;
-    const char **names;
-    PyObject *list; /* keeps the names alive */
-    size_t count;
-} specs;
-
-static void specs_fini(specs *s)
-{
-    free(s->params);
-    free(s->names);
-    Py_XDECREF(s->list);
-}
-
-static int specs_init(specs *s, PyObject *sequence)
-{
-    *s = (specs){.list = PySequence_List(sequence)};
-    if (!s->list)
-        return -1;
-    s->count = (size_t)PyList_Size(s->list);
-    s->params = calloc(s->count + 1, sizeof *s->params);
-    s->names = calloc(s->count + 1, sizeof *s->names);
-    if (!s->params || !s->names) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t i = 0; i < s->count; ++i) {
-        Py_ssize_t numel;
-        const char *dtype;
-        int trainable;
-        PyObject *item = PyList_GetItem(s->list, (Py_ssize_t)i);
-        if (!PyTuple_Check(item) ||
-            !PyArg_ParseTuple(item, "snsp;a parameter is (name, numel, dtype, requires_grad)",
-                              &s->names[i], &numel, &dtype, &trainable)) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_TypeError,
-                                "a parameter is a tuple (name, numel, dtype, requires_grad)");
-            return -1;
-        }
-        s->params[i] = (sw_layout_param){
-            .numel = (size_t)numel, .dtype = sw_dtype_from_name(dtype), .trainable = trainable};
-        if (numel < 0 || s->params[i].dtype == SW_DTYPE_COUNT) {
-            PyErr_Format(PyExc_ValueError,
-                         "parameter '%s': dtype %s with %zd elements is not one the engine moves",
-                         s->names[i], dtype, numel);
-            return -1;
-        }
-    }
-    return 0;
-}
-
 static int parse_transport(const char *name, sw_transport *transport)
 {
     for (int t = SW_TRANSPORT_AUTO; t <= SW_TRANSPORT_STAGED; ++t)
@@ -70,16 +19,7 @@ static int parse_transport(const char *name, sw_transport *transport)
     return -1;
 }
 
-static int parse_reduce(const char *name, bool *sums)
-{
-    *sums = strcmp(name, "sum") == 0;
-    if (*sums || strcmp(name, "mean") == 0)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "reduce must be 'mean' or 'sum', got '%s'", name);
-    return -1;
-}
-
-static int create(reducer_object *self, specs *s, const sw_reducer_options *options)
+static int create(reducer_object *self, sw_py_rows *s, const sw_reducer_options *options)
 {
     sw_error err;
     sw_status status;
@@ -108,7 +48,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     const char *transport = "auto", *reduce = "mean";
     int sliced = 0;
     sw_reducer_options options = {.label = "model"};
-    specs s;
+    sw_py_rows s;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nssps:Reducer", names, &comm, &parameters,
                                      &cap, &transport, &reduce, &sliced, &options.label))
         return -1;
@@ -126,7 +66,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     options.bucket_cap_bytes = (size_t)cap;
     options.sliced = self->sliced = sliced != 0;
     if (parse_transport(transport, &options.transport) < 0 ||
-        parse_reduce(reduce, &options.sums) < 0)
+        sw_py_parse_reduce(reduce, &options.sums) < 0)
         return -1;
     Py_INCREF(comm);
     self->comm = (comm_object *)comm;
@@ -136,10 +76,10 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!self->grad_name || !self->link)
         return -1;
     *self->link = (reducer_link){.reducer = self, .references = 1};
-    int result = specs_init(&s, parameters);
+    int result = sw_py_rows_init(&s, parameters);
     if (result == 0)
         result = create(self, &s, &options);
-    specs_fini(&s);
+    sw_py_rows_fini(&s);
     return result;
 }
 
