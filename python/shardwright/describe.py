@@ -117,6 +117,7 @@ def _model(replica: Any) -> dict[str, Any]:
         "gradient_bytes": reducer.planned_bytes,
         **({"compress": replica.compression[0]} if replica.compression else {}),
         **replica.parameter_plan(),
+        **({"deterministic": replica.deterministic} if replica.link is not None else {}),
         "transport": reducer.transport,
         "transport_reason": reducer.transport_reason,
     }

@@ -53,7 +53,7 @@ def wrap(
     Parameters
     ----------
     module : Module
-        On the CPU. It is not changed; its parameters keep their identity.
+        On the CPU, or at zero=0 on one GPU a rank. It is not changed; its parameters keep their identity.
     optimizer : Optimizer, optional
         Returned as it is at zero=0; else one that steps on this rank's slices takes its place.
     zero : {0, 1, 2, 3}
