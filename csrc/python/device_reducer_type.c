@@ -218,12 +218,14 @@ static PyObject *reducer_post(PyObject *op, PyObject *args)
     return sw_py_device_finish(self->comm, status, &err);
 }
 
-static PyObject *reducer_finish(PyObject *op, PyObject *used)
+static PyObject *reducer_finish(PyObject *op, PyObject *args)
 {
     device_reducer_object *self = (device_reducer_object *)op;
+    PyObject *used;
+    unsigned long tag;
     sw_error err;
     sw_status status;
-    if (!check_made(self))
+    if (!PyArg_ParseTuple(args, "Ok:finish", &used, &tag) || !check_made(self))
         return NULL;
     if (!PyByteArray_Check(used) || (size_t)PyByteArray_Size(used) != self->layout.param_count) {
         PyErr_Format(PyExc_ValueError, "finish: used must be a bytearray of %zu",
@@ -234,11 +236,28 @@ static PyObject *reducer_finish(PyObject *op, PyObject *used)
         return NULL;
     Py_INCREF(used);
     Py_BEGIN_ALLOW_THREADS
-    status =
-        sw_device_reducer_finish(self->reducer, (const uint8_t *)PyByteArray_AsString(used), &err);
+    status = sw_device_reducer_finish(self->reducer, (const uint8_t *)PyByteArray_AsString(used),
+                                      (uint32_t)tag, &err);
     Py_END_ALLOW_THREADS
     Py_DECREF(used);
     return sw_py_device_finish(self->comm, status, &err);
+}
+
+static PyObject *reducer_check(PyObject *op, PyObject *unused)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    uint32_t tag = 0;
+    sw_error err;
+    (void)unused;
+    if (!check_made(self) || !sw_py_device_enter(self->comm))
+        return NULL;
+    sw_status status = sw_device_reducer_check(self->reducer, &tag, &err);
+    bool differs = status == SW_E_MISMATCH;
+    PyObject *done = sw_py_device_finish(self->comm, differs ? SW_OK : status, &err);
+    if (!done || !differs)
+        return done;
+    Py_DECREF(done);
+    return PyLong_FromUnsignedLong(tag);
 }
 
 /* Every bucket that takes part. */
@@ -292,7 +311,10 @@ static PyMethodDef reducer_methods[] = {
      "adopt(bucket, address)\n--\n\nIts memory; it takes part from the next step on."},
     {"begin", reducer_begin, METH_O, "begin(stream)\n--\n\nGradients will be written on it."},
     {"post", reducer_post, METH_VARARGS, "post(bucket, stream)\n--\n\nIt is complete on it."},
-    {"finish", reducer_finish, METH_O, "finish(used)\n--\n\nAll are posted; a byte a parameter."},
+    {"finish", reducer_finish, METH_VARARGS,
+     "finish(used, tag)\n--\n\nAll are posted; a byte a parameter."},
+    {"check", reducer_check, METH_NOARGS,
+     "check()\n--\n\nThis rank's tag if ranks finished a step with different ones, else None."},
     {"take", reducer_take, METH_O, "take(stream)\n--\n\nIt sees all means from now on."},
     {"used_by_any", reducer_used_by_any, METH_NOARGS,
      "used_by_any()\n--\n\nA byte a parameter; waits if this rank left one unused."},

@@ -4,6 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* A tag travels as its bytes and their complements, behind the use bytes: the greatest of each over
+ * the ranks fit together if and only if all tags are equal. */
+enum { TAG_BYTES = 2 * sizeof(uint32_t), TAG_GREATEST = 255 };
+
 typedef enum phase {
     PHASE_IDLE = 0, /* released, or never begun */
     PHASE_OPEN,     /* begun: buckets are being posted */
@@ -27,13 +31,16 @@ struct sw_device_reducer {
     uint64_t steps;        /* begun */
     device_bucket *bucket; /* owned */
     size_t bucket_count;
-    void *contributions;           /* owned device memory; only with deterministic */
-    size_t gradient_count;         /* of use bytes */
-    void *used;                    /* owned device memory: use bytes */
-    uint8_t *any;                  /* owned, pinned: use bytes of all ranks, if `is_gathered` */
-    uint8_t *own;                  /* owned: this rank's use bytes, as finish() got them */
-    bool is_gathered;              /* this step sends the use bytes of all ranks to the host */
-    sw_event *consumed, *gathered; /* owned */
+    void *contributions;   /* owned device memory; only with deterministic */
+    size_t gradient_count; /* of use bytes */
+    void *used;            /* owned device memory: use bytes */
+    uint8_t *any;          /* owned, pinned: use bytes of all ranks, if `is_gathered` */
+    uint8_t *own;          /* owned: this rank's use bytes, as finish() got them */
+    bool is_gathered;      /* this step sends the use bytes of all ranks to the host */
+    uint8_t *tags;         /* owned, pinned: of the step that `told` was recorded for */
+    uint32_t tag;          /* this rank's of that step */
+    bool is_told;          /* `told` was recorded, and not looked at */
+    sw_event *consumed, *gathered, *told; /* owned */
 };
 
 /* ---- life ---- */
@@ -96,8 +103,11 @@ static sw_status create_all(sw_device_reducer *r, const sw_device_reducer_config
     r->bucket_count = config->bucket_count;
     SW_TRY(ops->event_create(r->device, &r->consumed, err));
     SW_TRY(ops->event_create(r->device, &r->gathered, err));
+    SW_TRY(ops->event_create(r->device, &r->told, err));
     SW_TRY(create_buckets(r, config, err));
-    SW_TRY(ops->memory_alloc(r->device, r->gradient_count, &r->used, err));
+    SW_TRY(ops->memory_alloc(r->device, r->gradient_count + TAG_BYTES, &r->used, err));
+    SW_TRY(ops->pinned_alloc(r->device, TAG_BYTES, &pinned, err));
+    r->tags = pinned;
     SW_TRY(ops->pinned_alloc(r->device, r->gradient_count, &pinned, err));
     r->any = pinned;
     r->own = calloc(r->gradient_count + 1, 1);
@@ -154,6 +164,8 @@ void sw_device_reducer_destroy(sw_device_reducer *r)
     ops->memory_free(r->device, r->contributions);
     ops->memory_free(r->device, r->used);
     ops->pinned_free(r->device, r->any);
+    ops->pinned_free(r->device, r->tags);
+    ops->event_destroy(r->device, r->told);
     ops->event_destroy(r->device, r->consumed);
     ops->event_destroy(r->device, r->gathered);
     free(r->own);
@@ -276,8 +288,8 @@ static size_t find_use(const sw_device_reducer *r, const uint8_t *used, size_t f
     return from;
 }
 
-/* The rank's use bytes, by fills: no host memory has to outlive the call. */
-static sw_status write_use(sw_device_reducer *r, const uint8_t *used, sw_error *err)
+/* The rank's use bytes and tag, by fills: no host memory has to outlive the call. */
+static sw_status write_use(sw_device_reducer *r, const uint8_t *used, uint32_t tag, sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
     sw_stream *stream = r->comm->stream;
@@ -287,10 +299,51 @@ static sw_status write_use(sw_device_reducer *r, const uint8_t *used, sw_error *
         SW_TRY(ops->fill_async(r->device, (char *)r->used + i, 0, end - i, stream, err));
         i = find_use(r, used, end, false);
     }
+    for (size_t k = 0; k < TAG_BYTES; ++k) {
+        unsigned char part = (unsigned char)(tag >> 8 * (k / 2));
+        SW_TRY(ops->fill_async(r->device, (char *)r->used + r->gradient_count + k,
+                               k % 2 ? (unsigned char)(TAG_GREATEST - part) : part, 1, stream,
+                               err));
+    }
     return SW_OK;
 }
 
-sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, sw_error *err)
+/* The tags of all ranks go to the host, unless those of an earlier step are still on their way. */
+static sw_status send_tags(sw_device_reducer *r, uint32_t tag, sw_error *err)
+{
+    const sw_device_ops *ops = r->device->ops;
+    if (r->is_told)
+        return SW_OK;
+    SW_TRY(ops->copy_async(r->device, r->tags, (char *)r->used + r->gradient_count, TAG_BYTES,
+                           r->comm->stream, err));
+    SW_TRY(ops->event_record(r->device, r->told, r->comm->stream, err));
+    r->is_told = true;
+    r->tag = tag;
+    return SW_OK;
+}
+
+sw_status sw_device_reducer_check(sw_device_reducer *r, uint32_t *tag, sw_error *err)
+{
+    bool is_there = false, are_equal = true;
+    if (!r->is_told)
+        return SW_OK;
+    SW_TRY(r->device->ops->event_query(r->device, r->told, &is_there, err));
+    if (!is_there)
+        return SW_OK;
+    r->is_told = false;
+    for (size_t k = 0; k < TAG_BYTES; k += 2)
+        are_equal = are_equal && r->tags[k] + r->tags[k + 1] == TAG_GREATEST;
+    if (are_equal)
+        return SW_OK;
+    *tag = r->tag;
+    SW_FAIL(err, SW_E_MISMATCH,
+            "device reducer: ranks finished a step with different tags, this "
+            "one with %#x",
+            (unsigned)r->tag);
+}
+
+sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, uint32_t tag,
+                                   sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
     sw_stream *stream = r->comm->stream;
@@ -300,10 +353,11 @@ sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, sw
     bool is_alone = sw_nccl_world_size(r->comm->nccl) == 1;
     r->is_gathered = !is_alone && find_use(r, used, 0, false) < r->gradient_count;
     memcpy(r->own, used, r->gradient_count);
-    if (!is_alone && r->gradient_count > 0) {
-        SW_TRY(write_use(r, used, err));
-        SW_TRY(sw_nccl_all_reduce(r->comm->nccl, r->used, r->gradient_count, SW_DTYPE_UINT8,
-                                  SW_REDOP_MAX, stream, err));
+    if (!is_alone) {
+        SW_TRY(write_use(r, used, tag, err));
+        SW_TRY(sw_nccl_all_reduce(r->comm->nccl, r->used, r->gradient_count + TAG_BYTES,
+                                  SW_DTYPE_UINT8, SW_REDOP_MAX, stream, err));
+        SW_TRY(send_tags(r, tag, err));
     }
     if (r->is_gathered) {
         SW_TRY(ops->copy_async(r->device, r->any, r->used, r->gradient_count, stream, err));

@@ -11,6 +11,7 @@
  *   consumer --consumed--> producer  the next step writes a bucket after the optimizer has read it
  *   comm --gathered--> host          which gradients some rank used; read only by a rank that left
  *                                    one unused itself, in that step
+ *   comm --told--> host              whether ranks are at the same step; read when it is there
  *
  *   for each step:
  *     begin(backward's stream); post(b, backward's stream) for b in order; finish(used)
@@ -87,9 +88,15 @@ SW_MUST_USE sw_status sw_device_reducer_post(sw_device_reducer *reducer, size_t 
 SW_MUST_USE sw_status sw_device_reducer_take(sw_device_reducer *reducer, size_t index,
                                              sw_stream *consumer, sw_error *err);
 
-/* All buckets are posted. used[i]: whether this rank used gradient i. */
+/* All buckets are posted. used[i]: whether this rank used gradient i. `tag` is what must be equal
+ * on all ranks: see check. */
 SW_MUST_USE sw_status sw_device_reducer_finish(sw_device_reducer *reducer, const uint8_t *used,
-                                               sw_error *err);
+                                               uint32_t tag, sw_error *err);
+
+/* SW_E_MISMATCH when ranks finished a step with different tags, *tag being this rank's. Never
+ * waits: what has not come yet is seen later, or, in the steps that follow, by their own tags. */
+SW_MUST_USE sw_status sw_device_reducer_check(sw_device_reducer *reducer, uint32_t *tag,
+                                              sw_error *err);
 
 /* After finish: any[i], whether some rank used gradient i; valid until the next finish. Waits on
  * the host, under the deadline, if this rank left one unused; else not at all. */

@@ -225,8 +225,10 @@ class DeviceReducer:
         """Gradients of a step will be written on `stream`."""
     def post(self, bucket: int, stream: int, /) -> None:
         """It is complete on `stream`; in index order, alike on all ranks."""
-    def finish(self, used: bytearray, /) -> None:
-        """All are posted. `used`: a byte a parameter, whether this rank used it."""
+    def finish(self, used: bytearray, tag: int, /) -> None:
+        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 32 bits, to be equal on all ranks."""
+    def check(self) -> int | None:
+        """This rank's tag of a step that ranks finished with different ones; None if none is known. Does not wait."""
     def take(self, stream: int, /) -> None:
         """`stream` sees all means from now on."""
     def used_by_any(self) -> bytes:

@@ -141,10 +141,18 @@ class DeviceLink:
     def check(self) -> None:
         """Raises what has ended the communicator, if anything has. No driver call otherwise."""
         if not self._host.is_alive:
-            self.comm.abort(self._failure or "a rank of the group has met an error, or has left")
+            self.comm.abort(self._failure or self._reason_of_host())
         if not self.comm.is_alive:
             self.comm.watch()
             raise comm_error(self._failure or "the communicator of the GPUs was closed")
+
+    def _reason_of_host(self) -> str:
+        """Why the host's communicator has ended: it says so to whoever calls it."""
+        try:
+            self._host.barrier("the communicator of the GPUs")
+        except Exception as error:
+            return str(error)
+        return "a rank of the group has left"
 
     def fail(self, reason: str) -> None:
         """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
@@ -211,8 +219,8 @@ class _Watch(threading.Thread):
             if link is None or not link.comm.is_alive:
                 return
             try:
+                link.check()  # it knows more of why
                 link.comm.watch()
-                link.check()
             except Exception as error:  # the next call of the program's own raises it again
                 _logger.warning("%s", error)
                 link.fail(str(error))

@@ -94,6 +94,7 @@ class DeviceRounds:
         self._announced_sync = False
         self._finished = False
         self._consumer = 0
+        self._step = self._round = 0
         self._streams: set[int] = set()
         self._counts = dict.fromkeys(
             ("rounds", "local_rounds", "abandoned", "buckets_sent", "buckets_early", "copies", "bytes"), 0
@@ -207,6 +208,7 @@ class DeviceRounds:
         if self._task_id() >= 0:
             return  # recomputed inside a backward: not a forward of its own
         self._link.check()
+        self._compare_steps()
         self._announced = None
         self._abandon()
         if synchronised:
@@ -348,7 +350,8 @@ class DeviceRounds:
             if bucket.flat is None:
                 for index in bucket.members:
                     used[index] = 1  # nobody asks
-        self._engine.finish(used)
+        self._round += 1
+        self._engine.finish(used, (self._step & 0xFFFF) << 16 | self._round & 0xFFFF)
         self._engine.take(stream)
         self._finished, self._consumer = True, stream
         self._used_by_any = self._engine.used_by_any()
@@ -411,9 +414,23 @@ class DeviceRounds:
     def count_step(self) -> None:
         """A step of the optimizer, on torch's current stream."""
         self._consumer = self._link.current_stream()
+        self._step, self._round = self._step + 1, 0
 
     def forget_steps(self) -> None:
-        """No effect: steps are not compared."""
+        """Counts from 0 again; on all ranks."""
+        self._step = self._round = 0
+
+    def _compare_steps(self) -> None:
+        """Raises if, in a round before, ranks were at different steps or backwards. Known a step later, on all ranks."""
+        tag = self._engine.check()
+        if tag is not None:
+            step, number = tag >> 16, tag & 0xFFFF
+            self._link.fail(
+                f"ranks ran different numbers of backwards or optimizer steps of {self._label}: their gradients were averaged while "
+                f"rank {self._link.rank} was in backward {number} after step {step}, and others were not; the average, and what was "
+                "stepped on since, is wrong: begin again from a checkpoint, with the same number on every rank"
+            )
+            self._link.check()
 
     def shadow(self) -> None:
         raise NotImplementedError("join is not there yet on GPUs: give every rank the same number of inputs")

@@ -220,6 +220,14 @@ static sw_status read_use(loop *l, int step)
     return SW_OK;
 }
 
+/* Equal ones are no error, and looking does not make one; what the host reads has come. */
+static sw_status check_tags(loop *l, uint32_t tag)
+{
+    uint32_t own = tag;
+    SW_TRY(sw_device_reducer_check(l->reducer, &own, &l->self->err));
+    return own == tag ? SW_OK : SW_E_STATE;
+}
+
 static sw_status train_step(loop *l, int step)
 {
     uint8_t used[GRADIENTS];
@@ -237,8 +245,10 @@ static sw_status train_step(loop *l, int step)
     SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
     for (int i = 0; i < GRADIENTS; ++i)
         used[i] = is_used(l->self->rank, step, i);
-    SW_TRY(sw_device_reducer_finish(l->reducer, used, err));
+    uint32_t tag = 0x10203u * (uint32_t)step;
+    SW_TRY(sw_device_reducer_finish(l->reducer, used, tag, err));
     SW_TRY(read_use(l, step));
+    SW_TRY(check_tags(l, tag));
     for (size_t b = 0; b < BUCKETS; ++b) {
         SW_TRY(sw_device_reducer_take(l->reducer, b, l->optimizer, err));
         sw_adam_args adam = adam_of(l->part[b].p, l->part[b].m, l->part[b].v, l->part[b].bucket,

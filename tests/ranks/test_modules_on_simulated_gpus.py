@@ -83,6 +83,22 @@ def mlp(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert counts["host_waits"] == 0, counts
 
 
+def test_nccls_own_mean_is_alike_on_all_ranks_and_near(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, nccls_mean)
+
+
+def nccls_mean(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    wrapped, naive = pair(lambda: gpus.adopt_module(Mlp()), bucket_cap_mb=0.001)
+    for step in range(3):
+        for model in (wrapped, naive):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+        naive.synchronise()
+        for ours, theirs in zip(wrapped.module.parameters(), naive.module.parameters()):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+        assert same_everywhere([parameter.grad.tolist() for parameter in wrapped.module.parameters()])
+        zero_grad(wrapped, naive)
+
+
 #: the promises of the CPU, body for body: (module, its tests without "test_", arguments)
 _USE = "test_what_was_used_and_accumulated_is_what_is_averaged"
 _SHAPE = "test_every_shape_of_backward"
@@ -282,7 +298,7 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         sw.wrap(gpus.adopt_module(Mlp()), compress=sw.Fp16())
     wrapped = sw.wrap(module)
     with pytest.raises(NotImplementedError, match="communication hooks"):
-        wrapped.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook)
+        wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     if world_size > 1:
         with pytest.raises(NotImplementedError, match="join is not there yet on GPUs"), wrapped.join():
             pass
@@ -363,6 +379,26 @@ def absent_rank(gpus: SimulatedGpus, rank: int, world_size: int, host_waits: boo
         pytest.raises(sw.Error, match="was not done within 1 s|has met an error") if rank else contextlib.nullcontext()
     ):
         wrapped(batch(rank, 6, 7), "left")
+    gather(None)
+
+
+@at_least_two
+def test_different_numbers_of_backwards_are_named_a_step_later(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, uneven_backwards, policy="on demand")
+
+
+def uneven_backwards(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    gpus.watch()  # a rank that has seen it ends the communicator, while others wait for their GPUs
+    torch.manual_seed(0)
+    wrapped = sw.wrap(gpus.adopt_module(Mlp()))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    with pytest.raises(sw.Error, match="ranks ran different numbers of backwards or optimizer steps of Mlp"):
+        for _ in range(50):
+            for _ in range(2 if rank == 0 else 1):
+                wrapped(batch(rank, 6, 7)).sum().backward()
+            optimizer.step()
     gather(None)
 
 
