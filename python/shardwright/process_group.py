@@ -380,6 +380,21 @@ def _close_comms(comm: HostComm, children: list[HostComm], links: dict[int, Any]
             each.close()
 
 
+def group_size(group: Any) -> int:
+    """Ranks of torch's `group` (None: the default one); 1 where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size(group)
+
+
+def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+    """Every rank's `row`, over torch's `group`: by a sum with zeros, which every backend has for its devices, and which is exact."""
+    rows = row.new_zeros(dist.get_world_size(group), row.numel())
+    rows[dist.get_rank(group)] = row
+    dist.all_reduce(rows, group=group)
+    return rows.unbind()
+
+
 def describe_group() -> str:
     """One line for describe(): what torch.distributed is in this process."""
     if not dist.is_available():
