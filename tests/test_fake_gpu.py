@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 
 from shardwright import _engine
-from test_csrc import BUILDERS, RUN_LIMIT_S, Builder, Mode, run_checked
+from test_csrc import BUILDERS, CSRC, RUN_LIMIT_S, Builder, Mode, run_checked
+from test_layers import built_objects
 
 ROOT = Path(__file__).resolve().parents[1]
 FAKE = ROOT / "tests" / "fake"
 TESTS = sorted(path for path in FAKE.glob("test_*.c") if path.stem != "test_kernel_text")
 SHARED = [FAKE / "gpu_ranks.c"]
-LIBRARIES = {"libcuda.so.1": ("sim_core.c", "sim_run.c", "fake_cuda.c"), "libnccl.so.2": ("fake_nccl.c",)}
+LIBRARIES = {
+    "libcuda.so.1": ("sim_core.c", "sim_run.c", "fake_cuda.c", "sim_torch.c"),
+    "libnccl.so.2": ("fake_nccl.c", "fake_nccl_files.c"),
+}
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror")
 
@@ -33,6 +37,18 @@ def libraries(mode: Mode) -> dict[str, Path]:
         own = ["-Icsrc", "-Itests/fake", f"-Wl,-soname,{name}", "-o", str(folder / name)]
         run_checked([mode.compiler, *FLAGS, *WARNINGS, *mode.flags, *own, *files, *beside, "-ldl"])
     return {name: folder / name for name in LIBRARIES}
+
+
+def reference_kernels(mode: Mode) -> Path:
+    """The engine's host kernels as a library, from the objects of `make build`."""
+    made = ROOT / "build" / "fake" / mode.name / "libkernels.so"
+    made.parent.mkdir(parents=True, exist_ok=True)
+    layers = ("base", "platform", "tensor", "device", "kernels")
+    objects = [str(made) for source, made in built_objects().items() if source.relative_to(CSRC).parts[0] in layers]
+    assert objects, "run `make build`"
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-Icsrc", "-Itests/fake"]
+    run_checked([mode.compiler, *flags, "-o", str(made), str(FAKE / "reference_kernels.c"), *objects, "-lm", "-ldl"])
+    return made
 
 
 def program(builder: Builder, test: Path) -> Path:

@@ -1,6 +1,7 @@
 """Laws of the package: importing it is cheap and starts nothing; the doctor says what was found and by its exit code
 whether all is well."""
 
+import json
 import subprocess
 import sys
 
@@ -32,6 +33,15 @@ def test_the_doctor_prints_a_block_and_succeeds():
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("engine computes", "torch", "shared memory", "watching peers", "instruction"):
         assert word in done.stdout, done.stdout
+
+
+def test_the_doctor_times_an_all_reduce_by_size():
+    command = [sys.executable, "-m", "shardwright", "doctor", "--json", "--bench"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row for row in json.loads(done.stdout)["bench"] if row["where"] == "processes"]
+    assert len(rows) >= 5 and all(row["ranks"] >= 2 and row["gigabytes_a_second"] > 0 for row in rows)
+    assert rows[-1]["seconds"] > rows[0]["seconds"]
 
 
 def test_the_command_line_refuses_what_it_does_not_know():

@@ -2,7 +2,6 @@
 #include "comm/nccl.h"
 
 #include <sched.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -340,6 +339,22 @@ sw_status sw_nccl_check(sw_nccl *comm, sw_error *err)
     if (result == SW_NCCL_SUCCESS || result == SW_NCCL_IN_PROGRESS)
         return SW_OK;
     return fail_result(comm, result, "an operation", err);
+}
+
+sw_status sw_nccl_give_up(sw_nccl *comm, const char *what, sw_error *err)
+{
+    return comm->handle ? fail_late(comm, what, err) : refuse_failed(comm, err);
+}
+
+bool sw_nccl_has_failed(const sw_nccl *comm)
+{
+    return comm->handle == NULL;
+}
+
+void sw_nccl_abort(sw_nccl *comm, const sw_error *reason)
+{
+    if (comm->handle)
+        (void)!fail(comm, reason, NULL);
 }
 
 sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_error *err)

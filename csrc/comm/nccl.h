@@ -13,6 +13,7 @@
 #ifndef SW_COMM_NCCL_H
 #define SW_COMM_NCCL_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "base/status.h"
@@ -82,6 +83,16 @@ SW_MUST_USE sw_status sw_nccl_broadcast(sw_nccl *comm, void *data, size_t numel,
 /* Waits for `event` while watching for a failure of the communicator; SW_E_TIMEOUT names `what`,
  * SW_E_COMM a rank's failure. Either ends the communicator. */
 SW_MUST_USE sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_error *err);
+
+/* The caller has seen that `what` is late: ends the communicator. Always SW_E_TIMEOUT, or the
+ * failure that came before. */
+SW_MUST_USE sw_status sw_nccl_give_up(sw_nccl *comm, const char *what, sw_error *err);
+
+/* Whether it has ended with a failure. */
+bool sw_nccl_has_failed(const sw_nccl *comm);
+
+/* Ends the communicator for a reason of the caller's, which later calls repeat. */
+void sw_nccl_abort(sw_nccl *comm, const sw_error *reason);
 
 /* Whether it has failed, without waiting. */
 SW_MUST_USE sw_status sw_nccl_check(sw_nccl *comm, sw_error *err);

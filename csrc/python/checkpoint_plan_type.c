@@ -2,7 +2,6 @@
  * and places out. */
 #include <stdio.h>
 #include <stdlib.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "checkpoint/commit.h"

@@ -2,6 +2,7 @@
  * images. */
 #include <string.h>
 
+#include "comm/nccl.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
 #include "kernels/kernel_image.h"
@@ -89,6 +90,26 @@ static PyObject *device_kernel_image(PyObject *module, PyObject *args, PyObject 
     return bytes ? Py_BuildValue("(sN)", origin, bytes) : NULL;
 }
 
+static PyObject *nccl_unique_id(PyObject *module, PyObject *args)
+{
+    const char *library = NULL;
+    sw_nccl_library nccl;
+    sw_nccl_id id;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "|z:nccl_unique_id", &library))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_nccl_library_init(&nccl, library, &err);
+    if (status == SW_OK) {
+        status = sw_nccl_id_create(&nccl, &id, &err);
+        sw_nccl_library_fini(&nccl);
+    }
+    Py_END_ALLOW_THREADS
+    return status == SW_OK ? PyBytes_FromStringAndSize(id.internal, sizeof id.internal)
+                           : sw_py_raise(PyModule_GetState(module), &err, NULL);
+}
+
 static PyMethodDef functions[] = {
     {"cuda_devices", cuda_devices, METH_VARARGS,
      "cuda_devices(library=None)\n--\n\nThe driver's version and the GPUs it shows."},
@@ -99,6 +120,8 @@ static PyMethodDef functions[] = {
      "device_kernel_image(major, minor, packaged=None, cache=None, nvrtc=None, "
      "builtins=None)\n--\n\n"
      "(origin, image) of the device kernels for one GPU."},
+    {"nccl_unique_id", nccl_unique_id, METH_VARARGS,
+     "nccl_unique_id(library=None)\n--\n\nWhat one rank makes for all, to connect."},
     {NULL, NULL, 0, NULL},
 };
 

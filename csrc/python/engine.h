@@ -30,6 +30,7 @@ typedef struct engine_state {
     PyObject *error, *comm_error, *comm_timeout_error, *checkpoint_error;
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
     PyTypeObject *plan_type, *saver_type, *folder_type, *units_type, *state_file_type;
+    PyTypeObject *device_comm_type, *device_reducer_type;
 } engine_state;
 
 typedef struct comm_object {
@@ -97,6 +98,19 @@ PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_are
 /* "DLPack capsule over numel elements at `address`; `owner` lives as long as its tensor. */
 PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
                                    PyObject *strides);
+
+/* parameter_rows.c: a sequence of (name, numel, dtype, requires_grad); -1 with an exception, and
+ * fini all the same. */
+typedef struct sw_py_rows {
+    sw_layout_param *params; /* owned */
+    const char **names;      /* owned */
+    PyObject *list;          /* owned: keeps the names alive */
+    size_t count;
+} sw_py_rows;
+int sw_py_rows_init(sw_py_rows *rows, PyObject *sequence);
+void sw_py_rows_fini(sw_py_rows *rows);
+/* "mean" or "sum"; -1 with a ValueError. */
+int sw_py_parse_reduce(const char *name, bool *sums);
 
 /* reducer_type.c, hook_type.c */
 extern PyType_Spec sw_py_reducer_type_spec;
@@ -175,6 +189,10 @@ int sw_py_optim_functions_add(PyObject *module);
 
 /* compress_module.c */
 int sw_py_compress_functions_add(PyObject *module);
+
+/* device_comm_type.c, device_reducer_type.c */
+extern PyType_Spec sw_py_device_comm_type_spec;
+extern PyType_Spec sw_py_device_reducer_type_spec;
 
 /* device_module.c */
 int sw_py_device_functions_add(PyObject *module);

@@ -25,6 +25,8 @@ static int module_exec(PyObject *module)
         add_type(module, &sw_py_checkpoint_plan_type_spec, &state->plan_type) < 0 ||
         add_type(module, &sw_py_checkpoint_saver_type_spec, &state->saver_type) < 0 ||
         add_type(module, &sw_py_checkpoint_folder_type_spec, &state->folder_type) < 0 ||
+        add_type(module, &sw_py_device_comm_type_spec, &state->device_comm_type) < 0 ||
+        add_type(module, &sw_py_device_reducer_type_spec, &state->device_reducer_type) < 0 ||
         sw_py_optim_functions_add(module) < 0 || sw_py_compress_functions_add(module) < 0 ||
         sw_py_device_functions_add(module) < 0)
         return -1;
@@ -44,6 +46,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->hook_type);
     Py_VISIT(state->units_type);
     Py_VISIT(state->state_file_type);
+    Py_VISIT(state->device_comm_type);
+    Py_VISIT(state->device_reducer_type);
     Py_VISIT(state->plan_type);
     Py_VISIT(state->saver_type);
     Py_VISIT(state->folder_type);

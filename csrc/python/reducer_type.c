@@ -8,57 +8,6 @@
 /* Lifecycle
  * ------------------------------------------------------------------------------------------ */
 
-typedef struct specs {
-    sw_layout_param *params;
-    const char **names;
-    PyObject *list; /* keeps the names alive */
-    size_t count;
-} specs;
-
-static void specs_fini(specs *s)
-{
-    free(s->params);
-    free(s->names);
-    Py_XDECREF(s->list);
-}
-
-static int specs_init(specs *s, PyObject *sequence)
-{
-    *s = (specs){.list = PySequence_List(sequence)};
-    if (!s->list)
-        return -1;
-    s->count = (size_t)PyList_Size(s->list);
-    s->params = calloc(s->count + 1, sizeof *s->params);
-    s->names = calloc(s->count + 1, sizeof *s->names);
-    if (!s->params || !s->names) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t i = 0; i < s->count; ++i) {
-        Py_ssize_t numel;
-        const char *dtype;
-        int trainable;
-        PyObject *item = PyList_GetItem(s->list, (Py_ssize_t)i);
-        if (!PyTuple_Check(item) ||
-            !PyArg_ParseTuple(item, "snsp;a parameter is (name, numel, dtype, requires_grad)",
-                              &s->names[i], &numel, &dtype, &trainable)) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_TypeError,
-                                "a parameter is a tuple (name, numel, dtype, requires_grad)");
-            return -1;
-        }
-        s->params[i] = (sw_layout_param){
-            .numel = (size_t)numel, .dtype = sw_dtype_from_name(dtype), .trainable = trainable};
-        if (numel < 0 || s->params[i].dtype == SW_DTYPE_COUNT) {
-            PyErr_Format(PyExc_ValueError,
-                         "parameter '%s': dtype %s with %zd elements is not one the engine moves",
-                         s->names[i], dtype, numel);
-            return -1;
-        }
-    }
-    return 0;
-}
-
 static int parse_transport(const char *name, sw_transport *transport)
 {
     for (int t = SW_TRANSPORT_AUTO; t <= SW_TRANSPORT_STAGED; ++t)
@@ -70,16 +19,7 @@ static int parse_transport(const char *name, sw_transport *transport)
     return -1;
 }
 
-static int parse_reduce(const char *name, bool *sums)
-{
-    *sums = strcmp(name, "sum") == 0;
-    if (*sums || strcmp(name, "mean") == 0)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "reduce must be 'mean' or 'sum', got '%s'", name);
-    return -1;
-}
-
-static int create(reducer_object *self, specs *s, const sw_reducer_options *options)
+static int create(reducer_object *self, sw_py_rows *s, const sw_reducer_options *options)
 {
     sw_error err;
     sw_status status;
@@ -100,9 +40,9 @@ static int create(reducer_object *self, specs *s, const sw_reducer_options *opti
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",   "parameters", "bucket_cap_bytes", "transport",
-                            "reduce", "sliced",     "slices",           "label",
-                            NULL};
+    static char *names[] = {"comm",      "parameters", "bucket_cap_bytes",
+                            "transport", "reduce",     "sliced",
+                            "slices",    "label",      NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *comm, *parameters, *owners = Py_None;
     sw_py_slices slices;
@@ -110,10 +50,9 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     const char *transport = "auto", *reduce = "mean";
     int sliced = 0;
     sw_reducer_options options = {.label = "model"};
-    specs s;
+    sw_py_rows s;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOs:Reducer", names, &comm, &parameters,
-                                     &cap, &transport, &reduce, &sliced, &owners,
-                                     &options.label))
+                                     &cap, &transport, &reduce, &sliced, &owners, &options.label))
         return -1;
     engine_state *state = sw_py_state_of(op);
     if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {
@@ -129,7 +68,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     options.bucket_cap_bytes = (size_t)cap;
     options.sliced = self->sliced = sliced != 0;
     if (parse_transport(transport, &options.transport) < 0 ||
-        parse_reduce(reduce, &options.sums) < 0)
+        sw_py_parse_reduce(reduce, &options.sums) < 0)
         return -1;
     Py_INCREF(comm);
     self->comm = (comm_object *)comm;
@@ -143,10 +82,10 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (sw_py_slices_init(&slices, owners, ranks ? ranks->world_size : 0) < 0)
         return -1;
     options.slices = sw_py_slices_get(&slices);
-    int result = specs_init(&s, parameters);
+    int result = sw_py_rows_init(&s, parameters);
     if (result == 0)
         result = create(self, &s, &options);
-    specs_fini(&s);
+    sw_py_rows_fini(&s);
     sw_py_slices_fini(&slices);
     return result;
 }
@@ -380,9 +319,8 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     reducer_object *self = (reducer_object *)op;
     PyObject *params, *views, *copy, *open, *renew, *task_id, *layouts;
     if (reducer_check_made(self) < 0 ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOOO:attach", names, &params,
-                                     &PyList_Type, &views, &copy, &open, &renew, &task_id,
-                                     &layouts))
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOOO:attach", names, &params, &PyList_Type,
+                                     &views, &copy, &open, &renew, &task_id, &layouts))
         return NULL;
     PyObject *param_list = PySequence_List(params);
     Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;

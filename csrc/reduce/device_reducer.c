@@ -2,8 +2,11 @@
 #include "reduce/device_reducer.h"
 
 #include <stdlib.h>
+#include <string.h>
 
-enum { SLOT_COUNT = 2 };
+/* A tag travels as its bytes and their complements, behind the use bytes: the greatest of each over
+ * the ranks fit together if and only if all tags are equal. */
+enum { TAG_BYTES = 2 * sizeof(uint32_t), TAG_GREATEST = 255 };
 
 typedef enum phase {
     PHASE_IDLE = 0, /* released, or never begun */
@@ -12,34 +15,32 @@ typedef enum phase {
 } phase;
 
 typedef struct device_bucket {
-    void *data; /* owned device memory */
+    void *data; /* borrowed; NULL: takes no part */
     size_t numel;
     sw_dtype dtype;
     sw_event *ready, *done; /* owned */
 } device_bucket;
 
-typedef struct staged_sum {
-    sw_norm_sum *pinned; /* owned */
-    sw_event *copied;    /* owned */
-    bool carried;
-} staged_sum;
-
 struct sw_device_reducer {
-    sw_device *device;
-    const sw_kernel_set *kernels;
-    sw_nccl *comm;
+    sw_device_comm *comm; /* borrowed */
+    sw_device *device;    /* the comm's */
+    sw_redop op;
     bool deterministic;
-    int64_t timeout_ns;
     phase phase;
     size_t next;           /* bucket that is due */
-    uint64_t steps;        /* finished */
+    uint64_t steps;        /* begun */
     device_bucket *bucket; /* owned */
     size_t bucket_count;
-    void *contributions; /* owned device memory; only with deterministic */
-    void *sum;           /* owned device memory: sw_norm_sum of this step */
-    staged_sum slot[SLOT_COUNT];
-    sw_stream *comm_stream, *copy_stream; /* owned */
-    sw_event *consumed, *summed;          /* owned */
+    void *contributions;   /* owned device memory; only with deterministic */
+    size_t gradient_count; /* of use bytes */
+    void *used;            /* owned device memory: use bytes */
+    uint8_t *any;          /* owned, pinned: use bytes of all ranks, if `is_gathered` */
+    uint8_t *own;          /* owned: this rank's use bytes, as finish() got them */
+    bool is_gathered;      /* this step sends the use bytes of all ranks to the host */
+    uint8_t *tags;         /* owned, pinned: of the step that `told` was recorded for */
+    uint32_t tag;          /* this rank's of that step */
+    bool is_told;          /* `told` was recorded, and not looked at */
+    sw_event *consumed, *gathered, *told; /* owned */
 };
 
 /* ---- life ---- */
@@ -51,7 +52,12 @@ static size_t bucket_bytes(const device_bucket *bucket)
 
 static sw_status check_config(const sw_device_reducer_config *config, sw_error *err)
 {
-    size_t world_size = (size_t)sw_nccl_world_size(config->comm);
+    if (!config->comm->nccl)
+        SW_FAIL(err, SW_E_STATE, "device reducer: the communicator is not connected");
+    size_t world_size = (size_t)sw_nccl_world_size(config->comm->nccl);
+    if (config->op != SW_REDOP_MEAN && config->op != SW_REDOP_SUM)
+        SW_FAIL(err, SW_E_INVALID, "device reducer: op must be mean or sum, not %d",
+                (int)config->op);
     for (size_t b = 0; b < config->bucket_count; ++b) {
         const sw_device_bucket_spec *spec = &config->buckets[b];
         if (spec->numel % world_size != 0)
@@ -59,12 +65,8 @@ static sw_status check_config(const sw_device_reducer_config *config, sw_error *
                     "device reducer: numel of bucket %zu must be a multiple of world_size %zu, not "
                     "%zu",
                     b, world_size, spec->numel);
-        SW_TRY(sw_redop_check(SW_REDOP_MEAN, spec->dtype, err));
-        if (spec->dtype == SW_DTYPE_COMPLEX64 || spec->dtype == SW_DTYPE_COMPLEX128)
-            SW_FAIL(err, SW_E_UNSUPPORTED,
-                    "device reducer: dtype of bucket %zu is %s, which has no "
-                    "sum of squares here yet",
-                    b, sw_dtype_name(spec->dtype));
+        if (spec->data)
+            SW_TRY(sw_redop_check(config->op, spec->dtype, err));
     }
     return SW_OK;
 }
@@ -76,49 +78,42 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
     size_t largest = 0;
     for (size_t b = 0; b < r->bucket_count; ++b) {
         device_bucket *bucket = &r->bucket[b];
+        bucket->data = config->buckets[b].data;
         bucket->numel = config->buckets[b].numel;
         bucket->dtype = config->buckets[b].dtype;
         size_t bytes = bucket_bytes(bucket);
         largest = bytes > largest ? bytes : largest;
-        SW_TRY(ops->memory_alloc(r->device, bytes, &bucket->data, err));
         SW_TRY(ops->event_create(r->device, &bucket->ready, err));
         SW_TRY(ops->event_create(r->device, &bucket->done, err));
-        SW_TRY(ops->fill_async(r->device, bucket->data, 0, bytes, r->comm_stream, err));
     }
     if (r->deterministic)
         SW_TRY(ops->memory_alloc(r->device, largest, &r->contributions, err));
     return SW_OK;
 }
 
-static sw_status create_sums(sw_device_reducer *r, sw_error *err)
-{
-    const sw_device_ops *ops = r->device->ops;
-    SW_TRY(ops->memory_alloc(r->device, sizeof(sw_norm_sum), &r->sum, err));
-    for (int s = 0; s < SLOT_COUNT; ++s) {
-        void *pinned;
-        SW_TRY(ops->pinned_alloc(r->device, sizeof(sw_norm_sum), &pinned, err));
-        r->slot[s].pinned = pinned;
-        SW_TRY(ops->event_create(r->device, &r->slot[s].copied, err));
-    }
-    return ops->event_create(r->device, &r->summed, err);
-}
-
 static sw_status create_all(sw_device_reducer *r, const sw_device_reducer_config *config,
                             sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
+    void *pinned;
     r->bucket = calloc(config->bucket_count ? config->bucket_count : 1, sizeof *r->bucket);
     if (!r->bucket)
         SW_FAIL(err, SW_E_MEMORY, "device reducer: no memory for %zu buckets",
                 config->bucket_count);
     r->bucket_count = config->bucket_count;
-    SW_TRY(ops->stream_create(r->device, true, &r->comm_stream, err));
-    SW_TRY(ops->stream_create(r->device, false, &r->copy_stream, err));
     SW_TRY(ops->event_create(r->device, &r->consumed, err));
+    SW_TRY(ops->event_create(r->device, &r->gathered, err));
+    SW_TRY(ops->event_create(r->device, &r->told, err));
     SW_TRY(create_buckets(r, config, err));
-    SW_TRY(create_sums(r, err));
-    /* The first producer waits for the zeros as it later waits for the optimizer. */
-    return ops->event_record(r->device, r->consumed, r->comm_stream, err);
+    SW_TRY(ops->memory_alloc(r->device, r->gradient_count + TAG_BYTES, &r->used, err));
+    SW_TRY(ops->pinned_alloc(r->device, TAG_BYTES, &pinned, err));
+    r->tags = pinned;
+    SW_TRY(ops->pinned_alloc(r->device, r->gradient_count, &pinned, err));
+    r->any = pinned;
+    r->own = calloc(r->gradient_count + 1, 1);
+    if (!r->own)
+        SW_FAIL(err, SW_E_MEMORY, "device reducer: no memory for %zu use bytes", r->gradient_count);
+    return SW_OK;
 }
 
 sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
@@ -128,11 +123,11 @@ sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
     sw_device_reducer *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "device reducer: no memory for %zu bytes", sizeof *made);
-    *made = (sw_device_reducer){.device = config->device,
-                                .kernels = config->kernels,
-                                .comm = config->comm,
+    *made = (sw_device_reducer){.comm = config->comm,
+                                .device = config->comm->device,
+                                .op = config->op,
                                 .deterministic = config->deterministic,
-                                .timeout_ns = config->timeout_ns};
+                                .gradient_count = config->gradient_count};
     sw_status status = create_all(made, config, err);
     if (status != SW_OK) {
         sw_device_reducer_destroy(made);
@@ -147,14 +142,13 @@ sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
 static void wait_for_all(sw_device_reducer *r)
 {
     const sw_device_ops *ops = r->device->ops;
-    if (!r->summed)
+    int64_t timeout_ns = r->comm->timeout_ns;
+    if (!r->gathered)
         return;
     if (r->consumed)
-        (void)ops->event_wait(r->device, r->consumed, r->timeout_ns, "the optimizer", NULL);
-    if (ops->event_record(r->device, r->summed, r->comm_stream, NULL) == SW_OK)
-        (void)ops->event_wait(r->device, r->summed, r->timeout_ns, "the comm stream", NULL);
-    if (ops->event_record(r->device, r->summed, r->copy_stream, NULL) == SW_OK)
-        (void)ops->event_wait(r->device, r->summed, r->timeout_ns, "the copy stream", NULL);
+        (void)ops->event_wait(r->device, r->consumed, timeout_ns, "the optimizer", NULL);
+    if (ops->event_record(r->device, r->gathered, r->comm->stream, NULL) == SW_OK)
+        (void)ops->event_wait(r->device, r->gathered, timeout_ns, "the comm stream", NULL);
 }
 
 void sw_device_reducer_destroy(sw_device_reducer *r)
@@ -166,44 +160,42 @@ void sw_device_reducer_destroy(sw_device_reducer *r)
     for (size_t b = 0; b < r->bucket_count; ++b) {
         ops->event_destroy(r->device, r->bucket[b].ready);
         ops->event_destroy(r->device, r->bucket[b].done);
-        ops->memory_free(r->device, r->bucket[b].data);
-    }
-    for (int s = 0; s < SLOT_COUNT; ++s) {
-        ops->event_destroy(r->device, r->slot[s].copied);
-        ops->pinned_free(r->device, r->slot[s].pinned);
     }
     ops->memory_free(r->device, r->contributions);
-    ops->memory_free(r->device, r->sum);
+    ops->memory_free(r->device, r->used);
+    ops->pinned_free(r->device, r->any);
+    ops->pinned_free(r->device, r->tags);
+    ops->event_destroy(r->device, r->told);
     ops->event_destroy(r->device, r->consumed);
-    ops->event_destroy(r->device, r->summed);
-    ops->stream_destroy(r->device, r->comm_stream);
-    ops->stream_destroy(r->device, r->copy_stream);
+    ops->event_destroy(r->device, r->gathered);
+    free(r->own);
     free(r->bucket);
     free(r);
 }
 
-void *sw_device_reducer_bucket(const sw_device_reducer *r, size_t index)
+sw_status sw_device_reducer_adopt(sw_device_reducer *r, size_t index, void *data, sw_error *err)
 {
-    return r->bucket[index].data;
+    if (r->phase == PHASE_OPEN || index >= r->bucket_count || r->bucket[index].data)
+        SW_FAIL(err, SW_E_STATE, "device reducer: bucket %zu of %zu cannot be adopted %s", index,
+                r->bucket_count, r->phase == PHASE_OPEN ? "inside a step" : "again");
+    SW_TRY(sw_redop_check(r->op, r->bucket[index].dtype, err));
+    r->bucket[index].data = data;
+    return SW_OK;
+}
+
+bool sw_device_reducer_takes_part(const sw_device_reducer *r, size_t index)
+{
+    return index < r->bucket_count && r->bucket[index].data;
 }
 
 /* ---- a step ---- */
 
-static staged_sum *slot_of(sw_device_reducer *r, uint64_t step)
+/* The first bucket at or after `from` that takes part. */
+static size_t next_due(const sw_device_reducer *r, size_t from)
 {
-    return &r->slot[step % SLOT_COUNT];
-}
-
-/* Once a step, before its first bucket: the sum is zero again. */
-static sw_status open_step(sw_device_reducer *r, sw_error *err)
-{
-    const sw_device_ops *ops = r->device->ops;
-    if (r->steps > 0) /* the sum of the step before has left */
-        SW_TRY(ops->stream_wait(r->device, r->comm_stream, slot_of(r, r->steps - 1)->copied, err));
-    SW_TRY(ops->fill_async(r->device, r->sum, 0, sizeof(sw_norm_sum), r->comm_stream, err));
-    r->phase = PHASE_OPEN;
-    r->next = 0;
-    return SW_OK;
+    while (from < r->bucket_count && !r->bucket[from].data)
+        ++from;
+    return from;
 }
 
 sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_error *err)
@@ -221,14 +213,21 @@ sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_
                 "supported; run the step outside of the capture");
     /* The optimizer of the step before has read the buckets that are written now. */
     SW_TRY(ops->stream_wait(r->device, producer, r->consumed, err));
-    return r->phase == PHASE_OPEN ? SW_OK : open_step(r, err);
+    if (r->phase == PHASE_OPEN)
+        return SW_OK;
+    r->phase = PHASE_OPEN;
+    r->next = next_due(r, 0);
+    r->steps++;
+    return SW_OK;
 }
 
 /* The fold in rank order, on the comm stream: exchange slices, fold the own one, gather. */
 static sw_status reduce_in_rank_order(sw_device_reducer *r, const device_bucket *bucket,
                                       sw_error *err)
 {
-    int rank = sw_nccl_rank(r->comm), world_size = sw_nccl_world_size(r->comm);
+    sw_nccl *nccl = r->comm->nccl;
+    sw_stream *stream = r->comm->stream;
+    int rank = sw_nccl_rank(nccl), world_size = sw_nccl_world_size(nccl);
     size_t slice_numel = bucket->numel / (size_t)world_size;
     size_t slice_bytes = slice_numel * sw_dtype_size_bytes(bucket->dtype);
     char *own = (char *)bucket->data + (size_t)rank * slice_bytes;
@@ -239,21 +238,13 @@ static sw_status reduce_in_rank_order(sw_device_reducer *r, const device_bucket 
                          .stride_bytes = slice_bytes,
                          .scale = 1.0 / world_size,
                          .dtype = (int)bucket->dtype,
-                         .op = (int)SW_REDOP_MEAN,
+                         .op = (int)r->op,
                          .own_index = rank,
                          .source_count = world_size};
-    SW_TRY(sw_nccl_exchange_slices(r->comm, bucket->data, r->contributions, slice_numel,
-                                   bucket->dtype, r->comm_stream, err));
-    SW_TRY(sw_kernel_launch(r->kernels, SW_KERNEL_FOLD, &fold, r->comm_stream, err));
-    return sw_nccl_all_gather(r->comm, bucket->data, slice_numel, bucket->dtype, r->comm_stream,
-                              err);
-}
-
-static sw_status add_to_sum(sw_device_reducer *r, const device_bucket *bucket, sw_error *err)
-{
-    sw_norm_args norm = {
-        .sum = r->sum, .data = bucket->data, .numel = bucket->numel, .dtype = (int)bucket->dtype};
-    return sw_kernel_launch(r->kernels, SW_KERNEL_NORM, &norm, r->comm_stream, err);
+    SW_TRY(sw_nccl_exchange_slices(nccl, bucket->data, r->contributions, slice_numel, bucket->dtype,
+                                   stream, err));
+    SW_TRY(sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &fold, stream, err));
+    return sw_nccl_all_gather(nccl, bucket->data, slice_numel, bucket->dtype, stream, err);
 }
 
 sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *producer,
@@ -267,48 +258,123 @@ sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *
                 r->bucket_count ? r->bucket_count - 1 : 0);
     device_bucket *bucket = &r->bucket[index];
     SW_TRY(ops->event_record(r->device, bucket->ready, producer, err));
-    SW_TRY(ops->stream_wait(r->device, r->comm_stream, bucket->ready, err));
+    SW_TRY(ops->stream_wait(r->device, r->comm->stream, bucket->ready, err));
     if (r->deterministic)
         SW_TRY(reduce_in_rank_order(r, bucket, err));
     else
-        SW_TRY(sw_nccl_all_reduce(r->comm, bucket->data, bucket->numel, bucket->dtype,
-                                  SW_REDOP_MEAN, r->comm_stream, err));
-    SW_TRY(add_to_sum(r, bucket, err));
-    SW_TRY(ops->event_record(r->device, bucket->done, r->comm_stream, err));
-    r->next++;
+        SW_TRY(sw_nccl_all_reduce(r->comm->nccl, bucket->data, bucket->numel, bucket->dtype, r->op,
+                                  r->comm->stream, err));
+    SW_TRY(ops->event_record(r->device, bucket->done, r->comm->stream, err));
+    r->next = next_due(r, index + 1);
     return SW_OK;
-}
-
-/* The sum goes to the host beside the optimizer. */
-static sw_status stage_sum(sw_device_reducer *r, sw_error *err)
-{
-    const sw_device_ops *ops = r->device->ops;
-    staged_sum *slot = slot_of(r, r->steps);
-    SW_TRY(ops->event_record(r->device, r->summed, r->comm_stream, err));
-    SW_TRY(ops->stream_wait(r->device, r->copy_stream, r->summed, err));
-    SW_TRY(
-        ops->copy_async(r->device, slot->pinned, r->sum, sizeof(sw_norm_sum), r->copy_stream, err));
-    slot->carried = false;
-    return ops->event_record(r->device, slot->copied, r->copy_stream, err);
 }
 
 sw_status sw_device_reducer_take(sw_device_reducer *r, size_t index, sw_stream *consumer,
                                  sw_error *err)
 {
-    if (r->phase == PHASE_IDLE || index >= r->next)
-        SW_FAIL(err, SW_E_STATE, "device reducer: take of bucket %zu, but %zu are posted", index,
-                r->phase == PHASE_IDLE ? (size_t)0 : r->next);
+    if (r->phase == PHASE_IDLE || index >= r->next || !r->bucket[index].data)
+        SW_FAIL(err, SW_E_STATE,
+                "device reducer: take of bucket %zu, which was not posted in this "
+                "step",
+                index);
     return r->device->ops->stream_wait(r->device, consumer, r->bucket[index].done, err);
 }
 
-sw_status sw_device_reducer_finish(sw_device_reducer *r, sw_error *err)
+/* The first gradient at or after `from` of which used[i] is not 0 is `value`. */
+static size_t find_use(const sw_device_reducer *r, const uint8_t *used, size_t from, bool value)
 {
+    while (from < r->gradient_count && (used[from] != 0) != value)
+        ++from;
+    return from;
+}
+
+/* The rank's use bytes and tag, by fills: no host memory has to outlive the call. */
+static sw_status write_use(sw_device_reducer *r, const uint8_t *used, uint32_t tag, sw_error *err)
+{
+    const sw_device_ops *ops = r->device->ops;
+    sw_stream *stream = r->comm->stream;
+    SW_TRY(ops->fill_async(r->device, r->used, 1, r->gradient_count, stream, err));
+    for (size_t i = find_use(r, used, 0, false); i < r->gradient_count;) {
+        size_t end = find_use(r, used, i, true);
+        SW_TRY(ops->fill_async(r->device, (char *)r->used + i, 0, end - i, stream, err));
+        i = find_use(r, used, end, false);
+    }
+    for (size_t k = 0; k < TAG_BYTES; ++k) {
+        unsigned char part = (unsigned char)(tag >> 8 * (k / 2));
+        SW_TRY(ops->fill_async(r->device, (char *)r->used + r->gradient_count + k,
+                               k % 2 ? (unsigned char)(TAG_GREATEST - part) : part, 1, stream,
+                               err));
+    }
+    return SW_OK;
+}
+
+/* The tags of all ranks go to the host, unless those of an earlier step are still on their way. */
+static sw_status send_tags(sw_device_reducer *r, uint32_t tag, sw_error *err)
+{
+    const sw_device_ops *ops = r->device->ops;
+    if (r->is_told)
+        return SW_OK;
+    SW_TRY(ops->copy_async(r->device, r->tags, (char *)r->used + r->gradient_count, TAG_BYTES,
+                           r->comm->stream, err));
+    SW_TRY(ops->event_record(r->device, r->told, r->comm->stream, err));
+    r->is_told = true;
+    r->tag = tag;
+    return SW_OK;
+}
+
+sw_status sw_device_reducer_check(sw_device_reducer *r, uint32_t *tag, sw_error *err)
+{
+    bool is_there = false, are_equal = true;
+    if (!r->is_told)
+        return SW_OK;
+    SW_TRY(r->device->ops->event_query(r->device, r->told, &is_there, err));
+    if (!is_there)
+        return SW_OK;
+    r->is_told = false;
+    for (size_t k = 0; k < TAG_BYTES; k += 2)
+        are_equal = are_equal && r->tags[k] + r->tags[k + 1] == TAG_GREATEST;
+    if (are_equal)
+        return SW_OK;
+    *tag = r->tag;
+    SW_FAIL(err, SW_E_MISMATCH,
+            "device reducer: ranks finished a step with different tags, this "
+            "one with %#x",
+            (unsigned)r->tag);
+}
+
+sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, uint32_t tag,
+                                   sw_error *err)
+{
+    const sw_device_ops *ops = r->device->ops;
+    sw_stream *stream = r->comm->stream;
     if (r->phase != PHASE_OPEN || r->next != r->bucket_count)
         SW_FAIL(err, SW_E_STATE, "device reducer: finish, but bucket %zu of %zu is due", r->next,
                 r->bucket_count);
-    SW_TRY(stage_sum(r, err));
+    bool is_alone = sw_nccl_world_size(r->comm->nccl) == 1;
+    r->is_gathered = !is_alone && find_use(r, used, 0, false) < r->gradient_count;
+    memcpy(r->own, used, r->gradient_count);
+    if (!is_alone) {
+        SW_TRY(write_use(r, used, tag, err));
+        SW_TRY(sw_nccl_all_reduce(r->comm->nccl, r->used, r->gradient_count + TAG_BYTES,
+                                  SW_DTYPE_UINT8, SW_REDOP_MAX, stream, err));
+        SW_TRY(send_tags(r, tag, err));
+    }
+    if (r->is_gathered) {
+        SW_TRY(ops->copy_async(r->device, r->any, r->used, r->gradient_count, stream, err));
+        SW_TRY(ops->event_record(r->device, r->gathered, stream, err));
+    }
+    SW_TRY(sw_device_comm_mark(r->comm, err));
     r->phase = PHASE_FINISHED;
-    r->steps++;
+    return SW_OK;
+}
+
+sw_status sw_device_reducer_used_by_any(sw_device_reducer *r, const uint8_t **any, sw_error *err)
+{
+    if (r->phase == PHASE_OPEN || r->steps == 0)
+        SW_FAIL(err, SW_E_STATE, "device reducer: use bytes of a step that was not finished");
+    if (r->is_gathered)
+        SW_TRY(sw_nccl_wait(r->comm->nccl, r->gathered, "the exchange of use bytes", err));
+    *any = r->is_gathered ? r->any : r->own; /* what this rank used, some rank used */
     return SW_OK;
 }
 
@@ -318,21 +384,5 @@ sw_status sw_device_reducer_release(sw_device_reducer *r, sw_stream *consumer, s
         SW_FAIL(err, SW_E_STATE, "device reducer: release of a step that was not finished");
     SW_TRY(r->device->ops->event_record(r->device, r->consumed, consumer, err));
     r->phase = PHASE_IDLE;
-    return SW_OK;
-}
-
-sw_status sw_device_reducer_norm(sw_device_reducer *r, bool now, const sw_norm_sum **sum,
-                                 sw_error *err)
-{
-    uint64_t back = now ? 1 : 2;
-    if (r->steps < back)
-        SW_FAIL(err, SW_E_STATE, "device reducer: norm of a step that has not been: %llu finished",
-                (unsigned long long)r->steps);
-    staged_sum *slot = slot_of(r, r->steps - back);
-    SW_TRY(sw_nccl_wait(r->comm, slot->copied, "the sum of squares", err));
-    if (!slot->carried)
-        sw_norm_sum_carry(slot->pinned);
-    slot->carried = true;
-    *sum = slot->pinned;
     return SW_OK;
 }

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .describe import describe, stats
     from .diloco import DiLoCo
     from .compression_headroom import headroom
+    from .sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Bf16",
@@ -53,6 +54,7 @@ __all__ = [
     "Options",
     "PowerSGD",
     "Precision",
+    "SyncBatchNorm",
     "__version__",
     "checkpoint",
     "clip_grad_norm_",
@@ -86,6 +88,7 @@ _LAZY = {
     "headroom": "compression_headroom",
     "load": "checkpoint",
     "save": "checkpoint",
+    "SyncBatchNorm": "sync_batch_norm",
 }
 
 

@@ -175,6 +175,96 @@ def device_kernel_image(
     Looked for in this order: the folder `packaged`, the folder `cache`, the compiler library `nvrtc`.
     """
 
+def nccl_unique_id(library: str | None = None, /) -> bytes:
+    """128 bytes that one rank makes and sends to all: what DeviceComm.connect() takes."""
+
+@final
+class DeviceComm:
+    """A rank's GPU: its kernels, a communicator of our own in the NCCL that torch has loaded, and one stream for it.
+
+    Streams are addresses, as ``torch.cuda.Stream.cuda_stream``; memory is (address, ...). One issuing thread a rank.
+    """
+
+    #: the stream of all collectives
+    stream: int
+    #: connected, not closed, and nothing has failed
+    is_alive: bool
+    def __init__(
+        self,
+        ordinal: int,
+        *,
+        libcuda: str | None = None,
+        libnccl: str | None = None,
+        packaged: str | None = None,
+        cache: str | None = None,
+        nvrtc: str | None = None,
+        builtins: str | None = None,
+    ) -> None:
+        """This rank alone. Libraries: None for those that torch has loaded; the rest as device_kernel_image().
+
+        NotImplementedError names what is missing: the driver, a GPU, NCCL 2.14 or newer, an image of the kernels.
+        """
+    def connect(self, id: bytes, rank: int, world_size: int, timeout_s: float, /) -> None:
+        """Joins the peers. Collective. CommTimeoutError when one does not come."""
+    def broadcast(self, ranges: Sequence[tuple[int, int, str]], root: int, stream: int, /) -> None:
+        """(address, numel, dtype) of `root` to all, in the order of `stream`. Waits for nothing."""
+    def norm_sum(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> bytes:
+        """The exact sum of squares, as norm_sum() gives it, of at most 2^31 elements. Waits on the host."""
+    def follow(self, later: int, earlier: int, /) -> None:
+        """What stream `later` does from now on comes after all that `earlier` was given."""
+    def pack(self, copies: list[tuple[int, int, int]], stream: int, /) -> None:
+        """Copies (to, from, nbytes) on `stream`, up to 64 a launch."""
+    def watch(self) -> None:
+        """Raises when a rank has failed or is late, which ends the communicator. Does not wait; any thread."""
+    def abort(self, reason: str, /) -> None:
+        """Ends the communicator on this rank: what waits in it is let go, later calls raise CommError with `reason`."""
+    def describe(self) -> dict[str, Any]:
+        """ordinal, name, capability, nccl (version), kernels (where their image came from)."""
+    def stats(self) -> dict[str, int]:
+        """Driver calls since creation: launches, copies, records, stream_waits, host_waits, allocations."""
+    def close(self) -> None:
+        """Ends the communicator once what was enqueued has run. Idempotent."""
+
+@final
+class DeviceReducer:
+    """Buckets of gradients on a GPU and their mean, ordered by events. See csrc/reduce/device_reducer.h.
+
+    Parameters are (name, numel, dtype, requires_grad), cut into buckets as Reducer does. A bucket takes part once it has memory.
+    """
+
+    bucket_count: int
+    def __init__(
+        self,
+        comm: DeviceComm,
+        parameters: Sequence[tuple[str, int, str, bool]],
+        bucket_cap_bytes: int,
+        *,
+        reduce: str = "mean",
+        deterministic: bool = False,
+    ) -> None: ...
+    def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
+        """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
+    def bucket_parameters(self, bucket: int, /) -> list[int]:
+        """Parameter indices of a bucket, in memory order."""
+    def place(self, index: int, /) -> tuple[int, int, int]:
+        """(bucket, begin, numel) of a parameter; begin in elements of its bucket."""
+    def adopt(self, bucket: int, address: int, /) -> None:
+        """Its memory, all of it written; it takes part from the next step on. Error inside a step."""
+    def begin(self, stream: int, /) -> None:
+        """Gradients of a step will be written on `stream`."""
+    def post(self, bucket: int, stream: int, /) -> None:
+        """It is complete on `stream`; in index order, alike on all ranks."""
+    def finish(self, used: bytearray, tag: int, /) -> None:
+        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 32 bits, to be equal on all ranks."""
+    def check(self) -> int | None:
+        """This rank's tag of a step that ranks finished with different ones; None if none is known. Does not wait."""
+    def take(self, stream: int, /) -> None:
+        """`stream` sees all means from now on."""
+    def used_by_any(self) -> bytes:
+        """A byte a parameter: whether some rank used it. Waits on the host if this rank left one unused."""
+    def release(self, stream: int, /) -> None:
+        """`stream` has been given all that reads the means of this step."""
+
 #: gradient, memory, left, right, basis (addresses), rows, cols, rank, seed, the memory's dtype ("float32" or "bfloat16")
 _Matrix = tuple[int, int, int, int, int, int, int, int, int, str]
 

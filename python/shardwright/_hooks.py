@@ -2,7 +2,7 @@
 
 Each private name has a fallback, so that a torch that drops it costs a feature, not the program:
 `torch._C._current_graph_task_id` (else one number for every backward: reentrant checkpointing is then not told apart),
-`torch._disable_dynamo` (else `torch.compiler.disable`), `Tensor._post_accumulate_grad_hooks` (else a hook that changes
+`torch._C._cuda_getCurrentRawStream` (else a slower public way), `torch._disable_dynamo` (else `torch.compiler.disable`), `Tensor._post_accumulate_grad_hooks` (else a hook that changes
 gradients must be registered before wrapping), the compiler's tracer (else fullgraph=True ends in its own error).
 """
 
@@ -29,6 +29,7 @@ __all__ = [
     "hook_outputs",
     "ignore_steps",
     "queue_at_end",
+    "raw_stream",
     "watch_steps",
 ]
 
@@ -78,6 +79,16 @@ def queue_at_end(callback: Callable[[], None], failed: Callable[[], None] | None
     its own exceptions are dropped.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_End(callback, failed))
+
+
+def raw_stream(ordinal: int) -> int:
+    """The address of the stream that torch enqueues on now, in this thread, on GPU `ordinal`."""
+    if _raw_stream is not None:
+        return int(_raw_stream(ordinal))
+    return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> Callable[..., Any]:

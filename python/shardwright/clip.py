@@ -44,7 +44,8 @@ def clip_grad_norm_(
     Notes
     -----
     Scale: max_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_. Cost: one pass over the
-    gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass where the scale is below 1.
+    gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass where the scale is below 1. On a GPU
+    the host waits for the norm.
     """
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
@@ -63,7 +64,10 @@ def clip_grad_norm_(
         else:
             parameters = module_or_parameters
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = _engine.norm_value([_engine.norm_sum([_real(g) for g in gradients])])
+        if replica is not None and replica.link is not None:
+            norm = replica.link.norm(gradients)
+        else:
+            norm = _engine.norm_value([_engine.norm_sum([_real(g) for g in gradients])])
     if error_if_nonfinite and not abs(norm) < float("inf"):
         raise RuntimeError(f"the gradients' norm is {norm}: they cannot be clipped")
     scale = max_norm / (norm + 1e-6)

@@ -22,7 +22,7 @@ from . import _hooks
 from ._engine import Error
 from .compress import Compressor, check_compressor
 from .compression_state import CompressionState
-from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments
+from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments, check_device_ids, to_device
 from .exchange import Exchange
 from .join import ShadowHook
 from .levels import levels_of
@@ -39,18 +39,19 @@ _RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", 
 
 
 class DistributedDataParallel(TorchDDP):
-    """Averages the gradients of `module` over ranks, as torch's DistributedDataParallel does, on CPU tensors.
+    """Averages the gradients of `module` over ranks, as torch's DistributedDataParallel does, on CPU or CUDA tensors.
 
     Parameters
     ----------
     module : Module
-        On the CPU. Its parameters keep their identity; after a synchronised backward, `.grad` is a view of a bucket.
+        On the CPU, or at zero=0 on one GPU. Its parameters keep their identity; after a synchronised backward, `.grad` is a view
+        of a bucket.
     process_group, device_mesh, bucket_cap_mb, init_sync, broadcast_buffers, forward_sync_buffers
         As torch's; see Options.
     find_unused_parameters, static_graph, gradient_as_bucket_view
         Accepted; see Options.
     device_ids, output_device
-        None: the module is on the CPU.
+        None; or, for a module on a GPU, that GPU: inputs of forward() are then moved to it.
     mixed_precision, bucket_cap_mb_list, delay_all_reduce_named_params, param_to_hook_all_reduce
         Refused with a sentence naming what to use.
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
@@ -69,7 +70,7 @@ class DistributedDataParallel(TorchDDP):
     CommError, CommTimeoutError
         A rank died, left or did not come.
     NotImplementedError
-        What the engine does not do yet, e.g. a module on a GPU.
+        What the engine does not do yet; a driver or NCCL that cannot be used.
 
     Notes
     -----
@@ -132,6 +133,8 @@ class DistributedDataParallel(TorchDDP):
         check_marks(module, zero, self._options.share_parameters)
         self._precision = self._plan_precision(precision)
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
+        check_device_ids(device_ids, output_device, self.device)
+        self._inputs_to = self.device if device_ids else None
         try:
             self._build(
                 init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers
@@ -222,6 +225,7 @@ class DistributedDataParallel(TorchDDP):
             "bucket_cap_mb": options.bucket_cap_mb,
             "transport": options.chosen_transport,
             "reduce": options.reduce,
+            "deterministic": options.deterministic,
             "timeout_s": options.timeout_s,
             "zero": self._zero,
             "device_mesh": slicing.rows(),
@@ -319,6 +323,8 @@ class DistributedDataParallel(TorchDDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._pre_forward()
+        if self._inputs_to is not None:
+            inputs, kwargs = to_device((inputs, kwargs), self._inputs_to)
         if self._precision is None:
             return self._post_forward(self.module(*inputs, **kwargs))
         inputs, kwargs = self._precision.enter(inputs, kwargs)
@@ -344,7 +350,7 @@ class DistributedDataParallel(TorchDDP):
             for future in futures or ():
                 future.wait()
             return
-        replica.group.broadcast(self.modules_buffers, root, f"buffers of {replica.label}")
+        replica.broadcast(self.modules_buffers, root, f"buffers of {replica.label}")
 
     # when gradients are averaged ----------------------------------------------------------------------------------
 
@@ -424,7 +430,8 @@ class DistributedDataParallel(TorchDDP):
         if self._comm_hooks:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
-        replica.reducer.set_bucket_callback(replica.hook_runner(state, hook))
+        runner = replica.hook_runner(state, hook)
+        replica.reducer.set_bucket_callback(runner)
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:

@@ -67,13 +67,38 @@ class LoggerFacade:
     def _set_comm_hook_name(self, name: str) -> None: ...
 
 
+def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) -> None:
+    """ValueError unless they name the module's own GPU, or nothing."""
+    if not device_ids and output_device is None:
+        return
+    given = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in device_ids or ()]
+    if output_device is not None:
+        given.append(
+            torch.device("cuda", output_device) if isinstance(output_device, int) else torch.device(output_device)
+        )
+    if device.type != "cuda" or len(device_ids or ()) > 1 or any(each != device for each in given):
+        raise ValueError(
+            f"device_ids={device_ids!r} and output_device={output_device!r} must name the one GPU that the module is on, which is "
+            f"on {device}: move the module there first, or leave both None"
+        )
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """`value` with the tensors of nested tuples, lists and dicts on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        moved = [to_device(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    if isinstance(value, list):
+        return [to_device(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    return value
+
+
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Takes torch's constructor arguments that have no field in Options. Raises a sentence for what cannot work."""
-    if arguments["device_ids"] or arguments["output_device"] is not None:
-        raise ValueError(
-            f"device_ids={arguments['device_ids']!r} and output_device={arguments['output_device']!r} are for a module "
-            "on one GPU; this one is on the CPU: leave both None"
-        )
     if arguments["mixed_precision"] is not None:
         raise NotImplementedError("mixed_precision is not there yet: use torch.autocast around the forward")
     if arguments["delay_all_reduce_named_params"] is not None or arguments["param_to_hook_all_reduce"] is not None:

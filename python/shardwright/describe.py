@@ -121,6 +121,7 @@ def _model(replica: Any) -> dict[str, Any]:
         **replica.parameter_plan(),
         **memory_plan(replica),
         **_offload(replica),
+        **({"deterministic": replica.deterministic} if replica.link is not None else {}),
         "transport": reducer.transport,
         "transport_reason": reducer.transport_reason,
     }

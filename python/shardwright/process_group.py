@@ -67,6 +67,8 @@ class HostGroup:
         addresses, secret, self.hosts, pids, places = self._exchange(group, failure)
         self._store_name = f"shardwright/{hashlib.sha256(secret).hexdigest()}"
         self._children: list[HostComm] = []
+        #: DeviceLinks by GPU; they end before the host's communicator
+        self.links: dict[int, Any] = {}
         try:
             self.host_of = self._find_hosts(group, addresses, places)
             if self.host_count == 1 and (_forced_hosts is None or self.world_size == 1):
@@ -76,7 +78,7 @@ class HostGroup:
         except BaseException:
             self.comm.close()
             raise
-        self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, os.getpid())
+        self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
         self._leave.atexit = False  # _close_all does it
 
     @property
@@ -402,10 +404,25 @@ def _close_all() -> None:
         group.close()
 
 
-def _close_comms(comm: HostComm, children: list[HostComm], pid: int) -> None:
+def _close_comms(comm: HostComm, children: list[HostComm], links: dict[int, Any], pid: int) -> None:
     if os.getpid() == pid:  # a forked child must not take leave in its parent's name
-        for each in (*children, comm):
+        for each in (*links.values(), *children, comm):
             each.close()
+
+
+def group_size(group: Any) -> int:
+    """Ranks of torch's `group` (None: the default one); 1 where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size(group)
+
+
+def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+    """Every rank's `row`, over torch's `group`: by a sum with zeros, which every backend has for its devices, and which is exact."""
+    rows = row.new_zeros(dist.get_world_size(group), row.numel())
+    rows[dist.get_rank(group)] = row
+    dist.all_reduce(rows, group=group)
+    return rows.unbind()
 
 
 def describe_group() -> str:

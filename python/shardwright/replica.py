@@ -15,6 +15,8 @@ from torch.utils.dlpack import from_dlpack
 from . import _hooks
 from ._engine import Error, Reducer
 from .comm_hook import HookRunner, SlicedHookRunner
+from .device import DeviceLink, device_link
+from .device_rounds import DeviceRounds
 from .drift import DriftCheck
 from .exchange import Exchange
 from .gradients import copy_gradient, gradient_view, norm_over_ranks
@@ -83,21 +85,16 @@ class Replica:
         refusal = None
         try:
             self.table = ParameterTable.of(module, ignored)
+            if self.table.is_on_gpu:
+                _check_gpu(zero)
             self._supersede(module)
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
-        self.reducer = Reducer(
-            group.comm,
-            self.table.rows(),
-            bucket_cap_bytes=_cap_bytes(options.bucket_cap_bytes, group, zero),
-            transport=options.chosen_transport,
-            reduce=options.reduce,
-            sliced=zero >= 2,
-            slices=self.slicing.for_engine() if zero else None,
-            label=self.label,
-        )
+        self.link: DeviceLink | None = None
+        self.deterministic = options.deterministic or not self.table.is_on_gpu
+        self.reducer = self._make_reducer(options)
         self._parameters: ParameterMemory | UnitMemory | None = None
         self._board: GradientBoard | None = None
         if zero:
@@ -120,6 +117,30 @@ class Replica:
         self.stores: weakref.WeakSet[StateStore] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
+
+    def _make_reducer(self, options: Options) -> Any:
+        """A Reducer, or on a GPU what has its methods there."""
+        cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.group, self.zero)
+        if self.table.is_on_gpu:
+            self.link = device_link(self.group, self.table.parameters[0], options.timeout_s)
+            return DeviceRounds(
+                self.link,
+                self.table.rows(),
+                bucket_cap_bytes=cap_bytes,
+                reduce=options.reduce,
+                deterministic=options.deterministic,
+                label=self.label,
+            )
+        return Reducer(
+            self.group.comm,
+            self.table.rows(),
+            bucket_cap_bytes=cap_bytes,
+            transport=options.chosen_transport,
+            reduce=options.reduce,
+            sliced=self.zero >= 2,
+            slices=self.slicing.for_engine() if self.zero else None,
+            label=self.label,
+        )
 
     def _make_parameters(self, module: torch.nn.Module, options: Options) -> ParameterMemory | UnitMemory:
         if self.zero < 3 or options.share_parameters is not False:
@@ -145,16 +166,20 @@ class Replica:
         return memory.like(index) if isinstance(memory, UnitMemory) else self.table.parameters[index]
 
     def _attach(self, synchronises: Callable[[], bool]) -> None:
-        self.views = self._make_views()
-        self.reducer.attach(
-            self.table.parameters,
-            self.views,
-            copy=copy_gradient if self.zero < 2 else _writer(weakref.ref(self)),
-            open=_opener(weakref.ref(self), synchronises),
-            renew=_renewer(weakref.ref(self)),
-            task_id=_hooks.graph_task_id,
-            layouts=self._parameters.layouts() if isinstance(self._parameters, UnitMemory) else None,
-        )
+        opener = _opener(weakref.ref(self), synchronises)
+        if self.link is not None:
+            self.views = self.reducer.attach(self.table.parameters, open=opener, task_id=_hooks.graph_task_id)
+        else:
+            self.views = self._make_views()
+            self.reducer.attach(
+                self.table.parameters,
+                self.views,
+                copy=copy_gradient if self.zero < 2 else _writer(weakref.ref(self)),
+                open=opener,
+                renew=_renewer(weakref.ref(self)),
+                task_id=_hooks.graph_task_id,
+                layouts=self._parameters.layouts() if isinstance(self._parameters, UnitMemory) else None,
+            )
         self._handles: list[Any] = []
         self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         for index, parameter in enumerate(self.table.parameters):
@@ -180,6 +205,10 @@ class Replica:
             raise NotImplementedError(
                 f"compress= and reduce_dtype at zero={self.zero} on a device_mesh of two dimensions are not there yet: use zero=1, or "
                 "one dimension"
+            )
+        if self.link is not None:
+            raise NotImplementedError(
+                "communication hooks and compress= are not there yet on GPUs: gradients travel as they are"
             )
         if self.zero >= 2 and self.reducer.transport == "pool":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
@@ -473,7 +502,14 @@ class Replica:
         parameters = (
             () if self.zero == 3 else self.table.parameters
         )  # what is sliced or shared has rank 0's values already
-        self.group.broadcast([*parameters, *buffers], root, f"state of {self.label}")
+        self.broadcast([*parameters, *buffers], root, f"state of {self.label}")
+
+    def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
+        """Values of rank `root` to all. Collective."""
+        if self.link is not None:
+            self.link.broadcast(tensors, root)
+        else:
+            self.group.broadcast(tensors, root, label)
 
     def retire(self) -> None:
         """Takes the hooks off the parameters. Gradients stay where they are."""
@@ -487,6 +523,13 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _check_gpu(zero: int) -> None:
+    if zero:
+        raise NotImplementedError(
+            f"zero={zero} on GPUs is not there yet: gradients are averaged on GPUs at zero=0, slices are kept on the CPU only"
+        )
 
 
 def _cap_bytes(asked: int, group: HostGroup, zero: int) -> int:

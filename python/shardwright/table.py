@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from . import device
 from ._engine import Error
 from .gradients import dense_strides, dtype_name
 
@@ -34,6 +35,11 @@ class ParameterTable:
     parameters: tuple[torch.nn.Parameter, ...]
     buffers: dict[str, torch.Tensor]
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether all of it is on a GPU; it is on one device."""
+        return bool(device.runtime.holds(self.parameters[0]))
+
     @classmethod
     def of(cls, module: torch.nn.Module, ignored: frozenset[str]) -> ParameterTable:
         """Raises what cannot take part, by name."""
@@ -47,6 +53,7 @@ class ParameterTable:
             raise Error(
                 "no parameter of this module requires a gradient: there is nothing to average, use the module as it is"
             )
+        _check_one_device([*pairs, *buffers.items()])
         return cls(tuple(name for name, _ in pairs), tuple(p for _, p in pairs), buffers)
 
     def rows(self) -> list[tuple[str, int, str, bool]]:
@@ -78,9 +85,9 @@ def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
         raise Error(
             f"{what} {name!r} is on the meta device: call sw.materialize(module) first, and make the optimizer after that"
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(
-            f"{what} {name!r} is on {tensor.device}: only CPU tensors are there yet, move the module with .cpu()"
+            f"{what} {name!r} is on {tensor.device}: only CPU and CUDA tensors are there, move the module with .cpu() or .cuda()"
         )
     gradient_dtype = getattr(tensor, "grad_dtype", None)
     if gradient_dtype not in (None, tensor.dtype):
@@ -90,6 +97,17 @@ def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.layout is not torch.strided:
         raise Error(f"{what} {name!r} has layout {tensor.layout}: only strided tensors can be wrapped")
+
+
+def _check_one_device(pairs: list[tuple[str, torch.Tensor]]) -> None:
+    first_name, first = pairs[0]
+    for name, tensor in pairs:
+        if tensor.device != first.device:
+            raise Error(
+                f"{first_name!r} is on {first.device} and {name!r} on {tensor.device}: a wrapped module must be on one device, move "
+                f"it with .to({str(first.device if first.device.type != 'cpu' else tensor.device)!r}), or name what is to be left "
+                "alone in ignored_params"
+            )
 
 
 def _sentence(name: str, tensor: torch.Tensor, *, with_gradient: bool) -> str:

@@ -51,7 +51,7 @@ def wrap(
     Parameters
     ----------
     module : Module
-        On the CPU. It is not changed; its parameters keep their identity.
+        On the CPU, or at zero=0 on one GPU a rank. It is not changed; its parameters keep their identity.
     optimizer : Optimizer, optional
         Returned as it is at zero=0; else one that steps on this rank's slices takes its place. Where it holds bfloat16 or float16
         parameters it steps on float32 masters of theirs, `state[p]["master"]`, at every stage, also at 0.

@@ -7,7 +7,7 @@
 
 #include "sim.h"
 
-enum { POISON = 0xf7, IDLE_POLLS_MAX = 1000, CONTEXT_DEPTH = 8 };
+enum { POISON = 0xf7, CONTEXT_DEPTH = 8 };
 
 static __thread sw_cu_context stack[CONTEXT_DEPTH];
 static __thread int depth;
@@ -346,8 +346,11 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
     memcpy(op->args, parameters[0], contract->args_bytes);
     sim_tick(stream);
     contract->accesses(op->args, track_access, &t);
+    bool is_torch = stream->is_torch;
     sim_enqueue(stream, op);
-    LEAVE(SW_CU_SUCCESS);
+    sim_leave();
+    /* What torch's own memory is read by has been read when torch frees it. */
+    return !is_torch || sim_drain(stream) ? SW_CU_SUCCESS : 702;
 }
 
 /* ---- streams and events ---- */
@@ -434,7 +437,7 @@ SIM_API int cuEventQuery(sw_cu_event event)
         sim_join(&sim.rank[sim_current_rank()].clock, &event->clock);
         LEAVE(SW_CU_SUCCESS);
     }
-    if (++sim.idle_polls > IDLE_POLLS_MAX && !sim.deadlocked) {
+    if (sim_is_stuck() && !sim.deadlocked) {
         sim.deadlocked = true;
         for (sw_cu_stream s = sim.streams; s; s = s->next)
             if (s->first)

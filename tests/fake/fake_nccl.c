@@ -9,53 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "fake_nccl.h"
 #include "kernels/kernels.h"
-#include "sim.h"
-
-enum { CALL_MAX = 64, GROUP_DEPTH_MAX = 8, IDLE_POLLS_MAX = 1000 };
-
-typedef enum call_kind {
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    ALL_GATHER,
-    BROADCAST,
-    SEND,
-    RECEIVE
-} call_kind;
 
 static const char *const kind_name[] = {"all_reduce", "reduce_scatter", "all_gather",
                                         "broadcast",  "send",           "recv"};
-
-typedef struct nccl_call {
-    call_kind kind;
-    const void *from;
-    void *to;
-    size_t count;
-    int dtype, op, peer; /* peer: root, or the other end */
-} nccl_call;
-
-typedef struct nccl_group {
-    nccl_call call[CALL_MAX];
-    int call_count;
-    sw_nccl_comm comm;
-    sw_cu_stream stream;
-    bool dropped;
-    struct nccl_group *next; /* of its communicator, in order */
-} nccl_group;
-
-typedef struct clique {
-    sw_nccl_id id;
-    int world_size, arrived;
-    sw_nccl_comm comm[SIM_DEVICE_MAX];
-    struct clique *next;
-} clique;
-
-struct ncclComm {
-    clique *clique;
-    int rank;
-    sw_nccl_result error;
-    nccl_group *first, *last; /* enqueued and not yet run */
-};
 
 static clique *cliques;
 static int id_count;
@@ -110,7 +68,7 @@ static size_t call_bytes(const nccl_call *call)
 }
 
 /* What the call reads and writes on its own rank. */
-static size_t read_bytes(const nccl_call *call, int world_size)
+size_t nccl_read_bytes(const nccl_call *call, int world_size)
 {
     return call->kind == REDUCE_SCATTER ? call_bytes(call) * (size_t)world_size : call_bytes(call);
 }
@@ -139,7 +97,9 @@ static bool all_there(const clique *c)
 
 static bool ready(sim_op *op)
 {
-    const nccl_group *g = group_of(op);
+    nccl_group *g = group_of(op);
+    if (!g->dropped && g->comm->clique->in_files)
+        return g->comm->first == g && nccl_files_ready(g);
     return g->dropped || (g->comm->first == g && all_there(g->comm->clique));
 }
 
@@ -148,7 +108,8 @@ static void drive(sim_op *op, int depth)
     const nccl_group *g = group_of(op);
     sw_nccl_comm comm = g->comm;
     const clique *c = comm->clique;
-    for (int r = 0; r < c->world_size && comm->first == g; ++r) { /* it may run on the way */
+    for (int r = 0; !c->in_files && r < c->world_size && comm->first == g;
+         ++r) { /* it may run on the way */
         const nccl_group *other = c->comm[r] ? c->comm[r]->first : NULL;
         if (other && other != g && other->stream->first && other->stream->first->group != other) {
             sim_op *until = other->stream->first;
@@ -266,17 +227,23 @@ static void compute(const clique *c, int rank, int at, unsigned char *out)
     free(inputs);
 }
 
+/* Whether this process has the memory of that rank. */
+static bool is_here(const clique *c, int rank)
+{
+    return !c->in_files || rank == c->own_rank;
+}
+
 static void execute(const clique *c)
 {
     unsigned char *out[SIM_DEVICE_MAX][CALL_MAX];
     for (int r = 0; r < c->world_size; ++r)
-        for (int i = 0; i < c->comm[r]->first->call_count; ++i) {
+        for (int i = 0; is_here(c, r) && i < c->comm[r]->first->call_count; ++i) {
             out[r][i] = malloc(written_bytes(&c->comm[r]->first->call[i], c->world_size) + 1);
             if (c->comm[r]->first->call[i].kind != SEND)
                 compute(c, r, i, out[r][i]);
         }
     for (int r = 0; r < c->world_size; ++r)
-        for (int i = 0; i < c->comm[r]->first->call_count; ++i) {
+        for (int i = 0; is_here(c, r) && i < c->comm[r]->first->call_count; ++i) {
             const nccl_call *call = &c->comm[r]->first->call[i];
             if (call->kind != SEND)
                 memcpy(call->to, out[r][i], written_bytes(call, c->world_size));
@@ -309,8 +276,11 @@ static void run(sim_op *op)
     for (int r = 0; r < c->world_size; ++r) {
         if (!right)
             c->comm[r]->error = SW_NCCL_INVALID_USAGE;
-        finish_first(c->comm[r]);
+        if (is_here(c, r))
+            finish_first(c->comm[r]);
     }
+    if (c->in_files)
+        nccl_files_next(c);
 }
 
 /* ---- calls ---- */
@@ -327,7 +297,7 @@ static int enqueue_group(const nccl_group *group)
     for (int i = 0; i < g->call_count; ++i) {
         const nccl_call *call = &g->call[i];
         if (call->kind != RECEIVE && (call->kind != BROADCAST || call->peer == g->comm->rank))
-            sim_track(&g->stream->clock, g->stream->actor, call->from, read_bytes(call, world),
+            sim_track(&g->stream->clock, g->stream->actor, call->from, nccl_read_bytes(call, world),
                       SW_ACCESS_READ, &op->site);
         if (call->kind != SEND)
             sim_track(&g->stream->clock, g->stream->actor, call->to, written_bytes(call, world),
@@ -386,6 +356,8 @@ SIM_API int ncclGetUniqueId(sw_nccl_id *id)
 {
     ENTER("ncclGetUniqueId");
     memset(id, 0, sizeof *id);
+    if (nccl_files_id(id))
+        LEAVE(SW_NCCL_SUCCESS);
     snprintf(id->internal, sizeof id->internal, "simulated %d", ++id_count);
     LEAVE(SW_NCCL_SUCCESS);
 }
@@ -411,6 +383,8 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
         c->next = cliques;
         cliques = c;
     }
+    if (nccl_files_is_id(&id))
+        nccl_files_join(c, rank);
     sw_nccl_comm made = calloc(1, sizeof *made);
     made->clique = c;
     made->rank = rank;
@@ -424,7 +398,10 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
 SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
 {
     ENTER("ncclCommGetAsyncError");
-    bool all = comm->clique->arrived == comm->clique->world_size;
+    clique *c = comm->clique;
+    bool all = (c->in_files ? nccl_files_arrived(c) : c->arrived) == c->world_size;
+    if (!comm->error && c->in_files && all && comm->first && nccl_files_gone(c) >= 0)
+        comm->error = SW_NCCL_REMOTE_ERROR;
     *result = comm->error ? comm->error : all ? SW_NCCL_SUCCESS : SW_NCCL_IN_PROGRESS;
     if (!all)
         sim_yield();
@@ -436,7 +413,15 @@ SIM_API int ncclCommFinalize(sw_nccl_comm comm)
     ENTER("ncclCommFinalize");
     while (comm->first && comm->first->stream->first) { /* what was enqueued runs first */
         const nccl_group *before = comm->first;
-        sim_drive(before->stream, NULL, 0);
+        sw_cu_stream stream = before->stream;
+        if (comm->clique->in_files) { /* peers need time */
+            sim_leave();
+            if (!sim_drain(stream))
+                return SW_NCCL_SYSTEM_ERROR;
+            sim_lock();
+            continue;
+        }
+        sim_drive(stream, NULL, 0);
         if (comm->first == before)
             break;
     }
@@ -449,6 +434,8 @@ static void drop(sw_nccl_comm comm)
     for (nccl_group *g = comm->first; g; g = g->next)
         g->dropped = true;
     comm->first = comm->last = NULL;
+    if (comm->clique->in_files)
+        nccl_files_leave(comm->clique);
     comm->clique->comm[comm->rank] = NULL;
     sim.comms--;
 }

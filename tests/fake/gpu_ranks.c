@@ -90,21 +90,24 @@ bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body
 
 sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
 {
-    sw_image_places places = {.packaged_folder = gpu_folder};
-    SW_TRY(sw_device_cuda_create(gpu_cuda_library, self->rank, &self->device, &self->err));
-    SW_TRY(sw_kernel_set_init(&self->kernels, self->device, &places, &self->err));
-    SW_TRY(sw_nccl_library_init(&self->nccl_library, gpu_nccl_library, &self->err));
-    return sw_nccl_create(&self->nccl_library, self->device, &self->id, self->rank,
-                          self->world_size, timeout_ns, &self->comm, &self->err);
+    sw_device_comm_config config = {.cuda_library = gpu_cuda_library,
+                                    .nccl_library = gpu_nccl_library,
+                                    .ordinal = self->rank,
+                                    .places = {.packaged_folder = gpu_folder}};
+    SW_TRY(sw_device_comm_create(&config, &self->all, &self->err));
+    self->device = self->all->device;
+    self->kernels = self->all->kernels;
+    SW_TRY(sw_device_comm_connect(self->all, &self->id, self->rank, self->world_size, timeout_ns,
+                                  &self->err));
+    self->comm = self->all->nccl;
+    return SW_OK;
 }
 
 void gpu_rank_close(gpu_rank *self)
 {
-    sw_nccl_destroy(self->comm);
+    sw_device_comm_destroy(self->all);
+    self->all = NULL;
     self->comm = NULL;
-    sw_nccl_library_fini(&self->nccl_library);
-    sw_kernel_set_fini(&self->kernels);
-    sw_device_destroy(self->device);
     self->device = NULL;
 }
 

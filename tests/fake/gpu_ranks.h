@@ -3,7 +3,7 @@
 #define SW_TEST_GPU_RANKS_H
 
 #include "check.h"
-#include "comm/nccl.h"
+#include "comm/device_comm.h"
 #include "device/device.h"
 #include "kernels/device_kernels.h"
 #include "sim.h"
@@ -15,9 +15,9 @@ typedef struct gpu_rank {
     const char *cuda, *nccl; /* paths of the fakes */
     const sim_controls *sim;
     sw_nccl_id id;
-    sw_device *device; /* made by gpu_rank_open */
+    sw_device_comm *all; /* made by gpu_rank_open; the next three are its own */
+    sw_device *device;
     sw_kernel_set kernels;
-    sw_nccl_library nccl_library;
     sw_nccl *comm;
     sw_error err;
     void *context;
@@ -33,7 +33,7 @@ extern const char *gpu_cuda_library, *gpu_nccl_library, *gpu_folder;
 bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body)(gpu_rank *self),
                    void *context);
 
-/* Device, kernels and communicator; what was made before a failure stays for gpu_rank_close. */
+/* Device, kernels and communicator; what was made before a failure is left for gpu_rank_close. */
 SW_MUST_USE sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns);
 void gpu_rank_close(gpu_rank *self);
 

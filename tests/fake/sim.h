@@ -5,13 +5,15 @@
  * recorded when it was waited for, host synchronisation), so vector clocks are computed when an
  * operation is enqueued and the verdict on races does not depend on the schedule. The schedule,
  * seeded, decides only whether values go wrong too. Ranks are threads; one runs at a time and hands
- * over inside driver calls alone, so a run is repeatable.
+ * over inside driver calls alone, so a run is repeatable. Or they are processes, each a simulation
+ * of its own: memory and streams are a rank's own in any case, and collectives meet in files
+ * (fake_nccl_files.c).
  *
  * Words: an actor is a stream or a rank's host thread; a block is an allocation; a segment is a
  * part of a block with one history; a site is where an operation was enqueued.
  *
- * Not covered: the legacy default stream's implicit order, graphs, peer access, real allocators,
- * ranks as processes. Thread rule: every entry point takes the gate.
+ * Not covered: the legacy default stream's implicit order, graphs, peer access, real allocators.
+ * Thread rule: every entry point takes the gate.
  */
 #ifndef SW_TEST_SIM_H
 #define SW_TEST_SIM_H
@@ -96,7 +98,8 @@ typedef struct sim_block {
     unsigned char *memory;
     size_t size_bytes;
     bool pinned, freed;
-    int rank; /* device ordinal */
+    bool foreign; /* torch's memory: adopted, not ours to free */
+    int rank;     /* device ordinal */
     sim_site freed_at;
     sim_segment *segments;
     struct sim_block *next;
@@ -128,6 +131,7 @@ typedef struct sim_op {
 struct CUstream_st {
     int actor, rank;
     bool destroyed; /* as an event */
+    bool is_torch;  /* torch's: see sim_torch.c */
     sim_clock clock;
     sim_op *first, *last;
     struct CUstream_st *next;
@@ -160,6 +164,8 @@ typedef struct sim_state {
     int actor_count;
     long idle_polls; /* queries since something last moved */
     bool deadlocked;
+    bool has_peers; /* ranks are processes: whoever waits does so for seconds, not for polls */
+    int64_t idle_since_ns;
     sim_rank rank[SIM_DEVICE_MAX];
     struct CUctx_st context[SIM_DEVICE_MAX];
     sim_block *blocks;
@@ -209,5 +215,12 @@ SIM_API void sim_progress(void);
 SIM_API void sim_demand(sw_cu_event event);
 SIM_API void sim_drive(sw_cu_stream stream, sim_op *until, int depth);
 SIM_API uint64_t sim_draw(void);
+/* Runs all that is enqueued on the stream, waiting for peers; false, and a report, at a deadlock.
+ * Not with the gate held. */
+SIM_API bool sim_drain(sw_cu_stream stream);
+/* The gate alone: for threads of the simulation's own. */
+SIM_API void sim_lock(void);
+/* Whether nothing has moved for so long that nothing will; with the gate held. */
+SIM_API bool sim_is_stuck(void);
 
 #endif

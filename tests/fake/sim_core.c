@@ -7,8 +7,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-enum { TEXT_BYTES = 4096 };
+enum { TEXT_BYTES = 4096, IDLE_POLLS_MAX = 1000 };
+static const int64_t PATIENCE_NS = 20000000000;
 
 sim_state sim = {.device_count = SIM_DEVICE_MAX, .version = 13000};
 
@@ -55,6 +57,11 @@ bool sim_enter(const char *call, int *result)
     return false;
 }
 
+void sim_lock(void)
+{
+    pthread_mutex_lock(&gate);
+}
+
 void sim_leave(void)
 {
     pthread_mutex_unlock(&gate);
@@ -87,6 +94,18 @@ static void rank_end(void)
     pass_baton();
     own_rank = 0;
     pthread_mutex_unlock(&gate);
+}
+
+bool sim_is_stuck(void)
+{
+    struct timespec now;
+    if (!sim.has_peers)
+        return ++sim.idle_polls > IDLE_POLLS_MAX;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    int64_t now_ns = now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+    if (sim.idle_polls++ == 0)
+        sim.idle_since_ns = now_ns;
+    return now_ns - sim.idle_since_ns > PATIENCE_NS;
 }
 
 /* ---- clocks ---- */
@@ -264,7 +283,8 @@ static void forget(void)
             block->segments = s->next;
             free(s);
         }
-        free(block->memory);
+        if (!block->foreign)
+            free(block->memory);
         free(block);
     }
     while (sim.streams) {
@@ -292,7 +312,7 @@ static void reset(int ranks, sim_policy policy, uint64_t seed)
     sim.rank_count = ranks;
     sim.baton = sim.report_count = sim.modules = sim.comms = 0;
     sim.idle_polls = 0;
-    sim.deadlocked = false;
+    sim.deadlocked = sim.has_peers = false;
     sim.report[0] = sim.failed[0] = '\0';
     sim.actor_count = ranks;
     for (int r = 0; r < SIM_DEVICE_MAX; ++r)
@@ -359,9 +379,9 @@ static const char *leaks(void)
     static char text[256];
     int blocks = 0, streams = 0, events = 0, contexts = 0;
     for (sim_block *block = sim.blocks; block; block = block->next)
-        blocks += !block->freed;
+        blocks += !block->freed && !block->foreign;
     for (sw_cu_stream stream = sim.streams; stream; stream = stream->next)
-        streams += !stream->destroyed;
+        streams += !stream->destroyed && !stream->is_torch;
     for (sw_cu_event event = sim.events; event; event = event->next)
         events += !event->destroyed;
     for (int r = 0; r < SIM_DEVICE_MAX; ++r)

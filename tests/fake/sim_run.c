@@ -1,6 +1,7 @@
 /* sim_run.c - when an enqueued operation runs: one FIFO a stream, run lazily by policy and seed. */
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "sim.h"
 
@@ -117,6 +118,25 @@ void sim_drive(sw_cu_stream stream, sim_op *until, int depth)
             return;
         if (head == until)
             return;
+    }
+}
+
+bool sim_drain(sw_cu_stream stream)
+{
+    const struct timespec nap = {.tv_nsec = 100000};
+    for (;;) {
+        sim_lock();
+        sim_drive(stream, NULL, 0);
+        bool done = !stream->first, stuck = !done && (sim.deadlocked || sim_is_stuck());
+        if (stuck && !sim.deadlocked) {
+            sim.deadlocked = true;
+            sim_report("deadlock", "the head of torch's stream cannot run", &stream->first->site,
+                       NULL);
+        }
+        sim_leave();
+        if (done || stuck)
+            return done;
+        nanosleep(&nap, NULL);
     }
 }
 

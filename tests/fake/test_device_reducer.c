@@ -3,8 +3,10 @@
  *
  * Laws: with `deterministic` parameters after 4 steps of Adam equal, bit for bit on every rank,
  * those of a naive loop that folds with the host kernel; without it all ranks are alike and near
- * them. No schedule gives a race, a read of what nobody wrote, a leak or another value; a step
- * waits on the host not once. Each driver call that fails ends in a named error and leaves nothing.
+ * them. They begin as rank 0's. Every rank learns which gradients some rank used. No schedule gives
+ * a race, a read of what nobody wrote, a leak or another value; a step waits on the host not once,
+ * unless a gradient is unused on this rank. Each driver call that fails ends in a named error and
+ * leaves nothing.
  */
 #include <math.h>
 #include <stdio.h>
@@ -17,7 +19,7 @@
 #include "optim/norm.h"
 #include "reduce/device_reducer.h"
 
-enum { BUCKETS = 3, STEPS = 4, NUMEL_MAX = 384, SEEDS = 5, FAILURE = 999 };
+enum { BUCKETS = 3, STEPS = 4, NUMEL_MAX = 384, SEEDS = 5, FAILURE = 999, GRADIENTS = 7 };
 static const int64_t TIMEOUT_NS = 2000000000;
 
 static const sw_dtype dtypes[BUCKETS] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT32};
@@ -25,6 +27,7 @@ static const size_t numels[BUCKETS] = {96, 384, 192};
 
 typedef struct model { /* one bucket's share of the training */
     float *p, *m, *v;  /* device memory of the test, float32 */
+    void *bucket;      /* its gradient */
     void *source;      /* what backward will turn into the gradient */
 } model;
 
@@ -36,7 +39,8 @@ typedef struct training {
     bool leave_at_once; /* destroys with the last step still running, nothing read */
     float result[GPU_RANKS_MAX][BUCKETS][NUMEL_MAX]; /* parameters at the end */
     double norm[GPU_RANKS_MAX];                      /* of the last step */
-    uint64_t host_waits;                             /* of the steps without the norm */
+    uint64_t host_waits; /* of the steps in which rank 0 used every gradient */
+    int wrong_use;       /* use bytes that are not the union */
     bool failed[GPU_RANKS_MAX];
     char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
 } training;
@@ -49,6 +53,12 @@ static float value_of(int rank, int step, size_t bucket, size_t i)
     mixed *= 2246822519u;
     mixed ^= mixed >> 13;
     return (float)(int32_t)mixed * 0x1p-31f;
+}
+
+/* In step 1 every rank uses all; else rank r leaves a few out, and some nobody uses. */
+static bool is_used(int rank, int step, int gradient)
+{
+    return step == 1 || (gradient + rank + step) % 4 != 0;
 }
 
 static sw_adam_args adam_of(float *p, float *m, float *v, const void *g, size_t numel,
@@ -148,6 +158,7 @@ static sw_status prepare(loop *l)
 {
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err;
+    sw_device_range parameters[BUCKETS];
     SW_TRY(device->ops->stream_create(device, false, &l->backward, err));
     SW_TRY(device->ops->stream_create(device, false, &l->optimizer, err));
     SW_TRY(device->ops->event_create(device, &l->loaded, err));
@@ -159,17 +170,20 @@ static sw_status prepare(loop *l)
         SW_TRY(device->ops->pinned_alloc(device, bytes, &memory, err));
         l->pinned[b] = memory;
         float **device_memory[] = {&l->part[b].p, &l->part[b].m, &l->part[b].v,
-                                   (float **)&l->part[b].source};
-        for (int k = 0; k < 4; ++k) {
+                                   (float **)&l->part[b].source, (float **)&l->part[b].bucket};
+        for (int k = 0; k < 5; ++k) {
             SW_TRY(device->ops->memory_alloc(device, bytes, &memory, err));
             *device_memory[k] = memory;
         }
         for (size_t i = 0; i < numels[b]; ++i)
-            start[i] = value_of(99, 0, (size_t)b, i);
+            start[i] = value_of(99 + l->self->rank, 0, (size_t)b, i);
         SW_TRY(upload(l, l->part[b].p, start, numels[b], b));
         SW_TRY(device->ops->fill_async(device, l->part[b].m, 0, bytes, l->backward, err));
         SW_TRY(device->ops->fill_async(device, l->part[b].v, 0, bytes, l->backward, err));
+        SW_TRY(device->ops->fill_async(device, l->part[b].bucket, 0, bytes, l->backward, err));
+        parameters[b] = (sw_device_range){l->part[b].p, numels[b], SW_DTYPE_FLOAT32};
     }
+    SW_TRY(sw_device_comm_broadcast(l->self->all, parameters, BUCKETS, 0, l->backward, err));
     SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
     SW_TRY(device->ops->stream_wait(device, l->optimizer, l->loaded, err));
     return device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's upload", err);
@@ -182,7 +196,7 @@ static sw_status produce(loop *l, size_t b, int step)
     for (size_t i = 0; i < numels[b]; ++i)
         wide[i] = value_of(l->self->rank, step, b, i);
     SW_TRY(upload(l, l->part[b].source, wide, numels[b], (int)b));
-    sw_cast_args cast = {.to = sw_device_reducer_bucket(l->reducer, b),
+    sw_cast_args cast = {.to = l->part[b].bucket,
                          .from = l->part[b].source,
                          .numel = numels[b],
                          .scale = 1.0f,
@@ -191,8 +205,32 @@ static sw_status produce(loop *l, size_t b, int step)
     return sw_kernel_launch(&l->self->kernels, SW_KERNEL_CAST, &cast, l->backward, &l->self->err);
 }
 
+/* Whether each gradient was used by some rank. */
+static sw_status read_use(loop *l, int step)
+{
+    const uint8_t *any;
+    SW_TRY(sw_device_reducer_used_by_any(l->reducer, &any, &l->self->err));
+    gpu_sim->host_access(any, GRADIENTS, SW_ACCESS_READ, "the test's use bytes");
+    for (int i = 0; i < GRADIENTS; ++i) {
+        bool expected = false;
+        for (int r = 0; r < l->self->world_size; ++r)
+            expected |= is_used(r, step, i);
+        l->run->wrong_use += (any[i] != 0) != expected;
+    }
+    return SW_OK;
+}
+
+/* Equal ones are no error, and looking does not make one; what the host reads has come. */
+static sw_status check_tags(loop *l, uint32_t tag)
+{
+    uint32_t own = tag;
+    SW_TRY(sw_device_reducer_check(l->reducer, &own, &l->self->err));
+    return own == tag ? SW_OK : SW_E_STATE;
+}
+
 static sw_status train_step(loop *l, int step)
 {
+    uint8_t used[GRADIENTS];
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err;
     SW_TRY(sw_device_reducer_begin(l->reducer, l->backward, err));
@@ -205,12 +243,16 @@ static sw_status train_step(loop *l, int step)
             return SW_OK;
     }
     SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
-    SW_TRY(sw_device_reducer_finish(l->reducer, err));
+    for (int i = 0; i < GRADIENTS; ++i)
+        used[i] = is_used(l->self->rank, step, i);
+    uint32_t tag = 0x10203u * (uint32_t)step;
+    SW_TRY(sw_device_reducer_finish(l->reducer, used, tag, err));
+    SW_TRY(read_use(l, step));
+    SW_TRY(check_tags(l, tag));
     for (size_t b = 0; b < BUCKETS; ++b) {
         SW_TRY(sw_device_reducer_take(l->reducer, b, l->optimizer, err));
-        sw_adam_args adam =
-            adam_of(l->part[b].p, l->part[b].m, l->part[b].v,
-                    sw_device_reducer_bucket(l->reducer, b), numels[b], dtypes[b], step);
+        sw_adam_args adam = adam_of(l->part[b].p, l->part[b].m, l->part[b].v, l->part[b].bucket,
+                                    numels[b], dtypes[b], step);
         SW_TRY(sw_kernel_launch(&l->self->kernels, SW_KERNEL_ADAM, &adam, l->optimizer, err));
     }
     return sw_device_reducer_release(l->reducer, l->optimizer, err);
@@ -220,7 +262,8 @@ static sw_status read_back(loop *l)
 {
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err;
-    const sw_norm_sum *sum;
+    sw_norm_sum sum;
+    sw_device_range gradients[BUCKETS];
     for (int b = 0; b < BUCKETS; ++b)
         SW_TRY(device->ops->copy_async(device, l->pinned[b], l->part[b].p,
                                        numels[b] * sizeof(float), l->optimizer, err));
@@ -231,9 +274,11 @@ static sw_status read_back(loop *l)
                              "the test's results");
         memcpy(l->run->result[l->self->rank][b], l->pinned[b], numels[b] * sizeof(float));
     }
-    SW_TRY(sw_device_reducer_norm(l->reducer, true, &sum, err));
-    gpu_sim->host_access(sum, sizeof *sum, SW_ACCESS_READ, "the test's norm");
-    l->run->norm[l->self->rank] = sw_norm_value(sum);
+    for (int b = 0; b < BUCKETS; ++b)
+        gradients[b] = (sw_device_range){l->part[b].bucket, numels[b], dtypes[b]};
+    SW_TRY(sw_device_comm_norm(l->self->all, gradients, BUCKETS, l->optimizer, &sum, err));
+    gpu_sim->host_access(l->self->all->staged, sizeof sum, SW_ACCESS_READ, "the test's norm");
+    l->run->norm[l->self->rank] = sw_norm_value(&sum);
     return SW_OK;
 }
 
@@ -242,20 +287,23 @@ static sw_status train(loop *l)
     sw_device_bucket_spec specs[BUCKETS];
     for (int b = 0; b < BUCKETS; ++b)
         specs[b] = (sw_device_bucket_spec){.numel = numels[b], .dtype = dtypes[b]};
-    sw_device_reducer_config config = {.device = l->self->device,
-                                       .kernels = &l->self->kernels,
-                                       .comm = l->self->comm,
+    sw_device_reducer_config config = {.comm = l->self->all,
                                        .buckets = specs,
                                        .bucket_count = BUCKETS,
-                                       .deterministic = l->run->deterministic,
-                                       .timeout_ns = TIMEOUT_NS};
+                                       .gradient_count = GRADIENTS,
+                                       .op = SW_REDOP_MEAN,
+                                       .deterministic = l->run->deterministic};
     SW_TRY(prepare(l));
+    specs[0].data = l->part[0].bucket;
+    specs[1].data = l->part[1].bucket;
     SW_TRY(sw_device_reducer_create(&config, &l->reducer, &l->self->err));
+    SW_TRY(sw_device_reducer_adopt(l->reducer, 2, l->part[2].bucket, &l->self->err));
     for (int step = 0; step < l->run->steps; ++step) {
         uint64_t waits = l->self->device->stats.host_waits;
         uint64_t allocations = l->self->device->stats.allocations;
         SW_TRY(train_step(l, step));
-        l->run->host_waits += l->self->device->stats.host_waits - waits - (step > 0);
+        if (l->self->rank == 0 && (step == 1 || l->self->world_size == 1))
+            l->run->host_waits += l->self->device->stats.host_waits - waits - (step > 0);
         check(l->self->device->stats.allocations == allocations, "step %d allocated", step);
     }
     return l->run->stop_in_step || l->run->leave_at_once ? SW_OK : read_back(l);
@@ -277,8 +325,9 @@ static void tear_down(loop *l)
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
     for (int b = 0; b < BUCKETS; ++b) {
-        void *memory[] = {l->part[b].p, l->part[b].m, l->part[b].v, l->part[b].source};
-        for (int k = 0; k < 4; ++k)
+        void *memory[] = {l->part[b].p, l->part[b].m, l->part[b].v, l->part[b].source,
+                          l->part[b].bucket};
+        for (int k = 0; k < 5; ++k)
             device->ops->memory_free(device, memory[k]);
         device->ops->pinned_free(device, l->pinned[b]);
     }
@@ -335,6 +384,7 @@ static void check_training(int world_size, bool deterministic, sim_policy policy
     check(deterministic ? run.norm[0] == norm : fabs(run.norm[0] - norm) <= 1e-2 * norm,
           "%s: norm %.17g, not %.17g", what, run.norm[0], norm);
     check(run.host_waits == 0, "%s: %d host waits in the steps", what, (int)run.host_waits);
+    check(run.wrong_use == 0, "%s: %d wrong use bytes", what, run.wrong_use);
     gpu_expect_clean(what);
 }
 

@@ -1,6 +1,8 @@
-"""cuda_files.py lies in the folder above."""
+"""cuda_files.py lies in the folder above; ranks, models and the oracle in those beside."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+TESTS = Path(__file__).resolve().parents[1]
+for folder in (TESTS, TESTS / "ranks"):
+    sys.path.insert(0, str(folder))

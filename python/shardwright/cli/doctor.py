@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import doctor_gpu
+from . import doctor_bench, doctor_gpu
 
 _OLDEST_TORCH = (2, 4)
 
@@ -33,6 +33,9 @@ def add_parser(commands: Any) -> None:
         epilog="Exit code 0: all checks passed; 1: one failed. What is said of GPUs does not change it.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--bench", action="store_true", help="also time all_reduce by size, between processes and between GPUs"
+    )
     parser.set_defaults(run=run)
 
 
@@ -42,6 +45,13 @@ def run(options: argparse.Namespace) -> int:
     description = _description() if checks[0].ok else {}
     ok = all(check.ok for check in checks)
     gpu = doctor_gpu.findings() if checks[0].ok else []
+    bench: list[doctor_bench.Row] = []
+    if options.bench and ok:
+        try:
+            bench = doctor_bench.sweep()
+        except Exception as error:  # as in _run
+            checks.append(Check("all_reduce between processes", False, f"{type(error).__name__}: {error}"))
+            ok = False
     if options.json:
         print(
             json.dumps(
@@ -49,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
                     "ok": ok,
                     "checks": [dataclasses.asdict(c) for c in checks],
                     "gpu": [dataclasses.asdict(finding) for finding in gpu],
+                    **({"bench": [row.as_json() for row in bench]} if options.bench else {}),
                     "description": description,
                 },
                 indent=2,
@@ -64,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
         for finding in gpu:
             fix = f" -> {finding.fix}" if finding.fix and finding.verdict != "ok" else ""
             print(f"{finding.verdict:4} {finding.name}: {finding.value}{fix}")
+        for row in bench:
+            print(row)
     return 0 if ok else 1
 
 

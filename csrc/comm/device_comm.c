@@ -1,0 +1,167 @@
+/* device_comm.c - see device_comm.h. */
+#include "comm/device_comm.h"
+
+#include <stdlib.h>
+
+#include "platform/clock.h"
+
+enum { CALLS_PER_GROUP = 32 };
+static const size_t norm_numel_max = (size_t)1 << 31;
+
+/* ---- life ---- */
+
+static sw_status create_all(sw_device_comm *c, const sw_device_comm_config *config, sw_error *err)
+{
+    void *staged;
+    SW_TRY(sw_device_cuda_create(config->cuda_library, config->ordinal, &c->device, err));
+    SW_TRY(sw_nccl_library_init(&c->library, config->nccl_library, err));
+    SW_TRY(sw_kernel_set_init(&c->kernels, c->device, &config->places, err));
+    const sw_device_ops *ops = c->device->ops;
+    SW_TRY(ops->stream_create(c->device, true, &c->stream, err));
+    SW_TRY(ops->event_create(c->device, &c->met, err));
+    SW_TRY(ops->event_create(c->device, &c->marked, err));
+    SW_TRY(ops->memory_alloc(c->device, sizeof(sw_norm_sum), &c->sum, err));
+    SW_TRY(ops->pinned_alloc(c->device, sizeof(sw_norm_sum), &staged, err));
+    c->staged = staged;
+    return SW_OK;
+}
+
+sw_status sw_device_comm_create(const sw_device_comm_config *config, sw_device_comm **comm,
+                                sw_error *err)
+{
+    sw_device_comm *made = calloc(1, sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "device communicator: no memory for %zu bytes", sizeof *made);
+    sw_status status = create_all(made, config, err);
+    if (status != SW_OK) {
+        sw_device_comm_destroy(made);
+        return status;
+    }
+    *comm = made;
+    return SW_OK;
+}
+
+sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int rank, int world_size,
+                                 int64_t timeout_ns, sw_error *err)
+{
+    if (c->nccl)
+        SW_FAIL(err, SW_E_STATE, "device communicator: connected already, as rank %d of %d",
+                sw_nccl_rank(c->nccl), sw_nccl_world_size(c->nccl));
+    c->timeout_ns = timeout_ns;
+    return sw_nccl_create(&c->library, c->device, id, rank, world_size, timeout_ns, &c->nccl, err);
+}
+
+void sw_device_comm_disconnect(sw_device_comm *c)
+{
+    sw_nccl_destroy(c->nccl);
+    c->nccl = NULL;
+}
+
+void sw_device_comm_destroy(sw_device_comm *c)
+{
+    if (!c)
+        return;
+    sw_device_comm_disconnect(c);
+    if (c->device) {
+        const sw_device_ops *ops = c->device->ops;
+        ops->memory_free(c->device, c->sum);
+        ops->pinned_free(c->device, c->staged);
+        ops->event_destroy(c->device, c->met);
+        ops->event_destroy(c->device, c->marked);
+        ops->stream_destroy(c->device, c->stream);
+        sw_kernel_set_fini(&c->kernels);
+    }
+    sw_nccl_library_fini(&c->library);
+    sw_device_destroy(c->device);
+    free(c);
+}
+
+/* ---- order ---- */
+
+sw_status sw_device_comm_follow(sw_device_comm *c, sw_stream *later, sw_stream *earlier,
+                                sw_error *err)
+{
+    const sw_device_ops *ops = c->device->ops;
+    if (later == earlier)
+        return SW_OK;
+    SW_TRY(ops->event_record(c->device, c->met, earlier, err));
+    SW_TRY(ops->stream_wait(c->device, later, c->met, err));
+    return SW_OK;
+}
+
+static sw_status broadcast_some(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                                int root, sw_error *err)
+{
+    sw_status status = SW_OK;
+    SW_TRY(sw_nccl_group_begin(c->nccl, err));
+    for (size_t i = 0; i < count && status == SW_OK; ++i)
+        if (ranges[i].numel > 0)
+            status = sw_nccl_broadcast(c->nccl, ranges[i].data, ranges[i].numel, ranges[i].dtype,
+                                       root, c->stream, err);
+    /* The group is closed all the same: the thread's next one is another. */
+    sw_status ended = sw_nccl_group_end(c->nccl, status == SW_OK ? err : NULL);
+    return status != SW_OK ? status : ended;
+}
+
+sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                                   int root, sw_stream *user, sw_error *err)
+{
+    SW_TRY(sw_device_comm_follow(c, c->stream, user, err));
+    for (size_t i = 0; i < count; i += CALLS_PER_GROUP)
+        SW_TRY(broadcast_some(
+            c, ranges + i, count - i < CALLS_PER_GROUP ? count - i : CALLS_PER_GROUP, root, err));
+    SW_TRY(sw_device_comm_mark(c, err));
+    return sw_device_comm_follow(c, user, c->stream, err);
+}
+
+/* ---- the norm ---- */
+
+sw_status sw_device_comm_norm(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                              sw_stream *user, sw_norm_sum *sum, sw_error *err)
+{
+    const sw_device_ops *ops = c->device->ops;
+    size_t total = 0;
+    for (size_t i = 0; i < count; ++i)
+        total += ranges[i].numel;
+    if (total > norm_numel_max)
+        SW_FAIL(err, SW_E_INVALID, "device norm: at most %zu elements at once, not %zu",
+                norm_numel_max, total);
+    SW_TRY(ops->fill_async(c->device, c->sum, 0, sizeof(sw_norm_sum), user, err));
+    for (size_t i = 0; i < count; ++i) {
+        sw_norm_args norm = {.sum = c->sum,
+                             .data = ranges[i].data,
+                             .numel = ranges[i].numel,
+                             .dtype = (int)ranges[i].dtype};
+        if (norm.numel > 0)
+            SW_TRY(sw_kernel_launch(&c->kernels, SW_KERNEL_NORM, &norm, user, err));
+    }
+    SW_TRY(ops->copy_async(c->device, c->staged, c->sum, sizeof(sw_norm_sum), user, err));
+    SW_TRY(ops->event_record(c->device, c->met, user, err));
+    SW_TRY(sw_nccl_wait(c->nccl, c->met, "the sum of squares", err));
+    *sum = *c->staged;
+    sw_norm_sum_carry(sum);
+    return SW_OK;
+}
+
+/* ---- watching ---- */
+
+sw_status sw_device_comm_mark(sw_device_comm *c, sw_error *err)
+{
+    SW_TRY(c->device->ops->event_record(c->device, c->marked, c->stream, err));
+    c->marked_ns = sw_clock_now_ns();
+    return SW_OK;
+}
+
+sw_status sw_device_comm_watch(sw_device_comm *c, sw_error *err)
+{
+    bool done;
+    SW_TRY(sw_nccl_check(c->nccl, err));
+    if (!c->marked_ns)
+        return SW_OK;
+    SW_TRY(c->device->ops->event_query(c->device, c->marked, &done, err));
+    if (done)
+        c->marked_ns = 0;
+    else if (sw_clock_now_ns() - c->marked_ns > c->timeout_ns)
+        return sw_nccl_give_up(c->nccl, "a collective", err);
+    return SW_OK;
+}

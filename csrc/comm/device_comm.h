@@ -1,0 +1,93 @@
+/* device_comm.h - what one rank has on its GPU: the device, its kernels, a communicator of its own
+ * and the one stream on which all of its collectives run.
+ *
+ * Idea: all reducers of a GPU share one stream and one communicator, so that every rank issues its
+ * collectives in one order. A caller's stream and ours meet by events alone
+ * (sw_device_comm_follow). What waits on the host says so, and does it under the deadline.
+ *
+ * Two steps, because the first can fail on one rank alone and the second is collective: the ranks
+ * tell each other how the first ended (over the process group), before any of them waits in NCCL.
+ *
+ * Thread rule: one at a time a communicator; every rank issues the same operations in one order.
+ */
+#ifndef SW_COMM_DEVICE_COMM_H
+#define SW_COMM_DEVICE_COMM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "comm/nccl.h"
+#include "kernels/device_kernels.h"
+#include "kernels/optim_kernels.h"
+
+typedef struct sw_device_comm_config {
+    const char *cuda_library; /* NULL: libcuda.so.1 */
+    const char *nccl_library; /* NULL: the libnccl.so.2 that the process has loaded */
+    int ordinal;
+    sw_image_places places;
+} sw_device_comm_config;
+
+typedef struct sw_device_comm {
+    sw_device *device;       /* owned, as all below */
+    sw_kernel_set kernels;   /* ready once kernels.device is not NULL */
+    sw_nccl_library library; /* opened once library.handle is not NULL */
+    sw_nccl *nccl;           /* NULL before connect */
+    sw_stream *stream;       /* every collective runs on it */
+    sw_event *met;           /* of follow */
+    sw_event *marked;        /* of mark */
+    int64_t marked_ns;       /* when mark was called last; 0: never, or it was seen done */
+    int64_t timeout_ns;
+    void *sum;           /* device memory: sw_norm_sum */
+    sw_norm_sum *staged; /* pinned */
+} sw_device_comm;
+
+typedef struct sw_device_range { /* device memory of the caller's */
+    void *data;
+    size_t numel;
+    sw_dtype dtype;
+} sw_device_range;
+
+/* This rank alone. SW_E_UNSUPPORTED names what is missing (driver, GPU, NCCL, image of the
+ * kernels); SW_E_INVALID an ordinal out of range. */
+SW_MUST_USE sw_status sw_device_comm_create(const sw_device_comm_config *config,
+                                            sw_device_comm **comm, sw_error *err);
+
+/* Collective, once; see sw_nccl_create. */
+SW_MUST_USE sw_status sw_device_comm_connect(sw_device_comm *comm, const sw_nccl_id *id, int rank,
+                                             int world_size, int64_t timeout_ns, sw_error *err);
+
+/* Ends the communicator once what was enqueued has run, under the deadline (at once if it has
+ * failed); what was made with it can only be destroyed then. */
+void sw_device_comm_disconnect(sw_device_comm *comm);
+
+/* Collectives that were enqueued run, unless the communicator has failed. NULL is allowed. Reducers
+ * go before it. */
+void sw_device_comm_destroy(sw_device_comm *comm);
+
+/* What `later` does from now on comes after all that `earlier` has been given so far. */
+SW_MUST_USE sw_status sw_device_comm_follow(sw_device_comm *comm, sw_stream *later,
+                                            sw_stream *earlier, sw_error *err);
+
+/* Bytes of the ranges of `root` to all, in the order of `user`: after what it was given, and before
+ * what it will be. */
+SW_MUST_USE sw_status sw_device_comm_broadcast(sw_device_comm *comm, const sw_device_range *ranges,
+                                               size_t count, int root, sw_stream *user,
+                                               sw_error *err);
+
+/* The exact sum of squares of the ranges, carried: the bits of the host's norm. In the order of
+ * `user`; waits for it on the host, under the deadline. SW_E_INVALID for a dtype without squares
+ * here, or more than 2^31 elements in all. */
+SW_MUST_USE sw_status sw_device_comm_norm(sw_device_comm *comm, const sw_device_range *ranges,
+                                          size_t count, sw_stream *user, sw_norm_sum *sum,
+                                          sw_error *err);
+
+/* What our stream was given so far must be done within the deadline from now: for watch. */
+SW_MUST_USE sw_status sw_device_comm_mark(sw_device_comm *comm, sw_error *err);
+
+/* Does not wait: whether a rank has failed, or what was marked is late. Either ends the
+ * communicator, which lets its kernels go, and with them whoever waits for the GPU. */
+SW_MUST_USE sw_status sw_device_comm_watch(sw_device_comm *comm, sw_error *err);
+
+#endif

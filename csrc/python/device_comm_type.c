@@ -1,0 +1,406 @@
+/* device_comm_type.c - shardwright._engine.DeviceComm: a rank's GPU as Python sees it. */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "python/device_object.h"
+
+/* ---- use ---- */
+
+bool sw_py_device_is_own(const device_comm_object *self)
+{
+    return getpid() == self->owner_pid;
+}
+
+bool sw_py_device_enter(device_comm_object *self)
+{
+    const char *why = NULL;
+    if (self->comm && !sw_py_device_is_own(self))
+        why = "this process was forked from the one that opened the GPU; the engine works in that "
+              "one only";
+    else if (!self->comm || !self->comm->nccl)
+        why = self->closed
+                  ? "the GPU's communicator was closed"
+                  : "the GPU's communicator has not joined its peers: call connect() first";
+    else if (self->in_use)
+        why = "another thread is inside the GPU's communicator; one thread a rank issues its "
+              "collectives";
+    if (why) {
+        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
+        return false;
+    }
+    self->in_use = true;
+    return true;
+}
+
+void sw_py_device_leave(device_comm_object *self)
+{
+    self->in_use = false;
+}
+
+PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err)
+{
+    sw_py_device_leave(self);
+    if (status != SW_OK)
+        return sw_py_raise(sw_py_state_of((PyObject *)self), err, NULL);
+    Py_RETURN_NONE;
+}
+
+bool sw_py_device_stream(PyObject *value, sw_stream **stream)
+{
+    *stream = (sw_stream *)PyLong_AsVoidPtr(value);
+    return !PyErr_Occurred();
+}
+
+/* ---- life ---- */
+
+static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"ordinal", "libcuda", "libnccl",  "packaged",
+                            "cache",   "nvrtc",   "builtins", NULL};
+    device_comm_object *self = (device_comm_object *)op;
+    sw_device_comm_config config = {0};
+    sw_error err;
+    sw_status status;
+    if (self->comm) {
+        PyErr_SetString(PyExc_TypeError, "DeviceComm: already initialised");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$zzzzzz:DeviceComm", names, &config.ordinal,
+                                     &config.cuda_library, &config.nccl_library,
+                                     &config.places.packaged_folder, &config.places.cache_folder,
+                                     &config.places.nvrtc, &config.places.nvrtc_builtins))
+        return -1;
+    self->owner_pid = getpid();
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_comm_create(&config, &self->comm, &err);
+    Py_END_ALLOW_THREADS
+    if (status == SW_OK)
+        return 0;
+    sw_py_raise(sw_py_state_of(op), &err, NULL);
+    return -1;
+}
+
+static PyObject *device_connect(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    const char *bytes;
+    Py_ssize_t size;
+    int rank, world_size;
+    double timeout_s;
+    sw_nccl_id id;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "y#iid:connect", &bytes, &size, &rank, &world_size, &timeout_s))
+        return NULL;
+    if (size != sizeof id || !(timeout_s > 0 && timeout_s <= 1e9)) {
+        PyErr_Format(PyExc_ValueError,
+                     "connect: id must be %zd bytes and timeout_s in (0, 1e9], not %zd bytes",
+                     (Py_ssize_t)sizeof id, size);
+        return NULL;
+    }
+    if (!self->comm || self->closed || self->in_use) {
+        PyErr_SetString(sw_py_state_of(op)->error,
+                        "connect: the GPU's communicator was closed, or was never opened");
+        return NULL;
+    }
+    memcpy(&id, bytes, sizeof id);
+    self->in_use = true;
+    Py_BEGIN_ALLOW_THREADS
+    status =
+        sw_device_comm_connect(self->comm, &id, rank, world_size, (int64_t)(timeout_s * 1e9), &err);
+    Py_END_ALLOW_THREADS
+    return sw_py_device_finish(self, status, &err);
+}
+
+static PyObject *device_close(PyObject *op, PyObject *unused)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    (void)unused;
+    if (self->closed || !self->comm || self->in_use || !sw_py_device_is_own(self))
+        Py_RETURN_NONE;
+    self->closed = self->in_use = true;
+    Py_BEGIN_ALLOW_THREADS
+    sw_device_comm_disconnect(self->comm);
+    Py_END_ALLOW_THREADS
+    self->in_use = false;
+    Py_RETURN_NONE;
+}
+
+static void device_dealloc(PyObject *op)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    if (sw_py_device_is_own(self)) /* a forked child has no context: its calls would fail */
+        sw_device_comm_destroy(self->comm);
+    PyObject_Free(op);
+    Py_DECREF(type);
+}
+
+/* ---- ranges ---- */
+
+typedef struct range_list {
+    sw_device_range *range; /* owned */
+    size_t count;
+} range_list;
+
+/* (address, numel, dtype) each. */
+static bool read_ranges(PyObject *sequence, range_list *out)
+{
+    PyObject *held = PySequence_Tuple(sequence);
+    Py_ssize_t count = held ? PyTuple_Size(held) : 0;
+    *out = (range_list){.range = calloc((size_t)count + 1, sizeof *out->range),
+                        .count = (size_t)count};
+    for (Py_ssize_t i = 0; held && out->range && i < count; ++i) {
+        PyObject *item = PyTuple_GetItem(held, i), *address;
+        const char *dtype;
+        Py_ssize_t numel;
+        if (!PyTuple_Check(item) ||
+            !PyArg_ParseTuple(item, "Ons;a range is (address, numel, dtype)", &address, &numel,
+                              &dtype))
+            break;
+        out->range[i] = (sw_device_range){.data = PyLong_AsVoidPtr(address),
+                                          .numel = (size_t)numel,
+                                          .dtype = sw_dtype_from_name(dtype)};
+        if (PyErr_Occurred())
+            break;
+        if (numel < 0 || out->range[i].dtype == SW_DTYPE_COUNT) {
+            PyErr_Format(PyExc_ValueError,
+                         "a range must have numel >= 0 and a dtype that the engine moves, not %zd "
+                         "of %s",
+                         numel, dtype);
+            break;
+        }
+    }
+    if (held && !out->range)
+        PyErr_NoMemory();
+    else if (held && !PyErr_Occurred() && PyTuple_Size(held) == count) {
+        Py_DECREF(held);
+        return true;
+    }
+    Py_XDECREF(held);
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, "a range is a tuple (address, numel, dtype)");
+    free(out->range);
+    return false;
+}
+
+static PyObject *device_broadcast(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    PyObject *list, *stream_value;
+    int root;
+    range_list ranges;
+    sw_stream *stream;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "OiO:broadcast", &list, &root, &stream_value) ||
+        !sw_py_device_stream(stream_value, &stream) || !read_ranges(list, &ranges))
+        return NULL;
+    if (!sw_py_device_enter(self)) {
+        free(ranges.range);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_comm_broadcast(self->comm, ranges.range, ranges.count, root, stream, &err);
+    Py_END_ALLOW_THREADS
+    free(ranges.range);
+    return sw_py_device_finish(self, status, &err);
+}
+
+static PyObject *device_norm(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    PyObject *list, *stream_value;
+    range_list ranges;
+    sw_norm_sum sum;
+    sw_stream *stream;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "OO:norm_sum", &list, &stream_value) ||
+        !sw_py_device_stream(stream_value, &stream) || !read_ranges(list, &ranges))
+        return NULL;
+    if (!sw_py_device_enter(self)) {
+        free(ranges.range);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_comm_norm(self->comm, ranges.range, ranges.count, stream, &sum, &err);
+    Py_END_ALLOW_THREADS
+    free(ranges.range);
+    PyObject *done = sw_py_device_finish(self, status, &err);
+    Py_XDECREF(done);
+    return done ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum) : NULL;
+}
+
+static PyObject *device_follow(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    PyObject *later_value, *earlier_value;
+    sw_stream *later, *earlier;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "OO:follow", &later_value, &earlier_value) ||
+        !sw_py_device_stream(later_value, &later) ||
+        !sw_py_device_stream(earlier_value, &earlier) || !sw_py_device_enter(self))
+        return NULL;
+    return sw_py_device_finish(self, sw_device_comm_follow(self->comm, later, earlier, &err), &err);
+}
+
+/* ---- copies ---- */
+
+static bool read_segment(PyObject *item, sw_pack_segment *segment)
+{
+    PyObject *to, *from;
+    Py_ssize_t bytes;
+    if (!PyTuple_Check(item)) {
+        PyErr_SetString(PyExc_TypeError, "a copy is a tuple (to, from, nbytes)");
+        return false;
+    }
+    if (!PyArg_ParseTuple(item, "OOn;a copy is (to, from, nbytes)", &to, &from, &bytes))
+        return false;
+    *segment = (sw_pack_segment){.to = PyLong_AsVoidPtr(to),
+                                 .from = PyLong_AsVoidPtr(from),
+                                 .size_bytes = (sw_u64)(bytes < 0 ? 0 : bytes)};
+    return !PyErr_Occurred();
+}
+
+/* Copies (to, from, nbytes) on `stream`, SW_PACK_SEGMENT_MAX a launch. */
+static PyObject *device_pack(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    PyObject *list, *stream_value;
+    sw_stream *stream;
+    sw_error err;
+    sw_status status = SW_OK;
+    sw_pack_args pack = {.segment_count = 0};
+    if (!PyArg_ParseTuple(args, "O!O:pack", &PyList_Type, &list, &stream_value) ||
+        !sw_py_device_stream(stream_value, &stream) || !sw_py_device_enter(self))
+        return NULL;
+    Py_ssize_t count = PyList_Size(list);
+    for (Py_ssize_t i = 0; i < count && status == SW_OK; ++i) {
+        if (!read_segment(PyList_GetItem(list, i), &pack.segment[pack.segment_count])) {
+            sw_py_device_leave(self);
+            return NULL;
+        }
+        pack.segment_count++;
+        if (pack.segment_count < SW_PACK_SEGMENT_MAX && i + 1 < count)
+            continue;
+        status = sw_kernel_launch(&self->comm->kernels, SW_KERNEL_PACK, &pack, stream, &err);
+        pack.segment_count = 0;
+    }
+    return sw_py_device_finish(self, status, &err);
+}
+
+/* ---- seeing, ending ---- */
+
+/* With the GIL held all along: short, and so never beside a call that gave it away. */
+static PyObject *device_watch(PyObject *op, PyObject *unused)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    sw_error err;
+    (void)unused;
+    if (self->in_use || !self->comm || !self->comm->nccl || !sw_py_device_is_own(self))
+        Py_RETURN_NONE;
+    self->in_use = true;
+    return sw_py_device_finish(self, sw_device_comm_watch(self->comm, &err), &err);
+}
+
+static PyObject *device_abort(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    const char *text;
+    sw_error reason;
+    if (!PyArg_ParseTuple(args, "s:abort", &text))
+        return NULL;
+    if (!self->comm || !self->comm->nccl || self->in_use || !sw_py_device_is_own(self))
+        Py_RETURN_NONE;
+    sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
+    sw_nccl_abort(self->comm->nccl, &reason);
+    Py_RETURN_NONE;
+}
+
+static PyObject *device_describe(PyObject *op, PyObject *unused)
+{
+    const device_comm_object *self = (device_comm_object *)op;
+    (void)unused;
+    if (!self->comm)
+        Py_RETURN_NONE;
+    const sw_device *device = self->comm->device;
+    int version = self->comm->library.version;
+    return Py_BuildValue("{s:i,s:s,s:(ii),s:(iii),s:s}", "ordinal", device->ordinal, "name",
+                         device->name, "capability", device->major, device->minor, "nccl",
+                         version / 10000, version % 10000 / 100, version % 100, "kernels",
+                         sw_image_origin_name(self->comm->kernels.origin));
+}
+
+static PyObject *device_stats(PyObject *op, PyObject *unused)
+{
+    const device_comm_object *self = (device_comm_object *)op;
+    (void)unused;
+    if (!self->comm)
+        Py_RETURN_NONE;
+    const sw_device_stats *stats = &self->comm->device->stats;
+    return Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:K,s:K}", "launches", (unsigned long long)stats->launches, "copies",
+        (unsigned long long)stats->copies, "records", (unsigned long long)stats->records,
+        "stream_waits", (unsigned long long)stats->stream_waits, "host_waits",
+        (unsigned long long)stats->host_waits, "allocations",
+        (unsigned long long)stats->allocations);
+}
+
+static PyObject *device_get_stream(PyObject *op, void *unused)
+{
+    const device_comm_object *self = (device_comm_object *)op;
+    (void)unused;
+    return PyLong_FromVoidPtr(self->comm ? (void *)self->comm->stream : NULL);
+}
+
+static PyObject *device_get_alive(PyObject *op, void *unused)
+{
+    const device_comm_object *self = (device_comm_object *)op;
+    (void)unused;
+    return PyBool_FromLong(self->comm && self->comm->nccl && !sw_nccl_has_failed(self->comm->nccl));
+}
+
+static PyMethodDef device_methods[] = {
+    {"connect", device_connect, METH_VARARGS,
+     "connect(id, rank, world_size, timeout_s)\n--\n\nJoins the peers. Collective."},
+    {"broadcast", device_broadcast, METH_VARARGS,
+     "broadcast(ranges, root, stream)\n--\n\nOf (address, numel, dtype) ranges."},
+    {"norm_sum", device_norm, METH_VARARGS,
+     "norm_sum(ranges, stream)\n--\n\nThe exact sum of squares, as norm_sum()'s bytes; waits."},
+    {"follow", device_follow, METH_VARARGS,
+     "follow(later, earlier)\n--\n\nOne stream after what another was given."},
+    {"pack", device_pack, METH_VARARGS,
+     "pack(copies, stream)\n--\n\nCopies of (to, from, nbytes), many a launch."},
+    {"watch", device_watch, METH_NOARGS,
+     "watch()\n--\n\nRaises when a rank has failed or is late; does not wait."},
+    {"abort", device_abort, METH_VARARGS,
+     "abort(reason)\n--\n\nEnds the communicator on this rank."},
+    {"describe", device_describe, METH_NOARGS, "describe()\n--\n\nWhat was found."},
+    {"stats", device_stats, METH_NOARGS, "stats()\n--\n\nDriver calls since creation."},
+    {"close", device_close, METH_NOARGS, "close()\n--\n\nEnds the communicator."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef device_properties[] = {
+    {"stream", device_get_stream, NULL, "the stream of all collectives", NULL},
+    {"is_alive", device_get_alive, NULL, "connected, not closed, and nothing has failed", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot device_slots[] = {
+    {Py_tp_init, device_init},
+    {Py_tp_dealloc, device_dealloc},
+    {Py_tp_methods, device_methods},
+    {Py_tp_getset, device_properties},
+    {Py_tp_doc, "A rank's GPU: its kernels, a communicator of our own and one stream for it."},
+    {0, NULL},
+};
+
+PyType_Spec sw_py_device_comm_type_spec = {
+    .name = "shardwright._engine.DeviceComm",
+    .basicsize = sizeof(device_comm_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = device_slots,
+};

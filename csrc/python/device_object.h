@@ -1,0 +1,32 @@
+/* device_object.h - the DeviceComm object, shared by its type and DeviceReducer's.
+ *
+ * Thread rule: with the GIL held.
+ */
+#ifndef SW_PYTHON_DEVICE_OBJECT_H
+#define SW_PYTHON_DEVICE_OBJECT_H
+
+#include "comm/device_comm.h"
+#include "python/engine.h"
+
+typedef struct device_comm_object {
+    PyObject_HEAD sw_device_comm *comm; /* owned; NULL before init */
+    long owner_pid;
+    bool in_use; /* a thread is inside a call that gave the GIL away */
+    bool closed;
+} device_comm_object;
+
+/* Marks it as in use by this thread; false with an exception when it is not connected, closed, used
+ * by another thread, or inherited by a forked child. */
+bool sw_py_device_enter(device_comm_object *self);
+void sw_py_device_leave(device_comm_object *self);
+
+/* Whether this process opened it, not one that it was forked from. */
+bool sw_py_device_is_own(const device_comm_object *self);
+
+/* Leaves; None, or NULL with the exception of `err`. */
+PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err);
+
+/* A stream as torch gives it: its address as an integer. false with an exception. */
+bool sw_py_device_stream(PyObject *value, sw_stream **stream);
+
+#endif

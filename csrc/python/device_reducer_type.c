@@ -1,0 +1,345 @@
+/* device_reducer_type.c - shardwright._engine.DeviceReducer: where gradients lie in a GPU's
+ * buckets, and the events that turn a bucket into its mean. What a `.grad` is, and when a round
+ * begins and ends, is Python's (device_rounds.py). */
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/device_object.h"
+#include "reduce/device_reducer.h"
+
+typedef struct device_reducer_object {
+    PyObject_HEAD device_comm_object *comm; /* owned */
+    sw_device_reducer *reducer;             /* owned */
+    sw_layout layout;                       /* owned */
+} device_reducer_object;
+
+static bool check_made(device_reducer_object *self)
+{
+    if (self->reducer)
+        return true;
+    PyErr_SetString(sw_py_state_of((PyObject *)self)->error, "the reducer was not initialised");
+    return false;
+}
+
+/* ---- life ---- */
+
+static int create(device_reducer_object *self, const sw_py_rows *rows, size_t cap_bytes,
+                  sw_device_reducer_config *config)
+{
+    sw_error err;
+    sw_status status;
+    if (!sw_py_device_enter(self->comm))
+        return -1;
+    config->comm = self->comm->comm;
+    config->gradient_count = rows->count;
+    status = sw_layout_init(&self->layout, rows->params, rows->count,
+                            sw_nccl_world_size(config->comm->nccl), cap_bytes, &err);
+    sw_device_bucket_spec *specs = calloc(self->layout.bucket_count + 1, sizeof *specs);
+    for (size_t b = 0; specs && b < self->layout.bucket_count; ++b)
+        specs[b] = (sw_device_bucket_spec){.numel = self->layout.bucket[b].numel,
+                                           .dtype = self->layout.bucket[b].dtype};
+    config->buckets = specs;
+    config->bucket_count = self->layout.bucket_count;
+    if (status == SW_OK && specs) {
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_device_reducer_create(config, &self->reducer, &err);
+        Py_END_ALLOW_THREADS
+    }
+    bool is_short = !specs;
+    free(specs);
+    PyObject *done = sw_py_device_finish(self->comm, status, &err);
+    Py_XDECREF(done);
+    if (done && is_short)
+        PyErr_NoMemory();
+    return done && !is_short ? 0 : -1;
+}
+
+static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"comm",   "parameters",    "bucket_cap_bytes",
+                            "reduce", "deterministic", NULL};
+    device_reducer_object *self = (device_reducer_object *)op;
+    PyObject *comm, *parameters;
+    Py_ssize_t cap;
+    const char *reduce = "mean";
+    int deterministic = 0;
+    bool sums;
+    sw_py_rows rows;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sp:DeviceReducer", names, &comm,
+                                     &parameters, &cap, &reduce, &deterministic))
+        return -1;
+    if (self->comm || !PyObject_TypeCheck(comm, sw_py_state_of(op)->device_comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "DeviceReducer: comm must be a DeviceComm, and a "
+                                         "DeviceReducer is initialised once");
+        return -1;
+    }
+    if (cap <= 0) {
+        PyErr_Format(PyExc_ValueError, "DeviceReducer: bucket_cap_bytes must be positive, got %zd",
+                     cap);
+        return -1;
+    }
+    if (sw_py_parse_reduce(reduce, &sums) < 0)
+        return -1;
+    Py_INCREF(comm);
+    self->comm = (device_comm_object *)comm;
+    sw_device_reducer_config config = {.op = sums ? SW_REDOP_SUM : SW_REDOP_MEAN,
+                                       .deterministic = deterministic != 0};
+    int result = sw_py_rows_init(&rows, parameters);
+    if (result == 0)
+        result = create(self, &rows, (size_t)cap, &config);
+    sw_py_rows_fini(&rows);
+    return result;
+}
+
+/* In a forked child everything stays: its calls would fail, the memory is the parent's. */
+static void reducer_dealloc(PyObject *op)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    if (self->reducer && sw_py_device_is_own(self->comm)) {
+        Py_BEGIN_ALLOW_THREADS
+        sw_device_reducer_destroy(self->reducer);
+        Py_END_ALLOW_THREADS
+    }
+    sw_layout_fini(&self->layout);
+    Py_XDECREF(self->comm);
+    PyObject_Free(op);
+    Py_DECREF(type);
+}
+
+/* ---- where things lie ---- */
+
+static const sw_layout_bucket *read_bucket(device_reducer_object *self, PyObject *value)
+{
+    size_t index = PyLong_AsSize_t(value);
+    if (PyErr_Occurred() || !check_made(self))
+        return NULL;
+    if (index < self->layout.bucket_count)
+        return &self->layout.bucket[index];
+    PyErr_Format(PyExc_IndexError, "bucket index must be in [0, %zu), got %zu",
+                 self->layout.bucket_count, index);
+    return NULL;
+}
+
+static PyObject *reducer_bucket_shape(PyObject *op, PyObject *position)
+{
+    const sw_layout_bucket *bucket = read_bucket((device_reducer_object *)op, position);
+    if (!bucket)
+        return NULL;
+    return Py_BuildValue("nnsO", (Py_ssize_t)bucket->offset_bytes, (Py_ssize_t)bucket->numel,
+                         sw_dtype_name(bucket->dtype), bucket->trainable ? Py_True : Py_False);
+}
+
+static PyObject *reducer_bucket_parameters(PyObject *op, PyObject *position)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    const sw_layout_bucket *bucket = read_bucket(self, position);
+    PyObject *list = bucket ? PyList_New(0) : NULL;
+    for (size_t i = 0; list && i < bucket->count; ++i) {
+        PyObject *item = PyLong_FromSize_t(self->layout.order[bucket->first + i]);
+        if (!item || PyList_Append(list, item) < 0)
+            ENGINE_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+static PyObject *reducer_place(PyObject *op, PyObject *position)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    size_t index = PyLong_AsSize_t(position);
+    if (PyErr_Occurred() || !check_made(self))
+        return NULL;
+    if (index >= self->layout.param_count) {
+        PyErr_Format(PyExc_IndexError, "parameter index must be in [0, %zu), got %zu",
+                     self->layout.param_count, index);
+        return NULL;
+    }
+    const sw_layout_place *place = &self->layout.place[index];
+    return Py_BuildValue("nnn", (Py_ssize_t)place->bucket, (Py_ssize_t)place->begin,
+                         (Py_ssize_t)place->numel);
+}
+
+static PyObject *reducer_adopt(PyObject *op, PyObject *args)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    Py_ssize_t index;
+    PyObject *address;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "nO:adopt", &index, &address) || !check_made(self))
+        return NULL;
+    void *data = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred() || !sw_py_device_enter(self->comm))
+        return NULL;
+    sw_status status = sw_device_reducer_adopt(self->reducer, (size_t)index, data, &err);
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
+/* ---- a step ---- */
+
+static PyObject *reducer_begin(PyObject *op, PyObject *stream_value)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    sw_stream *stream;
+    sw_error err;
+    if (!check_made(self) || !sw_py_device_stream(stream_value, &stream) ||
+        !sw_py_device_enter(self->comm))
+        return NULL;
+    return sw_py_device_finish(self->comm, sw_device_reducer_begin(self->reducer, stream, &err),
+                               &err);
+}
+
+static PyObject *reducer_release(PyObject *op, PyObject *stream_value)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    sw_stream *stream;
+    sw_error err;
+    if (!check_made(self) || !sw_py_device_stream(stream_value, &stream) ||
+        !sw_py_device_enter(self->comm))
+        return NULL;
+    return sw_py_device_finish(self->comm, sw_device_reducer_release(self->reducer, stream, &err),
+                               &err);
+}
+
+static PyObject *reducer_post(PyObject *op, PyObject *args)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    Py_ssize_t index;
+    PyObject *stream_value;
+    sw_stream *stream;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "nO:post", &index, &stream_value) || !check_made(self) ||
+        !sw_py_device_stream(stream_value, &stream) || !sw_py_device_enter(self->comm))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_reducer_post(self->reducer, (size_t)index, stream, &err);
+    Py_END_ALLOW_THREADS
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
+static PyObject *reducer_finish(PyObject *op, PyObject *args)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    PyObject *used;
+    unsigned long tag;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "Ok:finish", &used, &tag) || !check_made(self))
+        return NULL;
+    if (!PyByteArray_Check(used) || (size_t)PyByteArray_Size(used) != self->layout.param_count) {
+        PyErr_Format(PyExc_ValueError, "finish: used must be a bytearray of %zu",
+                     self->layout.param_count);
+        return NULL;
+    }
+    if (!sw_py_device_enter(self->comm))
+        return NULL;
+    Py_INCREF(used);
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_reducer_finish(self->reducer, (const uint8_t *)PyByteArray_AsString(used),
+                                      (uint32_t)tag, &err);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(used);
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
+static PyObject *reducer_check(PyObject *op, PyObject *unused)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    uint32_t tag = 0;
+    sw_error err;
+    (void)unused;
+    if (!check_made(self) || !sw_py_device_enter(self->comm))
+        return NULL;
+    sw_status status = sw_device_reducer_check(self->reducer, &tag, &err);
+    bool differs = status == SW_E_MISMATCH;
+    PyObject *done = sw_py_device_finish(self->comm, differs ? SW_OK : status, &err);
+    if (!done || !differs)
+        return done;
+    Py_DECREF(done);
+    return PyLong_FromUnsignedLong(tag);
+}
+
+/* Every bucket that takes part. */
+static PyObject *reducer_take(PyObject *op, PyObject *stream_value)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    sw_stream *stream;
+    sw_error err;
+    sw_status status = SW_OK;
+    if (!check_made(self) || !sw_py_device_stream(stream_value, &stream) ||
+        !sw_py_device_enter(self->comm))
+        return NULL;
+    for (size_t b = 0; b < self->layout.bucket_count && status == SW_OK; ++b)
+        if (sw_device_reducer_takes_part(self->reducer, b))
+            status = sw_device_reducer_take(self->reducer, b, stream, &err);
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
+static PyObject *reducer_used_by_any(PyObject *op, PyObject *unused)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    const uint8_t *any = NULL;
+    sw_error err;
+    sw_status status;
+    (void)unused;
+    if (!check_made(self) || !sw_py_device_enter(self->comm))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_reducer_used_by_any(self->reducer, &any, &err);
+    Py_END_ALLOW_THREADS
+    PyObject *done = sw_py_device_finish(self->comm, status, &err);
+    Py_XDECREF(done);
+    return done ? PyBytes_FromStringAndSize((const char *)any, (Py_ssize_t)self->layout.param_count)
+                : NULL;
+}
+
+static PyObject *reducer_get_count(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(((device_reducer_object *)op)->layout.bucket_count);
+}
+
+static PyMethodDef reducer_methods[] = {
+    {"bucket_shape", reducer_bucket_shape, METH_O,
+     "bucket_shape(bucket)\n--\n\n(offset_bytes, numel, dtype, trainable)."},
+    {"bucket_parameters", reducer_bucket_parameters, METH_O,
+     "bucket_parameters(bucket)\n--\n\nIndices, in memory order."},
+    {"place", reducer_place, METH_O,
+     "place(index)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
+    {"adopt", reducer_adopt, METH_VARARGS,
+     "adopt(bucket, address)\n--\n\nIts memory; it takes part from the next step on."},
+    {"begin", reducer_begin, METH_O, "begin(stream)\n--\n\nGradients will be written on it."},
+    {"post", reducer_post, METH_VARARGS, "post(bucket, stream)\n--\n\nIt is complete on it."},
+    {"finish", reducer_finish, METH_VARARGS,
+     "finish(used, tag)\n--\n\nAll are posted; a byte a parameter."},
+    {"check", reducer_check, METH_NOARGS,
+     "check()\n--\n\nThis rank's tag if ranks finished a step with different ones, else None."},
+    {"take", reducer_take, METH_O, "take(stream)\n--\n\nIt sees all means from now on."},
+    {"used_by_any", reducer_used_by_any, METH_NOARGS,
+     "used_by_any()\n--\n\nA byte a parameter; waits if this rank left one unused."},
+    {"release", reducer_release, METH_O,
+     "release(stream)\n--\n\nIt has been given all that reads the means."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef reducer_properties[] = {
+    {"bucket_count", reducer_get_count, NULL, "buckets, frozen ones included", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot reducer_slots[] = {
+    {Py_tp_init, reducer_init},
+    {Py_tp_dealloc, reducer_dealloc},
+    {Py_tp_methods, reducer_methods},
+    {Py_tp_getset, reducer_properties},
+    {Py_tp_doc, "Buckets of gradients on a GPU and their mean, ordered by events."},
+    {0, NULL},
+};
+
+PyType_Spec sw_py_device_reducer_type_spec = {
+    .name = "shardwright._engine.DeviceReducer",
+    .basicsize = sizeof(device_reducer_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = reducer_slots,
+};

@@ -1,0 +1,172 @@
+"""`shardwright doctor --bench`: how long an all_reduce takes here, by size: between processes of this host in shared memory and,
+where there are several GPUs, between them.
+
+The ranks are programs of their own, which run this file; they meet through a file of a folder that goes with them. Not a
+benchmark to quote: a few repetitions on a machine as it is, to see whether it is what it should be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+#: bytes of float32 a rank
+SIZES = tuple(1 << shift for shift in range(14, 27, 2))
+_SECONDS_A_SIZE = 0.15
+_LIMIT_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One size: median seconds of the slowest rank, and bytes of a rank through that time."""
+
+    where: str
+    ranks: int
+    nbytes: int
+    seconds: float
+
+    @property
+    def gigabytes_a_second(self) -> float:
+        return self.nbytes / self.seconds / 1e9
+
+    def __str__(self) -> str:
+        size = f"{self.nbytes >> 10} KiB" if self.nbytes < 1 << 20 else f"{self.nbytes >> 20} MiB"
+        return f"all_reduce, {self.ranks} {self.where}, {size:>7}: {self.seconds * 1e6:10.1f} us {self.gigabytes_a_second:8.2f} GB/s"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "gigabytes_a_second": self.gigabytes_a_second}
+
+
+def sweep(sizes: tuple[int, ...] = SIZES) -> list[Row]:
+    """Runs the ranks; their rows. Raises RuntimeError with what a rank that failed has said."""
+    rows = _run("processes", max(2, min(4, len(os.sched_getaffinity(0)))), sizes)
+    gpus = _gpu_count()
+    return rows + (_run("GPUs", gpus, sizes) if gpus > 1 else [])
+
+
+def _gpu_count() -> int:
+    import torch
+
+    from .. import _engine
+
+    try:
+        seen = len(_engine.cuda_devices()["devices"])
+    except (NotImplementedError, _engine.Error):
+        return 0
+    return min(seen, torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def _run(where: str, ranks: int, sizes: tuple[int, ...]) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="shardwright-doctor-") as folder:
+        asked = json.dumps({"where": where, "ranks": ranks, "sizes": sizes, "store": str(Path(folder, "store"))})
+        environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", __name__, asked]
+        programs = [
+            subprocess.Popen(
+                [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            said = [program.communicate(timeout=_LIMIT_S) for program in programs]
+        finally:
+            for program in programs:
+                program.kill()
+                program.wait()
+    for rank, (program, (_, complaint)) in enumerate(zip(programs, said)):
+        if program.returncode:
+            last = complaint.strip().splitlines()[-1:] or [f"exit status {program.returncode}"]
+            raise RuntimeError(f"rank {rank} of {ranks} {where}: {last[0]}")
+    return [Row(where, ranks, nbytes, seconds) for nbytes, seconds in json.loads(said[0][0])]
+
+
+# in a rank ----------------------------------------------------------------------------------------------------------
+
+
+def _measure(asked: dict[str, Any], rank: int) -> list[tuple[int, float]]:
+    import torch
+    import torch.distributed as dist
+
+    from ..process_group import host_group
+
+    ranks = asked["ranks"]
+    store = dist.FileStore(asked["store"], ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=_LIMIT_S))
+    if asked["where"] == "GPUs":
+        torch.cuda.set_device(rank)
+    group = host_group(dist.group.WORLD, _LIMIT_S)
+    found = []
+    for nbytes in asked["sizes"]:
+        work = _on_host(group, nbytes) if asked["where"] == "processes" else _on_gpu(group, nbytes, rank)
+        found.append((nbytes, _time(group, work)))
+    return found
+
+
+def _on_host(group: Any, nbytes: int) -> Callable[[], None]:
+    from torch.utils.dlpack import from_dlpack
+
+    arena = group.comm.arena(nbytes, "doctor")
+    memory = from_dlpack(arena.tensor(0, "float32", [nbytes // 4]))
+    memory.fill_(1.0)
+
+    def work() -> None:
+        group.comm.all_reduce(memory.data_ptr(), memory.numel(), "float32", "mean", "doctor", arena)
+
+    return work
+
+
+def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
+    import torch
+
+    from .. import device
+    from .._engine import DeviceReducer
+
+    like = torch.zeros(1, device=torch.device("cuda", rank))
+    link = device.device_link(group, like, _LIMIT_S)
+    reducer = DeviceReducer(link.comm, [("doctor", nbytes // 4, "float32", True)], nbytes)
+    memory = device.runtime.zeros(reducer.bucket_shape(0)[1], torch.float32, like)
+    reducer.adopt(0, memory.data_ptr())
+
+    def work() -> None:
+        stream = link.current_stream()
+        reducer.begin(stream)
+        reducer.post(0, stream)
+        reducer.finish(bytearray(b"\1"), 0)
+        reducer.take(stream)
+        reducer.release(stream)
+        torch.cuda.synchronize()
+
+    work.memory = memory  # type: ignore[attr-defined]  # as long as the work
+    return work
+
+
+def _time(group: Any, work: Callable[[], None]) -> float:
+    """Median seconds, of the slowest rank."""
+    samples: list[float] = []
+    for _ in range(3):
+        work()
+    start = time.perf_counter()
+    work()
+    once = time.perf_counter() - start
+    wanted = group.comm.all_gather_bytes(repr(max(5, min(200, int(_SECONDS_A_SIZE / max(once, 1e-9))))).encode())
+    for _ in range(min(int(each) for each in wanted)):
+        group.comm.barrier()
+        start = time.perf_counter()
+        work()
+        samples.append(time.perf_counter() - start)
+    medians = group.comm.all_gather_bytes(repr(statistics.median(samples)).encode(), "doctor")
+    return max(float(each) for each in medians)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(json.loads(sys.argv[1]), int(sys.argv[2]))))

@@ -1,0 +1,237 @@
+"""GPUs: what the engine needs of torch.cuda, and the link of a rank's GPU to those of its peers.
+
+One DeviceLink a group and GPU, shared by all modules wrapped over it: a communicator of our own in the NCCL that torch has
+loaded, and one stream for it. Its unique id travels over the group's host communicator, which is where ranks also tell one
+another why they cannot use their GPU, before anybody waits in NCCL.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _hooks
+from ._engine import DeviceComm, Error, nccl_unique_id, norm_value
+from .gradients import as_real, dtype_name
+from .process_group import HostGroup, comm_error
+
+_logger = logging.getLogger("shardwright")
+_WATCH_PERIOD_S = 0.1
+#: elements that the exact sum takes between two carries
+_NORM_NUMEL = 1 << 31
+
+
+class CudaRuntime:
+    """torch.cuda as the engine uses it."""
+
+    #: whether a thread looks after the communicator
+    watches = True
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on a GPU."""
+        return tensor.device.type == "cuda"
+
+    def ordinal(self, tensor: torch.Tensor) -> int:
+        """The GPU's number, as the driver counts in this process."""
+        index = tensor.device.index
+        return torch.cuda.current_device() if index is None else index
+
+    def current_stream(self, ordinal: int) -> int:
+        """The address of the stream that torch enqueues on now, in this thread."""
+        return _hooks.raw_stream(ordinal)
+
+    def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a bucket, on the GPU of `like`, from torch's allocator."""
+        return torch.zeros(numel, dtype=dtype, device=like.device)
+
+    def libraries(self) -> dict[str, str | None]:
+        """Arguments of DeviceComm: where the driver, NCCL and the kernels' images are."""
+        nvrtc, builtins = find_nvrtc(_nvidia_folders(), torch.version.cuda)
+        return {"cache": _cache_folder(), "nvrtc": nvrtc, "builtins": builtins}
+
+
+#: A test puts a stand-in here, for simulated GPUs.
+runtime: Any = CudaRuntime()
+
+
+def _nvidia_folders() -> list[Path]:
+    """Where pip puts NVIDIA's libraries, and where a toolkit does."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(part) for part in (spec.submodule_search_locations or ())] if spec is not None else []
+    return [*folders, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+
+
+def find_nvrtc(folders: Iterable[Path], cuda_version: str | None) -> tuple[str | None, str | None]:
+    """(compiler, its companion) for torch's CUDA version; a bare name for the loader where no file is found."""
+    major = (cuda_version or "").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    for folder in folders if major else ():
+        for pattern in (f"*/lib/{name}", f"lib/{name}", f"lib64/{name}"):
+            for path in sorted(folder.glob(pattern)):
+                companion = next(iter(sorted(path.parent.glob("libnvrtc-builtins.so.*"))), None)
+                return str(path), None if companion is None else str(companion)
+    return (name if major else None), None
+
+
+def _cache_folder() -> str:
+    """Made here: the engine makes the last folder only."""
+    parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError:  # the engine then compiles at each start, and says where it looked
+        pass
+    return str(parent / "shardwright")
+
+
+class DeviceLink:
+    """A rank's GPU among its peers'. Making it is collective.
+
+    Attributes
+    ----------
+    comm : DeviceComm
+    ordinal : int
+    rank, world_size : int
+        Inside the group.
+
+    Raises
+    ------
+    NotImplementedError
+        On every rank alike: some rank's driver, NCCL or kernels cannot be used.
+    CommTimeoutError
+        A rank did not come.
+    """
+
+    def __init__(self, group: HostGroup, ordinal: int, timeout_s: float) -> None:
+        self.ordinal, self.rank, self.world_size = ordinal, group.rank, group.world_size
+        self._host = group.comm  # the group holds its links, not the other way round
+        libraries = runtime.libraries()
+        failure: Exception | None = None
+        said = {"failure": "", "id": ""}
+        try:
+            self.comm = DeviceComm(ordinal, **libraries)
+            if group.rank == 0:
+                said["id"] = nccl_unique_id(libraries.get("libnccl")).hex()
+        except (NotImplementedError, MemoryError, ValueError, OSError, Error) as error:
+            failure, said["failure"] = error, str(error) or type(error).__name__
+        gathered = group.comm.all_gather_bytes(json.dumps(said).encode(), "opening the GPUs")
+        everyone = [json.loads(each) for each in gathered]
+        if failure is not None:
+            raise failure
+        for rank, each in enumerate(everyone):
+            if each["failure"]:
+                raise NotImplementedError(f"rank {rank} cannot use its GPU: {each['failure']}")
+        self.comm.connect(bytes.fromhex(everyone[0]["id"]), group.rank, group.world_size, timeout_s)
+        self._failure: str | None = None
+        if runtime.watches:
+            _Watch(self).start()
+
+    def current_stream(self) -> int:
+        stream: int = runtime.current_stream(self.ordinal)
+        return stream
+
+    def check(self) -> None:
+        """Raises what has ended the communicator, if anything has. No driver call otherwise."""
+        if not self._host.is_alive:
+            self.comm.abort(self._failure or self._reason_of_host())
+        if not self.comm.is_alive:
+            self.comm.watch()
+            raise comm_error(self._failure or "the communicator of the GPUs was closed")
+
+    def _reason_of_host(self) -> str:
+        """Why the host's communicator has ended: it says so to whoever calls it."""
+        try:
+            self._host.barrier("the communicator of the GPUs")
+        except Exception as error:
+            return str(error)
+        return "a rank of the group has left"
+
+    def fail(self, reason: str) -> None:
+        """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
+        self._failure = reason
+        if self._host.is_alive:
+            self._host.abort(reason)
+        self.comm.abort(reason)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters stay.
+
+        Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not contiguous go
+        through a copy.
+        """
+        plain = [tensor.data for tensor in tensors if tensor.numel()]
+        if not plain or self.world_size == 1:
+            return
+        dense = [t.resolve_conj().resolve_neg().contiguous() for t in plain]
+        ranges = [(t.data_ptr(), t.numel() * t.element_size(), "uint8") for t in dense]
+        self.comm.broadcast(ranges, root, self.current_stream())
+        for tensor, copy in zip(plain, dense):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+    def norm(self, gradients: Iterable[torch.Tensor]) -> float:
+        """The exact 2-norm of them together: the number that the host would compute. Waits for it on the host, once for each
+        2^31 elements."""
+        ranges: list[tuple[int, int, str]] = []
+        sums: list[bytes] = []
+        held = [as_real(gradient.detach()).contiguous() for gradient in gradients]
+        room = _NORM_NUMEL
+        for tensor in held:
+            begin = 0
+            while begin < tensor.numel():
+                count = min(tensor.numel() - begin, room)
+                address = tensor.data_ptr() + begin * tensor.element_size()
+                ranges.append((address, count, dtype_name(tensor.dtype)))
+                begin, room = begin + count, room - count
+                if room == 0:
+                    sums.append(self.comm.norm_sum(ranges, self.current_stream()))
+                    ranges, room = [], _NORM_NUMEL
+        sums.append(self.comm.norm_sum(ranges, self.current_stream()))
+        return norm_value(sums)
+
+    def close(self) -> None:
+        """Ends the communicator once what was enqueued has run."""
+        self.comm.close()
+
+
+class _Watch(threading.Thread):
+    """Looks after a link, so that a rank whose host waits for its GPU is let go when a peer fails or is late.
+
+    Such a host waits inside torch, which does not hold the GIL then.
+    """
+
+    def __init__(self, link: DeviceLink) -> None:
+        super().__init__(name="shardwright-gpu-watch", daemon=True)
+        self._link = weakref.ref(link)
+        self._pause = threading.Event()
+
+    def run(self) -> None:
+        while not self._pause.wait(_WATCH_PERIOD_S):
+            link = self._link()
+            if link is None or not link.comm.is_alive:
+                return
+            try:
+                link.check()  # it knows more of why
+                link.comm.watch()
+            except Exception as error:  # the next call of the program's own raises it again
+                _logger.warning("%s", error)
+                link.fail(str(error))
+                return
+            del link
+
+
+def device_link(group: HostGroup, tensor: torch.Tensor, timeout_s: float) -> DeviceLink:
+    """The link of a group's GPUs, made at its first use (collective then) and shared afterwards."""
+    ordinal = runtime.ordinal(tensor)
+    found: DeviceLink | None = group.links.get(ordinal)
+    if found is None:
+        found = group.links[ordinal] = DeviceLink(group, ordinal, timeout_s)
+    return found

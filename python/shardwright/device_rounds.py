@@ -1,0 +1,463 @@
+"""What a `.grad` is, and when a round begins and ends, on a GPU.
+
+The same promises as on the host (docs/design/reduce.md), and the same methods as Reducer has there: a round opens at the
+outermost graph task, buckets are sent in index order once all of their gradients exist, `.grad` becomes a view of its
+bucket. What differs: the copies into a bucket are enqueued together when it is complete, nothing waits on the host unless
+this rank left a parameter unused, and a backward that fails ends the communicator, since peers wait on their GPUs.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import device
+from ._engine import DeviceReducer, Error
+from .device import DeviceLink
+from .gradients import copy_gradient, dense_strides
+
+
+class _State(enum.Enum):
+    CLOSED = enum.auto()
+    LOCAL = enum.auto()  # a backward that does not synchronise: gradients are only marked as used
+    OPEN = enum.auto()
+
+
+class _Bucket:
+    """One bucket of a round."""
+
+    __slots__ = ("index", "shape", "members", "flat", "pending", "pinned", "sent", "streams")
+
+    def __init__(self, engine: DeviceReducer, index: int) -> None:
+        self.index = index
+        self.shape = engine.bucket_shape(index)
+        self.members = engine.bucket_parameters(index)
+        self.flat: torch.Tensor | None = None  # None: frozen, takes no part
+        self.pinned = False  # always sent at the end of the backward
+        self.streams: set[int] = set()  # that its gradients were written on
+        self.reset()
+
+    def reset(self) -> None:
+        self.pending = len(self.members)
+        self.sent = False
+        self.streams.clear()
+
+
+class DeviceRounds:
+    """Buckets of gradients on a GPU and their mean, round by round.
+
+    Parameters
+    ----------
+    link : DeviceLink
+    rows : list of (name, numel, dtype, requires_grad)
+        One a parameter, in registration order.
+    bucket_cap_bytes : int
+    reduce : {"mean", "sum"}
+    deterministic : bool
+        The fold in rank order, with the host's bits, instead of NCCL's own mean.
+    label : str
+        Of the model, in messages.
+    """
+
+    transport = "nccl"
+
+    def __init__(
+        self,
+        link: DeviceLink,
+        rows: list[tuple[str, int, str, bool]],
+        *,
+        bucket_cap_bytes: int,
+        reduce: str,
+        deterministic: bool,
+        label: str,
+    ) -> None:
+        self._link = link
+        self._label = label
+        self._engine = DeviceReducer(link.comm, rows, bucket_cap_bytes, reduce=reduce, deterministic=deterministic)
+        self._names = [row[0] for row in rows]
+        self._places = [self._engine.place(index) for index in range(len(rows))]
+        self._buckets = [_Bucket(self._engine, index) for index in range(self._engine.bucket_count)]
+        self._used = bytearray(len(rows))
+        self._used_by_any = bytes(len(rows))
+        self._ready = bytearray(len(rows))
+        self._kept: dict[int, torch.Tensor] = {}
+        self._state = _State.CLOSED
+        self._next = 0
+        self._task = -1
+        self._announced: int | None = None
+        self._announced_sync = False
+        self._finished = False
+        self._consumer = 0
+        self._step = self._round = 0
+        self._streams: set[int] = set()
+        self._counts = dict.fromkeys(
+            ("rounds", "local_rounds", "abandoned", "buckets_sent", "buckets_early", "copies", "bytes"), 0
+        )
+        self.pending_forward = False
+
+    # what was chosen ------------------------------------------------------------------------------------------------
+
+    @property
+    def transport_reason(self) -> str:
+        found = self._link.comm.describe()
+        version = ".".join(map(str, found["nccl"]))
+        return f"GPU {found['ordinal']}, {found['name']}; NCCL {version}; kernels {found['kernels']}"
+
+    @property
+    def bucket_count(self) -> int:
+        return len(self._buckets)
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(_nbytes(bucket) for bucket in self._buckets if bucket.shape[3] or bucket.flat is not None)
+
+    def bucket_shape(self, bucket: int) -> tuple[int, int, str, bool]:
+        """(offset_bytes, numel, dtype, trainable)."""
+        return self._buckets[bucket].shape
+
+    def stats(self) -> dict[str, int]:
+        """Counts since creation; `host_waits` and the others of the driver are of the whole GPU."""
+        return {**self._counts, **self._link.comm.stats()}
+
+    # tensors --------------------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        open: Callable[[], bool],
+        task_id: Callable[[], int],
+    ) -> list[torch.Tensor | None]:
+        """Binds the parameters; returns their gradients' views, None where frozen. The list must hold the only references."""
+        self._parameters = parameters
+        self._open_callback, self._task_id = open, task_id
+        self._hook_tables: list[tuple[dict[int, Any], int] | None] = [None] * len(parameters)
+        self.views: list[torch.Tensor | None] = [None] * len(parameters)
+        for bucket in self._buckets:
+            if bucket.shape[3]:
+                self._adopt(bucket)
+        return self.views
+
+    def _adopt(self, bucket: _Bucket) -> None:
+        _, numel, dtype, _ = bucket.shape
+        first = self._parameters[bucket.members[0]]
+        bucket.flat = device.runtime.zeros(numel, getattr(torch, dtype), first)
+        self._engine.adopt(bucket.index, bucket.flat.data_ptr())
+        for index in bucket.members:
+            self.views[index] = self._view(bucket, index)
+
+    def _view(self, bucket: _Bucket, index: int) -> torch.Tensor:
+        assert bucket.flat is not None
+        parameter = self._parameters[index]
+        _, begin, numel = self._places[index]
+        strides = dense_strides(parameter)
+        if strides is None:
+            return bucket.flat[begin : begin + numel].view(parameter.shape)
+        return bucket.flat.as_strided(parameter.shape, strides, begin)
+
+    def _writable_view(self, index: int) -> torch.Tensor:
+        """The view, about to be overwritten while `.grad` is something else: who kept it keeps its values."""
+        if sys.getrefcount(self.views[index]) > 2:
+            kept = self.views[index]
+            assert kept is not None
+            kept.data = kept.detach().clone(memory_format=torch.preserve_format)
+            self.views[index] = self._view(self._bucket_of(index), index)
+        view = self.views[index]
+        assert view is not None
+        return view
+
+    def _bucket_of(self, index: int) -> _Bucket:
+        return self._buckets[self._places[index][0]]
+
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """The post-accumulate-grad hook of parameter `index`. It does not keep the rounds alive."""
+        return functools.partial(_run_hook, weakref.ref(self), index)
+
+    def watch_hooks(self, index: int, table: dict[int, Any]) -> None:
+        """`table` is where torch keeps the gradient hooks of a parameter, ours the last of them."""
+        self._hook_tables[index] = table, len(table)
+
+    def mark_unfrozen(self, index: int) -> None:
+        """Its bucket takes part from the next round on."""
+        bucket = self._bucket_of(index)
+        if bucket.flat is None:
+            self._adopt(bucket)
+
+    # a round --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self._state is not _State.CLOSED
+
+    def is_used(self, index: int) -> bool:
+        """Whether a backward of this rank touched a parameter since the last synchronised one."""
+        return bool(self._used[index])
+
+    def used_by_any(self, index: int) -> bool:
+        """After a round: whether some rank used the parameter in it."""
+        return bool(self._used_by_any[index])
+
+    def forward(self, synchronised: bool) -> None:
+        """Counts a forward with gradients."""
+        if self._task_id() >= 0:
+            return  # recomputed inside a backward: not a forward of its own
+        self._link.check()
+        self._compare_steps()
+        self._announced = None
+        self._abandon()
+        if synchronised:
+            self.pending_forward = True
+
+    def open_round(self) -> None:
+        """Announces a round to the first gradient."""
+        task = self._task_id()
+        if self._announced != task:
+            self._abandon()
+            self._announce(task)
+
+    def _announce(self, task: int) -> None:
+        self._announced_sync = self._open_callback()
+        self._announced = task
+        self._streams.clear()
+        self._arrive(self._link.current_stream())
+
+    def _arrive(self, stream: int) -> None:
+        """What is written on `stream` from now on is written after the optimizer has read the means that lie there."""
+        if self._finished:
+            self._engine.release(self._consumer)
+            self._finished = False
+        self._engine.begin(stream)
+        self._streams.add(stream)
+
+    def _open(self, task: int) -> None:
+        """At the first gradient: in the announced graph task, or in one nested in it."""
+        if self._announced is None:
+            self._announce(task)
+        assert self._announced is not None
+        self._task = self._announced
+        self._state = _State.OPEN if self._announced_sync else _State.LOCAL
+        if not self._announced_sync:
+            return
+        self.pending_forward = False
+        self._ready = bytearray(len(self._ready))
+        self._kept.clear()
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _take(self, index: int) -> None:
+        """Parameter `index` has its gradient."""
+        task = self._task_id()
+        if self._state is _State.CLOSED:
+            self._open(task)
+        self._used[index] = 1
+        if self._state is _State.LOCAL:
+            return
+        bucket = self._bucket_of(index)
+        if bucket.sent:
+            bucket.pinned = True
+            raise Error(
+                f"parameter {self._names[index]!r} got a second gradient in one backward after bucket {bucket.index} of "
+                f"{self._label} was sent, so the graph is not that of the backwards before; wrap again"
+            )
+        watched = self._hook_tables[index]
+        hooked_later = watched is not None and len(watched[0]) > watched[1]
+        if hooked_later or self._ready[index] or task != self._task:
+            bucket.pinned = True  # others may still change it
+        if not self._ready[index]:
+            self._ready[index] = 1
+            bucket.pending -= 1
+        stream = self._link.current_stream()
+        if stream not in self._streams:
+            self._arrive(stream)
+        bucket.streams.add(stream)
+        if bucket.pending == 0 and bucket.index == self._next:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Sends, in index order, what is complete. In the first round nothing: it shows who is hooked twice."""
+        while self._counts["rounds"] and self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if bucket.flat is not None:
+                if bucket.pending or bucket.pinned:
+                    return
+                self._counts["buckets_early"] += 1
+                self._send(bucket)
+            self._next = bucket.index + 1
+
+    def _send(self, bucket: _Bucket) -> None:
+        comm, stream = self._link.comm, self._link.current_stream()
+        others = bucket.streams - {stream}
+        for other in others:
+            comm.follow(stream, other)
+        self._fill(bucket, stream)
+        self._engine.post(bucket.index, stream)
+        for other in others:  # gradients that were copied go back to the allocator of the stream they come from
+            comm.follow(other, stream)
+        bucket.sent = True
+        self._counts["buckets_sent"] += 1
+        self._counts["bytes"] += _nbytes(bucket)
+
+    def _fill(self, bucket: _Bucket, stream: int) -> None:
+        """Each gradient of the bucket comes to lie in it."""
+        copies: list[tuple[int, int, int]] = []
+        copied: list[torch.Tensor] = []  # until the copy is enqueued
+        with torch.no_grad():
+            for index in bucket.members:
+                parameter = self._parameters[index]
+                gradient = parameter.grad
+                if gradient is not None and gradient is self.views[index]:
+                    if not self._used[index]:  # if no rank used it, it stays as it is
+                        self._kept[index] = gradient.clone(memory_format=torch.preserve_format)
+                    continue
+                view = self._writable_view(index)
+                if gradient is None:
+                    view.zero_()
+                    continue
+                self._counts["copies"] += 1
+                if _lies_alike(gradient, view):
+                    copies.append((view.data_ptr(), gradient.data_ptr(), view.numel() * view.element_size()))
+                    copied.append(gradient)
+                else:
+                    copy_gradient(view, gradient)
+                if self._used[index]:
+                    parameter.grad = view
+            if copies:
+                self._link.comm.pack(copies, stream)
+
+    def close(self) -> None:
+        """Ends the round."""
+        self._announced = None
+        if self._state is _State.LOCAL:
+            self._state = _State.CLOSED
+            self._counts["local_rounds"] += 1
+        elif self._state is _State.OPEN:
+            self._finish()
+
+    def _finish(self) -> None:
+        for bucket in self._buckets[self._next :]:
+            if bucket.flat is not None:
+                self._send(bucket)
+        stream = self._link.current_stream()
+        used = bytearray(self._used)
+        for bucket in self._buckets:
+            if bucket.flat is None:
+                for index in bucket.members:
+                    used[index] = 1  # nobody asks
+        self._round += 1
+        self._engine.finish(used, (self._step & 0xFFFF) << 16 | self._round & 0xFFFF)
+        self._engine.take(stream)
+        self._finished, self._consumer = True, stream
+        self._used_by_any = self._engine.used_by_any()
+        self._publish()
+        self._state = _State.CLOSED
+        self._counts["rounds"] += 1
+
+    def _publish(self) -> None:
+        for bucket in self._buckets:
+            for index in bucket.members if bucket.flat is not None else ():
+                view = self.views[index]
+                assert view is not None
+                if self._used_by_any[index]:
+                    parameter = self._parameters[index]
+                    if parameter.grad is not view:
+                        parameter.grad = view
+                elif index in self._kept:
+                    with torch.no_grad():
+                        view.copy_(self._kept[index])
+                self._used[index] = 0
+        self._kept.clear()
+
+    def close_pending(self) -> None:
+        """A whole round, if a forward has none."""
+        if self._task_id() >= 0:
+            raise Error(
+                "optimizer.step() was called inside a backward, before its gradients were averaged: call it after backward() "
+                "has returned"
+            )
+        if self._announced is not None:  # an exception left the backward open, and the caller steps all the same
+            self._announced = None
+            self._abandon()
+        if not self.pending_forward or self._state is not _State.CLOSED:
+            return
+        self._announced, self._announced_sync = -1, True
+        self._streams.clear()
+        self._arrive(self._link.current_stream())
+        self._open(-1)
+        self.close()
+
+    # what goes wrong ------------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """The backward of an open round has failed: tells the peers, who wait for this rank's buckets on their GPUs."""
+        if self._state is _State.OPEN:
+            self._counts["abandoned"] += 1
+            self._link.fail(
+                f"a backward of {self._label} failed on rank {self._link.rank} in the middle of a round: on GPUs that ends "
+                "the communicator; wrap again, on every rank"
+            )
+        self._state = _State.CLOSED
+
+    def _abandon(self) -> None:
+        """A round that an exception left open."""
+        if self._state is _State.OPEN:
+            self.fail()
+            self._link.check()
+        self._state = _State.CLOSED
+
+    def count_step(self) -> None:
+        """A step of the optimizer, on torch's current stream."""
+        self._consumer = self._link.current_stream()
+        self._step, self._round = self._step + 1, 0
+
+    def forget_steps(self) -> None:
+        """Counts from 0 again; on all ranks."""
+        self._step = self._round = 0
+
+    def _compare_steps(self) -> None:
+        """Raises if, in a round before, ranks were at different steps or backwards. Known a step later, on all ranks."""
+        tag = self._engine.check()
+        if tag is not None:
+            step, number = tag >> 16, tag & 0xFFFF
+            self._link.fail(
+                f"ranks ran different numbers of backwards or optimizer steps of {self._label}: their gradients were averaged while "
+                f"rank {self._link.rank} was in backward {number} after step {step}, and others were not; the average, and what was "
+                "stepped on since, is wrong: begin again from a checkpoint, with the same number on every rank"
+            )
+            self._link.check()
+
+    def shadow(self) -> None:
+        raise NotImplementedError("join is not there yet on GPUs: give every rank the same number of inputs")
+
+    def set_divide_by(self, active_only: bool) -> None:
+        raise NotImplementedError("join is not there yet on GPUs: give every rank the same number of inputs")
+
+
+def _nbytes(bucket: _Bucket) -> int:
+    _, numel, dtype, _ = bucket.shape
+    itemsize: int = getattr(torch, dtype).itemsize
+    return numel * itemsize
+
+
+def _run_hook(rounds: weakref.ref[DeviceRounds], index: int, parameter: torch.Tensor) -> None:
+    alive = rounds()
+    if alive is not None:
+        alive._take(index)
+
+
+def _lies_alike(gradient: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether the bytes of a gradient are those of its view, to be copied as they are."""
+    return (
+        gradient.layout is torch.strided
+        and gradient.dtype is view.dtype
+        and gradient.device == view.device
+        and gradient.stride() == view.stride()
+        and not gradient.is_conj()
+        and not gradient.is_neg()
+    )

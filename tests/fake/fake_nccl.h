@@ -1,0 +1,75 @@
+/* fake_nccl.h - what fake_nccl.c and fake_nccl_files.c share: groups of calls, and who they are
+ * between. */
+#ifndef SW_TEST_FAKE_NCCL_H
+#define SW_TEST_FAKE_NCCL_H
+
+#include "sim.h"
+
+enum { CALL_MAX = 64, GROUP_DEPTH_MAX = 8 };
+
+typedef enum call_kind {
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    ALL_GATHER,
+    BROADCAST,
+    SEND,
+    RECEIVE
+} call_kind;
+
+typedef struct nccl_call {
+    call_kind kind;
+    const void *from;
+    void *to;
+    size_t count;
+    int dtype, op, peer; /* peer: root, or the other end */
+} nccl_call;
+
+typedef struct nccl_group {
+    nccl_call call[CALL_MAX];
+    int call_count;
+    sw_nccl_comm comm;
+    sw_cu_stream stream;
+    bool dropped;
+    struct nccl_group *next; /* of its communicator, in order */
+} nccl_group;
+
+typedef struct clique {
+    sw_nccl_id id;
+    int world_size, arrived;
+    bool in_files; /* ranks are processes: comm[own_rank] is real, the others hold what files say */
+    int own_rank;
+    long sequence; /* of the group that is due, from 0 */
+    bool posted;   /* this rank's part of it is in its file */
+    bool loaded;   /* the peers' parts are in comm[...]->first */
+    sw_nccl_comm comm[SIM_DEVICE_MAX];
+    struct clique *next;
+} clique;
+
+struct ncclComm {
+    clique *clique;
+    int rank;
+    sw_nccl_result error;
+    nccl_group *first, *last; /* enqueued and not yet run */
+};
+
+/* Bytes that a call reads on its own rank. */
+size_t nccl_read_bytes(const nccl_call *call, int world_size);
+
+/* ---- fake_nccl_files.c: ranks are processes, and meet in the folder that the id names ---- */
+
+/* Makes the folder, if the environment's SIM_NCCL_FOLDER says where; else false. */
+bool nccl_files_id(sw_nccl_id *id);
+bool nccl_files_is_id(const sw_nccl_id *id);
+/* This rank is there; its peers get a place in the clique. */
+void nccl_files_join(clique *c, int rank);
+/* Ranks that are there. */
+int nccl_files_arrived(clique *c);
+/* A rank that ended the communicator before this group came about; -1 if none. */
+int nccl_files_gone(const clique *c);
+/* This rank's part of group `g` is told, and the others' parts are there and loaded. */
+bool nccl_files_ready(nccl_group *g);
+/* The group that was loaded has run. */
+void nccl_files_next(clique *c);
+void nccl_files_leave(clique *c);
+
+#endif

@@ -1,0 +1,18 @@
+/* reference_kernels.c - the engine's own host kernels and contracts, for simulations that Python runs:
+ * linked with the objects of the build, whose names are hidden. */
+#include "kernels/device_kernels.h"
+#include "kernels/kernel_image.h"
+#include "sim.h"
+
+SIM_API const sw_kernel_contract *sim_kernel_contracts(void);
+SIM_API unsigned long long sim_image_hash(void);
+
+const sw_kernel_contract *sim_kernel_contracts(void)
+{
+    return sw_kernel_contracts();
+}
+
+unsigned long long sim_image_hash(void)
+{
+    return sw_image_hash();
+}

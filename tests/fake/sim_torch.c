@@ -1,0 +1,110 @@
+/* sim_torch.c - torch on the simulated GPUs: its tensors are on the CPU, its operations run as they
+ * are called, and one stream stands for the order that they have on a GPU.
+ *
+ * Idea: before an operation runs, all that torch's stream was given runs (and what that waits for);
+ * then the operation's reads and writes are noted at the stream's clock. So an operation that is
+ * not ordered after what it needs is a race, whatever the values are. Memory of torch's that the
+ * engine's streams touch is adopted; the rest nobody but torch's stream sees.
+ *
+ * Called from Python, through ctypes; ranks are processes. Thread rule: the rank's own thread.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim.h"
+
+typedef struct sim_torch_access {
+    const void *begin;
+    uint64_t size_bytes;
+    int access; /* sw_access */
+} sim_torch_access;
+
+/* A stream of torch's own. */
+SIM_API void *sim_torch_stream(void)
+{
+    sim_lock();
+    sw_cu_stream made = calloc(1, sizeof *made);
+    made->actor = sim.actor_count++;
+    made->is_torch = true;
+    made->next = sim.streams;
+    sim.streams = made;
+    sim_leave();
+    return made;
+}
+
+/* A simulation of one rank begins; its kernels by their contracts. */
+SIM_API void sim_torch_begin(int policy, uint64_t seed, const sw_kernel_contract *contracts,
+                             int count)
+{
+    sim_get_controls()->reset(1, (sim_policy)policy, seed);
+    sim_get_controls()->use_kernels(contracts, count);
+}
+
+/* Memory that torch has written, on its stream. */
+SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
+{
+    sw_cu_stream torch_stream = stream;
+    sim_lock();
+    sim_block *block = calloc(1, sizeof *block);
+    block->size_bytes = size_bytes;
+    block->foreign = true;
+    block->memory = memory;
+    block->segments = calloc(1, sizeof *block->segments);
+    block->segments->end = size_bytes;
+    block->next = sim.blocks;
+    sim.blocks = block;
+    sim_site site = sim_here("torch's own write");
+    sim_tick(torch_stream);
+    sim_track(&torch_stream->clock, torch_stream->actor, memory, size_bytes, SW_ACCESS_WRITE,
+              &site);
+    sim_leave();
+}
+
+/* An operation of torch's named `label` is about to run. 0, or -1 at a deadlock. */
+SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count, const char *label)
+{
+    sw_cu_stream torch_stream = stream;
+    if (!sim_drain(torch_stream))
+        return -1;
+    sim_lock();
+    sim_site site = sim_here(label);
+    sim_tick(torch_stream);
+    for (int i = 0; i < count; ++i)
+        sim_track(&torch_stream->clock, torch_stream->actor, access[i].begin, access[i].size_bytes,
+                  (sw_access)access[i].access, &site);
+    sim_leave();
+    return 0;
+}
+
+/* The host has waited for torch's stream. */
+SIM_API int sim_torch_synchronize(void *stream)
+{
+    sw_cu_stream torch_stream = stream;
+    if (!sim_drain(torch_stream))
+        return -1;
+    sim_lock();
+    sim_join(&sim.rank[0].clock, &torch_stream->clock);
+    sim_leave();
+    return 0;
+}
+
+/* Reports so far, and their text, with call sites. */
+SIM_API int sim_torch_reports(const char **text)
+{
+    return sim_get_controls()->reports(text, true);
+}
+
+SIM_API const char *sim_torch_leaks(void)
+{
+    return sim_get_controls()->leaks();
+}
+
+SIM_API void sim_torch_fail(long nth, int result)
+{
+    sim_get_controls()->fail_call(0, nth, result);
+}
+
+SIM_API long sim_torch_calls(void)
+{
+    return sim_get_controls()->calls(0);
+}

@@ -1,0 +1,149 @@
+"""Law: a module on a GPU trains as the naive loop over the same GPUs does. With deterministic=True `.grad` has the bits of the
+fold in rank order of what the ranks' own backwards gave, and no step in which every parameter was used waits on the host.
+
+One rank a GPU, on one GPU and on all that there are. Skipped, with the reason, elsewhere; there the same bodies run on the CPU,
+so that what is skipped is known to be sound.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import gather, run_programs
+from models import Heads, Mlp
+from oracle.fold import bits_equal, fold
+from peer import batch
+
+import shardwright as sw
+from shardwright import _engine
+
+
+def gpu_count() -> int:
+    """GPUs that torch and the engine both see; skips where there is none."""
+    try:
+        count = len(_engine.cuda_devices()["devices"])
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return min(count, torch.cuda.device_count())
+
+
+def run(body: Any, folder: Path, world_size: int, device: str, **arguments: Any) -> None:
+    outputs, statuses = run_programs(world_size, body, str(folder), device=device, **arguments)
+    assert statuses == [0] * world_size, "\n".join(outputs)
+
+
+@pytest.fixture(params=["one", "all"])
+def gpus(request: Any) -> int:
+    """How many GPUs to use."""
+    count = gpu_count()
+    if request.param == "all" and count == 1:
+        pytest.skip("one GPU alone")
+    return 1 if request.param == "one" else count
+
+
+def test_an_mlp_on_gpus(gpus: int, tmp_path: Path) -> None:
+    run(train, tmp_path, gpus, "cuda")
+
+
+def test_unused_parameters_on_gpus(gpus: int, tmp_path: Path) -> None:
+    run(leave_out, tmp_path, gpus, "cuda")
+
+
+def test_clipping_on_gpus(gpus: int, tmp_path: Path) -> None:
+    run(clip, tmp_path, gpus, "cuda")
+
+
+def test_the_same_on_the_cpu(tmp_path: Path) -> None:
+    run(everything, tmp_path, 2, "cpu")
+
+
+# what each rank does ------------------------------------------------------------------------------------------------
+
+
+def place(rank: int, device: str) -> torch.device:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    return torch.device("cpu")
+
+
+def pair(build: Any, where: torch.device, **options: Any) -> tuple[Any, torch.nn.Module]:
+    torch.manual_seed(0)
+    module = build().to(where)
+    other = copy.deepcopy(module)
+    ids = {"device_ids": [where.index]} if where.type == "cuda" else {}
+    return sw.DistributedDataParallel(module, deterministic=True, **ids, **options), other
+
+
+def compare(wrapped: Any, other: torch.nn.Module, backward: Any) -> None:
+    """One backward of both; the other's gradients become the fold over the ranks."""
+    backward(wrapped)
+    backward(other)
+    everyone = gather({name: p.grad if p.grad is None else p.grad.cpu() for name, p in other.named_parameters()})
+    for (name, ours), theirs in zip(wrapped.module.named_parameters(), other.parameters()):
+        if any(each[name] is not None for each in everyone):
+            zeros = torch.zeros_like(theirs).cpu()
+            theirs.grad = fold([zeros if each[name] is None else each[name] for each in everyone], "mean").to(
+                theirs.device
+            )
+        assert (ours.grad is None) == (theirs.grad is None), name
+        assert ours.grad is None or bits_equal(ours.grad.cpu(), theirs.grad.cpu()), name
+
+
+def step(optimizers: Any, wrapped: Any, other: torch.nn.Module) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(wrapped.module.parameters(), other.parameters()):
+        assert bits_equal(ours.detach().cpu(), theirs.detach().cpu())
+
+
+def host_waits(wrapped: Any) -> int:
+    waits: int = wrapped._engine().reducer.stats().get("host_waits", 0)
+    return waits
+
+
+def train(rank: int, world_size: int, device: str) -> None:
+    where = place(rank, device)
+    wrapped, other = pair(Mlp, where, bucket_cap_mb=0.001)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (wrapped.module, other)]
+    for number in range(4):
+        x = batch(rank, 6, 7, step=number).to(where)
+        compare(wrapped, other, lambda model, x=x: model(x).square().mean().backward())
+        step(optimizers, wrapped, other)
+    assert host_waits(wrapped) == 0
+
+
+def leave_out(rank: int, world_size: int, device: str) -> None:
+    where = place(rank, device)
+    wrapped, other = pair(Heads, where)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (wrapped.module, other)]
+    for number, heads in enumerate(["left right", "left" if rank == 0 else "left right", "left", "left right"]):
+        x = batch(rank, 6, 7, step=number).to(where)
+        compare(wrapped, other, lambda model, x=x, heads=heads: model(x, heads).backward())
+        step(optimizers, wrapped, other)
+    assert host_waits(wrapped) <= 2
+
+
+def clip(rank: int, world_size: int, device: str) -> None:
+    where = place(rank, device)
+    wrapped, other = pair(Mlp, where)
+    for number in range(2):
+        x = batch(rank, 6, 7, step=number).to(where)
+        compare(wrapped, other, lambda model, x=x: model(x).square().mean().backward())
+        norm = sw.clip_grad_norm_(wrapped, 0.05)
+        on_cpu = [p.grad.cpu() for p in other.parameters()]
+        assert float(norm) == float(torch.tensor(_engine.norm_value([_engine.norm_sum(on_cpu)]), dtype=torch.float32))
+        wrapped.zero_grad()
+        other.zero_grad()
+
+
+def everything(rank: int, world_size: int, device: str) -> None:
+    for body in (train, leave_out, clip):
+        body(rank, world_size, device)

@@ -1,0 +1,281 @@
+"""Simulated GPUs for tests of ranks: torch's CPU tensors stand for device tensors, in each rank's own process.
+
+Inside `with SimulatedGpus(...)` the wrapper takes every tensor to be on a GPU, and the engine goes through the fake
+libcuda.so.1 and libnccl.so.2 of tests/fake, whose ranks meet in files. torch's operations run at once, as they are called; a
+TorchDispatchMode tells the simulation, before each, what it reads and writes, so that an operation that is not ordered by
+events after what it needs, or before what comes, is a report, whatever the values are. Leaving fails on any report or leak.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import shardwright as sw
+from shardwright import _engine, process_group
+from shardwright import device as sw_device
+
+POLICIES = ("eager", "on demand", "random", "late")
+READ, WRITE = 1, 2
+#: read nothing of what they are given but its shape
+_SHAPES_ALONE = (
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "new_empty",
+    "new_zeros",
+)
+
+
+def build() -> dict[str, str]:
+    """Builds the fakes; their paths. In pytest's own process."""
+    from test_csrc import BUILDERS
+    from test_fake_gpu import libraries, reference_kernels
+
+    mode = BUILDERS["plain"].mode
+    made = {"cuda": libraries(mode)["libcuda.so.1"], "nccl": libraries(mode)["libnccl.so.2"]}
+    return {name: str(path) for name, path in {**made, "kernels": reference_kernels(mode)}.items()}
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_void_p), ("size_bytes", ctypes.c_uint64), ("access", ctypes.c_int))
+
+
+class _Runtime(sw_device.CudaRuntime):
+    """What the engine sees instead of torch.cuda."""
+
+    watches = False  # a thread that asks for events would learn of their order in the host's name
+
+    def __init__(self, gpus: SimulatedGpus) -> None:
+        self._gpus = gpus
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def ordinal(self, tensor: torch.Tensor) -> int:
+        return 0
+
+    def current_stream(self, ordinal: int) -> int:
+        return self._gpus.stream
+
+    def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        return self._gpus.adopt(torch.zeros(numel, dtype=dtype))
+
+    def libraries(self) -> dict[str, str | None]:
+        paths = self._gpus.paths
+        return {"libcuda": paths["cuda"], "libnccl": paths["nccl"], "packaged": str(self._gpus.folder)}
+
+
+class _Watch(TorchDispatchMode):
+    """Tells the simulation what each of torch's operations reads and writes of adopted memory."""
+
+    def __init__(self, gpus: SimulatedGpus) -> None:
+        super().__init__()
+        self._gpus = gpus
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = function._schema
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        if is_view or function.overloadpacket.__name__ in _SHAPES_ALONE:
+            return function(*args, **kwargs)
+        accesses = []
+        for position, argument in enumerate(schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    accesses += self._gpus.ranges(tensor, READ | WRITE if writes else READ)
+        self._gpus.operate(accesses, str(function))
+        result = function(*args, **kwargs)
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self._gpus.synchronize()
+        return result
+
+
+class SimulatedGpus:
+    """Simulated GPUs, one a rank, for as long as the context lasts.
+
+    Parameters
+    ----------
+    paths : dict of str to str
+        What build() returned.
+    folder : path
+        Of all ranks; where collectives meet.
+    policy, seed
+        When enqueued operations run: one of POLICIES.
+    """
+
+    def __init__(self, paths: dict[str, str], folder: str | Path, policy: str = "on demand", seed: int = 1) -> None:
+        self.paths, self.folder = paths, Path(folder)
+        self._policy, self._seed = POLICIES.index(policy), seed
+        self._cuda = ctypes.CDLL(paths["cuda"], ctypes.RTLD_GLOBAL)
+        self._nccl = ctypes.CDLL(paths["nccl"])  # the engine finds it loaded
+        self._kernels = ctypes.CDLL(paths["kernels"])
+        self._kernels.sim_kernel_contracts.restype = ctypes.c_void_p
+        self._kernels.sim_image_hash.restype = ctypes.c_uint64
+        self._cuda.sim_torch_stream.restype = ctypes.c_void_p
+        self._cuda.sim_torch_leaks.restype = ctypes.c_char_p
+        self._cuda.sim_torch_begin.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int)
+        self._cuda.sim_torch_adopt.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
+        self._cuda.sim_torch_op.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
+        self._cuda.sim_torch_synchronize.argtypes = (ctypes.c_void_p,)
+        self._cuda.sim_torch_fail.argtypes = (ctypes.c_long, ctypes.c_int)
+        self._labels: dict[str, bytes] = {}
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._held: list[torch.Tensor] = []
+        self.stream = 0
+
+    # in and out -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> SimulatedGpus:
+        gc.collect()  # what an earlier simulation left is closed before it is forgotten
+        self._close_groups()
+        self._write_image()
+        os.environ["SIM_NCCL_FOLDER"] = str(self.folder)
+        count = 9  # SW_KERNEL_COUNT
+        self._cuda.sim_torch_begin(self._policy, self._seed, self._kernels.sim_kernel_contracts(), count)
+        self.stream = self._cuda.sim_torch_stream()
+        self._before = sw_device.runtime
+        sw_device.runtime = _Runtime(self)
+        self._mode = _Watch(self)
+        self._mode.__enter__()
+        self._tolist = torch.Tensor.tolist
+        torch.Tensor.tolist = lambda tensor: self.synchronize() or self._tolist(tensor)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        self._mode.__exit__(None, None, None)
+        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+        sw_device.runtime = self._before
+        if kind is not None:
+            if hasattr(value, "add_note"):
+                value.add_note(f"the simulation: {self.reports() or 'no reports'}")
+            return
+        self.synchronize()
+        gc.collect()
+        self._close_groups()
+        gc.collect()
+        assert self.reports() == "", self.reports()
+        assert self._cuda.sim_torch_leaks() == b"", self._cuda.sim_torch_leaks()
+
+    def _close_groups(self) -> None:
+        for group in process_group.live_groups():
+            for link in group.links.values():
+                link.close()
+            group.links.clear()
+
+    def _write_image(self) -> None:
+        body = b"an image that only the simulation takes\0"
+        path = self.folder / f"shardwright-{self._kernels.sim_image_hash():016x}-sm_90.image"
+        if not path.exists():
+            buffer = ctypes.create_string_buffer(body, len(body))
+            checksum = _engine.crc32c(ctypes.addressof(buffer), len(body))
+            own = path.with_suffix(f".{os.getpid()}")
+            own.write_bytes(b"SWIMAGE1" + checksum.to_bytes(4, "little") + bytes(4) + body)
+            own.rename(path)
+
+    # memory and operations ------------------------------------------------------------------------------------------
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The engine's streams will touch it. It is kept as long as the simulation."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            at = bisect.bisect(self._begins, storage.data_ptr())
+            if not at or self._ends[at - 1] <= storage.data_ptr():
+                self._begins.insert(at, storage.data_ptr())
+                self._ends.insert(at, storage.data_ptr() + storage.nbytes())
+                self._cuda.sim_torch_adopt(self.stream, storage.data_ptr(), storage.nbytes())
+        self._held.append(tensor.detach())
+        return tensor
+
+    def adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Its parameters and buffers."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.adopt(tensor)
+        return module
+
+    def ranges(self, tensor: torch.Tensor, access: int) -> list[tuple[int, int, int]]:
+        """What `tensor` covers of adopted memory: rows of it, where it is not dense."""
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return []
+        address = tensor.data_ptr()
+        at = bisect.bisect(self._begins, address)
+        if not at or address >= self._ends[at - 1]:
+            return []
+        spans = [(address, tensor.element_size())]
+        for size, stride in sorted(zip(tensor.shape, tensor.stride()), key=lambda pair: pair[1]):
+            step = stride * tensor.element_size()
+            if size > 1 and step:
+                dense = len(spans) == 1 and step <= spans[0][1]
+                if dense:
+                    spans = [(address, step * (size - 1) + spans[0][1])]
+                else:
+                    spans = [(begin + k * step, length) for k in range(size) for begin, length in spans]
+        return [(begin, length, access) for begin, length in spans]
+
+    def operate(self, accesses: list[tuple[int, int, int]], label: str) -> None:
+        """torch is about to run an operation."""
+        array = (_Access * max(len(accesses), 1))(*accesses)
+        text = self._labels.setdefault(label, label.encode())
+        if self._cuda.sim_torch_op(self.stream, array, len(accesses), text) < 0:
+            raise AssertionError(f"the simulation is stuck before {label}: {self.reports()}")
+
+    def synchronize(self) -> None:
+        """The host waits for torch's stream."""
+        if self._cuda.sim_torch_synchronize(self.stream) < 0:
+            raise AssertionError(f"the simulation is stuck: {self.reports()}")
+
+    @contextlib.contextmanager
+    def other_stream(self) -> Any:
+        """Inside, torch enqueues on a stream of its own."""
+        before, self.stream = self.stream, self._cuda.sim_torch_stream()
+        try:
+            yield self.stream
+        finally:
+            self.stream = before
+
+    def watch(self) -> None:
+        """Communicators from now on are watched by a thread, as they are on a GPU."""
+        sw_device.runtime.watches = True
+
+    @contextlib.contextmanager
+    def torch_on_cpu(self) -> Any:
+        """Inside, tensors are what they are."""
+        now, sw_device.runtime = sw_device.runtime, self._before
+        try:
+            yield
+        finally:
+            sw_device.runtime = now
+
+    def fail_call(self, nth: int, result: int) -> None:
+        """The nth counted call of the driver or NCCL from now on fails."""
+        self._cuda.sim_torch_fail(nth, result)
+
+    def reports(self) -> str:
+        """All reports so far, each with its call sites; empty if there are none."""
+        text = ctypes.c_char_p()
+        count = self._cuda.sim_torch_reports(ctypes.byref(text))
+        return f"{count} reports: {text.value.decode()}" if count else ""
+
+
+def stats(wrapped: Any) -> dict[str, int]:
+    """The counts of a wrapped module."""
+    counts: dict[str, int] = wrapped._engine().reducer.stats()
+    return counts
+
+
+__all__ = ["POLICIES", "SimulatedGpus", "build", "stats", "sw"]

@@ -1,0 +1,415 @@
+"""Law: a module on a GPU trains as one on the CPU. On simulated GPUs, ranks as processes, and whatever the schedule: with
+deterministic=True `.grad` has the oracle's bits after every backward, and so do the parameters after every step; nothing
+races, leaks, or waits on the host in a step in which every parameter was used."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import os
+import pathlib
+import sys
+import tempfile
+from typing import Any
+
+import peer
+import pytest
+import torch
+from harness import DEADLINE_S, at_least_two, gather, same_everywhere
+from models import Fragile, Heads, Mlp
+from oracle.data_parallel import NaiveDataParallel
+from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
+from simulated_gpus import POLICIES, SimulatedGpus, build, stats, sw
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+
+@pytest.fixture(scope="module")
+def paths() -> dict[str, str]:
+    return build()
+
+
+def run(
+    teams: Any, world_size: int, paths: dict[str, str], scene: Any, *arguments: Any, policy: str = "random"
+) -> None:
+    """`scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it."""
+    given = {"paths": paths, "policy": policy, "scene": scene.__name__, "given": arguments}
+    teams.run(world_size, simulate, spoils=False, deadline_s=DEADLINE_S, arguments=given)
+
+
+def simulate(
+    rank: int, world_size: int, paths: dict[str, str], policy: str, scene: str, given: tuple[Any, ...]
+) -> None:
+    with SimulatedGpus(paths, meet(rank), policy) as gpus:
+        globals()[scene](gpus, rank, world_size, *given)
+
+
+def meet(rank: int) -> str:
+    """A new folder that all ranks know."""
+    made = tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]) if rank == 0 else ""
+    return gather(made)[0]
+
+
+def on_gpu(gpus: SimulatedGpus, build_module: Any, **options: Any) -> Any:
+    """pair(), its wrapped module on the simulated GPU."""
+    return pair(lambda: gpus.adopt_module(build_module()), deterministic=True, **options)
+
+
+def train(rank: int, wrapped: Any, naive: NaiveDataParallel, steps: int = 3, make: Any = None) -> None:
+    make = make or (lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    optimizers = [make(module) for module in (wrapped.module, naive.module)]
+    for step in range(steps):
+        x = batch(rank, 6, 7, step=step)
+        compare_step(wrapped, naive, lambda model, x=x: model(x).square().mean().backward())
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_parameters(wrapped, naive)
+        zero_grad(wrapped, naive)
+    assert same_everywhere([parameter.tolist() for parameter in wrapped.module.parameters()])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_mlp_trains_with_the_oracles_bits(teams: Any, world_size: int, paths: dict[str, str], policy: str) -> None:
+    run(teams, world_size, paths, mlp, policy=policy)
+
+
+def mlp(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
+    assert wrapped._engine().reducer.transport == "nccl"
+    train(rank, wrapped, naive)
+    counts = stats(wrapped)
+    assert counts["buckets_early"] > 0, counts
+    assert counts["host_waits"] == 0, counts
+
+
+def test_nccls_own_mean_is_alike_on_all_ranks_and_near(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, nccls_mean)
+
+
+def nccls_mean(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    wrapped, naive = pair(lambda: gpus.adopt_module(Mlp()), bucket_cap_mb=0.001)
+    for step in range(3):
+        for model in (wrapped, naive):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+        naive.synchronise()
+        for ours, theirs in zip(wrapped.module.parameters(), naive.module.parameters()):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+        assert same_everywhere([parameter.grad.tolist() for parameter in wrapped.module.parameters()])
+        zero_grad(wrapped, naive)
+
+
+#: the promises of the CPU, body for body: (module, its tests without "test_", arguments)
+_USE = "test_what_was_used_and_accumulated_is_what_is_averaged"
+_SHAPE = "test_every_shape_of_backward"
+_KIND = "test_every_kind_of_parameter"
+PROMISES: list[tuple[str, str, dict[str, Any]]] = [
+    (_USE, "inside_no_sync_gradients_are_summed_locally_and_folded_once", {"cap": 0.001}),
+    (_USE, "without_no_sync_each_backward_folds_onto_the_running_average", {"cap": 0.001}),
+    (_USE, "no_sync_after_an_average_adds_to_it_on_every_rank", {"cap": 0.001}),
+    (_USE, "require_backward_grad_sync_is_read_when_the_backward_runs", {}),
+    (_USE, "no_sync_is_left_even_by_an_exception", {}),
+    (_USE, "use_on_one_rank_under_no_sync_counts_in_the_next_synchronised_backward", {"cap": 0.001}),
+    (_USE, "unused_on_one_rank_is_a_contribution_of_zero", {"cap": 0.001}),
+    (_USE, "unused_on_one_rank_contributes_what_stands_in_its_gradient", {}),
+    (_USE, "unused_on_all_ranks_keeps_the_gradient_bit_for_bit", {"cap": 0.001}),
+    (_USE, "an_average_that_nobody_touches_again_stands", {}),
+    (_USE, "gradients_that_the_user_replaced_or_scaled_are_what_counts", {}),
+    (_USE, "clipping_and_zeroing_between_steps_act_on_the_average", {}),
+    (_SHAPE, "several_forwards_before_one_backward", {"cap": 0.001}),
+    (_SHAPE, "several_forwards_and_then_a_backward_for_each", {}),
+    (_SHAPE, "two_losses_of_one_forward", {}),
+    (_SHAPE, "a_graph_that_is_retained_and_walked_twice", {}),
+    (_SHAPE, "a_backward_through_some_outputs_only", {}),
+    (_SHAPE, "gradients_asked_with_autograd_grad_synchronise_nothing", {}),
+    (_SHAPE, "a_gradient_penalty_with_create_graph", {}),
+    (_SHAPE, "activation_checkpointing_with_accumulation", {"reentrant": True}),
+    (_SHAPE, "activation_checkpointing_with_accumulation", {"reentrant": False}),
+    (_SHAPE, "an_exception_in_the_forward_and_then_a_clean_step", {}),
+    (_SHAPE, "outputs_of_any_structure", {"kind": "dataclass", "cap": 0.001}),
+    (_SHAPE, "two_wrapped_modules_in_turn_and_in_one_backward", {}),
+    (_SHAPE, "hooks_of_the_user_run_before_the_gradient_is_averaged", {"cap": 0.001}),
+    (_SHAPE, "a_gradient_that_somebody_kept_keeps_its_values", {}),
+    (_KIND, "a_tied_parameter_is_averaged_once", {"cap": 0.001}),
+    (_KIND, "a_frozen_parameter_has_no_gradient", {"cap": 0.001}),
+    (_KIND, "a_parameter_that_is_unfrozen_later_is_averaged_from_then_on", {"cap": 0.001}),
+    (_KIND, "a_parameter_that_is_frozen_later_keeps_no_gradient", {}),
+    (_KIND, "a_parameter_of_no_elements", {"cap": 0.001}),
+    (_KIND, "parameters_without_dimensions", {}),
+    (_KIND, "complex_parameters", {"cap": 0.001}),
+    (_KIND, "gradients_that_are_conjugated_or_negated_by_a_flag", {"cap": 0.001}),
+    (_KIND, "parameters_of_several_dtypes", {"cap": 0.001, "transport": "nccl"}),
+    (_KIND, "a_module_of_one_other_dtype", {"dtype": "bfloat16"}),
+    (_KIND, "autocast_around_the_forward", {}),
+    (_KIND, "channels_last_parameters_keep_their_strides", {"cap": 0.001}),
+    (_KIND, "parameters_of_any_strides", {"cap": 0.001}),
+    (_KIND, "ignored_parameters_stay_local", {}),
+    (_KIND, "parameters_keep_their_identity_and_an_optimizer_made_before_stays_right", {"optimizer": "AdamW"}),
+]
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise[1])
+def test_the_promises_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, str], promise: Any) -> None:
+    policy = POLICIES[len(promise[1]) % len(POLICIES)]
+    run(teams, world_size, paths, keep_promise, *promise, policy=policy)
+
+
+def keep_promise(
+    gpus: SimulatedGpus, rank: int, world_size: int, module: str, name: str, given: dict[str, Any]
+) -> None:
+    found = importlib.import_module(module)
+
+    def wrap(inner: torch.nn.Module, transport: Any = None, **options: Any) -> Any:
+        return sw.DistributedDataParallel(gpus.adopt_module(inner), deterministic=True, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for where in (peer, found):
+            patch.setattr(where, "data_parallel", wrap, raising=False)
+        getattr(found, f"test_{name}").body(rank, world_size, **given)
+
+
+def test_a_gpt_trains_with_the_oracles_bits(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, gpt_scene)
+
+
+def gpt_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+    from gpt.model import GPT, VOCABULARY
+
+    def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    wrapped, naive = on_gpu(gpus, lambda: GPT(context=8, layers=2, width=20, heads=2), bucket_cap_mb=0.01)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (wrapped.module, naive.module)]
+    for step in range(3):
+        tokens = torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+        compare_step(wrapped, naive, lambda model, tokens=tokens: loss(model, tokens).backward())
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_parameters(wrapped, naive)
+        zero_grad(wrapped, naive)
+    assert stats(wrapped)["host_waits"] == 0
+
+
+def test_clipping_has_the_bits_of_the_cpu_and_waits_once_a_step(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, clip_scene, policy="late")
+
+
+def clip_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Mlp())
+    naive = NaiveDataParallel(copy.deepcopy(module))
+    theirs = torch.optim.SGD(naive.module.parameters(), lr=0.1)
+    ours: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    wrapped, ours = sw.wrap(module, ours, clip_grad_norm=0.05, deterministic=True)
+    for step in range(3):
+        x = batch(rank, 6, 7, step=step)
+        compare_step(wrapped, naive, lambda model, x=x: model(x).square().mean().backward())
+        ours.step()
+        sw.clip_grad_norm_(naive.module, 0.05)
+        theirs.step()
+        assert_same_parameters(wrapped, naive)
+        zero_grad(wrapped, naive)
+    assert stats(wrapped)["host_waits"] == 3, stats(wrapped)
+
+
+def test_a_step_waits_on_the_host_only_where_a_parameter_is_unused(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, wait_scene)
+
+
+def wait_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    wrapped, naive = on_gpu(gpus, Heads)
+    allocations = stats(wrapped)["allocations"]
+    for step, heads in enumerate(["left right", "left" if rank == 0 else "left right", "left right", "left"]):
+        x = batch(rank, 6, 7, step=step)
+        compare_step(wrapped, naive, lambda model, x=x, heads=heads: model(x, heads).backward())
+        expected = (0, rank == 0, rank == 0, 1 + (rank == 0))[step] if world_size > 1 else 0
+        assert stats(wrapped)["host_waits"] == expected, (step, stats(wrapped))
+        zero_grad(wrapped, naive)
+    assert stats(wrapped)["allocations"] == allocations
+
+
+def test_buffers_and_parameters_are_rank_0s(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, buffer_scene, policy="on demand")
+
+
+def buffer_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    module = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
+    module[0].weight.data = module[0].weight.data.t().contiguous().t()  # not as it is sent
+    module[1].register_buffer("flag", torch.tensor([rank == 0, True]))
+    wrapped = sw.wrap(gpus.adopt_module(module), deterministic=True)
+    for step in range(2):
+        wrapped(batch(rank, 6, 7, step=step)).square().mean().backward()
+        before = module[1].running_mean.tolist()
+        assert rank or module[1].num_batches_tracked.item() == step + 1
+    wrapped.eval()
+    with torch.no_grad():
+        wrapped(batch(rank, 6, 7))
+    assert same_everywhere([p.tolist() for p in module.parameters()])
+    assert rank or before == module[1].running_mean.tolist()
+    wrapped.train()(batch(rank, 6, 7))
+    assert same_everywhere(module[1].flag.tolist())
+
+
+def test_streams_of_the_users_own_are_followed(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, stream_scene)
+
+
+def stream_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The optimizer runs on another stream than the backward; the user orders what torch would have him order."""
+    wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
+    comm = wrapped._engine().link.comm
+    backwards = gpus.stream
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (wrapped.module, naive.module)]
+    for step in range(3):
+        x = batch(rank, 6, 7, step=step)
+        compare_step(wrapped, naive, lambda model, x=x: model(x).square().mean().backward())
+        with gpus.other_stream() as side:
+            comm.follow(side, backwards)
+            for optimizer in optimizers:
+                optimizer.step()
+        # The parameters are the user's to order; the buckets are ours: see the next backward.
+        wrapped.zero_grad()
+        naive.module.zero_grad()
+        comm.follow(gpus.stream, side)
+        assert_same_parameters(wrapped, naive)
+
+
+# what cannot work says so, on every rank --------------------------------------------------------------------------
+
+
+def test_what_is_not_there_or_cannot_be_is_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, refusals)
+
+
+def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3, device="meta"))
+    with pytest.raises(sw.Error, match="meta"):
+        sw.wrap(module)
+    optimizer = torch.optim.SGD((module := gpus.adopt_module(Mlp())).parameters(), lr=0.1)
+    with pytest.raises(NotImplementedError, match="zero=2 on GPUs is not there yet"):
+        sw.wrap(module, optimizer, zero=2)
+    with pytest.raises(NotImplementedError, match="compress= are not there yet on GPUs"):
+        sw.wrap(gpus.adopt_module(Mlp()), compress=sw.Fp16())
+    wrapped = sw.wrap(module)
+    with pytest.raises(NotImplementedError, match="communication hooks"):
+        wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    if world_size > 1:
+        with pytest.raises(NotImplementedError, match="join is not there yet on GPUs"), wrapped.join():
+            pass
+    with pytest.raises(ValueError, match="must name the one GPU that the module is on"):
+        sw.DistributedDataParallel(module, device_ids=[1])
+
+
+@pytest.mark.parametrize("missing", ["driver", "gpu", "nccl"])
+def test_a_gpu_that_cannot_be_used_on_one_rank_is_named_on_all_and_the_cpu_works(
+    teams: Any, world_size: int, paths: dict[str, str], missing: str
+) -> None:
+    run(teams, world_size, paths, missing_piece, missing)
+
+
+def missing_piece(gpus: SimulatedGpus, rank: int, world_size: int, missing: str) -> None:
+    says = {
+        "driver": "/nowhere/libcuda.so.1 cannot be used",
+        "gpu": "shows no GPU",
+        "nccl": "is NCCL 2.13.5: 2.14 or newer",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world_size - 1:
+            if missing == "driver":
+                gpus.paths = {**gpus.paths, "cuda": "/nowhere/libcuda.so.1"}
+            else:
+                patch.setenv(*{"gpu": ("CUDA_VISIBLE_DEVICES", ""), "nccl": ("SIM_NCCL_VERSION", "21305")}[missing])
+        with pytest.raises(NotImplementedError, match=says[missing]) as caught:
+            sw.wrap(gpus.adopt_module(Mlp()))
+        if rank < world_size - 1:
+            assert f"rank {world_size - 1} cannot use its GPU" in str(caught.value)
+        with gpus.torch_on_cpu():
+            train(rank, *pair(Mlp))
+
+
+def test_a_backward_that_fails_is_named_and_wrapping_again_goes_on(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, failing_backward)
+
+
+def failing_backward(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Fragile())
+    wrapped = sw.wrap(module, deterministic=True, bucket_cap_mb=0.0001)
+    for step in range(2):
+        wrapped(batch(rank, 6, 7, step=step)).square().mean().backward()
+    last = world_size - 1
+    if rank == last:
+        with pytest.raises(ArithmeticError):
+            wrapped(batch(rank, 6, 7), True).square().mean().backward()
+    gather(None)
+    with pytest.raises(sw.CommError, match=f"failed on rank {last} in the middle of a round" if rank == last else None):
+        wrapped(batch(rank, 6, 7))
+    wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
+    train(rank, wrapped, naive)
+
+
+@at_least_two
+@pytest.mark.parametrize("host_waits", [True, False], ids=["in the engine", "in torch"])
+def test_a_rank_that_does_not_come_is_told_at_the_deadline(
+    teams: Any, world_size: int, paths: dict[str, str], host_waits: bool
+) -> None:
+    run(teams, world_size, paths, absent_rank, host_waits)
+
+
+def absent_rank(gpus: SimulatedGpus, rank: int, world_size: int, host_waits: bool) -> None:
+    """Whoever waits inside torch for its GPU is let go by the thread that watches."""
+    gpus.watch()
+    torch.manual_seed(0)
+    wrapped = sw.wrap(gpus.adopt_module(Heads()), timeout_s=1.0)
+    if rank and host_waits:
+        with pytest.raises(sw.Error, match="was not done within 1 s; a peer has not come"):
+            wrapped(batch(rank, 6, 7), "left").backward()
+    elif rank:
+        wrapped(batch(rank, 6, 7), "left right").backward()
+        wrapped.module.body.weight.grad.sum()
+    with (
+        pytest.raises(sw.Error, match="was not done within 1 s|has met an error") if rank else contextlib.nullcontext()
+    ):
+        wrapped(batch(rank, 6, 7), "left")
+    gather(None)
+
+
+@at_least_two
+def test_different_numbers_of_backwards_are_named_a_step_later(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, uneven_backwards, policy="on demand")
+
+
+def uneven_backwards(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    gpus.watch()  # a rank that has seen it ends the communicator, while others wait for their GPUs
+    torch.manual_seed(0)
+    wrapped = sw.wrap(gpus.adopt_module(Mlp()))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    with pytest.raises(sw.Error, match="ranks ran different numbers of backwards or optimizer steps of Mlp"):
+        for _ in range(50):
+            for _ in range(2 if rank == 0 else 1):
+                wrapped(batch(rank, 6, 7)).sum().backward()
+            optimizer.step()
+    gather(None)
+
+
+@pytest.mark.parametrize("nth", [3, 20, 33])
+def test_a_call_of_the_driver_that_fails_is_named(teams: Any, world_size: int, paths: dict[str, str], nth: int) -> None:
+    run(teams, 1, paths, failing_call, nth)
+
+
+def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int) -> None:
+    wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
+    gpus.fail_call(nth, 999)
+    with pytest.raises(sw.Error, match=r"CUDA_ERROR_UNKNOWN|\(999\)"):
+        train(rank, wrapped, naive)
+    gpus.fail_call(0, 0)

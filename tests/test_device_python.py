@@ -1,0 +1,76 @@
+"""Laws of the GPU path's Python that need no GPU: where the compiler of kernels is looked for, what a module on several devices
+is told, which device_ids are taken, and that the benchmark on GPUs says why it was skipped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwright as sw
+from shardwright import _engine
+from shardwright.ddp_compat import check_device_ids, to_device
+from shardwright.device import find_nvrtc
+from shardwright.table import _check_one_device
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_compiler_is_that_of_torchs_cuda(tmp_path: Path) -> None:
+    for name in (
+        "cuda_nvrtc/lib/libnvrtc.so.12",
+        "cuda_nvrtc/lib/libnvrtc-builtins.so.12.8",
+        "cu13/lib/libnvrtc.so.13",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    lib = tmp_path / "cuda_nvrtc" / "lib"
+    assert find_nvrtc([tmp_path], "12.8") == (str(lib / "libnvrtc.so.12"), str(lib / "libnvrtc-builtins.so.12.8"))
+    assert find_nvrtc([tmp_path], "13.0") == (str(tmp_path / "cu13/lib/libnvrtc.so.13"), None)
+    assert find_nvrtc([tmp_path / "elsewhere"], "12.8") == ("libnvrtc.so.12", None)  # the loader's to find
+    assert find_nvrtc([tmp_path], None) == (None, None)
+
+
+def test_a_module_on_several_devices_is_an_error_that_names_two_of_its_tensors() -> None:
+    pairs = [("a.weight", torch.empty(2)), ("b.weight", torch.empty(2, device="meta"))]
+    with pytest.raises(
+        sw.Error, match="'a.weight' is on cpu and 'b.weight' on meta: a wrapped module must be on one device"
+    ):
+        _check_one_device(pairs)
+    _check_one_device(pairs[:1])
+
+
+def test_device_ids_name_the_modules_own_gpu() -> None:
+    first = torch.device("cuda", 0)
+    check_device_ids(None, None, torch.device("cpu"))
+    for ids, output in (([0], None), (["cuda:0"], 0), ([first], first), (None, None)):
+        check_device_ids(ids, output, first)
+    for ids, output, device in (
+        ([1], None, first),
+        ([0, 1], None, first),
+        ([0], 1, first),
+        ([0], None, torch.device("cpu")),
+    ):
+        with pytest.raises(ValueError, match="must name the one GPU that the module is on"):
+            check_device_ids(ids, output, device)
+
+
+def test_inputs_are_moved_whatever_they_are_in() -> None:
+    moved = to_device(({"x": [torch.ones(2)], "n": 3}, "text"), torch.device("meta"))
+    assert moved[0]["x"][0].is_meta and moved[0]["n"] == 3 and moved[1] == "text"
+
+
+def test_the_benchmark_on_gpus_says_why_it_was_skipped() -> None:
+    try:
+        _engine.cuda_devices()
+        pytest.skip("there is a GPU")
+    except NotImplementedError as error:
+        reason = str(error)
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "bench_gpu.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"bench": "gpu", "skipped": reason}
