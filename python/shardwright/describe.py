@@ -133,7 +133,12 @@ def _offload(replica: Any) -> dict[str, Any]:
     if stores:
         found: dict[str, Any] = stores[0].describe()
         return found | {"offload_bytes": sum(store.file.nbytes for store in stores)}
-    return {"offload": "cpu: no effect, all of it is there"} if replica.settings["offload"] == "cpu" else {}
+    said = {
+        "cpu": "cpu: no effect, all of it is there",
+        "nvme": "nvme: no optimizer of this model was sliced or wrapped yet",
+    }
+    kind = replica.settings["offload"]
+    return {} if kind is None else {"offload": said[kind]}
 
 
 def _lines(value: Mapping[str, Any], depth: int) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LOW", "MasterOptimizer", "Masters", "has_own_masters", "load_in_float32"]
+__all__ = ["LOW", "MasterOptimizer", "Masters", "has_own_masters", "load_in_float32", "without_masters"]
 
 LOW = (torch.bfloat16, torch.float16)
 _KEY = "master"
@@ -192,3 +192,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         load_in_float32(self._inner, self._inner.load_state_dict, state_dict, self.has_master)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._masters.forget(p for group in self.param_groups for p in group["params"])
+
+
+def without_masters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The user's own inside a MasterOptimizer, whose state, masters among it, it shares; any other as it is."""
+    return optimizer._inner if isinstance(optimizer, MasterOptimizer) else optimizer

@@ -43,7 +43,8 @@ class _Fused(torch.optim.Optimizer):
 
     _master: bool
     _masters: Masters
-    _store: StateStore | None = None  # not a copy's
+    #: where the state lies, if not in memory; not a copy's
+    store: StateStore | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_master": self._master}
@@ -93,14 +94,14 @@ class _Fused(torch.optim.Optimizer):
     def _state_like(self, p: Tensor) -> Tensor:
         """Zeros with the shape and strides of `p`, in the dtype of its state."""
         dtype = torch.float32 if self._has_master(p) else p.dtype
-        if self._store is not None:
-            return self._store.zeros(p, dtype)
+        if self.store is not None:
+            return self.store.zeros(p, dtype)
         return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
 
     def _master_of(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        return self._masters.of(p, state) if self._store is None else self._masters.of(p, state, self._store.empty)
+        return self._masters.of(p, state) if self.store is None else self._masters.of(p, state, self.store.empty)
 
-    def _state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
+    def state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
         """Of the tensors of the shape of `p` that its state will have."""
         has_master = self._has_master(p)
         return [torch.float32 if has_master else p.dtype] * self._moment_count(group) + [torch.float32] * has_master
@@ -108,13 +109,13 @@ class _Fused(torch.optim.Optimizer):
     def _moment_count(self, group: dict[str, Any]) -> int:
         raise NotImplementedError
 
-    def _keep_in(self, store: StateStore) -> None:
+    def keep_in(self, store: StateStore) -> None:
         """State that is made from now on, and at a parameter's next step what it has, lies in `store`."""
-        self._store = store
+        self.store = store
 
     @property
     def _state_file(self) -> _engine.StateFile | None:
-        return None if self._store is None else self._store.file
+        return None if self.store is None else self.store.file
 
     def _written(self, params: list[Tensor], masters: list[Tensor]) -> None:
         """Tell autograd, and remember that this write of the low-precision ones was ours."""
@@ -230,8 +231,8 @@ class _AdamStep(_Fused):
             if amsgrad and "max_exp_avg_sq" not in state:
                 state["max_exp_avg_sq"] = self._state_like(p)
             has_master = self._has_master(p)
-            if self._store is not None:
-                self._store.adopt(state)
+            if self.store is not None:
+                self.store.adopt(state)
             lists = through_master if has_master else direct
             lists.params.append(p)
             lists.targets.append(self._master_of(p, state) if has_master else p)
@@ -470,8 +471,8 @@ class SGD(_Fused, torch.optim.SGD):
                 continue
             has_master = self._has_master(p)
             state = self.state[p] if buffered or has_master else {}
-            if self._store is not None:
-                self._store.adopt(state)
+            if self.store is not None:
+                self.store.adopt(state)
             buffer = state.get("momentum_buffer")
             kind = (has_master, buffered and buffer is None)
             lists = calls.get(kind)

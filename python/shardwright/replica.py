@@ -414,7 +414,8 @@ class Replica:
 
     def step_with(self, optimizer: torch.optim.Optimizer) -> None:
         """At zero=0, where it steps by itself: for describe()."""
-        self._steppers.append(weakref.ref(optimizer))
+        if all(reference() is not optimizer for reference in self._steppers):
+            self._steppers.append(weakref.ref(optimizer))
 
     def steppers(self) -> list[Any]:
         """Optimizers that step on this module, as far as they are known."""

@@ -16,7 +16,7 @@ from .clip import clip_grad_norm_
 from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .fully_shard import wrapper_of
-from .masters import MasterOptimizer, has_own_masters
+from .masters import MasterOptimizer, has_own_masters, without_masters
 from .offload import make_store, offload_folder, offload_kind, rounded_bytes
 from .options import Options, check_zero
 from .precision import PrecisionPlan
@@ -119,7 +119,7 @@ def wrap(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     if zero and optimizer is not None:
-        check_sliceable(optimizer, partition)
+        check_sliceable(without_masters(optimizer), partition)
         _check_members(module, optimizer)
     if optimizer is not None or not zero:
         _check_offload(offload, optimizer)
@@ -137,9 +137,7 @@ def wrap(
     if zero:
         optimizer = shard_optimizer(wrapped, optimizer, partition=partition)
     else:
-        optimizer = with_masters(wrapped, optimizer)
-        wrapped._engine().step_with(optimizer)
-        _keep_state(wrapped, optimizer, optimizer)
+        optimizer = keep_optimizer(wrapped, optimizer)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
     return wrapped, optimizer
@@ -186,6 +184,7 @@ def shard_optimizer(
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, or the outermost one that was fully sharded"
         )
+    optimizer = without_masters(optimizer)
     check_sliceable(optimizer, partition)
     kind = TensorPartitionedOptimizer if partition == "tensor" else ShardedOptimizer
     _check_offload(wrapped._offload, optimizer)
@@ -203,35 +202,38 @@ def _check_offload(offload: Any, optimizer: torch.optim.Optimizer | None) -> Non
 def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) -> None:
     """The state of `inner`, which steps for `optimizer`, is put where offload= says. Collective then."""
     folder, replica = offload_folder(wrapped._offload), wrapped._engine()
-    if folder is None:
+    earlier = getattr(inner, "store", None)
+    if earlier is not None:  # of an earlier wrapping: the state is there
+        replica.stores.add(earlier)
+    if folder is None or earlier is not None:
         return
-    indices = {id(p): i for i, p in enumerate(replica.table.parameters)}
-    held = [
-        (p, optimizer.slice_of(indices[id(p)]) if replica.zero else p, g)
-        for g in optimizer.param_groups
-        for p in g["params"]
-    ]
-    dtypes = [
-        (piece.numel(), inner._state_dtypes(piece, g)) for p, piece, g in held if piece is not None and p.requires_grad
-    ]
-    nbytes = sum(rounded_bytes(numel, dtype) for numel, each in dtypes for dtype in each)
+    indices, nbytes = {id(p): i for i, p in enumerate(replica.table.parameters)}, 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            piece = optimizer.slice_of(indices[id(p)]) if replica.zero else p
+            if piece is not None and p.requires_grad:
+                nbytes += sum(rounded_bytes(piece.numel(), dtype) for dtype in inner.state_dtypes(piece, group))
     try:
         store = make_store(replica.group, folder, replica.label, nbytes)
     except OSError:
         replica.retire()  # the module is as it was
         raise
-    inner._keep_in(store)
+    inner.keep_in(store)
     replica.stores.add(store)
 
 
-def with_masters(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """What steps at zero=0: the optimizer itself, or on float32 masters where parameters of it are low-precision, it keeps none
-    and no policy says no. As at zero >= 1, where they are slices."""
-    if has_own_masters(optimizer) or isinstance(optimizer, (MasterOptimizer, torch.optim.LBFGS)):
-        return optimizer
-    made = MasterOptimizer(optimizer, _without_master(wrapped))
-    members = (p for group in optimizer.param_groups for p in group["params"])
-    return made if any(map(made.has_master, members)) else optimizer
+    and no policy says no; as at zero >= 1, where they are slices. Its state is where offload= says. Collective then."""
+    _check_offload(wrapped._offload, optimizer)
+    optimizer = without_masters(optimizer)
+    if not has_own_masters(optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
+        made = MasterOptimizer(optimizer, _without_master(wrapped))
+        members = (p for group in optimizer.param_groups for p in group["params"])
+        optimizer = made if any(map(made.has_master, members)) else optimizer
+    wrapped._engine().step_with(optimizer)
+    _keep_state(wrapped, optimizer, optimizer)
+    return optimizer
 
 
 def _without_master(wrapped: DistributedDataParallel) -> list[torch.Tensor]:

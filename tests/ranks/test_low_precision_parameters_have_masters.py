@@ -206,6 +206,20 @@ def test_whole_states_carry_masters_between_stages(rank, world_size, first, seco
         assert all(bits_equal(found[1]["state"][position][key], value) for key, value in entry.items()), position
 
 
+@on_every_rank()
+def test_what_was_wrapped_is_wrapped_again_at_another_stage(rank, world_size):
+    make = OPTIMIZERS["AdamW"]
+    model, optimizer = sw.wrap(*build(make), **STAGES[0])
+    losses = train(model, optimizer, rank)
+    for options in (STAGES[0], STAGES[2], STAGES[3]):
+        module, optimizer = build(make)
+        model, optimizer = sw.wrap(module, optimizer, **STAGES[0])
+        begun = train(model, optimizer, rank, range(2))
+        model, optimizer = sw.wrap(module, optimizer, **options)
+        assert begun + train(model, optimizer, rank, range(2, 4)) == losses, options
+        gather(None)
+
+
 def saved_bytes(folder):
     files = [each for kind in ("model", "optimizer") for each in pathlib.Path(folder).rglob(f"{kind}*")]
     return {each.name: each.read_bytes() for each in files}

@@ -31,7 +31,7 @@ from ..data_parallel import DistributedDataParallel
 from ..exchange import group_exchange
 from ..masters import MasterOptimizer
 from ..sharded_optimizer import ShardedOptimizer
-from ..wrap import full_parameters, shard_optimizer, unwrap, with_masters
+from ..wrap import full_parameters, keep_optimizer, shard_optimizer, unwrap
 
 __all__ = ["Accelerator", "CompressionHandler"]
 
@@ -220,7 +220,7 @@ class Accelerator(accelerate.Accelerator):
         if self.zero:
             optimizer.optimizer = shard_optimizer(wrapper, inner, partition=self.partition)
         else:
-            optimizer.optimizer = with_masters(wrapper, inner)
+            optimizer.optimizer = keep_optimizer(wrapper, inner)
         if optimizer.optimizer is inner:
             return
         optimizer.__setstate__(optimizer.__getstate__())  # what it patches of the optimizer's step, anew
