@@ -7,6 +7,7 @@ another why they cannot use their GPU, before anybody waits in NCCL.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -158,7 +159,8 @@ class DeviceLink:
         """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
         self._failure = reason
         if self._host.is_alive:
-            self._host.abort(reason)
+            with contextlib.suppress(Error):  # the program's own thread is inside: it sees for itself
+                self._host.abort(reason)
         self.comm.abort(reason)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
