@@ -1,9 +1,10 @@
 /* test_hier.c - hosts with ranks as threads, and a wire that is a box of messages. Law of
  * all_reduce: every rank ends with the fold inside each host, then over hosts, bit for bit, with
- * many operations in flight. Law of reduce_scatter: owners of a slice have the same bits of it, and
- * with contributions that stand on the results before, those of sums rounded before the fold. Law
- * of all_gather: every part has every owner's slice. Law of a wire that breaks, or never answers:
- * every rank gets an error, and all ends. */
+ * many operations in flight; where ranks disagree on one, those before it are done. Law of
+ * reduce_scatter: owners of a slice have the same bits of it, and with contributions that stand on
+ * the results before, those of sums rounded before the fold. Law of all_gather: every part has
+ * every owner's slice. Law of a wire that breaks, or never answers: every rank gets an error, and
+ * all ends. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,7 +16,7 @@
 #include "platform/thread.h"
 #include "ranks.h"
 
-enum { BOX = 4096, IN_FLIGHT = 5 };
+enum { BOX = 4096, IN_FLIGHT = 12 /* more than carriers agree on at once */ };
 
 typedef struct message {
     int from, to;
@@ -197,7 +198,8 @@ static float mean_over_hosts(const scene *s, int world_size, size_t i, int step)
 
 static void folds_over_hosts(rank_context *self)
 {
-    static const size_t sizes[] = {32, 4096, 150016, 32, 700000};
+    static const size_t sizes[IN_FLIGHT] = {32,     4096, 150016, 32, 700000, 65536,
+                                            131072, 32,   32,     32, 200000, 4096};
     scene *s = (scene *)(uintptr_t)self->shared;
     wire_end end;
     sw_wire wire;
@@ -509,6 +511,49 @@ static void looks_late(rank_context *self)
     comm->ops->destroy(comm);
 }
 
+/* Of operations that carriers agree on together, those before the one that ranks disagree on. */
+static void disagrees_in_a_batch(rank_context *self)
+{
+    enum { OPERATIONS = 5, ODD = 3 };
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    sw_arena *arenas[OPERATIONS] = {NULL};
+    uint32_t tickets[OPERATIONS];
+    for (int i = 0; i < OPERATIONS; ++i)
+        check(comm->ops->arena_create(comm, 100000 * sizeof(float), "an arena", &arenas[i],
+                                      &self->err) == SW_OK,
+              "an arena: %s", self->err.message);
+    for (int i = 0; i < OPERATIONS; ++i) {
+        bool odd = i == ODD && self->rank == self->world_size - 1;
+        sw_op op = {.kind = SW_OP_ALL_REDUCE,
+                    .dtype = SW_DTYPE_FLOAT32,
+                    .redop = SW_REDOP_SUM,
+                    .numel = odd ? 64 : 100000,
+                    .arena = arenas[i],
+                    .label = "a bucket"};
+        ((float *)(void *)arenas[i]->base[self->rank])[99999] = (float)(i + 1);
+        check(comm->ops->post(comm, &op, &tickets[i], &self->err) == SW_OK, "post: %s",
+              self->err.message);
+    }
+    for (int i = 0; i < ODD; ++i) {
+        check(comm->ops->wait(comm, tickets[i], &self->err) == SW_OK, "operation %d: %s", i,
+              self->err.message);
+        check(((float *)(void *)arenas[i]->base[self->rank])[99999] ==
+                  (float)((i + 1) * self->world_size),
+              "the sum of operation %d", i);
+    }
+    check(comm->ops->wait(comm, tickets[ODD], &self->err) == SW_E_MISMATCH, "they disagree");
+    check(strstr(self->err.message, "of 64 float32") != NULL, "and it says so: %s",
+          self->err.message);
+    ranks_meet(self);
+    for (int i = 0; i < OPERATIONS; ++i)
+        comm->ops->arena_destroy(comm, arenas[i]);
+    ranks_meet(self);
+    comm->ops->destroy(comm);
+}
+
 static void run_sliced(rank_body *body, const int *host_of, int world_size, const sw_slices *slices,
                        int breaks_after, bool silent)
 {
@@ -556,6 +601,9 @@ int main(void)
     run(folds_over_hosts, apart, 3, 0, false);
     run(folds_over_hosts, crosswise, 3, 0, false);
     run(folds_over_hosts, one, 3, 0, false);
+    run(disagrees_in_a_batch, even, 4, 0, false);
+    run(disagrees_in_a_batch, uneven, 5, 0, false);
+    run(disagrees_in_a_batch, one, 3, 0, false);
     run(looks_late, even, 4, 0, false);
     run(looks_late, one, 3, 0, false);
     run(slices_over_hosts, even, 4, 0, false);
