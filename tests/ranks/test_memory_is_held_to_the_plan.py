@@ -76,7 +76,7 @@ def planned():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@on_every_rank()
+@on_every_rank(at_least=2)  # one rank alone has private pages, which the system joins with their neighbours
 def test_mapped_memory_is_the_plan_to_a_page(rank, world_size, stage):
     from shardwright.gradients import gradient_view
 
