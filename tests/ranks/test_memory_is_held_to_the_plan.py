@@ -183,7 +183,7 @@ def weighed(rank, world_size, options, width, layers):
     return taken, plan, activations
 
 
-@pytest.mark.parametrize("stage", STAGES if LONG else ["0", "2", "3"])
+@pytest.mark.parametrize("stage", STAGES if LONG else ["2"])
 def test_all_of_it_is_the_plan_and_the_activations_to_10_percent(fresh_ranks, world_size, stage):
     size = (512, 16) if LONG else (256, 6)
     with fresh_ranks(world_size) as team:
