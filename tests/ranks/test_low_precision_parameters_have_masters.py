@@ -108,7 +108,7 @@ def whole(model, optimizer):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@on_every_rank()
+@on_every_rank(at_least=3)
 def test_every_elementwise_optimizer_steps_on_masters(rank, world_size, name):
     torch.manual_seed(0)
     naive = NaiveDataParallel(Low())
@@ -184,7 +184,7 @@ def test_masters_follow_who_writes_and_grow_out_of_earlier_state(rank, world_siz
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 2), (2, 0), (1, 4), (4, 1)])
-@on_every_rank()
+@on_every_rank(at_least=3)
 def test_whole_states_carry_masters_between_stages(rank, world_size, first, second):
     make = OPTIMIZERS["Adam amsgrad"]
     model, optimizer = sw.wrap(*build(make), **STAGES[0])
@@ -226,7 +226,7 @@ def saved_bytes(folder):
 
 
 @pytest.mark.parametrize("partition", ["auto", "tensor"])
-@on_every_rank()
+@on_every_rank(at_least=3)
 def test_checkpoints_carry_masters(rank, world_size, partition):
     expected = None
     for number, options in enumerate(STAGES):

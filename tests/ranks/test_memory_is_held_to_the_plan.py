@@ -76,7 +76,7 @@ def planned():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@on_every_rank()
+@on_every_rank(at_least=2)  # one rank alone has private pages, which the system joins with their neighbours
 def test_mapped_memory_is_the_plan_to_a_page(rank, world_size, stage):
     from shardwright.gradients import gradient_view
 
@@ -139,20 +139,20 @@ def test_what_cannot_be_known_is_not_said(rank, world_size):
         gather(None)
 
 
-def peak(model, optimizer, rank, steps):
-    """The largest PSS at the points where most is held: the loss stands, the gradients stand, the step is done."""
+def peaks(model, optimizer, rank, steps):
+    """The largest PSS where most is held: when the loss stands, when the gradients stand, when the step is done."""
     seen = []
     for step in range(steps):
         loss = loss_of(model, rank, step)
-        seen.append(pss_bytes())
+        at_loss = pss_bytes()
         loss.backward()
         del loss
-        seen.append(pss_bytes())
+        at_gradients = pss_bytes()
         if optimizer is not None:
             optimizer.step()
-            seen.append(pss_bytes())
+        seen.append((at_loss, at_gradients, pss_bytes()))
         model.zero_grad()
-    return max(seen)
+    return [max(column) for column in zip(*seen)]
 
 
 def weighed(rank, world_size, options, width, layers):
@@ -164,14 +164,14 @@ def weighed(rank, world_size, options, width, layers):
         model, optimizer = module, torch.optim.AdamW(module.parameters(), fused=True)
         if warm is not None:
             model, optimizer = sw.wrap(module, optimizer, **options)
-        peak(model, optimizer, rank, 2)
+        peaks(model, optimizer, rank, 2)
         gather(None)
     del model, optimizer
     start = settled()
     module = Gpt(width, layers)
-    states = 2 * sum(p.numel() * 4 for p in module.parameters())
-    activations = max(0, peak(module, None, rank, 2) - start - states)
-    module.zero_grad()
+    size = sum(p.numel() * 4 for p in module.parameters())
+    at_loss, at_gradients, _ = peaks(module, None, rank, 2)
+    activations = max(at_loss - start - size, at_gradients - start - 2 * size, 0)
     del module
     gather(None)
     start = settled()
@@ -179,11 +179,11 @@ def weighed(rank, world_size, options, width, layers):
     module = Gpt(width, layers)
     model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), fused=True), **options)
     plan = planned()["planned_bytes"]
-    taken = peak(model, optimizer, rank, 3) - start
+    taken = max(peaks(model, optimizer, rank, 3)) - start
     return taken, plan, activations
 
 
-@pytest.mark.parametrize("stage", STAGES if LONG else ["0", "2", "3"])
+@pytest.mark.parametrize("stage", STAGES if LONG else ["2"])
 def test_all_of_it_is_the_plan_and_the_activations_to_10_percent(fresh_ranks, world_size, stage):
     size = (512, 16) if LONG else (256, 6)
     with fresh_ranks(world_size) as team:

@@ -115,7 +115,7 @@ def test_every_stage_has_the_bits_of_no_offload(rank, world_size, name):
 
 
 @pytest.mark.parametrize("first", [0, 2, 4])
-@on_every_rank()
+@on_every_rank(at_least=3)
 def test_states_go_in_and_out(rank, world_size, first):
     small_buffers()
     make, offload = OPTIMIZERS["Adam amsgrad"], f"nvme:{folder_of(rank)}"
@@ -143,7 +143,7 @@ def saved_bytes(folder):
 
 
 @pytest.mark.parametrize("snapshot", ["copy", "lazy"])
-@on_every_rank()
+@on_every_rank(at_least=3)
 def test_checkpoints_have_the_bytes_of_no_offload_and_are_restored(rank, world_size, snapshot):
     small_buffers()
     make, saved, losses = OPTIMIZERS["AdamW"], {}, {}
