@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 _serials = itertools.count()
 #: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
 _SLICED_CAP_BYTES = 8 << 20
-#: between hosts the wire is what takes time: it starts with the first bucket, and stands still for 4 ms between two
+#: between hosts the wire is what takes time: it starts with the first bucket, and stands still for 4 ms between two. Compressed
+#: buckets leave at the end of the backward, so few large ones are best
 _HOSTS_CAP_BYTES = 8 << 20
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
@@ -67,6 +68,8 @@ class Replica:
         synchronises: Callable[[], bool],
         settings: dict[str, Any],
         zero: int = 0,
+        *,
+        sends_early: bool = True,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
@@ -84,7 +87,7 @@ class Replica:
         self.reducer = Reducer(
             group.comm,
             self.table.rows(),
-            bucket_cap_bytes=_cap_bytes(options.bucket_cap_bytes, group, zero),
+            bucket_cap_bytes=_cap_bytes(options.bucket_cap_bytes, group, zero, sends_early),
             transport=options.chosen_transport,
             reduce=options.reduce,
             sliced=zero >= 2,
@@ -448,9 +451,9 @@ class Replica:
         self._handles.clear()
 
 
-def _cap_bytes(asked: int, group: HostGroup, zero: int) -> int:
+def _cap_bytes(asked: int, group: HostGroup, zero: int, sends_early: bool) -> int:
     """Of a bucket. The bits of a gradient do not depend on it."""
-    limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * (group.host_count > 1)
+    limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * (group.host_count > 1 and sends_early)
     return min(asked, *limits) if limits else asked
 
 
