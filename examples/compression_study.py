@@ -5,11 +5,13 @@
 
 Within a seed, every arm sees the same weights and batches; the learning rate is tuned on uncompressed runs of seed 0
 alone. Differences are paired by seed, with a 95 % interval (Student's t). README.md beside this file shows what to expect.
+`--peers` has PowerSGD alone, and torch's own hook at the same settings beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -20,6 +22,7 @@ import torch
 from gpt import data, ranks
 from gpt.loss import summed_loss, validate
 from gpt.model import GPT
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 import shardwright as sw
 
@@ -27,7 +30,31 @@ STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.
 RATES = {"SGD": (0.1, 0.3, 1.0, 3.0), "Adam": (1e-3, 3e-3, 1e-2, 3e-2)}
 
 
-def arms(steps: int) -> dict[str, object]:
+@dataclasses.dataclass(frozen=True)
+class TorchPowerSGD:
+    """torch's DistributedDataParallel and its powerSGD_hook, which leaves two rounds plain at least."""
+
+    rank: int
+    warmup_steps: int = 2
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        wrapped = torch.nn.parallel.DistributedDataParallel(
+            model, bucket_cap_mb=1000
+        )  # one bucket: several fail on Gloo
+        state = power.PowerSGDState(None, self.rank, start_powerSGD_iter=self.warmup_steps)
+        wrapped.register_comm_hook(state, power.powerSGD_hook)
+        return wrapped
+
+
+def arms(steps: int, peers: bool) -> dict[str, object]:
+    if peers:
+        return {
+            "none": None,
+            "PowerSGD r=8": sw.PowerSGD(rank=8, warmup_steps=2),
+            "torch's hook r=8": TorchPowerSGD(8),
+            "PowerSGD r=4, 10 % warm-up": sw.PowerSGD(rank=4, warmup_steps=steps // 10),
+            "torch's hook r=4, 10 % warm-up": TorchPowerSGD(4, steps // 10),
+        }
     return {
         "none": None,
         "bf16": sw.Bf16(),
@@ -51,7 +78,10 @@ def train(
         inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     else:
         inner = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
-    model, inner = sw.wrap(model, inner, compress=compress)
+    if isinstance(compress, TorchPowerSGD):
+        model = compress.wrap(model)
+    else:
+        model, inner = sw.wrap(model, inner, compress=compress)
     batches = data.TrainingBatches(corpus[0], batch_size=options.batch_size, seed=seed, **share)
     tokens = options.batch_size * options.context / world_size
     for step in range(options.steps):
@@ -98,11 +128,12 @@ def draw(path: Path, rows: list[dict]) -> str:
 def study(options: argparse.Namespace, corpus: tuple, optimizer: str, deadline: float) -> list[dict]:
     """A row for each arm; seeds that would begin after `deadline` are left out, on every rank."""
     rate = best_rate(options, corpus, optimizer)
-    losses: dict[str, list[float]] = {name: [] for name in arms(options.steps)}
+    compared = arms(options.steps, options.peers)
+    losses: dict[str, list[float]] = {name: [] for name in compared}
     for seed in range(1, options.seeds + 1):
         if ranks.sum_over_ranks([float(time.monotonic() > deadline)])[0]:
             break
-        for name, compress in arms(options.steps).items():
+        for name, compress in compared.items():
             losses[name].append(train(options, corpus, optimizer, rate, compress, seed))
     rows = []
     for name, found in losses.items():
@@ -119,6 +150,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="rows, all ranks together")
     parser.add_argument("--context", type=int, default=64, help="bytes a row")
     parser.add_argument("--width", type=int, default=64, help="of the residual stream")
+    parser.add_argument("--peers", action="store_true", help="PowerSGD against torch's hook")
     parser.add_argument("--minutes", type=float, default=60.0, help="no seed is begun after this; half of it for SGD")
     parser.add_argument("--out", type=Path, default=Path("runs/compression_study"), help="folder of the results")
     options = parser.parse_args()

@@ -60,6 +60,8 @@ class DistributedDataParallel(TorchDDP):
         What is sliced over ranks (see wrap).
     precision : str, Precision or dict
         In what the module computes, and gradients travel (see wrap).
+    compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
+        See wrap.
     **options
         Further fields of Options: timeout_s, transport, ignored_params, ...
 
@@ -104,6 +106,7 @@ class DistributedDataParallel(TorchDDP):
         zero: int = 0,
         precision: Any = None,
         offload: Any = None,
+        compress: Any = None,
         **options: Any,
     ) -> None:
         given = dict(locals())
@@ -132,6 +135,9 @@ class DistributedDataParallel(TorchDDP):
         self._options.check_stage(zero)
         check_marks(module, zero, self._options.share_parameters)
         self._precision = self._plan_precision(precision)
+        check_compressor(compress, self._options.reduce)
+        travels_in = compress if self._precision is None else compress or self._precision.compressor()
+        self._compresses = isinstance(travels_in, Compressor)
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
         check_device_ids(device_ids, output_device, self.device)
         self._inputs_to = self.device if device_ids else None
@@ -145,9 +151,12 @@ class DistributedDataParallel(TorchDDP):
             raise
         if self._precision is not None:
             self._precision.keep()
-            travels_in = self._precision.compressor()
-            if travels_in is not None:
-                self.compress_gradients(travels_in)
+        if self._compresses:
+            self.compress_gradients(travels_in)
+        elif compress is not None:
+            from .auto_compression import begin_auto  # which measures such wrappers
+
+            begin_auto(self)
 
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Every attribute of torch's class that other code reads."""
@@ -245,6 +254,7 @@ class DistributedDataParallel(TorchDDP):
             settings,
             self._zero,
             slicing,
+            sends_early=not self._compresses,
         )
         if self._precision is not None:
             self._replica.give_copies_to(self._precision)

@@ -72,7 +72,8 @@ class HostLevels(Levels):
         failure: Exception | None = None
         if self._is_first:
             try:
-                flat.mul_(self._share)  # the mean over hosts is then that over ranks
+                if self._share != 1:  # the mean over hosts is then that over ranks
+                    flat.mul_(self._share)
                 compressed()
             except Exception as error:  # raised once its host knows
                 failure = error

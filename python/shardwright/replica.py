@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 _serials = itertools.count()
 #: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
 _SLICED_CAP_BYTES = 8 << 20
-#: between hosts the wire is what takes time: it starts with the first bucket, and stands still for 4 ms between two
+#: between hosts the wire is what takes time: it starts with the first bucket, and stands still for 4 ms between two. Compressed
+#: buckets leave at the end of the backward, so few large ones are best
 _HOSTS_CAP_BYTES = 8 << 20
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
@@ -74,6 +75,8 @@ class Replica:
         settings: dict[str, Any],
         zero: int = 0,
         slicing: Slicing | None = None,
+        *,
+        sends_early: bool = True,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
@@ -94,7 +97,7 @@ class Replica:
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
         self.link: DeviceLink | None = None
         self.deterministic = options.deterministic or not self.table.is_on_gpu
-        self.reducer = self._make_reducer(options)
+        self.reducer = self._make_reducer(options, sends_early)
         self._parameters: ParameterMemory | UnitMemory | None = None
         self._board: GradientBoard | None = None
         if zero:
@@ -118,9 +121,9 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
-    def _make_reducer(self, options: Options) -> Any:
+    def _make_reducer(self, options: Options, sends_early: bool) -> Any:
         """A Reducer, or on a GPU what has its methods there."""
-        cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.group, self.zero)
+        cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.group, self.zero, sends_early)
         if self.table.is_on_gpu:
             self.link = device_link(self.group, self.table.parameters[0], options.timeout_s)
             return DeviceRounds(
@@ -533,9 +536,9 @@ def _check_gpu(zero: int) -> None:
         )
 
 
-def _cap_bytes(asked: int, group: HostGroup, zero: int) -> int:
+def _cap_bytes(asked: int, group: HostGroup, zero: int, sends_early: bool) -> int:
     """Of a bucket. The bits of a gradient do not depend on it."""
-    limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * (group.host_count > 1)
+    limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * (group.host_count > 1 and sends_early)
     return min(asked, *limits) if limits else asked
 
 

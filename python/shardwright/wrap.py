@@ -125,13 +125,9 @@ def wrap(
         _check_offload(offload, optimizer)
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
-    wrapped = DistributedDataParallel(module, zero=zero, precision=precision, offload=offload, **options)
-    if compress == "auto":
-        from .auto_compression import begin_auto
-
-        begin_auto(wrapped)
-    elif compress is not None:
-        wrapped.compress_gradients(compress)
+    wrapped = DistributedDataParallel(
+        module, zero=zero, precision=precision, offload=offload, compress=compress, **options
+    )
     if optimizer is None:
         return wrapped
     if zero:

@@ -195,6 +195,8 @@ int main(void)
             check_halves(SW_DTYPE_FLOAT16, numels[n], n % 4);
             check_halves(SW_DTYPE_BFLOAT16, numels[n], n % 4);
         }
+        check_halves(SW_DTYPE_FLOAT16, (1u << 19) + 4097, 0); /* past the caches */
+        check_halves(SW_DTYPE_BFLOAT16, (1u << 19) + 4097, 0);
     }
     check_errors();
     return finish();

@@ -42,13 +42,30 @@ static void narrow_scaled_float16(uint16_t *restrict wire, const float *restrict
         wire[i] = float16_narrow(source[i] * scale);
 }
 
-static void half_narrow(uint16_t *wire, const float *source, size_t numel, float scale,
-                        sw_dtype dtype)
+static void narrow_scaled(uint16_t *wire, const float *source, size_t numel, float scale,
+                          sw_dtype dtype)
 {
     if (dtype == SW_DTYPE_FLOAT16)
         narrow_scaled_float16(wire, source, numel, scale);
     else
         narrow_scaled_bfloat16(wire, source, numel, scale);
+}
+
+/* What travels is read by others, or by the kernel, megabytes later: it goes past the caches. */
+static void half_narrow(uint16_t *wire, const float *source, size_t numel, float scale,
+                        sw_dtype dtype)
+{
+    uint16_t half[HALF_BLOCK_NUMEL];
+    if (!stream_pays(wire, numel * sizeof *wire)) {
+        narrow_scaled(wire, source, numel, scale, dtype);
+        return;
+    }
+    for (size_t start = 0; start < numel; start += HALF_BLOCK_NUMEL) {
+        size_t count = numel - start < HALF_BLOCK_NUMEL ? numel - start : HALF_BLOCK_NUMEL;
+        narrow_scaled(half, source + start, count, scale, dtype);
+        stream_halves(wire + start, half, count);
+    }
+    stream_end();
 }
 
 static void widen(float *out, const uint16_t *wire, size_t count, sw_dtype dtype)

@@ -40,6 +40,25 @@ static inline void stream_floats(float *to, const float *from, size_t count)
     memcpy(to + i, from + i, (count - i) * sizeof *to);
 }
 
+/* The same. */
+static inline void stream_halves(uint16_t *to, const uint16_t *from, size_t count)
+{
+    size_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 32 <= count; i += 32)
+        _mm512_stream_si512((__m512i *)(void *)(to + i), _mm512_loadu_si512(from + i));
+#elif defined(__AVX__)
+    for (; i + 16 <= count; i += 16)
+        _mm256_stream_si256((__m256i *)(void *)(to + i),
+                            _mm256_loadu_si256((const __m256i *)(const void *)(from + i)));
+#elif defined(__x86_64__)
+    for (; i + 8 <= count; i += 8)
+        _mm_stream_si128((__m128i *)(void *)(to + i),
+                         _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
+#endif
+    memcpy(to + i, from + i, (count - i) * sizeof *to);
+}
+
 static inline void stream_end(void)
 {
 #if defined(__x86_64__)
