@@ -163,3 +163,19 @@ def test_a_file_system_without_locks_is_not_called_another_writer(rank, world_si
         checkpoints.save(0)
         checkpoints.wait()
         assert checkpoints.restore() == 1
+
+
+@on_every_rank()
+def test_a_lazy_save_is_given_up_if_something_is_loaded_before_it_is_written(rank, world_size):
+    model = torch.nn.Linear(1024, 8192 * world_size, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sw.Checkpointer(
+        shared_folder(rank), model, optimizer, snapshot="lazy", bandwidth_bytes_per_s=32 << 20
+    ) as checkpoints:
+        checkpoints.save(0)
+        with torch.no_grad():
+            model.weight.zero_()
+        assert "'weight' was changed before the optimizer's step" in agreed(checkpoints.wait)
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
