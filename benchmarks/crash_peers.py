@@ -113,6 +113,8 @@ class DeepSpeed:
     def _engine(self, step: float) -> tuple[object, torch.optim.Optimizer]:
         import deepspeed
 
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update(alone)  # else it asks MPI
         model, optimizer = state(step)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config={"train_micro_batch_size_per_gpu": 1}, dist_init_required=True

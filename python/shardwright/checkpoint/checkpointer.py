@@ -16,7 +16,7 @@ from .._engine import CheckpointError
 from .files import MAX_FILE_BYTES, check_options
 from .peers import Peers
 from .reading import agree_on, apply_together
-from .retention import DirectoryLock, Kept, folder_name, left_overs, list_checkpoints, to_retire
+from .retention import STEP_LIMIT, DirectoryLock, Kept, folder_name, left_overs, list_checkpoints, to_retire
 from .writing import Training, Writer
 
 logger = logging.getLogger("shardwright")
@@ -196,12 +196,10 @@ class Checkpointer:
         CheckpointError
             The save before this one failed, on whatever rank (this one is then not begun); or this one cannot begin.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step must be an integer of at least 0, got {step!r}")
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT - 1:
+            raise ValueError(f"step must be an integer in [0, {STEP_LIMIT - 1}), got {step!r}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be an integer of at least 1, got {every!r}")
-        if metric is not None and not math.isfinite(metric):
-            raise ValueError(f"metric must be finite, got {metric!r}")
         self._check_open()
         if (step + 1) % every:
             return False
@@ -214,6 +212,9 @@ class Checkpointer:
         except CheckpointError:
             self._writer.skip("the save before this one failed on this rank")
             raise
+        if metric is not None and not math.isfinite(metric):  # it may be one rank's alone: the others do begin
+            self._writer.skip(f"metric must be finite, got {metric!r}")
+            raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
 
@@ -222,8 +223,13 @@ class Checkpointer:
         stale: list[str] = []
         retired: list[str] = []
         if self._peers.rank == 0:
-            stale = left_overs(self.directory)
-            kept = list_checkpoints(self.directory, metrics=self._rules["keep_best"] is not None)
+            try:
+                stale = left_overs(self.directory)
+                kept = list_checkpoints(self.directory, metrics=self._rules["keep_best"] is not None)
+            except OSError as error:
+                refusal = f"'{self.directory}' cannot be read: {error.strerror}"
+                self._writer.skip(refusal)
+                raise CheckpointError(refusal) from error
             others = [k for k in kept if k.path != folder]
             goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
             retired = [k.path for k in goes if k.path != folder]
@@ -270,8 +276,16 @@ class Checkpointer:
             On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model.
         """
         self.wait()
-        listed = [kept.path for kept in reversed(list_checkpoints(self.directory))] if self._peers.rank == 0 else []
-        paths = self._peers.exchange(listed, f"checkpoints in {self.directory}")[0]
+        listed: list[str] = []
+        refusal = ""
+        if self._peers.rank == 0:
+            try:
+                listed = [kept.path for kept in reversed(list_checkpoints(self.directory))]
+            except OSError as error:
+                refusal = f"'{self.directory}' cannot be read: {error.strerror}"
+        paths, refusal = self._peers.exchange([listed, refusal], f"checkpoints in {self.directory}")[0]
+        if refusal:
+            raise CheckpointError(refusal)
         refusals = []
         for path in paths:
             reader, why = agree_on(path, self._training, self._peers, verify=self._verify)

@@ -6,6 +6,7 @@ generators, its data position, buffers that differ from rank 0's; and rank 0's i
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
 import sys
@@ -246,7 +247,8 @@ def set_random_state(states: Mapping[str, Any]) -> None:
 
         numpy.random.set_state(states["numpy"])
     if states.get("cuda") is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        for device, state in zip(range(torch.cuda.device_count()), states["cuda"]):  # there may be fewer here
+            torch.cuda.set_rng_state(state, device)
 
 
 def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -275,7 +277,7 @@ def load_stateful(value: Any, state: Any, name: str) -> None:
     if value is None or state is None:
         return
     if hasattr(value, "load_state_dict"):
-        value.load_state_dict(state)
+        value.load_state_dict(_with_counters(value, state))
     elif isinstance(value, (list, tuple)):
         if len(value) != len(state):
             raise CheckpointError(f"{name}: the checkpoint holds {len(state)} of them, this program has {len(value)}")
@@ -284,6 +286,17 @@ def load_stateful(value: Any, state: Any, name: str) -> None:
     else:
         for key, item_state in state.items():
             if hasattr(value.get(key), "load_state_dict"):
-                value[key].load_state_dict(item_state)
+                value[key].load_state_dict(_with_counters(value[key], item_state))
             else:
                 value[key] = item_state
+
+
+def _with_counters(value: Any, state: Any) -> Any:
+    """`state`, with a Counter where the object has one: a scheduler with milestones asks it for its elements."""
+    live = getattr(value, "__dict__", {})
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: collections.Counter(item) if isinstance(live.get(key), collections.Counter) else item
+        for key, item in state.items()
+    }

@@ -67,6 +67,7 @@ class Reader:
         self._filler = Filler(self.folder, rank, world_size)
         self._found = model_tensors(training.model)
         self._state = self._tree("state.json")
+        stored_tensors(self.folder, "state")  # a bad header is refused now, and not when live tensors have changed
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
         self._optimizer_targets: _Targets | None = None

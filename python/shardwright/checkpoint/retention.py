@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from .._engine import CheckpointError
 _STEP = re.compile(r"step-(\d{6,15})\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}\.[0-9a-z]{1,64}\.(partial|trash)\Z")
 MANIFEST = "MANIFEST.json"
+STEP_LIMIT = 10**15  # a folder's number has 15 digits at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,9 @@ class DirectoryLock:
     def _take(self, directory: str) -> None:
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise CheckpointError(f"'{directory}/.lock' cannot be locked: {error.strerror}") from None
             holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
             raise CheckpointError(f"{holder} writes to '{directory}': one directory has one writer") from None
         os.ftruncate(self._fd, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -32,6 +33,18 @@ class Stored:
         return torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype])
 
 
+def _complex_dtype(
+    path: str, name: str, of_complex: str | None, dtype: str, shape: Sequence[int]
+) -> torch.dtype | None:
+    """Of a tensor that is stored as its real view; its bytes are then those of the real one, or it is refused."""
+    if of_complex is None:
+        return None
+    parts = {"complex64": "F32", "complex128": "F64"}.get(of_complex)
+    if parts is None or parts != dtype or not shape or shape[-1] != 2:
+        raise CheckpointError(f"'{path}' calls '{name}', of {dtype} {list(shape)}, a {of_complex}: it cannot be one")
+    return torch.complex64 if parts == "F32" else torch.complex128
+
+
 def stored_tensors(folder: CheckpointFolder, prefix: str) -> tuple[dict[str, Stored], dict[str, str]]:
     """The tensors of files `prefix`*.safetensors, and the names tied to them."""
     tensors: dict[str, Stored] = {}
@@ -42,7 +55,7 @@ def stored_tensors(folder: CheckpointFolder, prefix: str) -> tuple[dict[str, Sto
         metadata, entries = folder.tensors(path)
         for name, dtype, shape, begin, nbytes in entries:
             of_complex = metadata.get(f"complex.{name}")
-            complex_dtype = getattr(torch, of_complex) if of_complex in ("complex64", "complex128") else None
+            complex_dtype = _complex_dtype(f"{folder.path}/{path}", name, of_complex, dtype, shape)
             if name in tensors:
                 raise CheckpointError(f"'{folder.path}' holds the tensor '{name}' twice")
             tensors[name] = Stored(path, dtype, tuple(shape), begin, nbytes, complex_dtype)

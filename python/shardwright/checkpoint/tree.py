@@ -108,9 +108,9 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
     if key == "$tuple":
         return tuple(decode(entry, tensors) for entry in item)
     if key == "$set":
-        return {decode(entry, tensors) for entry in item}
+        return {_hashable(decode(entry, tensors)) for entry in item}
     if key == "$dict":
-        return {decode(name, tensors): decode(entry, tensors) for name, entry in item}
+        return {_hashable(decode(name, tensors)): decode(entry, tensors) for name, entry in item}
     if key == "$float":
         return _SPECIAL_FLOATS[item]
     if key == "$complex":
@@ -125,6 +125,13 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
     raise CheckpointError(
         f"the checkpoint holds a value of a kind '{key}' that this program does not know: use a newer shardwright"
     )
+
+
+def _hashable(value: Any) -> Any:
+    """A set inside a set, or in a key, can only have been a frozen one."""
+    if isinstance(value, set):
+        return frozenset(value)
+    return tuple(_hashable(item) for item in value) if isinstance(value, tuple) else value
 
 
 def tensor_names(node: Any) -> list[str]:

@@ -229,18 +229,22 @@ class Writer:
         """Copies what a lazy snapshot has not read yet: before anything writes to it. Raises nothing: wait() does."""
         if self._held is None:
             return
-        changed = next((name for name, tensor, version in self._versions if tensor._version != version), None)
-        self._versions = []
         try:
-            if changed is not None:
-                self._saver.cancel(
-                    f"'{changed}' was changed before the optimizer's step, while it was being saved: use snapshot='copy'"
-                )
+            self._cancel_if_changed()
             self._saver.protect()
         except (CheckpointError, MemoryError) as error:
             logger.warning("the save under way failed: %s", error)
         finally:
             self._held = None
+
+    def _cancel_if_changed(self) -> None:
+        """A lazy save of what something other than the optimizer's step has written to may hold values of two moments."""
+        changed = next((name for name, tensor, version in self._versions if tensor._version != version), None)
+        self._versions = []
+        if changed is not None:
+            self._saver.cancel(
+                f"'{changed}' was changed before the optimizer's step, while it was being saved: use snapshot='copy'"
+            )
 
     @property
     def is_busy(self) -> bool:
@@ -255,6 +259,8 @@ class Writer:
             The save failed, on whatever rank: the same sentence on all. Once a save.
         """
         lost_at: float | None = None
+        if self.is_busy:
+            self._cancel_if_changed()
         while not self._saver.wait(_POLL_S):
             if lost_at is None and not self._peers.is_alive:
                 lost_at = time.monotonic()

@@ -1,0 +1,181 @@
+"""Law: what goes wrong on one rank before a save or a restore begins is told to all, at once, and the next one works; what
+was saved can be read back, and what cannot be meant is refused before a byte of it is read."""
+
+import collections
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from checkpoint_subjects import Small, build
+from harness import gather, on_every_rank
+from peer import PEER, sw
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
+from test_checkpoint_damage_is_seen_by_all import agreed, checksum
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
+
+
+@on_every_rank(deadline_s=60)
+def test_a_directory_that_went_away_is_named_by_all_and_saves_go_on_when_it_is_back(rank, world_size):
+    folder = f"{shared_folder(rank)}/runs"
+    model, optimizer = build(Small)
+    with sw.Checkpointer(folder, model, optimizer, timeout_s=30) as checkpoints:
+        if rank == 0:
+            os.rename(folder, folder + ".away")
+        gather(None)
+        assert "cannot be read: No such file" in agreed(checkpoints.restore)
+        with pytest.raises(sw.CheckpointError, match="cannot be read: No such file"):
+            checkpoints.save(0)
+            checkpoints.wait()
+        gather(None)
+        if rank == 0:
+            os.rename(folder + ".away", folder)
+        gather(None)
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
+
+
+@on_every_rank(deadline_s=60)
+def test_a_metric_that_is_nan_on_one_rank_fails_the_save_for_all(rank, world_size):
+    model, optimizer = build(Small)
+    culprit = world_size - 1
+    with sw.Checkpointer(shared_folder(rank), model, optimizer, keep_best=1, timeout_s=30) as checkpoints:
+        if rank == culprit:
+            with pytest.raises(ValueError, match="metric must be finite, got nan"):
+                checkpoints.save(0, metric=float("nan"))
+        else:
+            checkpoints.save(0, metric=1.0)
+            with pytest.raises(sw.CheckpointError, match=f"rank {culprit}: metric must be finite"):
+                checkpoints.wait()
+        checkpoints.save(1, metric=2.0)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
+
+
+@on_every_rank()
+def test_sets_of_sets_and_keys_that_are_sets_come_back(rank, world_size):
+    model, optimizer = build(Small)
+    saved = {"sets": {frozenset({1, 2}), (frozenset({3}), 4)}, "keys": {frozenset({"a"}): 5, (1, frozenset()): 6}}
+    found = {}
+    folder = shared_folder(rank)
+    with sw.Checkpointer(folder, model, optimizer, user_state=dict(saved)) as checkpoints:
+        checkpoints.save(0)
+    with sw.Checkpointer(folder, model, optimizer, user_state=found) as checkpoints:
+        assert checkpoints.restore() == 1
+    assert found == saved
+
+
+@on_every_rank()
+def test_a_scheduler_with_milestones_is_whole_again(rank, world_size):
+    model, optimizer = build(Small)
+    folder = shared_folder(rank)
+
+    def make():
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4])
+
+    with sw.Checkpointer(folder, model, optimizer, scheduler=make()) as checkpoints:
+        checkpoints.save(0)
+    scheduler = make()
+    with sw.Checkpointer(folder, model, optimizer, scheduler=scheduler) as checkpoints:
+        checkpoints.restore()
+    assert scheduler.milestones == collections.Counter([2, 2, 4])
+    assert sorted(scheduler.milestones.elements()) == [2, 2, 4]
+
+
+@on_every_rank()
+def test_a_step_whose_folder_no_reader_would_list_is_refused(rank, world_size):
+    model, optimizer = build(Small)
+    with sw.Checkpointer(shared_folder(rank), model, optimizer) as checkpoints:
+        with pytest.raises(ValueError, match="step must be an integer in"):
+            checkpoints.save(10**15 - 1)
+        checkpoints.save(10**15 - 2)
+        assert checkpoints.restore() == 10**15 - 1
+
+
+def rewrite_header(folder, name, change):
+    """A folder whose checksums are sound, with another header in one file of less than a block."""
+    path = f"{folder}/{name}"
+    data = open(path, "rb").read()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    data = data[:8] + text.ljust(size) + data[8 + size :]
+    open(path, "wb").write(data)
+    manifest = json.load(open(f"{folder}/MANIFEST.json"))
+    entry = next(e for e in manifest["files"] if e["path"] == name)
+    entry["crc32c"] = f"{checksum(data):08x}"
+    del manifest["self_crc32c"]
+    body = json.dumps(manifest, separators=(",", ":"))[:-1].encode()
+    open(f"{folder}/MANIFEST.json", "wb").write(body + b',"self_crc32c":"%08x"}\n' % checksum(body))
+
+
+@on_every_rank()
+def test_a_tensor_that_claims_to_be_a_smaller_complex_one_is_refused(rank, world_size):
+    model, optimizer = build(Small)
+    folder = shared_folder(rank)
+    extra = {"x": torch.zeros(3, 64, dtype=torch.float64), "pairs": torch.zeros(64, 2, dtype=torch.float64)}
+    sw.save(f"{folder}/a", model, extra=extra)
+    for number, (name, kind) in enumerate((("x", "complex128"), ("pairs", "complex64"), ("x", "complex32"))):
+        changed = f"{folder}/{number}"
+        if rank == 0:
+            shutil.copytree(f"{folder}/a", changed)
+            rewrite_header(
+                changed, "state.safetensors", lambda h: h["__metadata__"].update({f"complex.extra.{name}": kind})
+            )
+        gather(None)
+        assert f"a {kind}: it cannot be one" in agreed(lambda: sw.load(changed, model))
+
+
+@on_every_rank()
+def test_generators_of_more_gpus_than_there_are_here(rank, world_size):
+    from shardwright.checkpoint import content
+
+    given = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append((state, device)))
+        states = content.random_state({})
+        patch.setattr(content.random, "setstate", lambda state: None)
+        patch.setattr(torch, "set_rng_state", lambda state: None)
+        content.set_random_state({**states, "numpy": None, "cuda": ["first", "second"]})
+    assert given == [("first", 0)]
+
+
+@on_every_rank()
+def test_a_file_system_without_locks_is_not_called_another_writer(rank, world_size):
+    from shardwright.checkpoint import retention
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    model, optimizer = build(Small)
+    folder = shared_folder(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retention.fcntl, "lockf", refuse)
+        assert "cannot be locked: No locks available" in agreed(lambda: sw.Checkpointer(folder, model, optimizer))
+    with sw.Checkpointer(folder, model, optimizer) as checkpoints:
+        checkpoints.save(0)
+        checkpoints.wait()
+        assert checkpoints.restore() == 1
+
+
+@on_every_rank()
+def test_a_lazy_save_is_given_up_if_something_is_loaded_before_it_is_written(rank, world_size):
+    model = torch.nn.Linear(1024, 8192 * world_size, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sw.Checkpointer(
+        shared_folder(rank), model, optimizer, snapshot="lazy", bandwidth_bytes_per_s=32 << 20
+    ) as checkpoints:
+        checkpoints.save(0)
+        with torch.no_grad():
+            model.weight.zero_()
+        assert "'weight' was changed before the optimizer's step" in agreed(checkpoints.wait)
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
