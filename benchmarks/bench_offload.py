@@ -37,8 +37,10 @@ class Disk:
         self._file = next(each for each in map(_reopened, files) if os.fstat(each).st_size >= nbytes)
         self._requests = [(at, min(REQUEST_BYTES, nbytes - at)) for at in range(0, nbytes, REQUEST_BYTES)]
         self._count = count
-        self._buffers = [mmap.mmap(-1, REQUEST_BYTES) for _ in range(2 * count)]
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # with huge pages: a request in few pieces
+        self._buffers = [mmap.mmap(-1, REQUEST_BYTES, flags=private) for _ in range(2 * count)]
         for buffer in self._buffers:  # no zeros, which a virtual disk may not write; moments as good as others
+            buffer.madvise(mmap.MADV_HUGEPAGE)
             buffer[:] = torch.rand(REQUEST_BYTES // 4).numpy().tobytes()
 
     def _move(self, call: Any, number: int) -> None:
