@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._engine import block_record_bytes
-from .block_compression import BlockState
-from .compression_state import CompressionState
-from .exchange import Exchange
-from .hooks import int4_compress_hook, int8_compress_hook, powerSGD_hook, run_half
-from .powersgd import PowerSGDState
+
+if TYPE_CHECKING:  # what compresses is loaded where it is asked for
+    from .compression_state import CompressionState
+    from .exchange import Exchange
+    from .powersgd import PowerSGDState
 
 __all__ = ["Bf16", "Compressor", "Fp16", "Int4", "Int8", "PowerSGD"]
 
@@ -32,6 +32,8 @@ class _Half(Compressor):
     dtype: Any = None
 
     def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
+        from .hooks import run_half
+
         dtype = self.dtype
         return exchange, lambda state, bucket: run_half(state, bucket, dtype)
 
@@ -63,6 +65,9 @@ class _Block(Compressor):
             raise TypeError(f"{type(self).__name__}: error_feedback must be True or False, got {self.error_feedback!r}")
 
     def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
+        from .block_compression import BlockState
+        from .hooks import int4_compress_hook, int8_compress_hook
+
         state = BlockState(None, self.bits, self.block, self.error_feedback)
         state.use_exchange(exchange)
         return state, int8_compress_hook if self.bits == 8 else int4_compress_hook
@@ -121,6 +126,8 @@ class PowerSGD(Compressor):
         self._state()
 
     def _state(self) -> PowerSGDState:
+        from .powersgd import PowerSGDState
+
         return PowerSGDState(
             None,
             self.rank,
@@ -134,6 +141,8 @@ class PowerSGD(Compressor):
         )
 
     def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
+        from .hooks import powerSGD_hook
+
         state: CompressionState = self._state()
         state.use_exchange(exchange)
         return state, powerSGD_hook

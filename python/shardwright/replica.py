@@ -16,7 +16,6 @@ from . import _hooks
 from ._engine import Error, Reducer
 from .comm_hook import HookRunner, SlicedHookRunner
 from .device import DeviceLink, device_link
-from .device_rounds import DeviceRounds
 from .drift import DriftCheck
 from .exchange import Exchange
 from .gradients import copy_gradient, gradient_view, norm_over_ranks
@@ -125,6 +124,8 @@ class Replica:
         """A Reducer, or on a GPU what has its methods there."""
         cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.group, self.zero, sends_early)
         if self.table.is_on_gpu:
+            from .device_rounds import DeviceRounds
+
             self.link = device_link(self.group, self.table.parameters[0], options.timeout_s)
             return DeviceRounds(
                 self.link,
