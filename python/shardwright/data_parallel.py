@@ -23,6 +23,7 @@ from ._engine import Error
 from .compress import Compressor, check_compressor
 from .compression_state import CompressionState
 from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments, check_device_ids, to_device
+from .drift import DriftCheck
 from .exchange import Exchange
 from .join import ShadowHook
 from .levels import levels_of
@@ -35,7 +36,7 @@ from .slicing import Slicing
 from .table import verify
 from .units import check_marks
 
-_RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", "_retire", "__weakref__")
+_RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", "_drift", "_retire", "__weakref__")
 
 
 class DistributedDataParallel(TorchDDP):
@@ -199,6 +200,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _reset_engine(self) -> None:
         self._replica: Replica | None = None
+        self._drift: DriftCheck | None = None
         self.process_group = self._options.process_group
         self.reducer = ReducerFacade(self)  # type: ignore[assignment]
         self.logger = LoggerFacade()
@@ -258,6 +260,7 @@ class DistributedDataParallel(TorchDDP):
         )
         if self._precision is not None:
             self._replica.give_copies_to(self._precision)
+        self._drift = self._replica.watch(self.module, frozenset(self.parameters_to_ignore))
         self._retire = weakref.finalize(self, self._replica.retire)
         self._retire.atexit = False
         if init_sync:

@@ -107,8 +107,7 @@ class Replica:
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
-        shared = self._parameters is not None and self._parameters.shared
-        self._drift = DriftCheck(module, self.table, ignored, pinned=bool(zero), shared=shared, places=self._places())
+        self._drift: weakref.ref[DriftCheck] | None = None
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
         self.compression: tuple[str, Exchange] | None = None
@@ -248,29 +247,47 @@ class Replica:
         if hooks is not None:
             self.reducer.watch_hooks(index, hooks)
 
+    def watch(self, module: torch.nn.Module, ignored: frozenset[str]) -> DriftCheck:
+        """Checks the module from now on, for as long as the caller keeps what is returned.
+
+        The wrapper keeps it. The end of the wrapper calls retire(): whatever held the module from here would hold the hooks of its
+        submodules too, which may hold the wrapper, and nothing would end.
+        """
+        shared = self._parameters is not None and self._parameters.shared
+        drift = DriftCheck(module, self.table, ignored, pinned=bool(self.zero), shared=shared, places=self._places())
+        self._drift = weakref.ref(drift)
+        return drift
+
+    def _drift_check(self) -> DriftCheck | None:
+        return self._drift() if self._drift is not None else None
+
     def _unfreeze(self, index: int) -> None:
         self.reducer.mark_unfrozen(index)
         if self._parameters is not None:
             self._parameters.adopt(index)
-            self._drift.forget_address(index)
+            drift = self._drift_check()
+            if drift is not None:
+                drift.forget_address(index)
         self._hook(index)
 
     def before_forward(self, synchronises: bool) -> None:
         """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
-        module = self._module()
-        if module is not None:
-            self._check_drift(module)
-            for index in self._drift.take_unfrozen():
-                self._unfreeze(index)
+        drift = self._check_drift()
+        for index in drift.take_unfrozen() if drift is not None else ():
+            self._unfreeze(index)
         self.reducer.forward(synchronises)
 
-    def _check_drift(self, module: torch.nn.Module) -> None:
+    def _check_drift(self) -> DriftCheck | None:
+        module, drift = self._module(), self._drift_check()
+        if module is None or drift is None:
+            return None
         try:
-            self._drift.check(module)
+            drift.check(module)
         except Error as error:
             if self.releases_parameters and self.group.comm.is_alive:  # on this rank alone, perhaps
                 self.group.comm.abort(str(error))
             raise
+        return drift
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is in the table."""
@@ -432,7 +449,9 @@ class Replica:
         """Parameters were written through other tensors: autograd and others that watch versions are told."""
         for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
-        self._drift.accept_writes()
+        drift = self._drift_check()
+        if drift is not None:
+            drift.accept_writes()
         if isinstance(self._parameters, UnitMemory):
             self._parameters.schedule.accept_writes()
 
@@ -470,9 +489,7 @@ class Replica:
                 f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which "
                 "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
             )
-        module = self._module()
-        if module is not None:
-            self._check_drift(module)
+        self._check_drift()
         self.close_pending()
         self.reducer.count_step()
 

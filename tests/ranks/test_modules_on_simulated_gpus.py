@@ -334,12 +334,9 @@ def missing_piece(gpus: SimulatedGpus, rank: int, world_size: int, missing: str)
 
 
 def test_a_backward_that_fails_is_named_and_wrapping_again_goes_on(
-    fresh_ranks: Any, world_size: int, paths: dict[str, str]
+    teams: Any, world_size: int, paths: dict[str, str]
 ) -> None:
-    """In processes of its own: in one that ran hundreds of other tests, the exception was once held beyond the simulation."""
-    given = {"paths": paths, "policy": "random", "scene": failing_backward.__name__, "given": ()}
-    with fresh_ranks(world_size) as team:
-        team.run(simulate, **given)
+    run(teams, world_size, paths, failing_backward)
 
 
 def failing_backward(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
