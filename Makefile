@@ -6,6 +6,8 @@ CC ?= gcc
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# Two processes: what starts ranks, and at the lowest priority what is built and run alone (tests/conftest.py)
+SIDE_BY_SIDE := -n 2 --dist loadgroup
 TORCH ?=
 # The first Python >= 3.10 that has its headers and venv. Torch's wheels decide the order.
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.10; do \
@@ -56,10 +58,10 @@ demo: build
 	$(BIN)/torchrun --nproc-per-node 2 --standalone examples/train_gpt.py
 
 test: build
-	SW_TEST_WORLDS=$${SW_TEST_WORLDS:-1,3} $(BIN)/python -m pytest $(PYTEST_ARGS)
+	SW_TEST_WORLDS=$${SW_TEST_WORLDS:-1,3} $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-long: build
-	SW_TEST_WORLDS=1,2,3,5 SW_TEST_LONG=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	SW_TEST_WORLDS=1,2,3,5 SW_TEST_LONG=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 # The quick form on another torch, in an environment of its own: make test-torch TORCH=2.4.1
 test-torch: build
@@ -67,7 +69,7 @@ test-torch: build
 	@test -x .venv-torch-$(TORCH)/bin/python || $(BIN)/python -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet -r requirements/tools.txt torch==$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	SW_TEST_WORLDS=1,3 .venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
+	SW_TEST_WORLDS=1,3 .venv-torch-$(TORCH)/bin/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 asan: build
 	$(BIN)/python -m pytest tests/test_csrc.py -k asan $(PYTEST_ARGS)
