@@ -224,7 +224,7 @@ class _Watch(threading.Thread):
                 link.check()  # it knows more of why
                 link.comm.watch()
             except Exception as error:  # the next call of the program's own raises it again
-                _logger.warning("%s", error)
+                _logger.warning("%s", str(error))  # whoever keeps records would keep the traceback, and so the link
                 link.fail(str(error))
                 return
             del link

@@ -1,7 +1,6 @@
 """One forge and one set of teams for every test under tests/ranks."""
 
 import functools
-import os
 import pathlib
 import sys
 
@@ -34,17 +33,13 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     """Forked here: every test module is imported, asserts rewritten, and no test has run yet."""
     global _forge
-    if session.config.option.collectonly or "PYTEST_XDIST_WORKER" in os.environ:
-        return
-    if any(item.path.parent == HERE for item in session.items):
+    if not session.config.option.collectonly and any(item.path.parent == HERE for item in session.items):
         _forge = harness.Forge()
 
 
 @pytest.fixture(scope="session")
 def teams():
-    global _forge
-    if _forge is None:  # one of two test processes: this one has the ranks
-        _forge = harness.Forge()
+    assert _forge is not None
     teams = harness.Teams(_forge)
     yield teams
     teams.close()
