@@ -1,8 +1,8 @@
 /* nvrtc.c - see nvrtc.h. The library stays loaded: torch uses it too. */
 #include "kernels/nvrtc.h"
 
+#include <locale.h>
 #include <stdbool.h>
-
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -76,7 +76,10 @@ static sw_status compile(const sw_nvrtc_table *call, sw_nvrtc_program program,
     given[count++] = arch;
     for (; options[count - 1] && count < OPTION_MAX; ++count)
         given[count] = options[count - 1];
-    if (call->nvrtcCompileProgram(program, count, given) != 0)
+    locale_t before = uselocale((locale_t)0); /* nvrtc 12.1 leaves the thread in the C locale */
+    sw_nvrtc_result result = call->nvrtcCompileProgram(program, count, given);
+    uselocale(before);
+    if (result != 0)
         return fail_with_log(call, program, chosen, err);
     return SW_OK;
 }

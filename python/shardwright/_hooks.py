@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -94,7 +95,9 @@ _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRa
 def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> Callable[..., Any]:
     """`function`, run as it is under torch.compile. recursive=False: what it calls may be compiled.
 
-    A program that compiles nothing does not pay for the compiler: importing it takes seconds.
+    A program that compiles nothing does not pay for the compiler: importing it takes seconds. Where it is there, what is called
+    from outside a compiled region is kept from it too: it may have given this very frame up (all such functions share its code,
+    and the compiler recompiles a frame a few times only), and then looks at the frames below.
     """
     lazy = getattr(torch, "_disable_dynamo", None)
     if lazy is not None:
@@ -106,6 +109,8 @@ def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> 
     def as_it_is(*args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
             _check_breaks()
+            return disabled(*args, **kwargs)
+        if "torch._dynamo.eval_frame" in sys.modules:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -84,7 +84,11 @@ def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
 
 
 def _element_bytes(inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
-    """Of state, an element. None where the class is not one that steps on a copy of itself."""
+    """Of state, an element. None where the class is not one that steps on a copy of itself, and keeps nothing yet."""
+    for p in group["params"]:  # some keep their state from the beginning (Adagrad in older torch), and count on it
+        if p.dtype == dtype and p.numel() > 1 and inner.state.get(p):
+            kept = [value for value in inner.state[p].values() if isinstance(value, torch.Tensor)]
+            return sum(value.element_size() for value in kept if value.numel() == p.numel())
     tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype)
     tensor.grad = torch.zeros_like(tensor)
     step = type(inner).step
