@@ -325,6 +325,7 @@ class DistributedDataParallel(TorchDDP):
         if self.require_forward_param_sync is not synchronises:
             self.require_forward_param_sync = synchronises
         if training and self._replica is not None:
+            self._replica.after_forward()
             _hooks.hook_outputs(output, self._replica.on_output_gradient)
         return output
 
