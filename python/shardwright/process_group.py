@@ -243,7 +243,7 @@ def _gather_objects(mine: Any, group: Any) -> list[Any]:
     the program aborts instead of saying what is wrong.
     """
     world_size = dist.get_world_size(group)
-    if dist.get_backend(group) != "gloo":  # other backends' tensors are on their devices
+    if "cpu:gloo" not in str(dist.get_backend_config(group)):  # other backends' tensors are on their devices
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, mine, group=group)
         return everyone
