@@ -145,8 +145,10 @@ def test_what_a_keyword_of_torch_asks_for_in_vain_is_said_with_what_to_use(rank,
         ({"zero": 4}, "zero"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
         ({"timeout_s": -1}, "timeout_s"),
+        ({"device_mesh": 3}, "device_mesh must be a DeviceMesh, got 3"),
+        ({"ignored_params": ["0.wieght"]}, "no parameter or buffer '0.wieght': did you mean '0.weight'"),
     ):
-        with pytest.raises((NotImplementedError, ValueError), match=sentence):
+        with pytest.raises((NotImplementedError, TypeError, ValueError), match=sentence):
             data_parallel(Mlp(), **options)
     with pytest.warns(FutureWarning, match="check_reduction"):
         wrapped, naive = pair(Mlp, check_reduction=True, skip_all_reduce_unused_params=True, batched_grad_copy=True)
