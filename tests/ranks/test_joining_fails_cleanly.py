@@ -161,10 +161,10 @@ print(codes)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not LONG, reason="60 pairs of programs; the test above sees the same in one")
+@pytest.mark.skipif(not LONG, reason="20 pairs of programs; the test above sees the same in one")
 def test_programs_that_end_with_the_error_of_a_handshake_end_with_it():
     """Interpreters that end right after the exchange: without the wait above, one in ten aborted."""
-    trials = 60
+    trials = 20
     with tempfile.TemporaryDirectory() as folder:
         program = _PROGRAM.format(path=sys.path, trials=trials, folder=folder)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
