@@ -144,6 +144,9 @@ typedef struct sw_comm_ops {
     /* Tells the peers that this rank issues nothing more; memory stays until destroy. Every later
      * call fails. */
     void (*leave)(sw_comm *comm);
+    /* In a child forked from the owner: from here on it writes to pages of its own, and says
+     * nothing in its parent's name. Once; NULL: its memory is its own anyway. */
+    sw_status (*forked)(sw_comm *comm, sw_error *err);
     void (*destroy)(sw_comm *comm);
 } sw_comm_ops;
 

@@ -556,6 +556,12 @@ static void destroy(sw_comm *comm)
     free_tables(hier);
 }
 
+static sw_status forked(sw_comm *comm, sw_error *err)
+{
+    sw_comm *inside = ((sw_hier *)comm)->inside;
+    return inside->ops->forked ? inside->ops->forked(inside, err) : SW_OK;
+}
+
 static const sw_comm_ops hier_ops = {
     .arena_create = arena_create,
     .mirror_create = mirror_create,
@@ -569,6 +575,7 @@ static const sw_comm_ops hier_ops = {
     .peer = sw_hier_peer,
     .is_alive = is_alive,
     .leave = leave,
+    .forked = forked,
     .destroy = destroy,
 };
 

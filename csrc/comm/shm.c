@@ -12,7 +12,7 @@
 #include "platform/memory.h"
 #include "platform/process.h"
 
-enum { HELLO_MAGIC = 0x53574831 /* "SWH1": changes when sw_control or the hello does */ };
+enum { HELLO_MAGIC = 0x53574832 /* "SWH2": changes when a page or a message between ranks does */ };
 
 typedef struct hello {
     uint32_t magic;
@@ -29,8 +29,23 @@ typedef struct peer_link {
                   */
 } peer_link;
 
+typedef struct shm_arena {
+    sw_arena arena; /* first */
+    int own_fd;     /* owned: of this rank's part; -1 in a forked child */
+    int lowest_fd;  /* owned: of rank 0's, which holds what the host has one copy of; -1: the
+                       same, or a forked child */
+    struct shm_arena *next; /* in shm->arenas */
+} shm_arena;
+
+/* What passes a part of an arena. */
+typedef struct arena_part {
+    uint64_t size_bytes;
+    uint32_t serial, unused;
+} arena_part;
+
 typedef struct shm_comm {
     sw_fabric fabric;             /* first */
+    shm_arena *arenas;            /* not owned: all that live */
     sw_control **control;         /* owned, mapped blocks included */
     peer_link *link;              /* owned, world_size */
     int listener;                 /* owned; -1 once connected */
@@ -129,83 +144,171 @@ static sw_status look_for_peer(void *context, sw_error *err)
 {
     const awaited *await = context;
     sw_comm *comm = &await->shm->fabric.comm;
+    const sw_control *control = await->shm->fabric.control[await->rank];
     char peer[SW_COMM_PEER_BYTES];
     if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context))
         SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while waiting for a peer");
-    if (!peer_ended(&await->shm->fabric, await->rank))
+    if (atomic_load(&control->state) == SW_MEMBER_ENDED) { /* it gave up on this very arena */
+        sw_error reason = control->reason;
+        reason.message[sizeof reason.message - 1] = '\0';
+        return sw_fabric_end(&await->shm->fabric, &reason, err);
+    }
+    if (atomic_load(&control->state) == SW_MEMBER_ACTIVE &&
+        !peer_ended(&await->shm->fabric, await->rank))
         return SW_OK;
     sw_fabric_peer(comm, await->rank, peer);
     return sw_error_set(err, SW_E_COMM, sw_comm_name(comm, await->rank),
-                        "%s died or exited before it had passed its memory", peer);
+                        "%s died, exited or left before it had passed its memory", peer);
 }
 
-static sw_status exchange_parts(shm_comm *shm, int fd, sw_arena *arena, sw_error *err)
+static sw_status send_part(shm_comm *shm, const shm_arena *made, sw_error *err)
+{
+    const sw_comm *comm = &shm->fabric.comm;
+    arena_part part = {.size_bytes = made->arena.size_bytes, .serial = made->arena.serial};
+    for (int r = 0; r < comm->world_size; ++r)
+        if (r != comm->rank)
+            SW_TRY(sw_socket_send(shm->link[r].socket, &part, sizeof part, &made->own_fd, 1, err));
+    return SW_OK;
+}
+
+/* Maps what `rank` has sent. A part that cannot be mapped here is `*refused`, and no error yet: the
+ * others have sent theirs, which must not wait in their sockets for the next arena. */
+static sw_status receive_part(shm_comm *shm, shm_arena *made, int rank, int64_t deadline_ns,
+                              sw_status *refused, sw_error *cause, sw_error *err)
+{
+    sw_arena *arena = &made->arena;
+    arena_part part;
+    int fd = -1;
+    awaited await = {.shm = shm, .rank = rank};
+    sw_patience patience = {.deadline_ns = deadline_ns, .look = look_for_peer, .context = &await};
+    SW_TRY(sw_socket_receive(shm->link[rank].socket, &part, sizeof part, &fd, 1, &patience, err));
+    if (part.serial != arena->serial || part.size_bytes != arena->size_bytes) {
+        close_fd(&fd);
+        return sw_error_set(err, SW_E_STATE, rank,
+                            "rank %d passed %llu bytes of shared memory %u, expected %zu bytes of "
+                            "%u",
+                            sw_comm_name(&shm->fabric.comm, rank),
+                            (unsigned long long)part.size_bytes, part.serial, arena->size_bytes,
+                            arena->serial);
+    }
+    if (*refused == SW_OK)
+        *refused = sw_memfd_map(fd, arena->size_bytes, &arena->base[rank], cause);
+    if (rank == 0 && *refused == SW_OK)
+        made->lowest_fd = fd;
+    else
+        close_fd(&fd);
+    return SW_OK;
+}
+
+/* To all, and from all. An error ends the communicator, for all; what this rank alone cannot map is
+ * `*refused`, with `cause`. */
+static sw_status exchange_parts(shm_comm *shm, shm_arena *made, sw_status *refused, sw_error *cause,
+                                sw_error *err)
 {
     sw_comm *comm = &shm->fabric.comm;
     int64_t deadline_ns = sw_clock_now_ns() + comm->timeout_ns;
-    uint64_t size_bytes = arena->size_bytes;
-    for (int r = 0; r < comm->world_size; ++r)
+    sw_error why;
+    sw_status status = send_part(shm, made, &why);
+    for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (r != comm->rank)
-            SW_TRY(
-                sw_socket_send(shm->link[r].socket, &size_bytes, sizeof size_bytes, &fd, 1, err));
-    for (int r = 0; r < comm->world_size; ++r) {
-        int received = -1;
-        if (r == comm->rank)
-            continue;
-        awaited await = {.shm = shm, .rank = r};
-        sw_patience patience = {
-            .deadline_ns = deadline_ns, .look = look_for_peer, .context = &await};
-        SW_TRY(sw_socket_receive(shm->link[r].socket, &size_bytes, sizeof size_bytes, &received, 1,
-                                 &patience, err));
-        sw_status status = sw_memfd_map(received, arena->size_bytes, &arena->base[r], err);
-        close_fd(&received);
-        SW_TRY(status);
-    }
-    return SW_OK;
+            status = receive_part(shm, made, r, deadline_ns, refused, cause, &why);
+    if (status == SW_OK)
+        return SW_OK;
+    (void)sw_comm_give_up(comm, status == SW_E_INTERRUPTED ? SW_E_COMM : status, NULL, "%s",
+                          why.message);
+    if (err)
+        *err = why;
+    return status;
+}
+
+static void unlink_arena(shm_comm *shm, const shm_arena *gone)
+{
+    for (shm_arena **at = &shm->arenas; *at; at = &(*at)->next)
+        if (*at == gone) {
+            *at = gone->next;
+            return;
+        }
 }
 
 static void arena_destroy(sw_comm *comm, sw_arena *arena)
 {
+    shm_arena *gone = (shm_arena *)arena;
     if (!arena)
         return;
-    for (int r = 0; arena->base && r < comm->world_size; ++r)
+    unlink_arena((shm_comm *)comm, gone);
+    for (int r = 0; r < comm->world_size; ++r)
         sw_memory_unmap(arena->base[r], arena->size_bytes);
+    close_fd(&gone->own_fd);
+    close_fd(&gone->lowest_fd);
     free(arena->base);
-    free(arena);
+    free(gone);
+}
+
+/* This rank's part. */
+static sw_status make_part(sw_comm *comm, size_t size_bytes, const char *label, shm_arena **arena,
+                           sw_error *err)
+{
+    uint32_t serial = ++comm->arenas;
+    shm_arena *made = calloc(1, sizeof *made);
+    uint8_t **base = calloc((size_t)comm->world_size, sizeof *base);
+    if (!made || !base) {
+        free(made);
+        free(base);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for its tables");
+    }
+    made->arena = (sw_arena){
+        .size_bytes = size_bytes, .base = base, .world_size = comm->world_size, .serial = serial};
+    made->own_fd = made->lowest_fd = -1;
+    sw_status status = sw_memfd_create(size_bytes, label, &made->own_fd, err);
+    if (status == SW_OK)
+        status = sw_memfd_map(made->own_fd, size_bytes, &base[comm->rank], err);
+    if (status != SW_OK) {
+        arena_destroy(comm, &made->arena);
+        return status;
+    }
+    *arena = made;
+    return SW_OK;
 }
 
 static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
                               sw_error *err)
 {
-    uint32_t serial = ++comm->arenas;
     shm_comm *shm = (shm_comm *)comm;
-    int fd = -1;
-    sw_error cause = {.message = "no memory for its tables"};
-    sw_status status = SW_E_MEMORY;
-    sw_arena *made = calloc(1, sizeof *made);
-    uint8_t **base = calloc((size_t)comm->world_size, sizeof *base);
-    if (made && base) {
-        *made = (sw_arena){.size_bytes = size_bytes,
-                           .base = base,
-                           .world_size = comm->world_size,
-                           .serial = serial};
-        status = sw_memfd_create(size_bytes, label, &fd, &cause);
-        if (status == SW_OK)
-            status = sw_memfd_map(fd, size_bytes, &base[comm->rank], &cause);
-    } else {
-        free(made);
-        free(base);
-        made = NULL;
-    }
+    shm_arena *made = NULL;
+    sw_error cause;
+    sw_status status = make_part(comm, size_bytes, label, &made, &cause), refused = SW_OK;
     SW_TRY_GOTO(status, agree(comm, label, size_bytes, status, &cause, err), undo);
-    status = exchange_parts(shm, fd, made, &cause);
-    SW_TRY_GOTO(status, agree(comm, label, size_bytes, status, &cause, err), undo);
-    close_fd(&fd);
-    *arena = made;
+    SW_TRY_GOTO(status, exchange_parts(shm, made, &refused, &cause, err), undo);
+    SW_TRY_GOTO(status, agree(comm, label, size_bytes, refused, &cause, err), undo);
+    made->next = shm->arenas;
+    shm->arenas = made;
+    *arena = &made->arena;
     return SW_OK;
 undo:
-    close_fd(&fd);
-    arena_destroy(comm, made);
+    arena_destroy(comm, made ? &made->arena : NULL);
+    return status;
+}
+
+/* The parts that tensors lie in show the parent's pages from here on, until this process writes to
+ * them. Others are read and written by the engine alone, which works in the parent only. */
+static sw_status forked(sw_comm *comm, sw_error *err)
+{
+    shm_comm *shm = (shm_comm *)comm;
+    sw_status status = SW_OK;
+    for (shm_arena *each = shm->arenas; each; each = each->next) {
+        sw_arena *arena = &each->arena;
+        if (each->own_fd >= 0 && status == SW_OK)
+            status = sw_memory_remap(arena->base[comm->rank], arena->size_bytes, each->own_fd, 0,
+                                     false, err);
+        if (each->lowest_fd >= 0 && status == SW_OK)
+            status =
+                sw_memory_remap(arena->base[0], arena->size_bytes, each->lowest_fd, 0, false, err);
+        close_fd(&each->own_fd);
+        close_fd(&each->lowest_fd);
+    }
+    if (shm->fabric.ended == SW_OK)
+        shm->fabric.ended = sw_error_set(&shm->fabric.reason, SW_E_STATE, -1,
+                                         "this process was forked from the one that joined");
     return status;
 }
 
@@ -222,6 +325,7 @@ static const sw_comm_ops shm_ops = {
     .peer = sw_fabric_peer,
     .is_alive = sw_fabric_is_alive,
     .leave = sw_fabric_leave,
+    .forked = forked,
     .destroy = destroy,
 };
 
@@ -331,6 +435,26 @@ static sw_status look_for_callers(void *context, sw_error *err)
     return SW_OK;
 }
 
+/* Says which peer a failed step of joining was about; or what that peer itself has said, where it
+ * failed first. */
+static sw_status name_peer(const shm_comm *shm, sw_status status, int rank, const char *step,
+                           sw_error *err)
+{
+    const sw_control *control = shm->control[rank];
+    char cause[SW_ERROR_MESSAGE_BYTES];
+    if (status == SW_OK)
+        return status;
+    if (control && atomic_load(&control->state) == SW_MEMBER_ENDED) {
+        *err = control->reason;
+        err->message[sizeof err->message - 1] = '\0';
+        return err->status;
+    }
+    snprintf(cause, sizeof cause, "%.300s", err->message);
+    rank = sw_comm_name(&shm->fabric.comm, rank);
+    return sw_error_set(err, status, rank, "joining the ranks of this host: %s rank %d failed: %s",
+                        step, rank, cause);
+}
+
 /* Keeps a peer that has proved itself: its control page, and what tells of its end. Owns socket and
  * fds. */
 static sw_status link_peer(shm_comm *shm, int socket, const hello *message, int fds[2],
@@ -349,8 +473,11 @@ static sw_status link_peer(shm_comm *shm, int socket, const hello *message, int 
                          r, message->world_size, comm->world_size);
         goto close_all;
     }
-    SW_TRY_GOTO(status, sw_memfd_map(fds[0], sizeof(sw_control), (uint8_t **)&shm->control[r], err),
-                close_all);
+    SW_TRY_GOTO(
+        status,
+        name_peer(shm, sw_memfd_map(fds[0], sizeof(sw_control), (uint8_t **)&shm->control[r], err),
+                  r, "mapping the control page of", err),
+        close_all);
     shm->link[r] = (peer_link){.socket = socket, .pidfd = -1, .lock_fd = -1};
     if (message->has_pidfd) {
         shm->link[r].pidfd = fds[1];
@@ -367,19 +494,20 @@ close_all:
 }
 
 /* Takes a peer's hello from `socket` (owned from here on). `expected` -1: any rank not yet linked.
- * Sets *accepted to false, and no error, for a stranger: who does not know the secret, or hangs up
- * (a peer's probe). */
+ * Sets *caller to -1, and no error, for a stranger: who does not know the secret, or hangs up (a
+ * peer's probe). */
 static sw_status receive_hello(shm_comm *shm, int socket, int expected, const uint8_t *secret,
-                               bool *accepted, sw_error *err)
+                               int *caller, sw_error *err)
 {
     hello message;
     int fds[2];
-    *accepted = false;
+    *caller = -1;
     sw_status status =
         sw_socket_receive(socket, &message, sizeof message, fds, 2, &shm->patience, err);
     if (status == SW_OK && message.magic == HELLO_MAGIC && secrets_equal(message.secret, secret)) {
-        *accepted = true;
-        return link_peer(shm, socket, &message, fds, expected, err);
+        SW_TRY(link_peer(shm, socket, &message, fds, expected, err));
+        *caller = message.rank;
+        return SW_OK;
     }
     close_fd(&fds[0]);
     close_fd(&fds[1]);
@@ -387,16 +515,24 @@ static sw_status receive_hello(shm_comm *shm, int socket, int expected, const ui
     return status == SW_E_COMM && expected < 0 ? SW_OK : status;
 }
 
-static sw_status name_peer(const sw_comm *comm, sw_status status, int rank, const char *step,
-                           sw_error *err)
+/* Those that have joined already go on to wait for this rank. */
+static void tell_that_it_failed(shm_comm *shm, const sw_error *cause)
 {
-    char cause[SW_ERROR_MESSAGE_BYTES];
-    if (status == SW_OK || !err)
-        return status;
-    snprintf(cause, sizeof cause, "%.300s", err->message);
-    rank = sw_comm_name(comm, rank);
-    return sw_error_set(err, status, rank, "joining the ranks of this host: %s rank %d failed: %s",
-                        step, rank, cause);
+    sw_error reason;
+    int name = sw_comm_name(&shm->fabric.comm, shm->fabric.comm.rank);
+    sw_error_set(&reason, SW_E_COMM, name, "rank %d could not join: %.400s", name, cause->message);
+    sw_control_end(shm->control[shm->fabric.comm.rank], &reason);
+}
+
+/* Waits for a call, and answers it. *caller -1: a stranger's. */
+static sw_status answer_call(shm_comm *shm, const uint8_t *secret, int *caller, sw_error *err)
+{
+    int socket;
+    SW_TRY(sw_socket_accept(shm->listener, &shm->patience, &socket, err));
+    SW_TRY(receive_hello(shm, socket, -1, secret, caller, err));
+    if (*caller < 0)
+        return SW_OK;
+    return name_peer(shm, send_hello(shm, socket, secret, err), *caller, "answering", err);
 }
 
 /* Lower ranks are called, higher ranks call: nobody waits before it has sent, so nobody waits
@@ -405,45 +541,35 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
                       sw_error *err)
 {
     sw_comm *comm = &shm->fabric.comm;
-    bool accepted;
-    int *called = malloc(((size_t)comm->rank + 1) * sizeof *called);
+    int *called = malloc(((size_t)comm->rank + 1) * sizeof *called), opened = 0, caller;
     sw_status status = SW_OK;
     if (!called)
-        SW_FAIL(err, SW_E_MEMORY, "no memory to join %d ranks", comm->world_size);
-    int opened = 0;
+        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory to join %d ranks", comm->world_size);
     for (; opened < comm->rank && status == SW_OK; ++opened) {
         called[opened] = -1;
-        status = name_peer(comm, sw_socket_connect(addresses[opened], &called[opened], err), opened,
-                           "calling", err);
+        status = sw_socket_connect(addresses[opened], &called[opened], err);
         if (status == SW_OK)
-            status = name_peer(comm, send_hello(shm, called[opened], secret, err), opened,
-                               "calling", err);
+            status = send_hello(shm, called[opened], secret, err);
+        status = name_peer(shm, status, opened, "calling", err);
     }
-    for (int joined = comm->rank + 1; joined < comm->world_size && status == SW_OK;
-         joined += accepted) {
-        int socket = -1;
-        accepted = false;
-        status = name_peer(comm, sw_socket_accept(shm->listener, &shm->patience, &socket, err),
-                           joined, "waiting for", err);
-        if (status != SW_OK)
-            break;
-        int copy = socket; /* receive_hello closes it unless it keeps it */
-        status = receive_hello(shm, socket, -1, secret, &accepted, err);
-        if (status == SW_OK && accepted)
-            status = send_hello(shm, copy, secret, err);
+    for (int joined = comm->rank + 1; joined < comm->world_size && status == SW_OK;) {
+        status = answer_call(shm, secret, &caller, err);
+        joined += caller >= 0;
     }
-    for (int r = 0; r < opened; ++r) {
-        if (status != SW_OK) {
-            close_fd(&called[r]);
-            continue;
-        }
-        status = name_peer(comm, receive_hello(shm, called[r], r, secret, &accepted, err), r,
+    for (int r = 0; r < opened && status == SW_OK; ++r) {
+        int socket = called[r];
+        called[r] = -1; /* receive_hello closes it, or keeps it */
+        status = name_peer(shm, receive_hello(shm, socket, r, secret, &caller, err), r,
                            "hearing from", err);
-        if (status == SW_OK && !accepted)
+        if (status == SW_OK && caller < 0)
             status =
                 sw_error_set(err, SW_E_COMM, sw_comm_name(comm, r),
                              "rank %d does not know the group's secret", sw_comm_name(comm, r));
     }
+    if (status != SW_OK)
+        tell_that_it_failed(shm, err); /* before any socket of it closes */
+    for (int r = 0; r < opened; ++r)
+        close_fd(&called[r]);
     free(called);
     return status;
 }
@@ -452,13 +578,18 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
                               sw_error *err)
 {
     shm_comm *shm = (shm_comm *)comm;
+    sw_error cause;
     shm->addresses = addresses;
     shm->patience = (sw_patience){.deadline_ns = sw_clock_now_ns() + comm->timeout_ns,
                                   .look = look_for_callers,
                                   .context = shm};
-    SW_TRY(join(shm, addresses, secret, err));
+    sw_status status = join(shm, addresses, secret, &cause);
     close_fd(&shm->listener);
-    return sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, shm->control, err);
+    if (status == SW_OK)
+        return sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, shm->control, err);
+    if (err)
+        *err = cause;
+    return status;
 }
 
 void sw_shm_comm_probe(const sw_comm *comm, const char *const *addresses, bool *reached)

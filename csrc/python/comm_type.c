@@ -133,6 +133,7 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
         Py_INCREF(log);
         self->log = log;
     }
+    sw_py_comm_link(sw_py_state_of(op), self);
     return 0;
 }
 
@@ -155,6 +156,7 @@ static void comm_dealloc(PyObject *op)
     comm_object *self = (comm_object *)op;
     PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
+    sw_py_comm_unlink(sw_py_state_of(op), self);
     close_comm(self);
     Py_CLEAR(self->log);
     Py_CLEAR(self->hosts);

@@ -31,6 +31,7 @@ typedef struct engine_state {
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
     PyTypeObject *plan_type, *saver_type, *folder_type, *units_type, *state_file_type;
     PyTypeObject *device_comm_type, *device_reducer_type;
+    struct comm_object *comms; /* not owned: all HostComms that live; fork.c */
 } engine_state;
 
 typedef struct comm_object {
@@ -42,7 +43,8 @@ typedef struct comm_object {
     long owner_pid;
     Py_ssize_t users; /* arenas and reducers that need comm: close() waits for the last of them */
     bool connected, in_use, closed;
-    bool spans_hosts; /* comm is over a map of hosts (comm/hier) */
+    bool spans_hosts;         /* comm is over a map of hosts (comm/hier) */
+    struct comm_object *next; /* in engine_state.comms */
 } comm_object;
 
 typedef struct arena_object { /* memory with an owner: an arena, or the gradients of a reducer */
@@ -85,6 +87,11 @@ bool sw_py_comm_enter(comm_object *self);
 void sw_py_comm_leave(comm_object *self);
 void sw_py_comm_acquire(comm_object *self);
 void sw_py_comm_release(comm_object *self);
+
+/* fork.c: what a forked child inherits. */
+void sw_py_comm_link(engine_state *state, comm_object *self);
+void sw_py_comm_unlink(engine_state *state, const comm_object *self);
+int sw_py_fork_functions_add(PyObject *module);
 
 /* comm_join.c: methods */
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);

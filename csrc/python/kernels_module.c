@@ -124,28 +124,43 @@ static void *run_test_rank(void *argument)
     return NULL;
 }
 
+/* A rank without a thread: the others must not wait for it. */
+static void give_up(const test_rank *self, int cause, sw_error *err)
+{
+    sw_comm *comm;
+    sw_error told;
+    sw_error_set(err, SW_E_OS, cause, "self_test: thread %d of %d could not be started: %s",
+                 self->rank, SELF_TEST_RANKS, strerror(cause));
+    if (sw_local_comm_create(self->group, self->rank, &comm, &told) != SW_OK)
+        return; /* which tells them, too */
+    comm->ops->abort(comm, err);
+    comm->ops->destroy(comm);
+}
+
 static bool self_test_once(test_rank *ranks, float *data, sw_error *err)
 {
     pthread_t threads[SELF_TEST_RANKS];
+    int started = 0, cause = 0;
     bool right = true;
     for (int r = 0; r < SELF_TEST_RANKS; ++r) {
         ranks[r].rank = r;
         ranks[r].data = data + (size_t)r * SELF_TEST_NUMEL;
         for (int i = 0; i < SELF_TEST_NUMEL; ++i)
             ranks[r].data[i] = (float)(i % 1000 + r);
-        if (pthread_create(&threads[r], NULL, run_test_rank, &ranks[r]) != 0)
-            return false; /* the ranks already started end at their deadline */
     }
-    for (int r = 0; r < SELF_TEST_RANKS; ++r) {
+    for (; started < SELF_TEST_RANKS && cause == 0; started += cause == 0)
+        cause = pthread_create(&threads[started], NULL, run_test_rank, &ranks[started]);
+    if (cause != 0)
+        give_up(&ranks[started], cause, err);
+    for (int r = 0; r < started; ++r) {
         pthread_join(threads[r], NULL);
-        if (ranks[r].status != SW_OK) {
+        if (cause == 0 && ranks[r].status != SW_OK)
             *err = ranks[r].err;
-            right = false;
-        }
+        right &= ranks[r].status == SW_OK;
     }
     for (int i = 0; right && i < SELF_TEST_RANKS * SELF_TEST_NUMEL; ++i)
         right = data[i] == (float)(3 * (i % SELF_TEST_NUMEL % 1000) + 3);
-    return right;
+    return right && cause == 0;
 }
 
 static PyObject *self_test(PyObject *module, PyObject *unused)

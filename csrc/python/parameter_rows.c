@@ -40,9 +40,11 @@ int sw_py_rows_init(sw_py_rows *s, PyObject *sequence)
         s->params[i] = (sw_layout_param){
             .numel = (size_t)numel, .dtype = sw_dtype_from_name(dtype), .trainable = trainable};
         if (numel < 0 || s->params[i].dtype == SW_DTYPE_COUNT) {
-            PyErr_Format(PyExc_ValueError,
-                         "parameter '%s': dtype %s with %zd elements is not one the engine moves",
-                         s->names[i], dtype, numel);
+            PyErr_Format(
+                PyExc_ValueError,
+                "parameter '%s': dtype %s with %zd elements is not one the engine moves; a "
+                "frozen one may stay out: name it in ignored_params",
+                s->names[i], dtype, numel);
             return -1;
         }
     }

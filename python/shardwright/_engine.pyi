@@ -49,6 +49,9 @@ def crc32c_join(a: int, b: int, b_nbytes: int) -> int:
 def host_limits() -> dict[str, Any]:
     """memory_max_bytes, memory_current_bytes, fsize_bytes, nofile (None where unlimited or unknown)."""
 
+def forked() -> None:
+    """To be called first in a forked child: what it writes to memory of ranks from then on stays its own."""
+
 def self_test() -> None:
     """A fold and a threaded all_reduce on comm/local; raises Error on a wrong result. Needs no torch."""
 

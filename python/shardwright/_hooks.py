@@ -3,7 +3,7 @@
 Each private name has a fallback, so that a torch that drops it costs a feature, not the program:
 `torch._C._current_graph_task_id` (else one number for every backward: reentrant checkpointing is then not told apart),
 `torch._C._cuda_getCurrentRawStream` (else a slower public way), `torch._disable_dynamo` (else `torch.compiler.disable`), `Tensor._post_accumulate_grad_hooks` (else a hook that changes
-gradients must be registered before wrapping), the compiler's tracer (else fullgraph=True ends in its own error).
+gradients must be registered before wrapping), `Tensor._use_count` (else joining a group does not wait for torch's threads), the compiler's tracer (else fullgraph=True ends in its own error).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "graph_task_id",
     "hook_outputs",
     "ignore_steps",
+    "is_shared",
     "queue_at_end",
     "raw_stream",
     "watch_steps",
@@ -87,6 +88,12 @@ def raw_stream(ordinal: int) -> int:
     if _raw_stream is not None:
         return int(_raw_stream(ordinal))
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether others than one Python object refer to `tensor`: torch's own threads, or views."""
+    count = getattr(tensor, "_use_count", None)
+    return count is not None and count() > 1
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)

@@ -100,12 +100,14 @@ class HookRunner:
         self._buckets = [
             _Bucket(reducer, bucket, parameters, world_size, self.keeps_slice) for bucket in range(reducer.bucket_count)
         ]
-        self._position = 0
+        self._position = self._previous = -1
 
     def __call__(self, bucket: int, is_last: bool) -> None:
+        # a round that a hook's exception cut short is followed by one that begins again
+        self._position = self._position + 1 if bucket > self._previous else 0
+        self._previous = bucket
         with torch.no_grad():
             self._run(self._buckets[bucket], is_last)
-        self._position = 0 if is_last else self._position + 1
 
     def _run(self, bucket: _Bucket, is_last: bool) -> None:
         flat = bucket.flat()

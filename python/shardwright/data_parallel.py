@@ -221,7 +221,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _ignored_names(self) -> set[str]:
         ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        ignored.update(item for item in self._options.ignored_params if isinstance(item, str))
+        ignored.update(self._options.ignored_names(self.module))
         identities = {id(item) for item in self._options.ignored_params}
         ignored.update(name for name, p in self.module.named_parameters(remove_duplicate=False) if id(p) in identities)
         return ignored
@@ -328,6 +328,7 @@ class DistributedDataParallel(TorchDDP):
         if self.require_forward_param_sync is not synchronises:
             self.require_forward_param_sync = synchronises
         if training and self._replica is not None:
+            self._replica.after_forward()
             _hooks.hook_outputs(output, self._replica.on_output_gradient)
         return output
 

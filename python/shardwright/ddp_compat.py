@@ -100,7 +100,10 @@ def to_device(value: Any, device: torch.device) -> Any:
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Takes torch's constructor arguments that have no field in Options. Raises a sentence for what cannot work."""
     if arguments["mixed_precision"] is not None:
-        raise NotImplementedError("mixed_precision is not there yet: use torch.autocast around the forward")
+        raise NotImplementedError(
+            "mixed_precision= is not there: precision='bf16', 'fp16' or sw.Precision(...) computes in low precision and reduces in what "
+            "it says, or put torch.autocast around the forward"
+        )
     if arguments["delay_all_reduce_named_params"] is not None or arguments["param_to_hook_all_reduce"] is not None:
         raise NotImplementedError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce are not there: "

@@ -7,6 +7,7 @@ with a sentence, so that a program finds out at construction, not after an hour.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -93,6 +94,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.process_group is not None and self.device_mesh is not None:
             raise ValueError("process_group and device_mesh were both given: pass one of them")
+        if self.device_mesh is not None and not hasattr(self.device_mesh, "get_group"):
+            raise TypeError(f"device_mesh must be a DeviceMesh, got {self.device_mesh!r}")
         if self.device_mesh is not None and getattr(self.device_mesh, "ndim", 1) not in (1, 2):
             raise ValueError(
                 f"device_mesh must have one dimension, or two (replicate, shard), got {self.device_mesh.ndim}: "
@@ -165,6 +168,22 @@ class Options:
             if getattr(self, name) != getattr(Options, name):
                 raise ValueError(f"{name} is of zero=3, and was given with zero={zero}")
 
+    def ignored_names(self, module: Any) -> set[str]:
+        """The names in ignored_params. ValueError for one that no parameter or buffer of `module` has."""
+        named = {
+            name
+            for pairs in (module.named_parameters, module.named_buffers)
+            for name, _ in pairs(remove_duplicate=False)
+        }
+        names = {item for item in self.ignored_params if isinstance(item, str)}
+        for name in sorted(names - named):
+            near = difflib.get_close_matches(name, sorted(named), n=1)
+            raise ValueError(
+                f"ignored_params: {type(module).__name__} has no parameter or buffer {name!r}"
+                + (f": did you mean {near[0]!r}?" if near else "")
+            )
+        return names
+
     def without_group(self) -> Options:
         """A copy that can be pickled: process group and mesh left out."""
         return dataclasses.replace(self, process_group=None, device_mesh=None, ignored_params=())
@@ -184,8 +203,6 @@ def _check_positive(name: str, value: Any, unit: str, largest: float) -> None:
 
 
 def _unknown_name(name: str, known: Collection[str]) -> str:
-    import difflib
-
     near = difflib.get_close_matches(name, sorted(known), n=1)
     if near:
         return f"unknown option {name!r}: did you mean {near[0]!r}?"

@@ -16,8 +16,10 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import secrets
 import socket
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -26,7 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._engine import CommError, HostComm
+from . import _hooks
+from ._engine import CommError, HostComm, forked
 from .launch import Launch, read_launch
 
 _logger = logging.getLogger("shardwright")
@@ -113,16 +116,12 @@ class HostGroup:
         return addresses, secrets_[0], hosts, pids, places
 
     def _everyone(self, group: Any, mine: Any) -> list[Any]:
-        everyone: list[Any] = [mine]
-        if self.world_size > 1:
-            everyone = [None] * self.world_size
-            try:
-                dist.all_gather_object(everyone, mine, group=group)
-            except RuntimeError as error:
-                raise comm_error(
-                    f"joining the ranks of group {self.name!r}: torch's own group failed: {error}"
-                ) from error
-        return everyone
+        if self.world_size == 1:
+            return [mine]
+        try:
+            return _gather_objects(mine, group)
+        except RuntimeError as error:
+            raise comm_error(f"joining the ranks of group {self.name!r}: torch's own group failed: {error}") from error
 
     def _find_hosts(self, group: Any, addresses: Sequence[str], places: Sequence[str]) -> list[int]:
         """The host of each rank: ranks that can call one another over this machine's abstract sockets share one.
@@ -230,6 +229,41 @@ class HostGroup:
         """The highest rank on which `condition` holds, -1 if none. Collective."""
         verdicts = self.comm.all_gather_bytes(b"\1" if condition else b"\0", label)
         return max((rank for rank, verdict in enumerate(verdicts) if verdict == b"\1"), default=-1)
+
+
+#: how long _gather_objects waits for a thread of torch that does not let go; as a rule it takes microseconds
+_LETTING_GO_S = 1.0
+
+
+def _gather_objects(mine: Any, group: Any) -> list[Any]:
+    """Every rank's `mine`, over torch's `group`, as all_gather_object does; no thread of torch's has a part of it afterwards.
+
+    A thread of torch's Gloo lets go of the tensors of a collective when its caller has gone on already, and takes the GIL for it: an
+    interpreter that ends in this moment, with the error that the exchange has brought, ends the thread inside a destructor, and
+    the program aborts instead of saying what is wrong.
+    """
+    world_size = dist.get_world_size(group)
+    if "cpu:gloo" not in str(dist.get_backend_config(group)):  # other backends' tensors are on their devices
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, mine, group=group)
+        return everyone
+    data = pickle.dumps(mine)
+    length = torch.tensor([len(data)])
+    lengths = [torch.zeros_like(length) for _ in range(world_size)]
+    dist.all_gather(lengths, length, group=group)
+    longest = max(int(each) for each in lengths)
+    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(parts, padded, group=group)
+    _wait_until_ours([length, *lengths, padded, *parts])
+    return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+
+def _wait_until_ours(tensors: Sequence[torch.Tensor]) -> None:
+    """Until nobody else refers to `tensors`, which have no views."""
+    deadline_s = time.monotonic() + _LETTING_GO_S
+    while any(map(_hooks.is_shared, tensors)) and time.monotonic() < deadline_s:
+        time.sleep(1e-4)  # without the GIL
 
 
 def _row_major(tensor: torch.Tensor) -> torch.Tensor:
@@ -386,7 +420,7 @@ def host_group(group: Any, timeout_s: float) -> HostGroup:
     if found is not None and found.comm.is_alive:
         found.comm.timeout_s = timeout_s
         return found
-    _register_exit()
+    _register_ends()
     if found is not None:
         found.close()
     name = "single rank" if group is None else str(getattr(group, "group_name", "unnamed"))
@@ -395,8 +429,9 @@ def host_group(group: Any, timeout_s: float) -> HostGroup:
 
 
 @functools.cache
-def _register_exit() -> None:
+def _register_ends() -> None:
     atexit.register(_close_all)
+    os.register_at_fork(after_in_child=forked)
 
 
 def _close_all() -> None:

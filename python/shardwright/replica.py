@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .precision import PrecisionPlan
     from .sharded_optimizer import ShardedOptimizer
 
+_logger = logging.getLogger("shardwright")
 _serials = itertools.count()
 #: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
 _SLICED_CAP_BYTES = 8 << 20
@@ -44,6 +46,11 @@ _HOSTS_CAP_BYTES = 8 << 20
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
     "stepping, clipping or reading gradients"
+)
+_UNENDED_FORWARD = (
+    "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks pair "
+    "their backwards by counting them: unless the other ranks leave this batch out too, or it is repeated here, they average it with "
+    "the next one of this rank from now on"
 )
 _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 
@@ -110,6 +117,7 @@ class Replica:
         self._drift: weakref.ref[DriftCheck] | None = None
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
+        self._in_forward = self._warned_of_forward = False
         self.compression: tuple[str, Exchange] | None = None
         self.announcer: Announcer | None = None
         self.watcher: AutoCompression | None = None
@@ -272,10 +280,23 @@ class Replica:
 
     def before_forward(self, synchronises: bool) -> None:
         """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
+        self._notice_unended_forward()
         drift = self._check_drift()
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
         self.reducer.forward(synchronises)
+
+    def after_forward(self) -> None:
+        """Called after each forward with gradients that ended without an exception."""
+        self._in_forward = False
+
+    def _notice_unended_forward(self) -> None:
+        if _hooks.graph_task_id() >= 0:  # recomputed inside a backward, which may break off when it has what it needs
+            return
+        if self._in_forward and not self._warned_of_forward and self.group.world_size > 1:
+            self._warned_of_forward = True
+            _logger.warning(_UNENDED_FORWARD, self.group.rank, self.label)
+        self._in_forward = True
 
     def _check_drift(self) -> DriftCheck | None:
         module, drift = self._module(), self._drift_check()
@@ -492,6 +513,7 @@ class Replica:
         self._check_drift()
         self.close_pending()
         self.reducer.count_step()
+        self._in_forward = False  # a step has its round, whatever became of the forward
 
     # rounds, by whatever way they end --------------------------------------------------------------------------------
 

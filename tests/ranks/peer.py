@@ -104,3 +104,23 @@ def host_comm(rank: int, world_size: int, **options: Any) -> Any:
     comm.connect(gather(comm.address), secret, gather(socket.gethostname()))
     assert comm.world_size == world_size and comm.rank == rank
     return comm
+
+
+def in_a_child(action: Callable[[], Any]) -> str:
+    """Runs `action` in a forked child; what it raised, or "" if nothing."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = ""
+        try:
+            action()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+    return text

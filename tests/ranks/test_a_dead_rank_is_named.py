@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import LONG, RanksFailed, at_least_two, gather, on_every_rank, run_programs
 from models import Mlp
-from peer import PEER, batch, compare_step, data_parallel, engine, host_comm, pair, sw, zero_grad
+from peer import PEER, batch, compare_step, data_parallel, engine, host_comm, in_a_child, pair, sw, zero_grad
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names nobody")
 
@@ -303,26 +303,6 @@ def test_a_child_of_the_dead_rank_that_lives_on_hides_nothing(fresh_ranks, world
             assert_named(outcomes, 1, [f"pid {team.pids[1]}"])
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def in_a_child(action):
-    """Runs `action` in a forked child; what it raised, or "" if nothing."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        text = ""
-        try:
-            action()
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writer, text.encode()[:4000])
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        text = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
-    assert status == 0, status
-    return text
 
 
 @on_every_rank()

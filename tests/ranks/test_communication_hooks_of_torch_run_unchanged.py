@@ -187,11 +187,12 @@ def test_what_no_rank_used_is_left_alone_by_a_hook(rank, world_size):
 @pytest.mark.skipif(PEER == "torch", reason="torch's reducer is left unusable")
 @on_every_rank()
 def test_an_exception_in_a_hook_comes_out_of_the_backward(rank, world_size):
-    wrapped, naive = pair(Mlp)
-    fail = [True]
+    wrapped, naive = pair(Mlp, bucket_cap_mb=0.0002)
+    fail, seen = [True], []
 
     def hook(state, bucket):
-        if fail[0]:
+        seen.append(bucket.index())
+        if fail[0] and bucket.index() == 1:
             raise ArithmeticError("as the test asked")
         return default_hooks.allreduce_hook(state, bucket)
 
@@ -199,8 +200,10 @@ def test_an_exception_in_a_hook_comes_out_of_the_backward(rank, world_size):
     with pytest.raises(ArithmeticError, match="as the test asked"):
         backward(wrapped, rank, 0)
     fail[0] = False
+    seen.clear()
     zero_grad(wrapped, naive)
     backward(wrapped, rank, 1)
+    assert len(seen) > 2 and seen == list(range(len(seen))), seen  # a hook's state goes by the index
     backward(naive, rank, 1)
     naive.synchronise()
     assert relative_difference(wrapped, naive) <= 1e-6

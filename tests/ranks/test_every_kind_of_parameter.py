@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from harness import gather, on_every_rank
+from harness import gather, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import (
@@ -299,6 +299,24 @@ def test_a_sparse_gradient_is_made_dense_with_one_warning(rank, world_size):
                 if step != 1:
                     zero_grad(wrapped, naive)
     assert len([warning for warning in caught if "sparse gradient" in str(warning.message)]) == 1
+
+
+@pytest.mark.skipif(PEER == "torch", reason="our sentence")
+@on_every_rank()
+def test_a_frozen_parameter_of_a_dtype_that_is_not_moved_may_stay_out(rank, world_size):
+    def build():
+        module = Mlp()
+        module.quantised = nn.Parameter(
+            torch.zeros(5, 3, dtype=torch.uint8).view(torch.float8_e4m3fn), requires_grad=False
+        )
+        return module
+
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="'quantised': dtype float8_e4m3fn .* ignored_params"):
+        data_parallel(build())
+    wrapped = data_parallel(build(), ignored_params=["quantised"])
+    wrapped(batch(rank, 6, 7)).square().mean().backward()
+    assert same_everywhere([p.grad.tolist() for p in wrapped.parameters() if p.requires_grad])
 
 
 @on_every_rank()

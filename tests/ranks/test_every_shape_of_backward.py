@@ -1,6 +1,7 @@
 """Law: however forwards and backwards are arranged, each synchronised backward is one round of the naive law."""
 
 import dataclasses
+import logging
 import time
 
 import pytest
@@ -101,6 +102,20 @@ def test_gradients_asked_with_autograd_grad_synchronise_nothing(rank, world_size
         (slope,) = torch.autograd.grad(wrapped(x).sum(), x)
         assert slope.shape == x.shape
     compare_step(wrapped, naive, lambda model: loss(model, rank, 0).backward())
+
+
+@on_every_rank()
+def test_gradients_set_by_hand_cost_no_round_where_the_forward_is_not_synchronised(rank, world_size):
+    wrapped, _ = pair(Mlp)
+    parameters = list(wrapped.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for step in range(2):
+        with wrapped.no_sync():
+            value = loss(wrapped, rank, step)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(value, parameters)):
+            parameter.grad = gradient
+        optimizer.step()
+    assert wrapped._replica.reducer.stats()["rounds"] == 0
 
 
 @on_every_rank()
@@ -273,6 +288,35 @@ def test_an_exception_in_the_forward_and_then_a_clean_step(rank, world_size):
     with pytest.raises(RuntimeError):
         wrapped(torch.ones(3, 99))
     compare_step(wrapped, naive, lambda model: loss(model, rank, 0).backward())
+
+
+@on_every_rank(at_least=2)
+def test_a_batch_left_out_after_an_exception_in_the_forward_is_warned_about(rank, world_size):
+    """Once, by the rank that left it out; not where a step came between, nor for a forward that a checkpoint breaks off."""
+    wrapped, _ = pair(Mlp)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("shardwright").addHandler(handler)
+    try:
+        for left_out in (False, True, True):
+            if rank == 1:
+                with pytest.raises(RuntimeError):
+                    wrapped(torch.ones(3, 99))
+                if not left_out:
+                    optimizer.step()
+            elif not left_out:
+                loss(wrapped, rank, 0).backward()
+                optimizer.step()
+            out = checkpoint(wrapped, batch(rank, 6, 7), use_reentrant=False)
+            out.sum().backward()
+            optimizer.step()
+    finally:
+        logging.getLogger("shardwright").removeHandler(handler)
+    texts = [record.getMessage() for record in records]
+    assert len(texts) == (rank == 1), texts
+    assert all("rank 1" in text and "forward of Mlp" in text for text in texts), texts
 
 
 # ---------------------------------------------------------------- outputs

@@ -12,6 +12,7 @@ from peer import (
     assert_same_parameters,
     batch,
     compare_step,
+    data_parallel,
     engine,
     pair,
     zero_grad,
@@ -127,6 +128,38 @@ def test_an_unknown_keyword_is_refused_by_name(rank, world_size):
     torch.manual_seed(0)
     with pytest.raises(TypeError, match="bucket_cap_gb"):
         pair(Mlp, bucket_cap_gb=1)
+
+
+@pytest.mark.skipif(PEER == "torch", reason="our sentences")
+@on_every_rank()
+def test_what_a_keyword_of_torch_asks_for_in_vain_is_said_with_what_to_use(rank, world_size):
+    """Each before any collective, so that a rank which catches it goes on; and what holds anyway is accepted."""
+    for options, sentence in (
+        ({"mixed_precision": object()}, "precision="),
+        ({"bucket_cap_mb_list": [1, 25]}, "bucket_cap_mb"),
+        ({"delay_all_reduce_named_params": []}, "leave both None"),
+        ({"param_to_hook_all_reduce": torch.zeros(1)}, "leave both None"),
+        ({"dim": 1}, "dim must be 0, got 1"),
+        ({"device_ids": [0]}, "device_ids=.0. .* cpu"),
+        ({"output_device": 0}, "output_device=0 .* cpu"),
+        ({"zero": 4}, "zero"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
+        ({"timeout_s": -1}, "timeout_s"),
+        ({"device_mesh": 3}, "device_mesh must be a DeviceMesh, got 3"),
+        ({"ignored_params": ["0.wieght"]}, "no parameter or buffer '0.wieght': did you mean '0.weight'"),
+    ):
+        with pytest.raises((NotImplementedError, TypeError, ValueError), match=sentence):
+            data_parallel(Mlp(), **options)
+    with pytest.warns(FutureWarning, match="check_reduction"):
+        wrapped, naive = pair(Mlp, check_reduction=True, skip_all_reduce_unused_params=True, batched_grad_copy=True)
+    train(rank, wrapped, naive, steps=2)
+    for refused in (
+        lambda: wrapped._update_process_group(None),
+        lambda: wrapped._set_sparse_metadata({}),
+        lambda: wrapped._register_fused_optim(torch.optim.SGD),
+    ):
+        with pytest.raises(NotImplementedError):
+            refused()
 
 
 @on_every_rank()

@@ -1,0 +1,43 @@
+/* fork.c - what a forked child does with the communicators that it inherits: it keeps what their
+ * memory shows, and what it writes there from now on stays its own. */
+#include "python/engine.h"
+
+void sw_py_comm_link(engine_state *state, comm_object *self)
+{
+    self->next = state->comms;
+    state->comms = self;
+}
+
+void sw_py_comm_unlink(engine_state *state, const comm_object *self)
+{
+    for (comm_object **at = &state->comms; *at; at = &(*at)->next)
+        if (*at == self) {
+            *at = self->next;
+            return;
+        }
+}
+
+static PyObject *forked(PyObject *module, PyObject *unused)
+{
+    engine_state *state = PyModule_GetState(module);
+    sw_error err;
+    sw_status status = SW_OK;
+    (void)unused;
+    for (comm_object *each = state->comms; each && status == SW_OK; each = each->next)
+        if (each->comm && each->comm->ops->forked)
+            status = each->comm->ops->forked(each->comm, &err);
+    if (status != SW_OK)
+        return sw_py_raise(state, &err, NULL);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef fork_functions[] = {
+    {"forked", forked, METH_NOARGS,
+     "forked()\n--\n\nIn a forked child, before anything else: its writes stay its own."},
+    {NULL, NULL, 0, NULL},
+};
+
+int sw_py_fork_functions_add(PyObject *module)
+{
+    return PyModule_AddFunctions(module, fork_functions);
+}
