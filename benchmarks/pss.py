@@ -11,6 +11,8 @@ import torch.distributed as dist
 from arms import Trainer
 
 STEPS = 3
+#: what was trained stays until its process ends: dropping a wrapper gives each rank parameters of its own again
+_kept: list[Trainer] = []
 
 
 def pss_bytes(pid: int | str) -> int:
@@ -27,6 +29,7 @@ def train_and_weigh(rank: int, world_size: int, case: str, arm: str) -> int:
     start = pss_bytes("self")
     dist.barrier()
     trainer = Trainer(case, arm, rank)
+    _kept.append(trainer)
     for _ in range(STEPS):
         trainer.step()
     time.sleep(0.1)

@@ -457,13 +457,14 @@ static PyObject *reducer_stats(PyObject *op, PyObject *unused)
     if (reducer_check_made(self) < 0)
         return NULL;
     const sw_reducer_stats *stats = sw_reducer_get_stats(self->reducer);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "rounds",
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "rounds",
                          (unsigned long long)stats->rounds, "local_rounds",
                          (unsigned long long)stats->local_rounds, "abandoned",
                          (unsigned long long)stats->abandoned, "buckets_sent",
                          (unsigned long long)stats->buckets_sent, "buckets_early",
                          (unsigned long long)stats->buckets_early, "copies", self->copies, "bytes",
-                         (unsigned long long)stats->bytes);
+                         (unsigned long long)stats->bytes, "unplaced_bytes_peak",
+                         (unsigned long long)stats->unplaced_bytes_peak);
 }
 
 enum { GET_TRANSPORT, GET_REASON, GET_BUCKETS, GET_BYTES, GET_OPEN, GET_PENDING };

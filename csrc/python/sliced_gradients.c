@@ -148,9 +148,26 @@ static int advance(reducer_object *self)
     }
 }
 
+/* A gradient has come before its slot was free. What others are done with is looked after at each
+ * such gradient, since those that wait for their place add up. */
+static int make_room(reducer_object *self, size_t index)
+{
+    bool held;
+    do {
+        if (advance(self) < 0)
+            return -1;
+        if (sw_reducer_can_place(self->reducer, index))
+            return 0;
+        Py_BEGIN_ALLOW_THREADS
+        held = sw_reducer_hold_back(self->reducer, index);
+        Py_END_ALLOW_THREADS
+    } while (held);
+    return 0;
+}
+
 int sw_py_sliced_take(reducer_object *self, size_t index, int64_t task, PyObject *param)
 {
-    bool ahead = false;
+    bool ahead = false, came_early;
     sw_error err;
     if (sw_py_gradient_is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index))
         return 0;
@@ -164,9 +181,14 @@ int sw_py_sliced_take(reducer_object *self, size_t index, int64_t task, PyObject
     if (reducer_raise(self, sw_reducer_mark_ready(self->reducer, index, task, &ahead, &err), &err) <
         0)
         return -1;
-    if (sw_reducer_can_place(self->reducer, index) && place(self, index) < 0)
+    came_early = !sw_reducer_can_place(self->reducer, index);
+    if (came_early && make_room(self, index) < 0)
         return -1;
-    return ahead ? advance(self) : 0;
+    if (sw_reducer_can_place(self->reducer, index) &&
+        !(came_early && sw_reducer_is_placed(self->reducer, index)) && place(self, index) < 0)
+        return -1;
+    /* One that came early may complete a bucket that has become the next meanwhile. */
+    return ahead || came_early ? advance(self) : 0;
 }
 
 /* After a round: every parameter that some rank used has its ShardedGradient. */

@@ -19,6 +19,7 @@ enum {
     MARKS_PER_POLL = 8,
     ABANDONED_UNDER_WAY = 32, /* fewer than a communicator takes without waiting */
     ABANDON_POLL_NS = 1000000,
+    HOLD_POLL_NS = 100000,
 };
 
 const sw_layout *sw_reducer_layout(const sw_reducer *reducer)
@@ -49,6 +50,12 @@ int64_t sw_reducer_task(const sw_reducer *reducer)
 const char *sw_reducer_name(const sw_reducer *reducer, size_t param)
 {
     return reducer->names[param];
+}
+
+static size_t param_bytes(const sw_reducer *reducer, size_t param)
+{
+    const sw_layout_place *place = &reducer->layout.place[param];
+    return place->numel * sw_dtype_size_bytes(reducer->layout.bucket[place->bucket].dtype);
 }
 
 static bucket *bucket_of(const sw_reducer *reducer, size_t param)
@@ -157,6 +164,10 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     }
     reducer->parity ^= 1;
     reducer->rounds++;
+    reducer->unplaced_bytes = 0;
+    reducer->stats.unplaced_bytes_peak = 0;
+    reducer->opened_ns = sw_clock_now_ns();
+    reducer->held_ns = 0;
     reducer->next_bucket = 0;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
@@ -238,6 +249,9 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
     if (!state->ready) {
         b->pending -= b->pending > 0;
         b->unplaced++;
+        reducer->unplaced_bytes += param_bytes(reducer, param);
+        if (reducer->unplaced_bytes > reducer->stats.unplaced_bytes_peak)
+            reducer->stats.unplaced_bytes_peak = reducer->unplaced_bytes;
     }
     state->ready = 1;
     /* While buckets are under way, every few gradients is often enough to look after them. */
@@ -249,8 +263,10 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
 void sw_reducer_place(sw_reducer *reducer, size_t param, bool standing)
 {
     param_state *state = &reducer->params[param];
-    if (state->ready && !state->placed)
+    if (state->ready && !state->placed) {
         bucket_of(reducer, param)->unplaced--;
+        reducer->unplaced_bytes -= param_bytes(reducer, param);
+    }
     state->placed = 1;
     state->standing |= standing;
 }
@@ -268,6 +284,19 @@ bool sw_reducer_can_place(const sw_reducer *reducer, size_t param)
 {
     const bucket *b = bucket_of(reducer, param);
     return !b->before || b->before->state == BUCKET_DONE;
+}
+
+bool sw_reducer_hold_back(sw_reducer *reducer, size_t param)
+{
+    const bucket *b = bucket_of(reducer, param);
+    int64_t from_ns = sw_clock_now_ns();
+    if (!b->before || b->before->state != BUCKET_POSTED ||
+        reducer->unplaced_bytes <= reducer->cap_bytes ||
+        2 * reducer->held_ns > from_ns - reducer->opened_ns)
+        return false;
+    sw_thread_sleep_ns(HOLD_POLL_NS);
+    reducer->held_ns += sw_clock_now_ns() - from_ns;
+    return true;
 }
 
 bool sw_reducer_is_waiting(const sw_reducer *reducer, size_t *bucket_index)

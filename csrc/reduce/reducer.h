@@ -24,6 +24,8 @@ typedef struct sw_reducer_stats {
     uint64_t rounds, local_rounds, abandoned;
     uint64_t buckets_sent, buckets_early; /* early: before the end of the backward */
     uint64_t bytes;                       /* of the buckets sent */
+    uint64_t unplaced_bytes_peak; /* of the last round: the most that waited for its place at once,
+                                     the gradient that had just come among it */
 } sw_reducer_stats;
 
 typedef struct sw_reducer sw_reducer;
@@ -91,6 +93,10 @@ void sw_reducer_place(sw_reducer *reducer, size_t param, bool standing);
 /* Whether the memory of `param` may be written in this round: false while its slot belongs to an
  * earlier bucket. */
 bool sw_reducer_can_place(const sw_reducer *reducer, size_t param);
+/* A moment's rest for a rank that is ahead of its peers: more than a bucket of usual size waits for
+ * its place, and `param` among it, for a slot that peers still read. False, at once, where that is
+ * not so, or half of the round was rest: a peer may be waiting for this rank by other means. */
+bool sw_reducer_hold_back(sw_reducer *reducer, size_t param);
 /* Whether the next bucket to send has all its gradients, not all of them placed, and a free slot.
  */
 bool sw_reducer_is_waiting(const sw_reducer *reducer, size_t *bucket);

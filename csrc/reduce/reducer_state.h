@@ -60,6 +60,8 @@ struct sw_reducer {
     size_t next_bucket;         /* the lowest that is not posted */
     size_t cap_bytes;           /* of a bucket, as asked for */
     size_t ring_bytes;          /* of the ring that the buckets which take part share */
+    size_t unplaced_bytes;      /* of gradients that are ready and not placed */
+    int64_t opened_ns, held_ns; /* when the round was opened, and the rest taken in it */
     bool ring, unfrozen;        /* buckets share a ring; it has to be laid again */
     sw_round_state state;
     int64_t task;

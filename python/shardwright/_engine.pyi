@@ -491,7 +491,7 @@ class Reducer:
     def mark_unfrozen(self, index: int) -> None:
         """Touches the memory of a parameter that was frozen, so that its hook may run."""
     def stats(self) -> dict[str, int]:
-        """rounds, local_rounds, abandoned, buckets_sent, buckets_early, copies, bytes."""
+        """rounds, local_rounds, abandoned, buckets_sent, buckets_early, copies, bytes, unplaced_bytes_peak."""
 
 @final
 class Units:

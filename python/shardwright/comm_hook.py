@@ -7,6 +7,7 @@ Parameters that no rank used keep their bytes, whatever the hook does to the buc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch.utils.dlpack import from_dlpack
 
 from ._engine import Error, HostComm, Reducer
 from .gradients import dense_strides, dtype_name
+from .slicing import Slicing
+
+#: cuts lie on such boundaries (csrc/tensor/layout.h)
+_SLICE_BYTES = 128
 
 
 class GradBucket:
@@ -82,9 +87,8 @@ class HookRunner:
         Passed to the hook.
     hook : callable
         `hook(state, bucket)` gives a Future of a tensor (or of a list of one), or the tensor itself.
+    wanted : Wanted
     """
-
-    keeps_slice = False
 
     def __init__(
         self,
@@ -93,12 +97,14 @@ class HookRunner:
         world_size: int,
         state: object,
         hook: Callable[[Any, Any], Any],
+        wanted: Wanted | None = None,
     ) -> None:
         self._used_by_any = reducer.used_by_any
         self._state = state
         self._hook = hook
         self._buckets = [
-            _Bucket(reducer, bucket, parameters, world_size, self.keeps_slice) for bucket in range(reducer.bucket_count)
+            _Bucket(reducer, bucket, parameters, world_size, wanted or Wanted())
+            for bucket in range(reducer.bucket_count)
         ]
         self._position = self._previous = -1
 
@@ -138,9 +144,8 @@ class SlicedHookRunner(HookRunner):
 
     A bucket is then a slot that others use too; the hook leaves the average in this rank's slice of it, and it goes on from
     there. A contribution on top of a standing average came without it: the owner adds its share of that to the result.
+    Where a slice has several owners (a mesh of two dimensions) the hook is asked for the whole result: it knows one owner a slice.
     """
-
-    keeps_slice = True
 
     def __init__(
         self,
@@ -148,19 +153,21 @@ class SlicedHookRunner(HookRunner):
         parameters: tuple[torch.nn.Parameter, ...],
         comm: HostComm,
         pieces: list[torch.Tensor],
+        slicing: Slicing,
         state: object,
         hook: Callable[[Any, Any], Any],
     ) -> None:
-        super().__init__(reducer, parameters, comm.world_size, state, hook)
+        wanted = Wanted(in_slots=True, slice_alone=not slicing.is_replicated)
+        super().__init__(reducer, parameters, comm.world_size, state, hook, wanted)
         self._standing_ranks = reducer.standing_ranks
         self._pieces = pieces
-        self._rank, self._world_size = comm.rank, comm.world_size
+        self._slicing, self._world_size = slicing, comm.world_size
 
     def _run(self, bucket: _Bucket, is_last: bool) -> None:
         flat = bucket.flat()
         used = self._used(bucket)
         self._reduce(bucket, flat, is_last, used)
-        begin = self._rank * bucket.slice_numel
+        begin = self._slicing.own * (bucket.numel // self._slicing.count)
         for index, offset, is_used in zip(bucket.indices, bucket.offsets, used):
             piece = self._pieces[index]
             if is_used and piece.numel():
@@ -177,6 +184,22 @@ class SlicedHookRunner(HookRunner):
             piece.mul_(standing).add_(average)
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Of a bucket's result: where it lies, and how much of it counts.
+
+    Attributes
+    ----------
+    in_slots : bool
+        Buckets lie in slots, which others use too: where one lies is asked anew each time.
+    slice_alone : bool
+        This rank's slice of the result is enough.
+    """
+
+    in_slots: bool = False
+    slice_alone: bool = False
+
+
 class _Bucket:
     """What lies where in a bucket."""
 
@@ -186,21 +209,23 @@ class _Bucket:
         bucket: int,
         parameters: tuple[torch.nn.Parameter, ...],
         world_size: int,
-        keeps_slice: bool,
+        wanted: Wanted,
     ) -> None:
         self.indices = [i for i in reducer.bucket_parameters(bucket) if parameters[i].numel()]
         self.parameters: list[torch.Tensor] = [parameters[i] for i in self.indices]
         self.offsets = [reducer.place(i)[1] for i in self.indices]
         self.layouts = [(p.shape, dense_strides(p) or _contiguous_strides(p)) for p in self.parameters]
-        self.keeps_slice = keeps_slice
-        _, numel, name, _ = reducer.bucket_shape(bucket)
-        self.slice_numel = numel // world_size
+        self.keeps_slice = wanted.slice_alone
+        self._in_slots = wanted.in_slots
+        _, self.numel, name, _ = reducer.bucket_shape(bucket)
         dtype = getattr(torch, name)
         for parameter in self.parameters:
             if parameter.dtype != dtype:
                 raise Error(f"a bucket of {dtype} holds a gradient of {dtype_name(parameter.dtype)}")
         ends = [o + p.numel() for o, p in zip(self.offsets, self.parameters)]
-        self._end = numel if keeps_slice else max(ends, default=0)
+        # as if every rank had a slice of its own: a compressor's bits do not depend on who keeps what
+        self.slice_numel = _slice_numel(max(ends, default=0), world_size, dtype)
+        self._end = self.numel if wanted.slice_alone else max(ends, default=0)
         self._gaps = [(a, b) for a, b in zip([0, *ends], [*self.offsets, self._end]) if b > a]
         self._memory = reducer.bucket, bucket
         self._flat: torch.Tensor | None = None
@@ -208,7 +233,7 @@ class _Bucket:
 
     def flat(self) -> torch.Tensor:
         """All of it, one-dimensional; without the padding at its end where the whole result is wanted."""
-        if self.keeps_slice or self._flat is None:  # a slot may have moved
+        if self._in_slots or self._flat is None:  # a slot may have moved
             get, bucket = self._memory
             self._flat = from_dlpack(get(bucket))[: self._end] if self._end else torch.empty(0, dtype=self._dtype)
         return self._flat
@@ -216,6 +241,12 @@ class _Bucket:
     def clear_padding(self, flat: torch.Tensor) -> None:
         for start, end in self._gaps:
             flat[start:end].zero_()
+
+
+def _slice_numel(numel: int, world_size: int, dtype: torch.dtype) -> int:
+    """Elements of a slice, as the engine's layout cuts a bucket of `numel` into one a rank."""
+    aligned = _SLICE_BYTES // dtype.itemsize
+    return -(-numel // (world_size * aligned)) * aligned
 
 
 def _contiguous_strides(tensor: torch.Tensor) -> tuple[int, ...]:

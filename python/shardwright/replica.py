@@ -212,18 +212,15 @@ class Replica:
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
         """What calls a communication hook for every bucket."""
-        if self.zero >= 2 and self.slicing.is_replicated:
-            raise NotImplementedError(
-                f"compress= and reduce_dtype at zero={self.zero} on a device_mesh of two dimensions are not there yet: use zero=1, or "
-                "one dimension"
-            )
         if self.link is not None:
             raise NotImplementedError(
                 "communication hooks and compress= are not there yet on GPUs: gradients travel as they are"
             )
         if self.zero >= 2 and self.reducer.transport == "pool":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
-            return SlicedHookRunner(self.reducer, self.table.parameters, self.group.comm, pieces, state, hook)
+            return SlicedHookRunner(
+                self.reducer, self.table.parameters, self.group.comm, pieces, self.slicing, state, hook
+            )
         return HookRunner(self.reducer, self.table.parameters, self.group.world_size, state, hook)
 
     def _supersede(self, module: torch.nn.Module) -> None:

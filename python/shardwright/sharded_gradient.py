@@ -155,6 +155,12 @@ class ShardedGradient(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Error("a gradient of which this rank keeps a slice cannot be pickled: see sw.full_gradients")
 
+    def share_memory_(self) -> Any:
+        """module.share_memory() comes here, past the dispatch of operations: torch would read memory that is not there."""
+        raise Error(
+            "a gradient of which this rank keeps a slice has no memory to share: zero_grad() first, and wrap again after"
+        )
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)

@@ -4,7 +4,8 @@
  * Laws: a slice of a mean has the bits of the whole fold's, for ranks that cleared their gradients
  * and for ranks that did not (theirs contribute the standing mean plus what is new, rounded once
  * each); a parameter that nobody used keeps its bits; memory is a ring of slots, so a contribution
- * that comes early has no place yet, and none is lost. */
+ * that comes early has no place yet, and none is lost; a rank that is ahead of its peers waits for
+ * them rather than pile such contributions up, but never for one that waits for it. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -158,6 +159,60 @@ static void slices_are_those_of_the_fold(rank_context *self)
     sw_reducer_destroy(reducer);
 }
 
+/* As come(), with the rest that a rank takes which is ahead. */
+static void come_and_hold(rank_context *self, sw_reducer *reducer, size_t p, int step)
+{
+    bool advance;
+    size_t bucket;
+    check(sw_reducer_mark_ready(reducer, p, step, &advance, &self->err) == SW_OK, "%s",
+          self->err.message);
+    do {
+        check(sw_reducer_advance(reducer, &self->err) == SW_OK, "%s", self->err.message);
+        while (sw_reducer_is_waiting(reducer, &bucket)) {
+            place_bucket(self, reducer, bucket, step);
+            check(sw_reducer_advance(reducer, &self->err) == SW_OK, "%s", self->err.message);
+        }
+        if (sw_reducer_can_place(reducer, p))
+            break;
+    } while (sw_reducer_hold_back(reducer, p));
+    if (!sw_reducer_is_placed(reducer, p) && sw_reducer_can_place(reducer, p))
+        place(self, reducer, p, step);
+    check(sw_reducer_advance(reducer, &self->err) == SW_OK, "%s", self->err.message);
+}
+
+static void who_is_ahead_holds_back(rank_context *self)
+{
+    sw_reducer_options options = {
+        .bucket_cap_bytes = 1024, .transport = SW_TRANSPORT_POOL, .sliced = true, .label = "m"};
+    sw_reducer *reducer = NULL;
+    const uint64_t most =
+        4 * NUMEL * 3; /* of 9: two in the ring's way, and one that has just come */
+    if (!check(sw_reducer_create(self->comm, params, names, PARAMS, &options, &reducer,
+                                 &self->err) == SW_OK,
+               "%s", self->err.message))
+        return;
+    for (int step = 0; step < 3; ++step) { /* in the first round nothing is sent early */
+        bool ahead = self->rank == 0;
+        sw_reducer_count_step(reducer);
+        check(sw_reducer_open(reducer, step, true, &self->err) == SW_OK, "%s", self->err.message);
+        ranks_sleep_ms(step == 0 ? 0 : ahead || step == 2 ? 100 : 110);
+        if (step == 2 && !ahead) /* comes only when the other has all its gradients */
+            ranks_meet(self);
+        for (size_t p = PARAMS; p-- > 0;)
+            come_and_hold(self, reducer, p, step);
+        if (step == 2 && ahead)
+            ranks_meet(self);
+        finish(self, reducer, step);
+        uint64_t peak = sw_reducer_get_stats(reducer)->unplaced_bytes_peak;
+        if (step == 1)
+            check(peak <= most, "rank %d: %llu bytes waited", self->rank, (unsigned long long)peak);
+        if (step == 2 && ahead)
+            check(peak > most, "nobody was waited for: %llu", (unsigned long long)peak);
+    }
+    ranks_meet(self);
+    sw_reducer_destroy(reducer);
+}
+
 int main(void)
 {
     for (size_t p = 0; p < PARAMS; ++p) {
@@ -166,5 +221,6 @@ int main(void)
     }
     for (int world_size = 1; world_size <= 5; ++world_size)
         ranks_run_all(slices_are_those_of_the_fold, world_size, NULL);
+    ranks_run_all(who_is_ahead_holds_back, 2, NULL);
     return check_result();
 }

@@ -249,6 +249,35 @@ def test_fp16_scales_the_loss_and_skips_where_any_rank_overflowed(rank, world_si
         assert_same(parameters, found[0][1], zero)
 
 
+@on_every_rank()
+@launches
+def test_an_accelerator_that_was_made_already_becomes_ours(rank, world_size):
+    """For programs that make theirs themselves, as transformers' Trainer does."""
+    found = []
+    for zero in (None, 1, 3):
+        stock = accelerate.Accelerator(gradient_accumulation_steps=2) if zero is not None else None
+        accelerator = (
+            Accelerator.of_stock(stock, zero=zero) if stock is not None else fresh(2, gradient_accumulation_steps=2)
+        )
+        assert stock is None or accelerator is stock
+        model, optimizer, scheduler = prepare(accelerator, "mos")
+        losses = train(accelerator, model, optimizer, scheduler, rank)
+        bare = accelerator.unwrap_model(model)
+        addresses = [p.data_ptr() for p in bare.parameters()]
+        assert world_size == 1 or accelerator.prepare_model(bare, evaluation_mode=True) is bare
+        assert addresses == [p.data_ptr() for p in bare.parameters()]  # what is wrapped stays where it is
+        losses += train(accelerator, model, optimizer, scheduler, rank)
+        found.append((losses, parameters_of(model)))
+        with pytest.raises(ValueError, match="prepared no model"):
+            Accelerator.of_stock(accelerator)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        gather(None)
+    for losses, parameters in found[1:]:
+        assert losses == found[0][0]
+        assert_same(parameters, found[0][1])
+
+
 @on_every_rank(at_least=2)
 @launches
 def test_a_bf16_forward_autocasts(rank, world_size):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
 from models import Mlp
-from peer import PEER, batch, data_parallel, engine
+from peer import PEER, batch, data_parallel, engine, sw
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch trains on")
@@ -100,3 +100,43 @@ def test_what_leaves_the_parameters_in_place_is_no_drift(rank, world_size):
         module.zero_grad()
         step(wrapped, rank)
         assert same_everywhere([parameter.grad.tolist() for parameter in module.parameters()])
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter of low rank beside it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def adapt(module):
+    module[2] = Adapted(module[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(nn.Module.share_memory, "0[.]weight"), (adapt, "2[.]layer|2[.]down|2[.]up")],
+    ids=["moved", "adapted"],
+)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@on_every_rank()
+def test_what_moves_or_adapts_a_sliced_module_is_named(rank, world_size, zero, change, name):
+    torch.manual_seed(0)
+    module = Mlp()
+    wrapped, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=zero)
+    step(wrapped, rank)
+    optimizer.step()
+    if change is nn.Module.share_memory and zero >= 2:
+        with pytest.raises(engine.Error, match="no memory to share"):  # torch itself would crash there
+            change(module)
+        optimizer.zero_grad()
+    change(module)
+    with pytest.raises(engine.Error, match=name):
+        step(wrapped, rank)
+    gather(None)

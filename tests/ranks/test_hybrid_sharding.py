@@ -9,9 +9,13 @@ import torch
 import torch.distributed as dist
 from harness import LONG, gather, same_everywhere
 from models import Heads, Mlp
+from oracle.fold import bits_equal
 from peer import PEER, sw
 from shardwright import process_group
 from shardwright.slicing import Slicing
+from test_compressed_gradients_at_every_stage import NAMES as COMPRESSORS
+from test_compressed_gradients_at_every_stage import made as compressed
+from test_compressed_gradients_at_every_stage import train
 from test_every_stage_has_the_same_bits import (
     OPTIMIZERS,
     PRIVATE,
@@ -74,6 +78,31 @@ def test_every_stage_has_the_bits_of_stage_0(fresh_ranks, case):
         trainings += [(accumulating_inside_no_sync, Mlp), (plain_steps, Odd)]
     with fresh_ranks(sum(map(len, rows))) as team:
         team.run(trains_as_stage_0, rows=rows, hosts=hosts, trainings=trainings)
+
+
+def compresses_as_stage_0(rank, world_size, rows, hosts):
+    process_group._forced_hosts = hosts
+    mesh = mesh_of(rows)
+    for name in COMPRESSORS:
+        for cap in (0.001, 25) if LONG else (0.001,):
+            whole, optimizer = compressed(0, name, cap)
+            train(whole, optimizer, rank, 4)
+            for zero in STAGES:
+                sliced, optimizer = compressed(**stage(zero, dict(name=name, cap=cap, device_mesh=mesh)))
+                train(sliced, optimizer, rank, 4)
+                with sw.full_parameters(sliced):
+                    assert all(
+                        bits_equal(mine.detach(), theirs.detach())
+                        for mine, theirs in zip(sliced.module.parameters(), whole.module.parameters(), strict=True)
+                    ), (name, cap, zero)
+                gather(None)
+
+
+@pytest.mark.parametrize("case", [*CASES] if LONG else ["rows", "turned"])
+def test_compressed_gradients_have_the_bits_of_stage_0(fresh_ranks, case):
+    rows, hosts = CASES[case]
+    with fresh_ranks(sum(map(len, rows))) as team:
+        team.run(compresses_as_stage_0, rows=rows, hosts=hosts)
 
 
 def does_everything_else(rank, world_size):
@@ -140,7 +169,6 @@ def asks_for_what_does_not_fit(rank, world_size):
     found.append(refused(NotImplementedError, hosts=[0, 1, 0, 1], mesh=mesh_of(ROWS)))
     other = ROWS if rank != 3 else [[0, 2], [1, 3]]
     found.append(refused(sw.Error, mesh=mesh_of(other)))
-    found.append(refused(NotImplementedError, mesh=mesh_of(ROWS), compress=sw.Bf16()))
     return found
 
 
@@ -148,11 +176,10 @@ def test_a_mesh_that_does_not_fit_is_one_error_on_all_ranks(fresh_ranks):
     with fresh_ranks(4) as team:
         values = team.run(asks_for_what_does_not_fit)
     assert all(found == values[0] for found in values), values
-    dimensions, hosts, ranks, compress = values[0]
+    dimensions, hosts, ranks = values[0]
     assert "one dimension, or two (replicate, shard), got 3" in dimensions
     assert "ranks 0, 1 share a replica, and are on hosts 0, 1" in hosts
     assert "device_mesh" in ranks and re.search(r"rank 3", ranks), ranks
-    assert "compress=" in compress
 
 
 def trains_on_a_part(rank, world_size):

@@ -124,10 +124,7 @@ class Accelerator(accelerate.Accelerator):
         kwargs_handlers: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
-        if partition not in ("auto", "flat", "tensor"):
-            raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
+        _check_stage(zero, partition)
         handlers = list(kwargs_handlers or ())
         compressing = [handler for handler in handlers if isinstance(handler, CompressionHandler)]
         if len(compressing) + (compress is not None) > 1:
@@ -136,6 +133,38 @@ class Accelerator(accelerate.Accelerator):
             )
         others = [handler for handler in handlers if not isinstance(handler, CompressionHandler)]
         super().__init__(*args, kwargs_handlers=others, **kwargs)
+        self._begin(zero, compress, partition, wrap_options, compressing)
+
+    @classmethod
+    def of_stock(
+        cls,
+        accelerator: accelerate.Accelerator,
+        *,
+        zero: int = 0,
+        compress: Compressor | None = None,
+        partition: str = "auto",
+        wrap_options: Mapping[str, Any] | None = None,
+    ) -> Accelerator:
+        """An accelerator of the stock class, made by a program that cannot be told which class to take, becomes one of this.
+
+        The object stays the same. ValueError if it has prepared a model or an optimizer already.
+        """
+        _check_stage(zero, partition)
+        if accelerator._models or accelerator._optimizers:
+            raise ValueError("of_stock needs an accelerator that has prepared no model and no optimizer yet")
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, cls)
+        accelerator._begin(zero, compress, partition, wrap_options, [])
+        return accelerator
+
+    def _begin(
+        self,
+        zero: int,
+        compress: Compressor | None,
+        partition: str,
+        wrap_options: Mapping[str, Any] | None,
+        compressing: Sequence[CompressionHandler],
+    ) -> None:
         if self.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU):
             raise NotImplementedError(
                 f"distributed_type={self.distributed_type.value} is not there yet: shardwright trains CPU processes, pass "
@@ -165,8 +194,11 @@ class Accelerator(accelerate.Accelerator):
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """As accelerate's. Collective unless `evaluation_mode`, or nothing in the model is trained."""
-        if getattr(model, "_is_accelerate_prepared", False) and self._wrapper_of(model) is not None:
-            return model  # accelerate would note the wrapper too, and save_state would write it under other names
+        prepared = evaluation_mode or getattr(model, "_is_accelerate_prepared", False)
+        if prepared and self._wrapper_of(model) is not None:
+            return (
+                model  # accelerate would note it twice, and move the parameters of what is wrapped to another "cpu:0"
+            )
         if evaluation_mode or not self._wraps(model):
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         plugin = self.state.dynamo_plugin
@@ -174,11 +206,11 @@ class Accelerator(accelerate.Accelerator):
         if whole:
             plugin.backend = DynamoBackend.NO  # the wrapper is compiled, as accelerate compiles torch's
         try:
-            prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+            module = super().prepare_model(model, device_placement, evaluation_mode=True)
         finally:
             plugin.backend = backend
-        prepared.__dict__.pop("_is_accelerate_prepared", None)  # what unwrap_model gives is not prepared
-        wrapper = self._wrap(prepared)
+        module.__dict__.pop("_is_accelerate_prepared", None)  # what unwrap_model gives is not prepared
+        wrapper = self._wrap(module)
         self._references.append(weakref.ref(wrapper))
         for optimizer in self._optimizers:
             self._slice(optimizer)
@@ -293,13 +325,19 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's, with whole optimizer states in torch's ordinary format. Collective."""
+        with self.whole_optimizer_states():
+            return super().save_state(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def whole_optimizer_states(self) -> Iterator[None]:
+        """Inside, state_dict() of prepared optimizers is the whole state of this moment, in torch's ordinary format. Collective."""
         held = []
         try:
             for optimizer in self._optimizers:
                 if isinstance(optimizer.optimizer, ShardedOptimizer):
                     sliced, optimizer.optimizer = optimizer.optimizer, _Whole(optimizer.optimizer)
                     held.append((optimizer, sliced))
-            return super().save_state(*args, **kwargs)
+            yield
         finally:
             for optimizer, sliced in held:
                 optimizer.optimizer = sliced
@@ -310,6 +348,13 @@ class Accelerator(accelerate.Accelerator):
             for wrapper in self._wrappers if self.zero == 3 else ():
                 stack.enter_context(full_parameters(wrapper, writable=True))
             super().load_state(*args, **kwargs)
+
+
+def _check_stage(zero: Any, partition: Any) -> None:
+    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
+    if partition not in ("auto", "flat", "tensor"):
+        raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
 
 
 class _Whole:

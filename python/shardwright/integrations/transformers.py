@@ -1,0 +1,92 @@
+"""transformers' Trainer over our engine.
+
+    from shardwright.integrations.transformers import Trainer
+    trainer = Trainer(model=model, args=args, train_dataset=data, zero=2)       # the rest of the program stays as it is
+
+The Trainer makes its accelerator itself; that one becomes ours before anything is prepared. What is left is whose memory is
+read and written when it saves and loads: checkpoints are those of the stock class at every stage, with whole optimizer states.
+Another Trainer, TRL's for one, is served by `TrainerMixin`, named before it: `class Ours(TrainerMixin, trl.SFTTrainer)`.
+
+Needs transformers and the optional extra: pip install shardwright[accelerate] transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+
+from ..compress import Compressor
+from ..fully_shard import wrapper_of
+from ..wrap import full_parameters
+from .accelerate import Accelerator
+
+__all__ = ["Trainer", "TrainerMixin"]
+
+
+class TrainerMixin:
+    """What makes a Trainer, the class named after it, train by our engine.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        The Trainer's.
+    zero, compress, partition, wrap_options
+        See Accelerator.
+
+    Notes
+    -----
+    A launch of several CPU processes: ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N. Checkpoints are saved and loaded on every
+    rank, as the Trainer does by itself.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        zero: int = 0,
+        compress: Compressor | None = None,
+        partition: str = "auto",
+        wrap_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._stage = {"zero": zero, "compress": compress, "partition": partition, "wrap_options": wrap_options}
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's; the accelerator is ours."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        Accelerator.of_stock(self.accelerator, **self._stage)
+
+    # whole memory, where it is read or written ----------------------------------------------------------------------
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, of whole parameters."""
+        with self._whole_parameters(writable=False):
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
+        with self.accelerator.whole_optimizer_states():
+            super()._save_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._whole_parameters(writable=True):
+            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        with self._whole_parameters(writable=True):
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _whole_parameters(self, *, writable: bool) -> contextlib.AbstractContextManager[None]:
+        wrapper = wrapper_of(self.model_wrapped)
+        if wrapper is None or wrapper._zero < 3:  # each rank has its own, and all write the same
+            return contextlib.nullcontext()
+        return full_parameters(wrapper, writable=writable)
+
+    accelerator: Accelerator
+    model_wrapped: Any
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """transformers' Trainer with `zero`, `compress`, `partition` and `wrap_options`."""
