@@ -1,7 +1,7 @@
 """What survives: checkpoints of torch.save, torch's DCP, accelerate, DeepSpeed (if it is installed) and this library, whose
 writer is killed while it overwrites one, or of whose files a bit flips, a page is zeroed or the end is cut off.
 
-    python benchmarks/crash_peers.py [--kills 20]
+    python benchmarks/crash_peers.py [--kills 20] [--only DeepSpeed]
 
 Every value of a state is the number of its save, so that a wrong or mixed load shows. One process; the overwritten path is the
 same each time, as in each library's own examples. Prints the table of docs/design/checkpoint.md.
@@ -232,6 +232,7 @@ def damaged(arm: object, damage: Callable[[Path], None]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="of each library; 0: damage alone")
+    parser.add_argument("--only", choices=list(ARMS), help="one library")
     parser.add_argument("--overwrite", nargs=2, metavar=("NAME", "PATH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -241,6 +242,8 @@ def main() -> None:
     columns = ["kill -9 while it is overwritten", *DAMAGE]
     print("| | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
     for name, arm in ARMS.items():
+        if options.only not in (None, name):
+            continue
         if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
             print(f"| {name} | not installed here |" + " |" * (len(columns) - 1))
             continue

@@ -25,7 +25,7 @@ CSRC = ROOT / "csrc"
 C_TESTS = sorted((ROOT / "tests" / "csrc").glob("test_*.c"))
 SHARED = sorted(set((ROOT / "tests" / "csrc").glob("*.c")) - set(C_TESTS))
 WRAPPED = ["-Wl," + ",".join(f"--wrap={name}" for name in ("malloc", "calloc", "realloc", "mmap", "munmap"))]
-RUN_LIMIT_S = 170
+RUN_LIMIT_S = 600 if os.environ.get("SW_TEST_LONG") == "1" else 170
 
 
 @dataclass(frozen=True)

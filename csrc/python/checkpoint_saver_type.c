@@ -9,8 +9,8 @@
 
 typedef struct saver_object {
     PyObject_HEAD sw_board board;
-    sw_saver *saver;        /* owned; NULL once closed */
-    PyObject *arena;        /* owned; the board's memory, NULL at world size 1 */
+    sw_saver *saver; /* owned; NULL once closed */
+    PyObject *arena; /* owned; the board's memory, NULL where it is a file or there is one rank */
     PyObject *shared, *own; /* owned plans of the present save */
     long owner_pid;
 } saver_object;
@@ -52,6 +52,7 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
     int rank, world_size, threads = 2, direct = 1;
     unsigned long long bandwidth = 0;
     uint8_t **pages = NULL;
+    const char *path = NULL;
     sw_error err = {0};
     if (self->saver) {
         PyErr_SetString(PyExc_TypeError, "CheckpointSaver: already initialised");
@@ -60,20 +61,25 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|O$ipK:CheckpointSaver", names, &rank,
                                      &world_size, &arena, &threads, &direct, &bandwidth))
         return -1;
-    if (arena != Py_None) {
+    if (PyUnicode_Check(arena)) {
+        path = PyUnicode_AsUTF8AndSize(arena, NULL);
+        if (!path)
+            return -1;
+    } else if (arena != Py_None) {
         const arena_object *memory = (arena_object *)arena;
         if (Py_TYPE(arena) != state->arena_type || !memory->arena ||
             memory->arena->world_size != world_size || memory->owner->comm->rank != rank ||
             memory->arena->size_bytes < SW_BOARD_PAGE_BYTES) {
             PyErr_Format(
                 PyExc_TypeError,
-                "CheckpointSaver: board must be an Arena of these ranks with at least %d bytes",
+                "CheckpointSaver: board must be a file's path, or an Arena of these ranks with at "
+                "least %d bytes",
                 SW_BOARD_PAGE_BYTES);
             return -1;
         }
         pages = memory->arena->base;
     }
-    if (world_size < 1 || rank < 0 || rank >= world_size || (world_size > 1 && !pages)) {
+    if (world_size < 1 || rank < 0 || rank >= world_size || (world_size > 1 && !pages && !path)) {
         PyErr_Format(PyExc_ValueError,
                      "CheckpointSaver: rank must be in [0, world_size), and several ranks need a "
                      "board; got %d of %d",
@@ -83,13 +89,14 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_saver_options options = {.thread_count = threads,
                                 .use_direct = direct != 0,
                                 .bandwidth_bytes_per_second = bandwidth};
-    if (sw_board_init(&self->board, rank, world_size, pages, &err) != SW_OK ||
-        sw_saver_create(&self->board, &options, &self->saver, &err) != SW_OK) {
+    sw_status status = path ? sw_board_init_file(&self->board, rank, world_size, path, &err)
+                            : sw_board_init(&self->board, rank, world_size, pages, &err);
+    if (status != SW_OK || sw_saver_create(&self->board, &options, &self->saver, &err) != SW_OK) {
         sw_board_fini(&self->board);
         sw_py_raise(state, &err, NULL);
         return -1;
     }
-    if (arena != Py_None) {
+    if (arena != Py_None && !path) {
         Py_INCREF(arena);
         self->arena = arena;
     }

@@ -564,13 +564,14 @@ class CheckpointSaver:
         self,
         rank: int,
         world_size: int,
-        board: Arena | None = None,
+        board: Arena | str | None = None,
         *,
         threads: int = 2,
         direct: bool = True,
         bandwidth: int = 0,
     ) -> None:
-        """`board`: an Arena of these ranks with at least 4096 bytes; None at world size 1. `bandwidth`: bytes a second."""
+        """`board`: an Arena of these ranks with at least 4096 bytes, or the path of a zeroed file of as many for each rank; None at
+        world size 1. `bandwidth`: bytes a second."""
     def begin(
         self,
         *,

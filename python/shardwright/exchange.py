@@ -31,9 +31,12 @@ class Exchange:
         Sent by this rank to others so far: counted where bytes are handed over.
     bucket_wire_bytes : tuple of int
         The same of each bucket of the last complete round.
+    takes_part : bool
+        False on a rank whose contributions another one exchanges: it owes nothing.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, *, takes_part: bool = True) -> None:
+        self.takes_part = takes_part
         self.rank = rank
         self.world_size = world_size
         self.wire_bytes = 0

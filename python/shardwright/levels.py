@@ -64,7 +64,9 @@ class HostLevels(Levels):
         self._first = group.host_of.index(host)
         self._host_name = group.hosts[self._first]
         self._share = group.host_count / group.world_size
-        super().__init__(GlooExchange(between) if self._is_first else Exchange(host, group.host_count))
+        super().__init__(
+            GlooExchange(between) if self._is_first else Exchange(host, group.host_count, takes_part=False)
+        )
 
     def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
         if self._inside is not None:

@@ -103,6 +103,7 @@ typedef struct case_rank {
     int rank, world_size, step;
     const char *directory;
     uint8_t *const *pages;
+    const char *board_path; /* a board in a file, in place of pages; NULL: none */
     const char *const *stale, *const *retired;
     size_t stale_count, retired_count;
     bool is_direct, is_lazy;
@@ -128,8 +129,11 @@ static inline void *case_save(void *argument)
     snprintf(own_path, sizeof own_path, "ranks/%05d.json", self->rank);
     case_fill(&data, self->step, self->rank);
     sw_plan_text text = {own_path, data.own.size_bytes};
-    self->status = sw_board_init(&board, self->rank, self->world_size,
-                                 self->world_size > 1 ? self->pages : NULL, &self->err);
+    self->status =
+        self->board_path
+            ? sw_board_init_file(&board, self->rank, self->world_size, self->board_path, &self->err)
+            : sw_board_init(&board, self->rank, self->world_size,
+                            self->world_size > 1 ? self->pages : NULL, &self->err);
     if (self->status != SW_OK || sw_saver_create(&board, &options, &saver, &self->err) != SW_OK ||
         case_plan(&shared, &self->err) != SW_OK ||
         sw_plan_create(NULL, 0, &text, 1, &own, &self->err) != SW_OK)

@@ -1,5 +1,6 @@
 /* test_checkpoint_save.c - ranks as threads save one checkpoint: the same bytes for every world
  * size, form and number of threads; one sentence on every rank where they cannot. */
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -64,6 +65,55 @@ static void every_form_writes_the_same_bytes(void)
             free(data);
         }
     free(first);
+}
+
+/* As hosts that share a folder, and no memory. */
+static void a_board_may_be_a_file(void)
+{
+    static const uint8_t zeros[CASE_WORLD_MAX * SW_BOARD_PAGE_BYTES];
+    char path[128], nonce[32];
+    sw_board writer, reader;
+    sw_error err = {0}, verdict = {0};
+    int step = 0;
+    for (int world = 2; world <= CASE_WORLD_MAX; ++world) {
+        case_clear(directory);
+        mkdir(directory, 0777);
+        snprintf(path, sizeof path, "%s/.board", directory);
+        snprintf(nonce, sizeof nonce, "f%d", world);
+        check(sw_file_write_new(path, zeros, sizeof zeros, false, &err) == SW_OK, "a file", "");
+        case_rank settings = {.world_size = world,
+                              .step = 7,
+                              .directory = directory,
+                              .number = 1,
+                              .nonce = nonce,
+                              .board_path = path,
+                              .thread_count = 2};
+        check(case_save_together(settings, &err) == SW_OK, "a save", err.message);
+        snprintf(path, sizeof path, "%s/step-000007", directory);
+        check(case_is_valid(path, &step, &err) && step == 7, "it is valid", err.message);
+    }
+    snprintf(path, sizeof path, "%s/.board", directory);
+    check(sw_board_init_file(&writer, 0, 2, path, &err) == SW_OK &&
+              sw_board_init_file(&reader, 1, 2, path, &err) == SW_OK,
+          "boards", "");
+    sw_board_decide(&writer, 9, &(sw_error){.status = SW_E_OS, .message = "why"});
+    check(sw_board_is_decided(&reader, 9, &verdict) && strcmp(verdict.message, "why") == 0,
+          "a verdict", verdict.message);
+    sw_board_fail(&reader, 10, &(sw_error){.status = SW_E_OS, .message = "mine"});
+    check(sw_board_has_failure(&writer, 10, 1, &err) && strcmp(err.message, "rank 1: mine") == 0,
+          "a failure", err.message);
+    /* A page that is being written is not read. */
+    sw_board_decide(&writer, 11, &(sw_error){.status = SW_OK});
+    int fd = open(path, O_RDWR);
+    check(pwrite(fd, "x", 1, 100) == 1 && close(fd) == 0, "half a page", "");
+    usleep(30000);
+    check(!sw_board_is_decided(&reader, 11, &verdict), "it is no news", "");
+    sw_board_decide(&writer, 11, &(sw_error){.status = SW_OK});
+    usleep(30000);
+    check(sw_board_is_decided(&reader, 11, &verdict) && verdict.status == SW_OK, "a whole one is",
+          "");
+    sw_board_fini(&writer);
+    sw_board_fini(&reader);
 }
 
 static void a_missing_range_is_named_on_every_rank(void)
@@ -220,6 +270,7 @@ int main(void)
 {
     snprintf(directory, sizeof directory, "%s/sw-save-%d", case_root(), (int)getpid());
     every_form_writes_the_same_bytes();
+    a_board_may_be_a_file();
     a_missing_range_is_named_on_every_rank();
     split_ranges_make_the_same_block();
     a_full_disk_is_an_error_before_the_first_byte();

@@ -39,17 +39,20 @@ def test_a_directory_that_went_away_is_named_by_all_and_saves_go_on_when_it_is_b
         assert checkpoints.restore() == 2
 
 
+@pytest.mark.parametrize("zero", [None, 2])
 @on_every_rank(deadline_s=60)
-def test_a_metric_that_is_nan_on_one_rank_fails_the_save_for_all(rank, world_size):
+def test_a_metric_that_is_nan_on_one_rank_fails_the_save_for_all(rank, world_size, zero):
     model, optimizer = build(Small)
+    if zero is not None:
+        model, optimizer = sw.wrap(model, optimizer, zero=zero)
     culprit = world_size - 1
     with sw.Checkpointer(shared_folder(rank), model, optimizer, keep_best=1, timeout_s=30) as checkpoints:
         if rank == culprit:
             with pytest.raises(ValueError, match="metric must be finite, got nan"):
                 checkpoints.save(0, metric=float("nan"))
         else:
-            checkpoints.save(0, metric=1.0)
             with pytest.raises(sw.CheckpointError, match=f"rank {culprit}: metric must be finite"):
+                checkpoints.save(0, metric=1.0)
                 checkpoints.wait()
         checkpoints.save(1, metric=2.0)
         checkpoints.wait()

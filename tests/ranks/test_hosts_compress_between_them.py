@@ -262,3 +262,25 @@ def test_ranks_may_be_in_different_numbers_of_groups(rank, world_size):
     model = made(hosts_of("2+1", world_size), sw.Fp16())
     backward(model, rank, 0)
     assert same_everywhere([p.grad.tolist() for p in model.module.parameters()])
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "powersgd"])
+@on_every_rank(at_least=3)
+def test_every_stage_trains_with_the_same_bits(rank, world_size, name):
+    after = {}
+    for zero in range(4):
+        torch.manual_seed(0)
+        module = Mlp()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        with on_hosts(hosts_of("2+1", world_size)) as group:
+            options = {"process_group": group, "timeout_s": 20, "zero": zero}
+            model, optimizer = sw.wrap(module, optimizer, compress=COMPRESSORS[name], **options)
+            for step in range(4):
+                model(batch(rank, 8, 7, step=step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            after[zero] = sw.full_state_dict(model)
+    for zero in (1, 2, 3):
+        for key, value in after[0].items():
+            assert bits_equal(after[zero][key], value), (zero, key)
+    assert same_everywhere([value.tolist() for value in after[0].values()])

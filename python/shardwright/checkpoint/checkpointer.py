@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .._engine import CheckpointError
 from .files import MAX_FILE_BYTES, check_options
 from .peers import Peers
 from .reading import agree_on, apply_together
-from .retention import STEP_LIMIT, DirectoryLock, Kept, folder_name, left_overs, list_checkpoints, to_retire
+from .retention import BOARD, STEP_LIMIT, DirectoryLock, Kept, folder_name, left_overs, list_checkpoints, to_retire
 from .writing import Training, Writer
 
 logger = logging.getLogger("shardwright")
@@ -66,8 +67,8 @@ class Checkpointer:
 
     Notes
     -----
-    Collective, as are save(), restore(), wait() and close(). The random generators of torch, Python, numpy and CUDA are
-    stored a rank and restored at the same world size.
+    Collective, as are save(), restore(), wait() and close(). Over several hosts `directory` is one that all of them share.
+    The random generators of torch, Python, numpy and CUDA are stored a rank and restored at the same world size.
 
     Examples
     --------
@@ -138,8 +139,9 @@ class Checkpointer:
         self._peers = Peers(model, process_group, timeout_s)
         self._take_directory()
         try:
+            board = os.path.join(self.directory, BOARD)
             self._writer = Writer(
-                self._peers, threads=threads, direct=direct_io, bandwidth=bandwidth_bytes_per_s, timeout_s=timeout_s,
+                self._peers, board, threads=threads, direct=direct_io, bandwidth=bandwidth_bytes_per_s, timeout_s=timeout_s,
                 max_file_bytes=max_file_bytes,
             )  # fmt: skip
         except BaseException:
@@ -210,10 +212,10 @@ class Checkpointer:
         try:
             self.wait()
         except CheckpointError:
-            self._writer.skip("the save before this one failed on this rank")
+            self._writer.skip("the save before this one failed on this rank", self._training)
             raise
         if metric is not None and not math.isfinite(metric):  # it may be one rank's alone: the others do begin
-            self._writer.skip(f"metric must be finite, got {metric!r}")
+            self._writer.skip(f"metric must be finite, got {metric!r}", self._training)
             raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
@@ -228,7 +230,7 @@ class Checkpointer:
                 kept = list_checkpoints(self.directory, metrics=self._rules["keep_best"] is not None)
             except OSError as error:
                 refusal = f"'{self.directory}' cannot be read: {error.strerror}"
-                self._writer.skip(refusal)
+                self._writer.skip(refusal, self._training)
                 raise CheckpointError(refusal) from error
             others = [k for k in kept if k.path != folder]
             goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
@@ -314,10 +316,13 @@ class Checkpointer:
         CheckpointError
             As wait().
         """
+        self._close(self._writer.wait)
+
+    def _close(self, wait: Callable[[], None]) -> None:
         if self._closed:
             return
         try:
-            self._writer.wait()
+            wait()
         finally:
             self._closed = True
             if self._hook is not None:
@@ -333,8 +338,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        try:  # the error on its way out is the one to hear of
-            self.close()
+        try:  # the error on its way out is the one to hear of; the other ranks may not be here
+            self._close(self._writer.wait_alone)
         except CheckpointError as failure:
             logger.warning("the last save failed: %s", failure)
 
@@ -370,7 +375,7 @@ def _finish_all() -> None:
     for each in live_checkpointers():
         if each._owner_pid == os.getpid():
             try:
-                each.close()
+                each._close(each._writer.wait_alone)
             except CheckpointError as error:
                 logger.warning("the last save failed: %s", error)
 
@@ -380,7 +385,7 @@ def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
     if os.getpid() != pid:
         return
     try:
-        writer.wait()
+        writer.wait_alone()
     except CheckpointError as error:
         logger.warning("the last save failed: %s", error)
     writer.close()

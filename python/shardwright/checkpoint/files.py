@@ -78,12 +78,18 @@ def save(
     refusal = peers.exchange(refusal, f"save to {folder}")[0]
     if refusal:
         raise CheckpointError(refusal)
-    writer = Writer(peers, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s, max_file_bytes=max_file_bytes)
+    board = f"{folder}.board"
+    writer = Writer(
+        peers, board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s, max_file_bytes=max_file_bytes
+    )
     try:
-        writer.begin(folder, step, Training(module, optimizer, extra=extra))
-        writer.wait()
+        try:
+            writer.begin(folder, step, Training(module, optimizer, extra=extra))
+        finally:  # over hosts the others wait for a rank that could not begin
+            writer.wait()
     finally:
         writer.close()
+        peers.remove_board(board)
 
 
 def load(

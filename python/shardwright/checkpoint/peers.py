@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from .._engine import CheckpointError
+from .._engine import CheckpointError, CommError
 from ..fully_shard import wrapper_of
 from ..process_group import host_group, resolve_group
 
@@ -54,9 +55,63 @@ class Peers:
         self.rank = self._group.rank
         self.world_size = self._group.world_size
 
-    def board(self) -> Any:
-        """Memory that all ranks see, for a saver; None at world size 1. Collective."""
-        return self._group.comm.arena(_BOARD_BYTES, "checkpoint board") if self.world_size > 1 else None
+    @property
+    def has_hosts(self) -> bool:
+        """Whether ranks are on several hosts."""
+        return self._group.host_count > 1
+
+    def board(self, path: str, nonce: str) -> Any:
+        """What all ranks see, for a saver: memory, or over hosts a file at `path`; None at world size 1. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank: the file cannot be made, or some rank does not see the one that rank 0 made.
+        """
+        if self.world_size == 1:
+            return None
+        if not self.has_hosts:
+            return self._group.comm.arena(_BOARD_BYTES, "checkpoint board")
+        self.together(lambda: self.make_board(path, nonce), f"making {path}")
+        self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
+        return path
+
+    def make_board(self, path: str, nonce: str) -> None:
+        """On rank 0: the file that board() gives, all of its disk space included. In place of one that is there."""
+        if self.rank:
+            return
+        try:
+            with open(f"{path}.new", "wb") as file:
+                file.write(bytes(_BOARD_BYTES * self.world_size) + nonce.encode())
+            os.replace(f"{path}.new", path)
+        except OSError as error:
+            raise _os_error(f"'{path}' cannot be made: {error.strerror}", error) from error
+
+    def renew_board(self, path: str, nonce: str) -> None:
+        """On rank 0: makes the file again if somebody took it away."""
+        if self.rank == 0 and self.has_hosts and not os.path.exists(path):
+            self.make_board(path, nonce)
+
+    def remove_board(self, path: str) -> None:
+        """Once every rank has come here. Collective over hosts."""
+        if not self.has_hosts:
+            return
+        with contextlib.suppress(CommError):  # what went wrong is on its way already
+            self.exchange("", f"leaving {path}")
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def _look_at_board(self, path: str, nonce: str) -> None:
+        found = b""
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(_BOARD_BYTES * self.world_size)
+            found = file.read()
+        if found.decode("ascii", "replace") != nonce:
+            raise CheckpointError(
+                f"host {self._group.hosts[self.rank]} does not see '{path}' as rank 0 made it: checkpoints over several hosts "
+                "need a folder that all of them share"
+            )
 
     def exchange(self, value: Any, label: str) -> list[Any]:
         """Every rank's `value` (of JSON), in rank order. Collective."""
@@ -88,3 +143,9 @@ class Peers:
     def is_alive(self) -> bool:
         """Whether no other rank is known to have failed or left."""
         return self.world_size == 1 or self._group.comm.is_alive
+
+
+def _os_error(sentence: str, cause: OSError) -> CheckpointError:
+    error = CheckpointError(sentence)
+    error.errno = cause.errno
+    return error

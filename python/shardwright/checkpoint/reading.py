@@ -71,6 +71,8 @@ class Reader:
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
         self._optimizer_targets: _Targets | None = None
+        self.keeps_compressor = False
+        """whether every rank takes its own share of a compressor's memory back"""
 
     # what is there ----------------------------------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class Reader:
         if self.folder.world_size == world_size:
             self._apply_own(rank, everything)
         if everything:
-            self._apply_compressor(rank, world_size)
+            self._apply_compressor(rank)
         return tree.decode(self._state["extra"], tensors)
 
     def _fill_model(self) -> None:
@@ -294,28 +296,52 @@ class Reader:
             load_stateful(self.training.dataloader, tree.decode(body["dataloader"], tensors), "dataloader")
             set_random_state(tree.decode(body["random"], tensors))
 
-    def _apply_compressor(self, rank: int, world_size: int) -> None:
-        """What a compressor remembers: this rank's own, or at another world size an equal share of what all ranks' owe."""
-        model = getattr(self.training.model, "_orig_mod", self.training.model)
-        state = getattr(model, "compression_state", None)
+    def look_at_compressor(self, rank: int, world_size: int) -> bool:
+        """Whether this rank's own share of a compressor's memory is this very rank's: the same world, over the same hosts."""
+        state = self._compression_state()
+        if state is None or self.folder.world_size != world_size:
+            return False
+        own = self._compressor_node(rank)
+        return own is None or (own["rank"], own["world_size"]) == (state.exchange.rank, state.exchange.world_size)
+
+    def _compression_state(self) -> Any:
+        return getattr(getattr(self.training.model, "_orig_mod", self.training.model), "compression_state", None)
+
+    def _apply_compressor(self, rank: int) -> None:
+        """What a compressor remembers: this rank's own, or in another world an equal share of what all owe."""
+        state = self._compression_state()
         if state is None:
             return
-        ranks = [rank] if self.folder.world_size == world_size else range(self.folder.world_size)
-        found = [self._compressor_of(each) for each in ranks]
+        found = [self._compressor_of(each) for each in ([rank] if self.keeps_compressor else self._debtors())]
         known = [each for each in found if each is not None]
         ours = {"kind": state.kind, "settings": state.settings()}
-        if len(known) < len(found) or any(each[key] != ours[key] for each in known for key in ours):
+        if not known or len(known) < len(found) or any(each[key] != ours[key] for each in known for key in ours):
             _logger.warning(
                 "%s holds no state of this compressor, %s: it begins with nothing owed", self.folder.path, ours
             )
             state.forget()
-            return
-        state.load_state_dict(known[0] if len(known) == 1 == len(ranks) else reshard_state(known, rank, world_size))
+        elif self.keeps_compressor:
+            state.load_state_dict(known[0])
+        else:
+            share = reshard_state(known, state.exchange.rank, state.exchange.world_size)
+            state.load_state_dict(share if state.exchange.takes_part else {**share, "parameters": {}})
+
+    def _debtors(self) -> list[int]:
+        """The ranks whose state is somebody's: of each host's, the lowest."""
+        places: dict[Any, int] = {}
+        for each in range(self.folder.world_size):
+            node = self._compressor_node(each)
+            places.setdefault(None if node is None else node["rank"], each)
+        return list(places.values())
+
+    def _compressor_node(self, rank: int) -> dict[str, Any] | None:
+        """Without its tensors."""
+        stem = f"ranks/{rank:05d}"
+        return self._tree(f"{stem}.json").get("compressor") if f"{stem}.json" in self.folder.files else None
 
     def _compressor_of(self, rank: int) -> dict[str, Any] | None:
-        stem = f"ranks/{rank:05d}"
-        node = self._tree(f"{stem}.json").get("compressor") if f"{stem}.json" in self.folder.files else None
-        return None if node is None else tree.decode(node, self._load_all(stem))
+        node = self._compressor_node(rank)
+        return None if node is None else tree.decode(node, self._load_all(f"ranks/{rank:05d}"))
 
 
 def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
@@ -426,6 +452,9 @@ def agree_on(path: str, training: Training, peers: Peers, *, verify: bool) -> tu
 def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
     """Fills every rank's training, and returns `extra`; CheckpointError on every rank if it went wrong on one. Collective."""
     extra, failure = None, ""
+    if everything:
+        same = peers.together(lambda: reader.look_at_compressor(peers.rank, peers.world_size), "whose memory it was")
+        reader.keeps_compressor = all(same)
     try:
         extra = reader.apply(peers.rank, peers.world_size, everything=everything)
     except Exception as error:

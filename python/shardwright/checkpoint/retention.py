@@ -15,6 +15,7 @@ from .._engine import CheckpointError
 _STEP = re.compile(r"step-(\d{6,15})\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}\.[0-9a-z]{1,64}\.(partial|trash)\Z")
 MANIFEST = "MANIFEST.json"
+BOARD = ".board"  # stays, as .lock does: a slower rank may still read the last verdict
 STEP_LIMIT = 10**15  # a folder's number has 15 digits at most
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import _engine
-from .._engine import CheckpointError, CheckpointSaver
+from .._engine import CheckpointError, CheckpointSaver, Error
 from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
@@ -22,7 +23,7 @@ from .peers import Peers, has_passing_parameters, whole_parameters
 from .slices import Sliced, describe_state, is_sliced, sliced_state
 
 logger = logging.getLogger("shardwright")
-_POLL_S = 0.1
+_POLL_S, _ROUND_S = 0.1, 0.5
 _GRACE_S = 5.0
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -47,11 +48,20 @@ _Parts = tuple[ModelTensors, dict[str, torch.Tensor], Content, Any, list[Any], d
 class Writer:
     """This rank's part in saves. One at a time; save() is a collective call, but it waits for nobody.
 
-    Collective when it is made: the nonce is agreed on, and the page through which failures are told.
+    Collective when it is made: the nonce is agreed on, and the page through which failures are told. `board`: the path of
+    the file that holds it where ranks are on several hosts.
     """
 
     def __init__(
-        self, peers: Peers, *, threads: int, direct: bool, bandwidth: int, timeout_s: float, max_file_bytes: int
+        self,
+        peers: Peers,
+        board: str,
+        *,
+        threads: int,
+        direct: bool,
+        bandwidth: int,
+        timeout_s: float,
+        max_file_bytes: int,
     ) -> None:
         self._peers = peers
         self._timeout_s = timeout_s
@@ -60,8 +70,14 @@ class Writer:
         self._number = 0
         self._held: Content | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._board = board
         self._saver = CheckpointSaver(
-            peers.rank, peers.world_size, peers.board(), threads=threads, direct=direct, bandwidth=bandwidth
+            peers.rank,
+            peers.world_size,
+            peers.board(board, self._nonce_prefix),
+            threads=threads,
+            direct=direct,
+            bandwidth=bandwidth,
         )
 
     def begin(
@@ -84,6 +100,7 @@ class Writer:
         """
         self._number += 1
         try:
+            self._peers.renew_board(self._board, self._nonce_prefix)
             with whole_parameters(training.model, writable=False):
                 self._begin(folder, step, training, lazy, metric, stale, retired)
         except BaseException as error:
@@ -93,9 +110,13 @@ class Writer:
                 raise
             raise CheckpointError(f"'{folder}' could not be saved: {type(error).__name__}: {error}") from error
 
-    def skip(self, reason: str) -> None:
-        """This rank takes no part in a save that the others may begin: it then fails for all."""
+    def skip(self, reason: str, training: Training) -> None:
+        """This rank begins no save, which the others may: it then fails for all. Where state is spread over ranks, this one
+        takes part in what they exchange first."""
         self._number += 1
+        if is_sliced(training.model, training.optimizer):
+            with contextlib.suppress(Error), whole_parameters(training.model, writable=False):
+                self._sliced_parts(training, refusal=reason)
         self._saver.fail(self._number, reason)
 
     def _begin(
@@ -145,13 +166,14 @@ class Writer:
         sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
         return found, divergent, shared, plan, sources, optimizer_tree
 
-    def _sliced_parts(self, training: Training) -> _Parts:
-        """Of one that is spread over ranks. Three exchanges, in which a rank takes part whatever goes wrong on it."""
+    def _sliced_parts(self, training: Training, refusal: str = "") -> _Parts:
+        """Of one that is spread over ranks. Three exchanges, in which a rank takes part whatever goes wrong on it; `refusal`:
+        what has gone wrong on this one before."""
         optimizer = training.optimizer
         looked: list[tuple[ModelTensors, dict[str, torch.Tensor]]] = []
         made: list[tuple[Content, Any, dict[str, Any] | None]] = []
         tables: list[dict[str, str]] = []
-        failure: Exception | None = None
+        failure: Exception | None = CheckpointError(refusal) if refusal else None
         try:
             looked.append(self._look_together(training.model))
         except CheckpointError as error:
@@ -251,16 +273,33 @@ class Writer:
         return bool(self._saver.progress()["busy"])
 
     def wait(self) -> None:
-        """Until no save runs.
+        """Until no save runs. Collective over several hosts, whose ranks see only then that one of them has died.
 
         Raises
         ------
         CheckpointError
             The save failed, on whatever rank: the same sentence on all. Once a save.
         """
-        lost_at: float | None = None
         if self.is_busy:
             self._cancel_if_changed()
+        failure: CheckpointError | None = None
+        over, everyone = False, [False]
+        while self._peers.has_hosts and not all(everyone):
+            try:
+                over = over or self._saver.wait(_ROUND_S)
+            except CheckpointError as error:
+                over, failure = True, error
+            try:
+                everyone = self._peers.exchange(over, "waiting for a checkpoint")
+            except Error:  # a rank died, or came with something else: the verdict may be on its way
+                break
+        if failure is not None:
+            raise failure
+        self.wait_alone()
+
+    def wait_alone(self) -> None:
+        """As wait(), whatever the other ranks do."""
+        lost_at: float | None = None
         while not self._saver.wait(_POLL_S):
             if lost_at is None and not self._peers.is_alive:
                 lost_at = time.monotonic()

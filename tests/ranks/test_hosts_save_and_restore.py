@@ -1,0 +1,273 @@
+"""Law: over several hosts that share a folder, checkpoints are what they are on one: the same bytes whatever the hosts and the
+stage, a resumed training with the bits of one that was not stopped, and one sentence for everybody where something fails.
+
+Ranks of this machine are told which host they are on, as in test_hosts_fold_in_two_steps.py; at the end hosts are really apart.
+"""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_subjects import Small, build, digest_of
+from harness import LONG, gather, on_every_rank
+from peer import PEER, batch, sw
+from shardwright.checkpoint.peers import Peers
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
+from test_hosts_fold_in_two_steps import hosts_of, on_hosts
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+STAGES = {
+    **{stage: {"zero": stage} for stage in range(4)},
+    "3, private": {"zero": 3, "share_parameters": False, "units": torch.nn.Linear},
+}
+STOP, STEPS = 3, 6
+TIMEOUT_S = 20.0
+
+
+def trained_on(rank, model, optimizer, begin, end, checkpoints=None):
+    losses = []
+    for step in range(begin, end):
+        torch.manual_seed(1000 * step + rank)
+        loss = model(batch(rank, 5, 24, step=step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if checkpoints is not None:
+            checkpoints.save(step, every=STOP)
+    return losses
+
+
+def wrapped(group, stage, seed, **options):
+    return sw.wrap(
+        *build(Small, seed), process_group=group, bucket_cap_mb=0.01, timeout_s=TIMEOUT_S, **STAGES[stage], **options
+    )
+
+
+@pytest.mark.parametrize(("shape", "snapshot"), [("2+1", "copy"), ("crosswise", "lazy")])
+@on_every_rank(at_least=3)
+def test_every_stage_saves_the_same_bytes_and_resumes_every_others(rank, world_size, shape, snapshot):
+    folder = shared_folder(rank)
+    with on_hosts(hosts_of(shape, world_size)) as group:
+        expected, digests = None, {}
+        stages = list(STAGES) if LONG else [0, 2, "3, private"]
+        for stage in stages:
+            pair = wrapped(group, stage, 0)
+            with sw.Checkpointer(f"{folder}/{stage}", *pair, snapshot=snapshot) as checkpoints:
+                losses = trained_on(rank, *pair, 0, STEPS, checkpoints)
+            digests[stage] = digest_of(f"{folder}/{stage}/step-{STOP:06d}")
+            expected = expected or losses
+            assert losses == expected and digests[stage] == digests[0], stage
+        for writer, reader in zip(stages, [*stages[2:], *stages[:2]]):
+            pair = wrapped(group, reader, 9)
+            shutil.rmtree(f"{folder}/{writer}/step-{STEPS:06d}") if rank == 0 else None
+            gather(None)
+            with sw.Checkpointer(f"{folder}/{writer}", *pair) as checkpoints:
+                assert checkpoints.restore() == STOP
+            assert trained_on(rank, *pair, STOP, STEPS) == expected[STOP:], (writer, reader)
+            sw.save(f"{folder}/{writer}/again", *pair)
+            gather(None)
+            assert sorted(os.listdir(f"{folder}/{writer}")) == [".board", ".lock", "again", f"step-{STOP:06d}"]
+            gather(None)
+    alone, one = build(Small, 5), dist.new_group([0])
+    if rank == 0:  # and one host of one rank reads it
+        sw.load(f"{folder}/2/step-{STOP:06d}", *alone, process_group=one)
+        sw.save(f"{folder}/alone", *alone, process_group=one)
+        assert digest_of(f"{folder}/alone") == digests[0]
+    gather(None)
+
+
+@on_every_rank(at_least=3)
+def test_what_goes_wrong_on_one_host_is_heard_on_the_others(rank, world_size):
+    folder = shared_folder(rank)
+    with on_hosts(hosts_of("2+1", world_size)) as group:
+        for stage in (0, 2):
+            pair = wrapped(group, stage, 0)
+            trained_on(rank, *pair, 0, 1)
+            checkpoints = sw.Checkpointer(f"{folder}/{stage}", *pair)
+            begin = time.monotonic()
+            checkpoints.save(0)
+            checkpoints.wait()
+            # rank 2 is on host 1
+            if rank == 2:
+
+                class Full:
+                    def state_dict(self):
+                        raise OSError(28, "No space left on device")
+
+                    def load_state_dict(self, state):
+                        pass
+
+                checkpoints._training.dataloader = Full()
+            sentence = None
+            for call in (lambda: checkpoints.save(1), checkpoints.wait):  # noqa: B023
+                try:
+                    call()
+                except sw.CheckpointError as error:
+                    sentence = str(error)
+            said = gather(sentence)
+            assert all(said) and all("No space left" in text for text in said), said
+            assert said[0] == said[1] and "rank 2" in said[0], said
+            checkpoints._training.dataloader = None
+            checkpoints.save(2)
+            checkpoints.close()
+            assert time.monotonic() - begin < 10
+            assert sorted(os.listdir(f"{folder}/{stage}")) == [".board", ".lock", "step-000001", "step-000003"]
+            gather(None)
+
+
+@on_every_rank(at_least=3)
+def test_a_folder_that_hosts_do_not_share_is_named(rank, world_size):
+    folder = shared_folder(rank)
+    with on_hosts(hosts_of("2+1", world_size)) as group:
+        pair = wrapped(group, 2, 0)
+        look = Peers._look_at_board
+
+        def elsewhere(self, path, nonce):  # rank 2's folder of that name is its host's own
+            return look(self, path if self.rank != 2 else f"{folder}/elsewhere", nonce)
+
+        with mock.patch.object(Peers, "_look_at_board", elsewhere):
+            for make in (lambda: sw.Checkpointer(folder, *pair), lambda: sw.save(f"{folder}/a", *pair)):
+                with pytest.raises(sw.CheckpointError, match="need a folder that all of them share") as caught:
+                    make()
+                assert "rank 2: " in str(caught.value) or rank == 2
+                gather(None)
+        with sw.Checkpointer(f"{folder}/all", *pair) as checkpoints:  # and the ranks are together as before
+            checkpoints.save(0)
+        assert os.path.exists(f"{folder}/all/step-000001/MANIFEST.json")
+        gather(None)
+
+
+@on_every_rank(at_least=3)
+def test_a_board_that_was_taken_away_is_made_again(rank, world_size):
+    folder = shared_folder(rank)
+    with on_hosts(hosts_of("2+1", world_size)) as group:
+        pair = wrapped(group, 0, 0)
+        with sw.Checkpointer(folder, *pair) as checkpoints:
+            checkpoints.save(0)
+            checkpoints.wait()
+            gather(None)
+            if rank == 0:
+                os.unlink(f"{folder}/.board")
+            gather(None)
+            checkpoints.save(1)
+            checkpoints.wait()
+            assert os.path.exists(f"{folder}/step-000002/MANIFEST.json")
+            gather(None)
+
+
+COMPRESSORS = {"powersgd": sw.PowerSGD(rank=2, min_compression_rate=0), "int4": sw.Int4(error_feedback=True)}
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@on_every_rank(at_least=3)
+def test_what_hosts_owe_is_kept(rank, world_size, name):
+    """Bit for bit over the same hosts; over others the mean that is owed stays."""
+    folder = shared_folder(rank)
+
+    def mean_owed(model):
+        state = model.compression_state
+        owed = {}
+        for key, entry in state.state_dict()["parameters"].items():
+            if "error" in entry:
+                owed[key] = entry["error"].double()
+            elif "memory" in entry:
+                rows, cols = entry["memory"].shape
+                owed[key] = (
+                    entry["memory"].double() - entry["left"][:, :rows].double().T @ entry["right"][:, :cols].double()
+                )
+        of_all = [each for each in gather(owed) if each]
+        return {key: sum(each[key] for each in of_all) / len(of_all) for key in of_all[0]}
+
+    with on_hosts(hosts_of("2+1", world_size)) as group:
+        pair = wrapped(group, 0, 0, compress=COMPRESSORS[name])
+        with sw.Checkpointer(folder, *pair, keep_last=1) as checkpoints:
+            trained_on(rank, *pair, 0, STOP, checkpoints)
+            owed = mean_owed(pair[0])
+            expected = trained_on(rank, *pair, STOP, STEPS)
+        pair = wrapped(group, 0, 9, compress=COMPRESSORS[name])
+        with sw.Checkpointer(folder, *pair) as checkpoints:
+            assert checkpoints.restore() == STOP
+        assert trained_on(rank, *pair, STOP, STEPS) == expected
+    assert any(value.abs().max() > 0 for value in owed.values())
+    for shape in ("1+2", "one host"):
+        with on_hosts(hosts_of(shape, world_size)) as group:
+            pair = wrapped(group, 0, 9, compress=COMPRESSORS[name])
+            with sw.Checkpointer(folder, *pair) as checkpoints:
+                assert checkpoints.restore() == STOP
+            found = mean_owed(pair[0])
+            for key, value in owed.items():
+                assert torch.allclose(found[key], value, atol=1e-6), (shape, key)
+            trained_on(rank, *pair, STOP, STEPS)
+
+
+# hosts that are apart ---------------------------------------------------------------------------------------------------
+
+
+def train_and_save(rank, world_size, folder, stop):
+    """Losses and the mean of them over ranks, step by step; resumes if there is something to resume."""
+    found = {}
+    for stage in (0, 2, 3) if LONG else (2,):
+        pair = wrapped(None, stage, rank)
+        with sw.Checkpointer(f"{folder}/{stage}", *pair) as checkpoints:
+            begin = checkpoints.restore()
+            found[stage] = begin, trained_on(rank, *pair, begin, stop, checkpoints)
+        dist.barrier()
+    return found
+
+
+def save_slowly(rank, world_size, folder):
+    pair = wrapped(None, 2, 0)
+    checkpoints = sw.Checkpointer(folder, *pair, bandwidth_bytes_per_s=2_000, timeout_s=600)
+    checkpoints.save(STOP - 1)
+    dist.barrier()
+    begin = time.monotonic()
+    with pytest.raises(sw.CheckpointError) as caught:
+        checkpoints.wait()
+    return time.monotonic() - begin, str(caught.value)
+
+
+@pytest.mark.timeout(120)
+def test_hosts_that_are_apart_save_and_other_hosts_resume(hosts, fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        with hosts(2, 1) as lab:
+            through = lab.team.run(train_and_save, folder=f"{folder}/through", stop=STEPS)
+        with hosts(2, 1) as lab:
+            lab.team.run(train_and_save, folder=f"{folder}/cut", stop=STOP)
+        with hosts(2, 1) as lab:
+            rest = lab.team.run(train_and_save, folder=f"{folder}/cut", stop=STEPS)
+        for whole, half in zip(through, rest):
+            for stage, (begin, losses) in half.items():
+                assert begin == STOP and losses == whole[stage][1][STOP:]
+        with fresh_ranks(3) as team:  # and one host goes on
+            assert [each[2][0] for each in team.run(train_and_save, folder=f"{folder}/cut", stop=STEPS + 1)] == [
+                STEPS
+            ] * 3
+
+
+@pytest.mark.timeout(120)
+def test_a_host_that_dies_while_it_writes_ends_the_save_of_the_others_soon(hosts, fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        with hosts(1, 1, 1) as lab:
+            lab.team.run(train_and_save, folder=folder, stop=STOP)
+        with hosts(1, 1, 1) as lab:
+            lab.team.start(save_slowly, folder=f"{folder}/2")
+            until = time.monotonic() + 20
+            while not any(name.endswith("partial") for name in os.listdir(f"{folder}/2")) and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(0.5)
+            lab.team.signal(2, signal.SIGKILL)
+            outcomes = lab.team.wait(40, patient=True)
+        for outcome in outcomes[:2]:
+            assert outcome.ok, outcome.trace
+            seconds, sentence = outcome.value
+            assert seconds < 20 and "another rank failed or left" in sentence, outcome.value
+        with hosts(1, 1, 1) as lab:
+            assert [each[2][0] for each in lab.team.run(train_and_save, folder=folder, stop=STEPS)] == [STOP] * 3
