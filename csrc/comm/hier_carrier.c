@@ -141,15 +141,23 @@ static void *carry(void *argument)
 static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
 {
     size_t hosts = (size_t)carrier->hier->map.host_count;
-    size_t block = hosts > 1 ? SW_HIER_BLOCK_BYTES : 0;
-    uint8_t *at = carrier->memory =
-        calloc(1, SW_HIER_SLOTS * (2 * hosts * block + SW_HIER_BLOCK_BYTES));
-    for (int i = 0; at && i < SW_HIER_SLOTS; ++i) {
+    /* Of blocks and packets alike. What is never written is never there. */
+    size_t room = SW_HIER_BLOCK_BYTES + SW_ALIGNMENT_BYTES;
+    size_t blocks = hosts > 1 ? (3 * SW_HIER_SLOTS + 1) * hosts : SW_HIER_SLOTS;
+    uint8_t *at = carrier->memory = calloc(blocks, room);
+    carrier->opened = calloc(hosts, sizeof *carrier->opened);
+    carrier->elements = calloc(hosts, sizeof *carrier->elements);
+    if (!at || !carrier->opened || !carrier->elements)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
+    for (size_t g = 0; hosts > 1 && g < hosts; ++g, at += room)
+        carrier->opened[g] = at;
+    for (int i = 0; i < SW_HIER_SLOTS; ++i) {
         sw_carrier_slot *s = &carrier->slots[i];
         s->partial = calloc(hosts, sizeof *s->partial);
         s->arrived = calloc(hosts, sizeof *s->arrived);
+        s->packet = calloc(hosts, sizeof *s->packet);
         s->partial_out = calloc(6 * hosts, sizeof *s->partial_out);
-        if (!s->partial || !s->arrived || !s->partial_out)
+        if (!s->partial || !s->arrived || !s->packet || !s->partial_out)
             SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
         s->partial_in = s->partial_out + hosts;
         s->result_out = s->partial_out + 2 * hosts;
@@ -158,13 +166,14 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
         s->standing_in = s->partial_out + 5 * hosts;
         for (size_t g = 0; g < hosts; ++g) {
             s->partial[g] = at;
-            at += SW_HIER_BLOCK_BYTES;
+            at += room;
+            if (hosts == 1)
+                continue;
             s->arrived[g] = at;
-            at += block;
+            s->packet[g] = at + room;
+            at += 2 * room;
         }
     }
-    if (!at)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
     return SW_OK;
 }
 
@@ -203,6 +212,8 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
                                .sent = &page->sent,
                                .received = &page->received,
                                .awaiting = &page->awaiting};
+    made->slow_bytes_per_s = wire ? wire->slow_bytes_per_s : 0;
+    made->packing.on = made->slow_bytes_per_s == UINT64_MAX;
     sw_status status = allocate(made, err);
     if (status == SW_OK) {
         hier->carrier = made;
@@ -251,6 +262,7 @@ void sw_carrier_destroy(sw_carrier *carrier)
     for (int i = 0; i < SW_HIER_SLOTS; ++i) {
         free(carrier->slots[i].partial);
         free(carrier->slots[i].arrived);
+        free(carrier->slots[i].packet);
         free(carrier->slots[i].partial_out);
     }
     bool midway = carrier->midway;
@@ -261,6 +273,8 @@ void sw_carrier_destroy(sw_carrier *carrier)
     give_away(carrier, carrier->in, carrier->thread_began); /* a host's last word may still come */
     free(carrier->heard);
     free(carrier->heard_capacity);
+    free(carrier->opened);
+    free(carrier->elements);
     free(carrier->frame_out);
     free(carrier->source);
     free(carrier->destination);

@@ -8,10 +8,12 @@
 #define SW_COMM_HIER_CARRIER_H
 
 #include "comm/hier_cut.h"
+#include "comm/hier_pack.h"
 #include "comm/hier_state.h"
 
-typedef struct sw_carrier_slot { /* one block under way; arrays of host_count */
-    uint8_t **partial, **arrived;
+typedef struct sw_carrier_slot {  /* one block under way; arrays of host_count */
+    uint8_t **partial, **arrived; /* a block, or its packet */
+    uint8_t **packet;             /* to a host; the result's, where this host is */
     sw_transfer *partial_out, *partial_in, *result_out, *result_in, *standing_out, *standing_in;
 } sw_carrier_slot;
 
@@ -34,7 +36,11 @@ struct sw_carrier {
     const void **source;
     void **destination;
     bool *contributes, *host_contributes; /* owned: SW_HIER_BATCH of each */
-    char what[SW_HIER_BATCH][160];        /* the operations of the batch, for messages */
+    sw_packing packing;
+    uint64_t slow_bytes_per_s; /* of the wire */
+    uint8_t **opened;          /* owned; a block of memory for each host: what came in a packet */
+    uint8_t **elements;        /* owned; of the block that is folded, by host */
+    char what[SW_HIER_BATCH][160]; /* the operations of the batch, for messages */
 };
 
 #define SW_FOR_OTHER_HOSTS(carrier, g)                        \

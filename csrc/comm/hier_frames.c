@@ -10,7 +10,7 @@
 
 #include "comm/hier_carrier.h"
 
-enum { FRAME_MAGIC = 0x53574632 /* "SWF2" */ };
+enum { FRAME_MAGIC = 0x53574633 /* "SWF3" */ };
 
 static const sw_descriptor *descriptor_of(const sw_hier *hier, int local, uint32_t ticket)
 {
@@ -264,6 +264,7 @@ static void fill_frame(sw_carrier *carrier, uint32_t ticket, uint32_t count)
     out->magic = FRAME_MAGIC;
     out->ticket = ticket;
     out->count = count;
+    out->packs = carrier->packing.on;
     for (uint32_t i = 0; i < count; ++i) {
         const sw_op *op = op_of(carrier, ticket + i);
         fill_part(carrier->hier, ticket + i, &out->part[i]);

@@ -59,6 +59,7 @@ typedef struct sw_frame_part {
 typedef struct sw_frame {
     uint32_t magic, ticket, state;
     uint32_t count;  /* operations from `ticket` on, 1 to SW_HIER_BATCH */
+    uint32_t packs;  /* this host's blocks of float32 in them are packets */
     sw_error reason; /* state ENDED or LEFT */
     sw_frame_part part[SW_HIER_BATCH];
     uint8_t beside[SW_FRAME_INLINE_BYTES]; /* of one operation after the other, where it fits */

@@ -40,10 +40,9 @@ static int create(reducer_object *self, sw_py_rows *s, const sw_reducer_options 
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",      "parameters", "bucket_cap_bytes",
-                            "transport", "reduce",     "sliced",
-                            "slices",    "label",      "first_cap_bytes",
-                            NULL};
+    static char *names[] = {
+        "comm",   "parameters", "bucket_cap_bytes", "transport", "reduce", "sliced",
+        "slices", "label",      "first_cap_bytes",  NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *comm, *parameters, *owners = Py_None;
     sw_py_slices slices;
@@ -52,9 +51,9 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     int sliced = 0;
     sw_reducer_options options = {.label = "model"};
     sw_py_rows s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsn:Reducer", names, &comm,
-                                     &parameters, &cap, &transport, &reduce, &sliced, &owners,
-                                     &options.label, &first_cap))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsn:Reducer", names, &comm, &parameters,
+                                     &cap, &transport, &reduce, &sliced, &owners, &options.label,
+                                     &first_cap))
         return -1;
     engine_state *state = sw_py_state_of(op);
     if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {

@@ -77,6 +77,11 @@ static void wire_keep(void *context, void *memory)
 
 const sw_wire *sw_py_wire_new(PyObject *group)
 {
+    PyObject *slow = PyObject_GetAttrString(group, "slow_bytes_per_s");
+    unsigned long long slow_bytes_per_s = slow ? PyLong_AsUnsignedLongLong(slow) : 0;
+    Py_XDECREF(slow);
+    if (PyErr_Occurred())
+        return NULL;
     sw_wire *made = calloc(1, sizeof *made);
     if (!made) {
         PyErr_NoMemory();
@@ -88,6 +93,7 @@ const sw_wire *sw_py_wire_new(PyObject *group)
                       .send = wire_send,
                       .receive = wire_receive,
                       .wait = wire_wait,
-                      .keep = wire_keep};
+                      .keep = wire_keep,
+                      .slow_bytes_per_s = slow_bytes_per_s};
     return made;
 }

@@ -50,7 +50,8 @@ typedef struct sw_layout {
 /* When a bucket is full: its parameters reach its cap; the one that reaches it is its last. */
 typedef struct sw_layout_caps {
     size_t bytes;       /* >= 1 */
-    size_t first_bytes; /* of bucket 0, each after it twice the one before, up to `bytes`; 0: all alike */
+    size_t first_bytes; /* of bucket 0, each after it twice the one before, up to `bytes`; 0: all
+                           alike */
 } sw_layout_caps;
 
 /* Cuts. SW_E_INVALID on a size that overflows; SW_E_MEMORY. */

@@ -107,8 +107,8 @@ static void check_laws(const sw_layout_param *params, size_t count, int world_si
     sw_layout layout;
     sw_error err = {.message = ""};
     size_t listed[PARAMS_MAX] = {0}, size_bytes = 0, trainable_bytes = 0;
-    if (!check(sw_layout_init(&layout, params, count, world_size, caps(cap_bytes), &err) == SW_OK, "%s",
-               err.message))
+    if (!check(sw_layout_init(&layout, params, count, world_size, caps(cap_bytes), &err) == SW_OK,
+               "%s", err.message))
         return;
     check(layout.param_count == count, "the count of parameters");
     for (size_t b = 0; b < layout.bucket_count; ++b) {
@@ -144,7 +144,8 @@ static void test_laws(void)
     }
 }
 
-/* Each bucket may be twice the one before, up to the cap; what is too large for it is one bucket. */
+/* Each bucket may be twice the one before, up to the cap; what is too large for it is one bucket.
+ */
 static void test_first_buckets_are_small(void)
 {
     enum { COUNT = 32 };
