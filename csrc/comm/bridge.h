@@ -45,6 +45,7 @@ typedef enum sw_message {
     SW_MESSAGE_RESULT,    /* likewise */
     SW_MESSAGE_STANDING,  /* likewise: results of the round before, for who adds to them */
     SW_MESSAGE_SLICE,     /* likewise: updated slices */
+    SW_MESSAGE_LAST,      /* one in all: a host has ended */
 } sw_message;
 
 typedef struct sw_transfer {

@@ -113,8 +113,8 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     if (sw_carrier_reduces(op))
         SW_TRY(sw_carrier_reduce(carrier, *ticket, count, err));
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
-        SW_TRY(sw_carrier_gather(carrier, pending, carrier->what[0], err));
-    SW_TRY(sw_carrier_expect_frames(carrier, err));
+        SW_TRY(
+            sw_carrier_gather(carrier, pending, sw_carrier_what(carrier, carrier->turn, 0), err));
     carrier->midway = false;
     *ticket += count;
     sw_carrier_complete(carrier, *ticket - 1);
@@ -127,12 +127,16 @@ static void *carry(void *argument)
     sw_hier *hier = carrier->hier;
     sw_error reason;
     uint32_t ticket = 1;
-    sw_status status = sw_carrier_expect_frames(carrier, &reason);
+    sw_status status = sw_carrier_expect_last_words(carrier, &reason);
+    if (status == SW_OK)
+        status = sw_carrier_expect_frames(carrier, &reason);
     while (status == SW_OK)
         status = carry_next(carrier, &ticket, &reason);
     bool leaves = status == SW_E_STATE && atomic_load(&carrier->stop);
-    if (!leaves)
+    if (!leaves) {
         sw_hier_end(hier, &reason);
+        sw_carrier_say_last_word(carrier, &reason);
+    }
     sw_carrier_take_leave(carrier, leaves ? NULL : &reason);
     atomic_store(&carrier->finished, true);
     return NULL;
@@ -147,7 +151,8 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
     uint8_t *at = carrier->memory = calloc(blocks, room);
     carrier->opened = calloc(hosts, sizeof *carrier->opened);
     carrier->elements = calloc(hosts, sizeof *carrier->elements);
-    if (!at || !carrier->opened || !carrier->elements)
+    carrier->packs = calloc(hosts, sizeof *carrier->packs);
+    if (!at || !carrier->opened || !carrier->elements || !carrier->packs)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
     for (size_t g = 0; hosts > 1 && g < hosts; ++g, at += room)
         carrier->opened[g] = at;
@@ -182,6 +187,7 @@ static sw_status allocate(sw_carrier *carrier, sw_error *err)
     const sw_host_map *map = &carrier->hier->map;
     size_t hosts = (size_t)map->host_count, ranks = (size_t)map->world_size;
     carrier->in = calloc(hosts, sizeof *carrier->in);
+    carrier->last_words = calloc(hosts, sizeof *carrier->last_words);
     carrier->frame_out = calloc(4 * hosts, sizeof *carrier->frame_out);
     carrier->heard = calloc(hosts, sizeof *carrier->heard);
     carrier->heard_capacity = calloc(hosts, sizeof *carrier->heard_capacity);
@@ -189,9 +195,9 @@ static sw_status allocate(sw_carrier *carrier, sw_error *err)
     carrier->destination = calloc(ranks, sizeof *carrier->destination);
     carrier->contributes = calloc(SW_HIER_BATCH * ranks, sizeof *carrier->contributes);
     carrier->host_contributes = calloc(SW_HIER_BATCH * hosts, sizeof *carrier->host_contributes);
-    if (!carrier->in || !carrier->frame_out || !carrier->heard || !carrier->heard_capacity ||
-        !carrier->source || !carrier->destination || !carrier->contributes ||
-        !carrier->host_contributes)
+    if (!carrier->in || !carrier->last_words || !carrier->frame_out || !carrier->heard ||
+        !carrier->heard_capacity || !carrier->source || !carrier->destination ||
+        !carrier->contributes || !carrier->host_contributes)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
     carrier->frame_in = carrier->frame_out + hosts;
     carrier->beside_out = carrier->frame_out + 2 * hosts;
@@ -270,11 +276,13 @@ void sw_carrier_destroy(sw_carrier *carrier)
         give_away(carrier, carrier->heard[g], midway);
     give_away(carrier, carrier->memory, midway);
     give_away(carrier, carrier->beside, midway);
+    give_away(carrier, carrier->last_words, carrier->thread_began);
     give_away(carrier, carrier->in, carrier->thread_began); /* a host's last word may still come */
     free(carrier->heard);
     free(carrier->heard_capacity);
     free(carrier->opened);
     free(carrier->elements);
+    free(carrier->packs);
     free(carrier->frame_out);
     free(carrier->source);
     free(carrier->destination);

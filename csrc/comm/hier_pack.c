@@ -45,7 +45,8 @@ static bool is_most(uint64_t part, uint64_t whole)
     return part > whole - whole / 32;
 }
 
-void sw_packing_learn(sw_packing *packing, uint64_t slow_bytes_per_s, int64_t elapsed_ns)
+void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_s,
+                      int64_t elapsed_ns)
 {
     uint64_t plain = packing->plain_bytes, sent = packing->sent_bytes;
     packing->plain_bytes = packing->sent_bytes = 0;
@@ -57,12 +58,12 @@ void sw_packing_learn(sw_packing *packing, uint64_t slow_bytes_per_s, int64_t el
         return;
     if (plain < telling_bytes)
         return;
-    if (packing->on && is_most(sent, plain)) {
+    if (packed && is_most(sent, plain)) {
         packing->on = false;
         packing->pause = pause_batches;
         return;
     }
     /* Once packed it is faster: what it was before must not come back by that alone. */
     double rate = (double)plain * 1e9 / (double)(elapsed_ns > 0 ? elapsed_ns : 1);
-    packing->on = rate < (double)slow_bytes_per_s * (packing->on ? 1.5 : 1.0);
+    packing->on = rate < (double)slow_bytes_per_s * (packed ? 1.5 : 1.0);
 }

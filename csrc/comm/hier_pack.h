@@ -36,8 +36,9 @@ typedef struct sw_packing {
     uint64_t plain_bytes, sent_bytes; /* of this batch: as elements, and as sent */
 } sw_packing;
 
-/* A batch took `elapsed_ns` from agreement to its end: what the next one does. `slow_bytes_per_s`:
- * see sw_wire. */
-void sw_packing_learn(sw_packing *packing, uint64_t slow_bytes_per_s, int64_t elapsed_ns);
+/* A batch, `packed` or not, took `elapsed_ns` from agreement to its end: what the next one does.
+ * `slow_bytes_per_s`: see sw_wire. */
+void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_s,
+                      int64_t elapsed_ns);
 
 #endif

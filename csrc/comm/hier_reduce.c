@@ -135,8 +135,7 @@ static bool next_run(const reduction *work, size_t cursor, size_t end, size_t *b
 
 static bool is_packed(const sw_carrier *carrier, int sender, sw_dtype dtype)
 {
-    const sw_frame *frame = sender == carrier->hier->host ? &carrier->out : &carrier->in[sender];
-    return frame->packs && dtype == SW_DTYPE_FLOAT32;
+    return carrier->packs[sender] && dtype == SW_DTYPE_FLOAT32;
 }
 
 /* What is to be sent of a block: itself, or a packet of it in `packet`. The operation's memory may
@@ -485,7 +484,7 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
     for (uint32_t i = 0; i < count; ++i) {
         batch[i] = reduction_of(carrier, sw_carrier_pending(carrier, ticket + i));
         batch[i].ticket = ticket + i;
-        batch[i].what = carrier->what[i];
+        batch[i].what = sw_carrier_what(carrier, carrier->turn, i);
         SW_TRY(resolve(carrier, &batch[i], carrier->contributes + i * (size_t)map->world_size,
                        carrier->host_contributes + i * (size_t)map->host_count, err));
         blocks += batch[i].block_count;
@@ -510,8 +509,11 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
             piece.work->blocks_through++;
         }
         SW_TRY(complete(carrier, batch, count, &through, err));
+        if (step >= blocks)
+            SW_TRY(sw_carrier_offer_early(carrier, ticket + count, err));
     }
     carrier->blocks += (uint32_t)blocks;
-    sw_packing_learn(&carrier->packing, carrier->slow_bytes_per_s, sw_clock_now_ns() - begun_ns);
+    sw_packing_learn(&carrier->packing, carrier->packs[carrier->hier->host],
+                     carrier->slow_bytes_per_s, sw_clock_now_ns() - begun_ns);
     return complete(carrier, batch, count, &through, err);
 }

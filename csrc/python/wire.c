@@ -35,11 +35,14 @@ static sw_status begin(void *context, const char *method, int rank, uint32_t tag
                        size_t size_bytes, void **work, sw_error *err)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *trace; /* what this thread is about to raise: an interrupt */
+    PyErr_Fetch(&type, &value, &trace);
     PyObject *made =
         call(context, method,
              Py_BuildValue("(iIKn)", rank, (unsigned)tag, (unsigned long long)(uintptr_t)data,
                            (Py_ssize_t)size_bytes));
     sw_status status = made ? SW_OK : take_exception(err);
+    PyErr_Restore(type, value, trace);
     PyGILState_Release(gil);
     if (status == SW_OK)
         *work = made;

@@ -132,7 +132,7 @@ static bool learns(sw_packing *packing, double mb_per_s, double share)
     const uint64_t plain = 32 << 20;
     packing->plain_bytes = plain;
     packing->sent_bytes = (uint64_t)((double)plain * (packing->on ? share : 1));
-    sw_packing_learn(packing, 300000000, (int64_t)((double)plain / mb_per_s * 1e3));
+    sw_packing_learn(packing, packing->on, 300000000, (int64_t)((double)plain / mb_per_s * 1e3));
     return packing->on;
 }
 
@@ -144,16 +144,16 @@ static void test_learning(void)
     check(learns(&packing, 340, 0.88), "and still does where they alone make it fast");
     check(!learns(&packing, 900, 0.88), "but not on a fast one");
     packing = (sw_packing){.plain_bytes = 1000, .sent_bytes = 1000};
-    sw_packing_learn(&packing, 300000000, 1000000000);
+    sw_packing_learn(&packing, false, 300000000, 1000000000);
     check(!packing.on && packing.plain_bytes == 0, "a little tells nothing");
     check(learns(&packing, 119, 1.0) && !learns(&packing, 119, 1.0), "what gains nothing stops");
     int tries = 0;
     while (tries < 1000 && !learns(&packing, 119, 1.0))
         ++tries;
     check(tries > 10 && tries < 100, "and is tried again after a while, not %d batches", tries);
-    sw_packing_learn(&packing, 0, 1);
+    sw_packing_learn(&packing, false, 0, 1);
     check(!packing.on, "0: never");
-    sw_packing_learn(&packing, UINT64_MAX, 1);
+    sw_packing_learn(&packing, true, UINT64_MAX, 1);
     check(packing.on, "the greatest: always");
 }
 
