@@ -43,6 +43,11 @@ sw_status sw_bridge_receive(sw_bridge *bridge, int host, sw_message message, uin
                      transfer->rank, err);
 }
 
+void sw_bridge_count_less(sw_bridge *bridge, size_t size_bytes)
+{
+    atomic_fetch_sub_explicit(bridge->received, size_bytes, memory_order_relaxed);
+}
+
 sw_status sw_bridge_wait(sw_bridge *bridge, sw_transfer *transfer, sw_error *err)
 {
     void *work = transfer->work;

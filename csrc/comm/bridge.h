@@ -20,8 +20,9 @@
 
 typedef struct sw_wire {
     void *context;
-    /* Begin to move `size_bytes` > 0 to or from `rank`; both sides give the same tag and size.
-     * *work is to be waited for once. Memory is borrowed until then. */
+    /* Begin to move `size_bytes` > 0 to or from `rank`; both sides give the same tag, and the one
+     * that receives at least the other's size. *work is to be waited for once. Memory is borrowed
+     * until then. */
     sw_status (*send)(void *context, int rank, uint32_t tag, const void *data, size_t size_bytes,
                       void **work, sw_error *err);
     sw_status (*receive)(void *context, int rank, uint32_t tag, void *data, size_t size_bytes,
@@ -31,6 +32,9 @@ typedef struct sw_wire {
     /* `memory`, from malloc, may still be written to by a message that was never waited for: it is
      * the wire's from here on. */
     void (*keep)(void *context, void *memory);
+    /* Where less than this passes, time is better spent on sending less (hier_pack.h). 0: never;
+     * UINT64_MAX: always. */
+    uint64_t slow_bytes_per_s;
 } sw_wire;
 
 /* What a message is; with a number, its tag. */
@@ -41,6 +45,7 @@ typedef enum sw_message {
     SW_MESSAGE_RESULT,    /* likewise */
     SW_MESSAGE_STANDING,  /* likewise: results of the round before, for who adds to them */
     SW_MESSAGE_SLICE,     /* likewise: updated slices */
+    SW_MESSAGE_LAST,      /* one in all: a host has ended */
 } sw_message;
 
 typedef struct sw_transfer {
@@ -63,6 +68,8 @@ SW_MUST_USE sw_status sw_bridge_send(sw_bridge *bridge, int host, sw_message mes
 SW_MUST_USE sw_status sw_bridge_receive(sw_bridge *bridge, int host, sw_message message,
                                         uint32_t number, void *data, size_t size_bytes,
                                         sw_transfer *transfer, sw_error *err);
+/* A message that was received was so much shorter than it might have been. */
+void sw_bridge_count_less(sw_bridge *bridge, size_t size_bytes);
 /* Nothing where nothing is under way. err->detail: the rank of the other carrier. */
 SW_MUST_USE sw_status sw_bridge_wait(sw_bridge *bridge, sw_transfer *transfer, sw_error *err);
 

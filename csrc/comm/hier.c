@@ -15,6 +15,11 @@
 #include "platform/process.h"
 
 static const int64_t slice_ns = 20 * 1000 * 1000;
+/* A host's last word counts once nothing has moved for so long: what it sent before comes first. */
+static const int64_t quiet_ns = 100 * 1000 * 1000;
+/* How long whoever is asked "what do you wait for?" has time to answer; at most a part of the
+ * deadline. */
+static const int64_t answer_ns = 400 * 1000 * 1000;
 
 /* Ending
  * ------------------------------------------------------------------------------------------ */
@@ -40,6 +45,8 @@ static sw_status end_here(sw_hier *hier, const sw_error *reason, sw_error *err)
     sw_hier_end(hier, reason);
     hier->end_is_known = true;
     hier->inside->ops->abort(hier->inside, &hier->reason);
+    if (hier->carrier) /* whose own thread may be inside a call of the wire */
+        sw_carrier_say_last_word(hier->carrier, &hier->reason);
     if (err)
         *err = hier->reason;
     return hier->reason.status;
@@ -131,13 +138,83 @@ static int list_missing(sw_hier *hier, uint32_t ticket, char *text, size_t capac
 
 typedef struct wait_state {
     int64_t begun_ns, warn_ns;
+    int64_t heard_ns; /* a last word; and what had moved by then */
+    uint64_t moved_bytes;
 } wait_state;
+
+static int host_of(const sw_hier *hier, int rank)
+{
+    return rank >= 0 && rank < hier->comm.world_size ? hier->map.host_of[rank] : hier->host;
+}
+
+/* The deadline has passed for *reason, whose rank is of another host. Where there are three or
+ * more, that one may itself wait for a third: it is told, and what it answers is the reason. */
+static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
+{
+    int asked = host_of(hier, reason->detail);
+    int64_t end = sw_clock_now_ns() +
+                  (answer_ns < hier->comm.timeout_ns / 4 ? answer_ns : hier->comm.timeout_ns / 4);
+    sw_error answer;
+    if (!hier->carrier || hier->map.host_count < 3 || asked == hier->host)
+        return;
+    sw_carrier_say_last_word(hier->carrier, reason);
+    while (sw_clock_now_ns() < end && !atomic_load(&hier->ended)) {
+        if (sw_carrier_hears_last_word(hier->carrier, asked, &answer)) {
+            if (host_of(hier, answer.detail) != hier->host)
+                *reason = answer;
+            return;
+        }
+        sw_thread_sleep_ns(5 * 1000 * 1000);
+    }
+}
+
+static sw_status give_up(sw_hier *hier, uint32_t ticket, const wait_state *wait, sw_error *err)
+{
+    char missing[320], what[160];
+    sw_error reason;
+    int first = list_missing(hier, ticket, missing, sizeof missing);
+    describe_ticket(hier, ticket, what, sizeof what);
+    sw_error_set(&reason, SW_E_TIMEOUT, first, "waited %.1f s (timeout_s=%.1f) in %s for %s",
+                 (double)(sw_clock_now_ns() - wait->begun_ns) * 1e-9,
+                 (double)hier->comm.timeout_ns * 1e-9, what, missing);
+    ask_whom_it_waits_for(hier, &reason);
+    return end_here(hier, &reason, err);
+}
+
+/* Another host has ended, and nothing moves any more: its reason is this host's; but if it gave up
+ * waiting for this host, or this one waits for a third, that is whom this one gives up. */
+static sw_status check_last_words(sw_hier *hier, uint32_t ticket, wait_state *wait, sw_error *err)
+{
+    const sw_page *page = sw_hier_page(hier, 0);
+    uint64_t moved = atomic_load(&page->sent) + atomic_load(&page->received);
+    int64_t now = sw_clock_now_ns();
+    sw_error reason;
+    int from = hier->carrier ? 0 : hier->map.host_count;
+    while (from < hier->map.host_count && !sw_carrier_hears_last_word(hier->carrier, from, &reason))
+        ++from;
+    if (from == hier->map.host_count)
+        return SW_OK;
+    if (wait->heard_ns == 0 || moved != wait->moved_bytes) {
+        wait->heard_ns = now;
+        wait->moved_bytes = moved;
+    }
+    if (now - wait->heard_ns < quiet_ns)
+        return SW_OK;
+    int awaited = atomic_load(&page->awaiting);
+    bool of_this_host = host_of(hier, reason.detail) == hier->host;
+    bool of_a_third = awaited >= 0 && host_of(hier, awaited) != from;
+    if (reason.status == SW_E_TIMEOUT && (of_this_host || of_a_third))
+        return give_up(hier, ticket, wait, err);
+    return end_here(hier, &reason, err);
+}
 
 static sw_status check_clock(sw_hier *hier, uint32_t ticket, wait_state *wait, sw_error *err)
 {
     sw_comm *comm = &hier->comm;
     char missing[320], what[160], message[SW_ERROR_MESSAGE_BYTES];
     int64_t waited = sw_clock_now_ns() - wait->begun_ns;
+    /* Of three hosts and more, who carries asks the others first. */
+    int64_t patience = hier->map.host_count > 2 && hier->local_rank > 0 ? 2 * answer_ns : 0;
     sw_error reason;
     if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context)) {
         describe_ticket(hier, ticket, what, sizeof what);
@@ -148,13 +225,12 @@ static sw_status check_clock(sw_hier *hier, uint32_t ticket, wait_state *wait, s
     }
     if (waited < wait->warn_ns && waited < comm->timeout_ns)
         return SW_OK;
-    int first = list_missing(hier, ticket, missing, sizeof missing);
+    if (waited >= comm->timeout_ns + patience)
+        return give_up(hier, ticket, wait, err);
+    if (waited < wait->warn_ns)
+        return SW_OK;
+    list_missing(hier, ticket, missing, sizeof missing);
     describe_ticket(hier, ticket, what, sizeof what);
-    if (waited >= comm->timeout_ns) {
-        sw_error_set(&reason, SW_E_TIMEOUT, first, "waited %.1f s (timeout_s=%.1f) in %s for %s",
-                     (double)waited * 1e-9, (double)comm->timeout_ns * 1e-9, what, missing);
-        return end_here(hier, &reason, err);
-    }
     wait->warn_ns *= 2;
     snprintf(message, sizeof message,
              "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s", comm->rank,
@@ -208,6 +284,7 @@ static sw_status wait_wired(sw_hier *hier, uint32_t ticket, sw_error *err)
             continue; /* it was complete before what was seen */
         if (status != SW_OK)
             return end_here(hier, &reason, err);
+        SW_TRY(check_last_words(hier, ticket, &wait, err));
         SW_TRY(check_clock(hier, ticket, &wait, err));
     }
 }

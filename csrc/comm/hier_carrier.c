@@ -113,8 +113,8 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     if (sw_carrier_reduces(op))
         SW_TRY(sw_carrier_reduce(carrier, *ticket, count, err));
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
-        SW_TRY(sw_carrier_gather(carrier, pending, carrier->what[0], err));
-    SW_TRY(sw_carrier_expect_frames(carrier, err));
+        SW_TRY(
+            sw_carrier_gather(carrier, pending, sw_carrier_what(carrier, carrier->turn, 0), err));
     carrier->midway = false;
     *ticket += count;
     sw_carrier_complete(carrier, *ticket - 1);
@@ -127,12 +127,16 @@ static void *carry(void *argument)
     sw_hier *hier = carrier->hier;
     sw_error reason;
     uint32_t ticket = 1;
-    sw_status status = sw_carrier_expect_frames(carrier, &reason);
+    sw_status status = sw_carrier_expect_last_words(carrier, &reason);
+    if (status == SW_OK)
+        status = sw_carrier_expect_frames(carrier, &reason);
     while (status == SW_OK)
         status = carry_next(carrier, &ticket, &reason);
     bool leaves = status == SW_E_STATE && atomic_load(&carrier->stop);
-    if (!leaves)
+    if (!leaves) {
         sw_hier_end(hier, &reason);
+        sw_carrier_say_last_word(carrier, &reason);
+    }
     sw_carrier_take_leave(carrier, leaves ? NULL : &reason);
     atomic_store(&carrier->finished, true);
     return NULL;
@@ -141,15 +145,24 @@ static void *carry(void *argument)
 static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
 {
     size_t hosts = (size_t)carrier->hier->map.host_count;
-    size_t block = hosts > 1 ? SW_HIER_BLOCK_BYTES : 0;
-    uint8_t *at = carrier->memory =
-        calloc(1, SW_HIER_SLOTS * (2 * hosts * block + SW_HIER_BLOCK_BYTES));
-    for (int i = 0; at && i < SW_HIER_SLOTS; ++i) {
+    /* Of blocks and packets alike. What is never written is never there. */
+    size_t room = SW_HIER_BLOCK_BYTES + SW_ALIGNMENT_BYTES;
+    size_t blocks = hosts > 1 ? (3 * SW_HIER_SLOTS + 1) * hosts : SW_HIER_SLOTS;
+    uint8_t *at = carrier->memory = calloc(blocks, room);
+    carrier->opened = calloc(hosts, sizeof *carrier->opened);
+    carrier->elements = calloc(hosts, sizeof *carrier->elements);
+    carrier->packs = calloc(hosts, sizeof *carrier->packs);
+    if (!at || !carrier->opened || !carrier->elements || !carrier->packs)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
+    for (size_t g = 0; hosts > 1 && g < hosts; ++g, at += room)
+        carrier->opened[g] = at;
+    for (int i = 0; i < SW_HIER_SLOTS; ++i) {
         sw_carrier_slot *s = &carrier->slots[i];
         s->partial = calloc(hosts, sizeof *s->partial);
         s->arrived = calloc(hosts, sizeof *s->arrived);
+        s->packet = calloc(hosts, sizeof *s->packet);
         s->partial_out = calloc(6 * hosts, sizeof *s->partial_out);
-        if (!s->partial || !s->arrived || !s->partial_out)
+        if (!s->partial || !s->arrived || !s->packet || !s->partial_out)
             SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
         s->partial_in = s->partial_out + hosts;
         s->result_out = s->partial_out + 2 * hosts;
@@ -158,13 +171,14 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
         s->standing_in = s->partial_out + 5 * hosts;
         for (size_t g = 0; g < hosts; ++g) {
             s->partial[g] = at;
-            at += SW_HIER_BLOCK_BYTES;
+            at += room;
+            if (hosts == 1)
+                continue;
             s->arrived[g] = at;
-            at += block;
+            s->packet[g] = at + room;
+            at += 2 * room;
         }
     }
-    if (!at)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
     return SW_OK;
 }
 
@@ -173,6 +187,7 @@ static sw_status allocate(sw_carrier *carrier, sw_error *err)
     const sw_host_map *map = &carrier->hier->map;
     size_t hosts = (size_t)map->host_count, ranks = (size_t)map->world_size;
     carrier->in = calloc(hosts, sizeof *carrier->in);
+    carrier->last_words = calloc(hosts, sizeof *carrier->last_words);
     carrier->frame_out = calloc(4 * hosts, sizeof *carrier->frame_out);
     carrier->heard = calloc(hosts, sizeof *carrier->heard);
     carrier->heard_capacity = calloc(hosts, sizeof *carrier->heard_capacity);
@@ -180,9 +195,9 @@ static sw_status allocate(sw_carrier *carrier, sw_error *err)
     carrier->destination = calloc(ranks, sizeof *carrier->destination);
     carrier->contributes = calloc(SW_HIER_BATCH * ranks, sizeof *carrier->contributes);
     carrier->host_contributes = calloc(SW_HIER_BATCH * hosts, sizeof *carrier->host_contributes);
-    if (!carrier->in || !carrier->frame_out || !carrier->heard || !carrier->heard_capacity ||
-        !carrier->source || !carrier->destination || !carrier->contributes ||
-        !carrier->host_contributes)
+    if (!carrier->in || !carrier->last_words || !carrier->frame_out || !carrier->heard ||
+        !carrier->heard_capacity || !carrier->source || !carrier->destination ||
+        !carrier->contributes || !carrier->host_contributes)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
     carrier->frame_in = carrier->frame_out + hosts;
     carrier->beside_out = carrier->frame_out + 2 * hosts;
@@ -203,6 +218,8 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
                                .sent = &page->sent,
                                .received = &page->received,
                                .awaiting = &page->awaiting};
+    made->slow_bytes_per_s = wire ? wire->slow_bytes_per_s : 0;
+    made->packing.on = made->slow_bytes_per_s == UINT64_MAX;
     sw_status status = allocate(made, err);
     if (status == SW_OK) {
         hier->carrier = made;
@@ -251,6 +268,7 @@ void sw_carrier_destroy(sw_carrier *carrier)
     for (int i = 0; i < SW_HIER_SLOTS; ++i) {
         free(carrier->slots[i].partial);
         free(carrier->slots[i].arrived);
+        free(carrier->slots[i].packet);
         free(carrier->slots[i].partial_out);
     }
     bool midway = carrier->midway;
@@ -258,9 +276,13 @@ void sw_carrier_destroy(sw_carrier *carrier)
         give_away(carrier, carrier->heard[g], midway);
     give_away(carrier, carrier->memory, midway);
     give_away(carrier, carrier->beside, midway);
+    give_away(carrier, carrier->last_words, carrier->thread_began);
     give_away(carrier, carrier->in, carrier->thread_began); /* a host's last word may still come */
     free(carrier->heard);
     free(carrier->heard_capacity);
+    free(carrier->opened);
+    free(carrier->elements);
+    free(carrier->packs);
     free(carrier->frame_out);
     free(carrier->source);
     free(carrier->destination);

@@ -8,10 +8,12 @@
 #define SW_COMM_HIER_CARRIER_H
 
 #include "comm/hier_cut.h"
+#include "comm/hier_pack.h"
 #include "comm/hier_state.h"
 
-typedef struct sw_carrier_slot { /* one block under way; arrays of host_count */
-    uint8_t **partial, **arrived;
+typedef struct sw_carrier_slot {  /* one block under way; arrays of host_count */
+    uint8_t **partial, **arrived; /* a block, or its packet */
+    uint8_t **packet;             /* to a host; the result's, where this host is */
     sw_transfer *partial_out, *partial_in, *result_out, *result_in, *standing_out, *standing_in;
 } sw_carrier_slot;
 
@@ -21,10 +23,12 @@ struct sw_carrier {
     sw_thread thread;
     bool thread_began;
     _Atomic bool stop, finished;
-    bool midway;             /* in an operation: what moves then may be under way for ever */
-    uint32_t frames;         /* sent so far: one a batch, and one more at the end */
-    uint32_t blocks;         /* of batches that are complete */
-    sw_frame out, last, *in; /* in: owned, host_count */
+    bool midway;              /* in an operation: what moves then may be under way for ever */
+    uint32_t frames;          /* sent so far: one a batch, and one more at the end */
+    uint32_t blocks;          /* of batches that are complete */
+    sw_frame out, last, *in;  /* in: owned, host_count */
+    sw_last_word *last_words; /* owned; by host, this one's own among them */
+    _Atomic bool last_said;
     sw_transfer *frame_out, *frame_in, *beside_out, *beside_in; /* owned, host_count */
     uint8_t *beside;                                            /* owned: what this host says */
     uint8_t **heard;                                            /* owned: what each host says */
@@ -34,7 +38,14 @@ struct sw_carrier {
     const void **source;
     void **destination;
     bool *contributes, *host_contributes; /* owned: SW_HIER_BATCH of each */
-    char what[SW_HIER_BATCH][160];        /* the operations of the batch, for messages */
+    sw_packing packing;
+    uint64_t slow_bytes_per_s; /* of the wire */
+    uint8_t **opened;          /* owned; a block of memory for each host: what came in a packet */
+    uint8_t **elements;        /* owned; of the block that is folded, by host */
+    bool *packs;               /* owned; by host, whether its blocks of this batch are packets */
+    bool offered;              /* the next frame has left before this batch is over */
+    unsigned turn;
+    char whats[2][SW_HIER_BATCH][160]; /* of this batch and the next one, for messages: by turn */
 };
 
 #define SW_FOR_OTHER_HOSTS(carrier, g)                        \
@@ -55,12 +66,19 @@ static inline const sw_hier_pending *sw_carrier_pending(const sw_carrier *carrie
     return &carrier->hier->pending[ticket % SW_HIER_RING];
 }
 
+static inline char *sw_carrier_what(sw_carrier *carrier, unsigned turn, uint32_t index)
+{
+    return carrier->whats[turn % 2][index];
+}
+
 /* Whether operations of this kind go through in one pipeline (hier_reduce.c). */
 static inline bool sw_carrier_reduces(const sw_op *op)
 {
     return op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER;
 }
 
+/* The last word of each host has a place to arrive at. */
+SW_MUST_USE sw_status sw_carrier_expect_last_words(sw_carrier *carrier, sw_error *err);
 /* The next frame of each host has a place to arrive at, so that no host waits to send it. */
 SW_MUST_USE sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err);
 /* What all hosts come with next, from `ticket` on, which all ranks of this host have posted: the
@@ -68,6 +86,9 @@ SW_MUST_USE sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *er
  * them. */
 SW_MUST_USE sw_status sw_carrier_exchange_frames(sw_carrier *carrier, uint32_t ticket,
                                                  uint32_t *count, sw_error *err);
+/* While a batch is ending: what this host comes with next, if all its ranks have posted it from
+ * `ticket` on and it reduces, so that carriers agree on it meanwhile. */
+SW_MUST_USE sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticket, sw_error *err);
 /* The other hosts' next frame from here says that this one goes, and why (NULL: it leaves). As good
  * as it can: a host that cannot be reached keeps this thread, and nobody waits for it. */
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason);

@@ -10,7 +10,7 @@
 
 #include "comm/hier_carrier.h"
 
-enum { FRAME_MAGIC = 0x53574632 /* "SWF2" */ };
+enum { FRAME_MAGIC = 0x53574633 /* "SWF3" */ };
 
 static const sw_descriptor *descriptor_of(const sw_hier *hier, int local, uint32_t ticket)
 {
@@ -264,16 +264,16 @@ static void fill_frame(sw_carrier *carrier, uint32_t ticket, uint32_t count)
     out->magic = FRAME_MAGIC;
     out->ticket = ticket;
     out->count = count;
+    out->packs = carrier->packing.on;
     for (uint32_t i = 0; i < count; ++i) {
         const sw_op *op = op_of(carrier, ticket + i);
         fill_part(carrier->hier, ticket + i, &out->part[i]);
-        snprintf(carrier->what[i], sizeof carrier->what[i], "%s '%.*s'", sw_op_kind_name(op->kind),
-                 SW_COMM_LABEL_BYTES - 1, op->label);
+        snprintf(sw_carrier_what(carrier, carrier->turn + 1, i), sizeof carrier->whats[0][0],
+                 "%s '%.*s'", sw_op_kind_name(op->kind), SW_COMM_LABEL_BYTES - 1, op->label);
     }
 }
 
-static sw_status check_part(const sw_carrier *carrier, uint32_t ticket, uint32_t index,
-                            sw_error *err)
+static sw_status check_part(sw_carrier *carrier, uint32_t ticket, uint32_t index, sw_error *err)
 {
     SW_TRY(compare_parts(carrier, ticket, index, err));
     SW_FOR_OTHER_HOSTS(carrier, g)
@@ -284,21 +284,41 @@ static sw_status check_part(const sw_carrier *carrier, uint32_t ticket, uint32_t
         if (said != expected)
             return sw_error_set(err, SW_E_MISMATCH, rank,
                                 "rank %d has %u bytes beside %s, where %zu were expected", rank,
-                                said, carrier->what[index], expected);
+                                said, sw_carrier_what(carrier, carrier->turn, index), expected);
     }
     return SW_OK;
+}
+
+/* The next turn's frame leaves. */
+static sw_status offer(sw_carrier *carrier, uint32_t ticket, sw_error *err)
+{
+    uint32_t count = batch_here(carrier, ticket);
+    fill_frame(carrier, ticket, count);
+    carrier->offered = true;
+    if (carrier->hier->map.host_count == 1)
+        return SW_OK;
+    SW_TRY(speak(carrier, ticket, count, err));
+    return send_frames(carrier, sw_carrier_what(carrier, carrier->turn + 1, 0), err);
+}
+
+sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticket, sw_error *err)
+{
+    if (carrier->offered || !all_posted(carrier->hier, ticket))
+        return SW_OK;
+    const sw_op *op = op_of(carrier, ticket);
+    bool is_short = spoken_bytes(carrier, op, carrier->hier->host) <= (size_t)SW_FRAME_INLINE_BYTES;
+    return sw_carrier_reduces(op) && is_short ? offer(carrier, ticket, err) : SW_OK;
 }
 
 sw_status sw_carrier_exchange_frames(sw_carrier *carrier, uint32_t ticket, uint32_t *count,
                                      sw_error *err)
 {
-    const char *what = carrier->what[0];
-    *count = batch_here(carrier, ticket);
-    fill_frame(carrier, ticket, *count);
-    if (carrier->hier->map.host_count > 1) {
-        SW_TRY(speak(carrier, ticket, *count, err));
-        SW_TRY(send_frames(carrier, what, err));
-    }
+    if (!carrier->offered)
+        SW_TRY(offer(carrier, ticket, err));
+    carrier->offered = false;
+    carrier->turn++;
+    *count = carrier->out.count;
+    const char *what = sw_carrier_what(carrier, carrier->turn, 0);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         SW_TRY(sw_carrier_wait(carrier, &carrier->frame_in[g], what, err));
@@ -317,7 +337,9 @@ sw_status sw_carrier_exchange_frames(sw_carrier *carrier, uint32_t ticket, uint3
     {
         SW_TRY(sw_carrier_wait(carrier, &carrier->frame_out[g], what, err));
     }
-    return SW_OK;
+    for (int g = 0; g < carrier->hier->map.host_count; ++g)
+        carrier->packs[g] = frame_of(carrier, g)->packs != 0;
+    return sw_carrier_expect_frames(carrier, err); /* the next may come while this batch moves */
 }
 
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason)

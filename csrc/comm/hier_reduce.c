@@ -15,6 +15,7 @@
 #include "base/bytes.h"
 #include "comm/hier_carrier.h"
 #include "comm/partial.h"
+#include "platform/clock.h"
 
 typedef enum results_kept {
     KEPT_BY_ALL = 0, /* all_reduce */
@@ -129,6 +130,69 @@ static bool next_run(const reduction *work, size_t cursor, size_t end, size_t *b
     return true;
 }
 
+/* Blocks on the wire: partial sums and results; of float32 in packets, if the sender said so.
+ * ------------------------------------------------------------------------------------------ */
+
+static bool is_packed(const sw_carrier *carrier, int sender, sw_dtype dtype)
+{
+    return carrier->packs[sender] && dtype == SW_DTYPE_FLOAT32;
+}
+
+/* What is to be sent of a block: itself, or a packet of it in `packet`. The operation's memory may
+ * be touched. */
+static const uint8_t *wrap_block(sw_carrier *carrier, const uint8_t *data, size_t numel,
+                                 sw_dtype dtype, uint8_t *packet, size_t *size_bytes)
+{
+    *size_bytes = numel * sw_dtype_size_bytes(dtype);
+    if (numel == 0 || !is_packed(carrier, carrier->hier->host, dtype))
+        return data;
+    *size_bytes = sw_packet_fill(packet, data, numel);
+    return packet;
+}
+
+/* `size_bytes` that stand for `plain_bytes`. */
+static sw_status send_block(sw_carrier *carrier, const batch_block *piece, int to,
+                            sw_message message, const uint8_t *data, size_t size_bytes,
+                            size_t plain_bytes, sw_transfer *transfer, sw_error *err)
+{
+    carrier->packing.plain_bytes += plain_bytes;
+    carrier->packing.sent_bytes += size_bytes;
+    if (sw_bridge_send(&carrier->bridge, to, message, piece->number, data, size_bytes, transfer,
+                       err) != SW_OK)
+        return sw_carrier_blame(carrier, piece->work->what, err);
+    return SW_OK;
+}
+
+static sw_status expect_block(sw_carrier *carrier, const batch_block *piece, int from,
+                              sw_message message, size_t numel, sw_dtype dtype, uint8_t *memory,
+                              sw_transfer *transfer, sw_error *err)
+{
+    size_t bytes = numel * sw_dtype_size_bytes(dtype);
+    if (numel > 0 && is_packed(carrier, from, dtype))
+        bytes = sw_packet_most_bytes(numel);
+    if (sw_bridge_receive(&carrier->bridge, from, message, piece->number, memory, bytes, transfer,
+                          err) != SW_OK)
+        return sw_carrier_blame(carrier, piece->work->what, err);
+    return SW_OK;
+}
+
+/* The elements of what has come from a host: where it came to, or out of its packet. */
+static sw_status open_block(sw_carrier *carrier, const reduction *work, int from, size_t numel,
+                            sw_dtype dtype, uint8_t *memory, uint8_t **elements, sw_error *err)
+{
+    size_t bytes;
+    *elements = memory;
+    if (numel == 0 || !is_packed(carrier, from, dtype))
+        return SW_OK;
+    *elements = carrier->opened[from];
+    if (sw_packet_open(*elements, memory, numel, &bytes, err) != SW_OK) {
+        err->detail = sw_host_carrier(&carrier->hier->map, from);
+        return sw_carrier_blame(carrier, work->what, err);
+    }
+    sw_bridge_count_less(&carrier->bridge, sw_packet_most_bytes(numel) - bytes);
+    return SW_OK;
+}
+
 /* Results that other hosts' ranks stand on. */
 static sw_status begin_standing(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
@@ -171,12 +235,12 @@ static sw_status send_partial(sw_carrier *carrier, const batch_block *piece, int
         add_standing(work, begin, numel, at->partial[to]);
     else if (work->stands)
         add_standing_here(carrier, work, begin, numel);
+    size_t bytes;
     const uint8_t *partial = fold_host(carrier, work, begin, numel, at->partial[to]);
+    partial = wrap_block(carrier, partial, numel, work->partial_dtype, at->packet[to], &bytes);
     sw_carrier_touch_end(carrier);
-    if (sw_bridge_send(&carrier->bridge, to, SW_MESSAGE_PARTIAL, piece->number, partial,
-                       numel * work->partial_bytes, &at->partial_out[to], err) != SW_OK)
-        return sw_carrier_blame(carrier, work->what, err);
-    return SW_OK;
+    return send_block(carrier, piece, to, SW_MESSAGE_PARTIAL, partial, bytes,
+                      numel * work->partial_bytes, &at->partial_out[to], err);
 }
 
 static sw_status begin_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
@@ -186,11 +250,9 @@ static sw_status begin_block(sw_carrier *carrier, const batch_block *piece, sw_e
     size_t begin, own = block_of(carrier, work, carrier->hier->host, piece->block, &begin);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (work->host_contributes[g] &&
-            sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_PARTIAL, piece->number,
-                              at->arrived[g], own * work->partial_bytes, &at->partial_in[g],
-                              err) != SW_OK)
-            return sw_carrier_blame(carrier, work->what, err);
+        if (work->host_contributes[g])
+            SW_TRY(expect_block(carrier, piece, g, SW_MESSAGE_PARTIAL, own, work->partial_dtype,
+                                at->arrived[g], &at->partial_in[g], err));
     }
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
@@ -213,22 +275,23 @@ static int set_destinations(const sw_carrier *carrier, const reduction *work, in
 }
 
 /* Partials of all hosts, in host order, become the result in the memory of this host's ranks. */
-static void finish_own(sw_carrier *carrier, const reduction *work, sw_carrier_slot *at, int owner,
-                       size_t begin, size_t numel)
+static void finish_own(sw_carrier *carrier, const reduction *work, const sw_carrier_slot *at,
+                       int owner, size_t begin, size_t numel)
 {
     const sw_hier *hier = carrier->hier;
     const sw_op *op = &work->pending->op;
+    uint8_t **partial = carrier->elements;
     size_t run, run_numel;
     if (work->stands)
         add_standing_here(carrier, work, begin, numel);
     if (work->host_contributes[hier->host])
-        at->arrived[hier->host] = fold_host(carrier, work, begin, numel, at->partial[hier->host]);
+        partial[hier->host] = fold_host(carrier, work, begin, numel, at->partial[hier->host]);
     for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
          cursor = run + run_numel) {
         int count = 0;
         for (int g = 0; g < hier->map.host_count; ++g)
             if (work->host_contributes[g])
-                carrier->source[count++] = at->arrived[g] + (run - begin) * work->partial_bytes;
+                carrier->source[count++] = partial[g] + (run - begin) * work->partial_bytes;
         int destinations = set_destinations(carrier, work, owner, run);
         sw_partial_finish(carrier->destination, destinations, carrier->source, count, run_numel,
                           op->dtype, work->scale, op->redop);
@@ -241,11 +304,8 @@ static sw_status expect_result(sw_carrier *carrier, const batch_block *piece, in
 {
     const reduction *work = piece->work;
     size_t unused, numel = block_of(carrier, work, from, piece->block, &unused);
-    if (sw_bridge_receive(&carrier->bridge, from, SW_MESSAGE_RESULT, piece->number,
-                          piece->at->partial[from], numel * work->element_bytes,
-                          &piece->at->result_in[from], err) != SW_OK)
-        return sw_carrier_blame(carrier, work->what, err);
-    return SW_OK;
+    return expect_block(carrier, piece, from, SW_MESSAGE_RESULT, numel, work->pending->op.dtype,
+                        piece->at->partial[from], &piece->at->result_in[from], err);
 }
 
 static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
@@ -266,21 +326,27 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
     {
         SW_TRY(sw_carrier_wait(carrier, &at->partial_in[g], work->what, err));
         SW_TRY(sw_carrier_wait(carrier, &at->standing_out[g], work->what, err));
+        if (work->host_contributes[g])
+            SW_TRY(open_block(carrier, work, g, numel, work->partial_dtype, at->arrived[g],
+                              &carrier->elements[g], err));
     }
     if (numel == 0)
         return SW_OK;
+    size_t bytes = 0;
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     finish_own(carrier, work, at, owner, begin, numel);
+    const uint8_t *result = contribution(carrier, work, 0, begin);
+    if (work->kept != KEPT_BY_OWNER)
+        result = wrap_block(carrier, result, numel, work->pending->op.dtype, at->packet[hier->host],
+                            &bytes);
     sw_carrier_touch_end(carrier);
     if (work->kept == KEPT_BY_OWNER)
         return SW_OK;
     /* Elements that nobody used are not the result here; they are not taken over there. */
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_RESULT, piece->number,
-                           contribution(carrier, work, 0, begin), numel * work->element_bytes,
-                           &at->result_out[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, work->what, err);
+        SW_TRY(send_block(carrier, piece, g, SW_MESSAGE_RESULT, result, bytes,
+                          numel * work->element_bytes, &at->result_out[g], err));
     }
     return SW_OK;
 }
@@ -296,14 +362,16 @@ static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_e
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         size_t numel = block_of(carrier, work, g, piece->block, &begin);
+        uint8_t *result;
         SW_TRY(sw_carrier_wait(carrier, &at->result_in[g], work->what, err));
+        SW_TRY(open_block(carrier, work, g, numel, work->pending->op.dtype, at->partial[g], &result,
+                          err));
         SW_TRY(sw_carrier_touch_begin(carrier, err));
         for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
              cursor = run + run_numel) {
             int count = set_destinations(carrier, work, -1, run);
             for (int d = 0; d < count; ++d)
-                memcpy(carrier->destination[d],
-                       at->partial[g] + (run - begin) * work->element_bytes,
+                memcpy(carrier->destination[d], result + (run - begin) * work->element_bytes,
                        run_numel * work->element_bytes);
         }
         sw_carrier_touch_end(carrier);
@@ -412,10 +480,11 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
     reduction batch[SW_HIER_BATCH];
     size_t blocks = 0, stood = 0;
     uint32_t through = 0;
+    int64_t begun_ns = sw_clock_now_ns();
     for (uint32_t i = 0; i < count; ++i) {
         batch[i] = reduction_of(carrier, sw_carrier_pending(carrier, ticket + i));
         batch[i].ticket = ticket + i;
-        batch[i].what = carrier->what[i];
+        batch[i].what = sw_carrier_what(carrier, carrier->turn, i);
         SW_TRY(resolve(carrier, &batch[i], carrier->contributes + i * (size_t)map->world_size,
                        carrier->host_contributes + i * (size_t)map->host_count, err));
         blocks += batch[i].block_count;
@@ -440,7 +509,11 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
             piece.work->blocks_through++;
         }
         SW_TRY(complete(carrier, batch, count, &through, err));
+        if (step >= blocks)
+            SW_TRY(sw_carrier_offer_early(carrier, ticket + count, err));
     }
     carrier->blocks += (uint32_t)blocks;
+    sw_packing_learn(&carrier->packing, carrier->packs[carrier->hier->host],
+                     carrier->slow_bytes_per_s, sw_clock_now_ns() - begun_ns);
     return complete(carrier, batch, count, &through, err);
 }

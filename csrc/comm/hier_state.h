@@ -59,10 +59,18 @@ typedef struct sw_frame_part {
 typedef struct sw_frame {
     uint32_t magic, ticket, state;
     uint32_t count;  /* operations from `ticket` on, 1 to SW_HIER_BATCH */
+    uint32_t packs;  /* this host's blocks of float32 in them are packets */
     sw_error reason; /* state ENDED or LEFT */
     sw_frame_part part[SW_HIER_BATCH];
     uint8_t beside[SW_FRAME_INLINE_BYTES]; /* of one operation after the other, where it fits */
 } sw_frame;
+
+/* That a host has ended, and why, whatever its carrier waits for. */
+typedef struct sw_last_word {
+    uint32_t magic;
+    sw_error reason;
+    uint32_t crc; /* CRC-32C of what stands before it */
+} sw_last_word;
 
 typedef struct sw_carrier sw_carrier;
 
@@ -117,6 +125,11 @@ SW_MUST_USE sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_er
 /* Asks it to take leave, and waits for its end, but not for long: false when it is still inside a
  * call of the wire. */
 bool sw_carrier_stop(sw_carrier *carrier);
+/* Says to all other hosts that this one has ended, at once and once. Any thread; takes the wire's
+ * locks, and none of ours may be held. */
+void sw_carrier_say_last_word(sw_carrier *carrier, const sw_error *reason);
+/* Whether `host` has said so. Any thread. */
+bool sw_carrier_hears_last_word(const sw_carrier *carrier, int host, sw_error *reason);
 /* Whether its thread has ended, so that nothing more is read or written. */
 bool sw_carrier_has_ended(const sw_carrier *carrier);
 /* After its end. */

@@ -1,9 +1,10 @@
 /* compress_kernels.h - the contracts of the kernels that make gradients small.
  *
- * Idea: three families. Halves: scaled in float32 and rounded in one pass. Blocks: a record is one
- * float32 scale and `block` signed codes of 8 or 4 bits. Low rank: the passes of PowerSGD over one
- * matrix, whose error is never written down: memory M holds gradient plus error, and what was sent
- * of it, leftᵀ right, is subtracted wherever M is read. docs/design/compress.md has the maths.
+ * Idea: four families. Exact: the same bits in fewer bytes. Halves: scaled in float32 and rounded
+ * in one pass. Blocks: a record is one float32 scale and `block` signed codes of 8 or 4 bits. Low
+ * rank: the passes of PowerSGD over one matrix, whose error is never written down: memory M holds
+ * gradient plus error, and what was sent of it, leftᵀ right, is subtracted wherever M is read.
+ * docs/design/compress.md has the maths.
  *
  * Every table gives the same bits: sums run over 16 lanes that are joined in one fixed order, and
  * no multiply-add is contracted.
@@ -22,10 +23,36 @@
 enum {
     SW_BLOCK_NUMEL_MAX = 4096, /* of a record: what stays in the L1 cache beside its neighbours */
     SW_BLOCK_NUMEL_STEP = 32,
+    SW_EXACT_GROUP = 64,
+    SW_EXACT_GROUP_BYTES = 1 + SW_EXACT_GROUP / 2 + 3 * SW_EXACT_GROUP,
     SW_LOWRANK_LANES = 16, /* rows of a factor are padded with zeros to a multiple of it; not to
                               whole pages, which would all lie in the same sets of the L1 cache */
     SW_LOWRANK_RANK_MAX = 256,
 };
+
+/* An exact record: of each group of 64 elements (the last is filled up with zeros)
+ *
+ *   1 byte     the greatest exponent
+ *   32 bytes   codes of 4 bits, of element i in the lower half of byte i, of i + 32 in the upper:
+ *              how far the exponent lies below the greatest, 0 to 13; 14: it is 0; 15: see the end
+ *   64 bytes   sign, then the upper 7 bits of the fraction
+ *   128 bytes  the lower 16 bits of it, in the processor's order
+ *
+ * and then a byte for each exponent of code 15, in order: 28.1 bits an element and what lies more
+ * than 2^13 below the greatest of its group. Any bits come back, those of a NaN too.
+ *
+ * pack: bytes written, 0 if they would be more than `capacity`. unpack: false if the record is too
+ * short to be one; reads nothing beyond it. Cost: 4 bytes an element and those of the record. */
+typedef size_t sw_exact_pack_fn(unsigned char *restrict record, size_t capacity,
+                                const float *restrict source, size_t numel);
+typedef bool sw_exact_unpack_fn(float *restrict out, const unsigned char *restrict record,
+                                size_t record_bytes, size_t numel);
+
+/* Of a record without codes 15. */
+static inline size_t sw_exact_bytes(size_t numel)
+{
+    return (numel + SW_EXACT_GROUP - 1) / SW_EXACT_GROUP * SW_EXACT_GROUP_BYTES;
+}
 
 /* wire[i] = round(source[i] * scale) to dtype, which is float16 or bfloat16. Cost: 6 bytes an
  * element. */
@@ -87,6 +114,8 @@ typedef void sw_lowrank_error_fn(const sw_lowrank *matrix, float *error);
 typedef void sw_lowrank_orthonormalize_fn(float *factor, size_t count, size_t rank, uint64_t seed);
 
 typedef struct sw_compress_kernels {
+    sw_exact_pack_fn *exact_pack;
+    sw_exact_unpack_fn *exact_unpack;
     sw_half_narrow_fn *half_narrow;
     sw_half_widen_fn *half_widen;
     sw_block_quantize_fn *block_quantize;

@@ -33,7 +33,8 @@ static int create(device_reducer_object *self, const sw_py_rows *rows, size_t ca
     config->comm = self->comm->comm;
     config->gradient_count = rows->count;
     status = sw_layout_init(&self->layout, rows->params, rows->count,
-                            sw_nccl_world_size(config->comm->nccl), cap_bytes, &err);
+                            sw_nccl_world_size(config->comm->nccl),
+                            (sw_layout_caps){.bytes = cap_bytes}, &err);
     sw_device_bucket_spec *specs = calloc(self->layout.bucket_count + 1, sizeof *specs);
     for (size_t b = 0; specs && b < self->layout.bucket_count; ++b)
         specs[b] = (sw_device_bucket_spec){.numel = self->layout.bucket[b].numel,

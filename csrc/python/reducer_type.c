@@ -40,19 +40,20 @@ static int create(reducer_object *self, sw_py_rows *s, const sw_reducer_options 
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",      "parameters", "bucket_cap_bytes",
-                            "transport", "reduce",     "sliced",
-                            "slices",    "label",      NULL};
+    static char *names[] = {
+        "comm",   "parameters", "bucket_cap_bytes", "transport", "reduce", "sliced",
+        "slices", "label",      "first_cap_bytes",  NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *comm, *parameters, *owners = Py_None;
     sw_py_slices slices;
-    Py_ssize_t cap = 25 * 1024 * 1024;
+    Py_ssize_t cap = 25 * 1024 * 1024, first_cap = 0;
     const char *transport = "auto", *reduce = "mean";
     int sliced = 0;
     sw_reducer_options options = {.label = "model"};
     sw_py_rows s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOs:Reducer", names, &comm, &parameters,
-                                     &cap, &transport, &reduce, &sliced, &owners, &options.label))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsn:Reducer", names, &comm, &parameters,
+                                     &cap, &transport, &reduce, &sliced, &owners, &options.label,
+                                     &first_cap))
         return -1;
     engine_state *state = sw_py_state_of(op);
     if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {
@@ -64,8 +65,14 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_Format(PyExc_ValueError, "Reducer: bucket_cap_bytes must be positive, got %zd", cap);
         return -1;
     }
+    if (first_cap < 0) {
+        PyErr_Format(PyExc_ValueError, "Reducer: first_cap_bytes must not be negative, got %zd",
+                     first_cap);
+        return -1;
+    }
     self->announced_task = NO_TASK;
     options.bucket_cap_bytes = (size_t)cap;
+    options.first_cap_bytes = (size_t)first_cap;
     options.sliced = self->sliced = sliced != 0;
     if (parse_transport(transport, &options.transport) < 0 ||
         sw_py_parse_reduce(reduce, &options.sums) < 0)

@@ -35,11 +35,14 @@ static sw_status begin(void *context, const char *method, int rank, uint32_t tag
                        size_t size_bytes, void **work, sw_error *err)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *trace; /* what this thread is about to raise: an interrupt */
+    PyErr_Fetch(&type, &value, &trace);
     PyObject *made =
         call(context, method,
              Py_BuildValue("(iIKn)", rank, (unsigned)tag, (unsigned long long)(uintptr_t)data,
                            (Py_ssize_t)size_bytes));
     sw_status status = made ? SW_OK : take_exception(err);
+    PyErr_Restore(type, value, trace);
     PyGILState_Release(gil);
     if (status == SW_OK)
         *work = made;
@@ -77,6 +80,11 @@ static void wire_keep(void *context, void *memory)
 
 const sw_wire *sw_py_wire_new(PyObject *group)
 {
+    PyObject *slow = PyObject_GetAttrString(group, "slow_bytes_per_s");
+    unsigned long long slow_bytes_per_s = slow ? PyLong_AsUnsignedLongLong(slow) : 0;
+    Py_XDECREF(slow);
+    if (PyErr_Occurred())
+        return NULL;
     sw_wire *made = calloc(1, sizeof *made);
     if (!made) {
         PyErr_NoMemory();
@@ -88,6 +96,7 @@ const sw_wire *sw_py_wire_new(PyObject *group)
                       .send = wire_send,
                       .receive = wire_receive,
                       .wait = wire_wait,
-                      .keep = wire_keep};
+                      .keep = wire_keep,
+                      .slow_bytes_per_s = slow_bytes_per_s};
     return made;
 }

@@ -32,6 +32,7 @@ typedef struct sw_reducer sw_reducer;
 
 typedef struct sw_reducer_options {
     size_t bucket_cap_bytes;
+    size_t first_cap_bytes; /* of the first bucket; those after it double. 0: all alike */
     sw_transport transport;
     bool sums;   /* the sum of the contributions instead of their mean */
     bool sliced; /* keep this rank's slices of the means alone (in a pool; private buckets stay

@@ -144,7 +144,9 @@ static sw_status prepare(sw_reducer *reducer, const sw_layout_param *params,
 {
     SW_TRY(copy_slices(reducer, options->slices, err));
     SW_TRY(sw_layout_init(&reducer->layout, params, param_count, sw_reducer_slice_count(reducer),
-                          options->bucket_cap_bytes, err));
+                          (sw_layout_caps){.bytes = options->bucket_cap_bytes,
+                                           .first_bytes = options->first_cap_bytes},
+                          err));
     reducer->buckets = calloc(reducer->layout.bucket_count + 1, sizeof *reducer->buckets);
     reducer->params = calloc(param_count + 1, sizeof *reducer->params);
     reducer->names = calloc(param_count + 1, sizeof *reducer->names);

@@ -1,6 +1,7 @@
 /* layout.c - one pass over the parameters in reverse, then one over the buckets. */
 #include "tensor/layout.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,8 +13,16 @@ typedef struct cutter {
     const sw_layout_param *params;
     sw_layout *layout;
     size_t open[KEYS]; /* bucket being filled, plus 1; 0: none */
-    size_t cap_bytes;
+    sw_layout_caps caps;
 } cutter;
+
+static size_t cap_of(const cutter *c, size_t bucket)
+{
+    size_t cap = c->caps.first_bytes;
+    while (cap > 0 && cap < c->caps.bytes && bucket-- > 0)
+        cap = cap > SIZE_MAX / 2 ? SIZE_MAX : 2 * cap;
+    return cap > 0 && cap < c->caps.bytes ? cap : c->caps.bytes;
+}
 
 static bool place_in(sw_layout_bucket *bucket, sw_layout_place *place, const sw_layout_param *param)
 {
@@ -45,7 +54,7 @@ static bool cut(cutter *c)
         layout->place[i].bucket = *open - 1;
         if (!place_in(bucket, &layout->place[i], param))
             return false;
-        if (bucket->numel * sw_dtype_size_bytes(bucket->dtype) >= c->cap_bytes)
+        if (bucket->numel * sw_dtype_size_bytes(bucket->dtype) >= cap_of(c, *open - 1))
             *open = 0;
     }
     return true;
@@ -82,9 +91,9 @@ static bool finish(sw_layout *layout, int world_size)
 }
 
 sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_t param_count,
-                         int world_size, size_t cap_bytes, sw_error *err)
+                         int world_size, sw_layout_caps caps, sw_error *err)
 {
-    cutter c = {.params = params, .layout = layout, .cap_bytes = cap_bytes};
+    cutter c = {.params = params, .layout = layout, .caps = caps};
     memset(layout, 0, sizeof *layout);
     for (size_t i = 0; i < param_count; ++i)
         if (sw_dtype_size_bytes(params[i].dtype) == 0)

@@ -47,10 +47,16 @@ typedef struct sw_layout {
     size_t trainable_bytes;   /* of the buckets that hold gradients from the start */
 } sw_layout;
 
-/* Cuts. `cap_bytes` >= 1 closes a bucket once its parameters reach it: the one that reaches it is
- * its last. SW_E_INVALID on a size that overflows; SW_E_MEMORY. */
+/* When a bucket is full: its parameters reach its cap; the one that reaches it is its last. */
+typedef struct sw_layout_caps {
+    size_t bytes;       /* >= 1 */
+    size_t first_bytes; /* of bucket 0, each after it twice the one before, up to `bytes`; 0: all
+                           alike */
+} sw_layout_caps;
+
+/* Cuts. SW_E_INVALID on a size that overflows; SW_E_MEMORY. */
 SW_MUST_USE sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params,
-                                     size_t param_count, int world_size, size_t cap_bytes,
+                                     size_t param_count, int world_size, sw_layout_caps caps,
                                      sw_error *err);
 void sw_layout_fini(sw_layout *layout);
 

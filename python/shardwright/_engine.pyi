@@ -407,8 +407,10 @@ class Reducer:
         sliced: bool = False,
         slices: tuple[Sequence[int], Sequence[int]] | None = None,
         label: str = "model",
+        first_cap_bytes: int = 0,
     ) -> None:
-        """`parameters`: (name, numel, dtype, requires_grad). `transport`: "auto", "pool", "staged". `reduce`: "mean", "sum".
+        """`parameters`: (name, numel, dtype, requires_grad). `first_cap_bytes`: of the first bucket, after which caps double up to
+        `bucket_cap_bytes`; 0: all alike. `transport`: "auto", "pool", "staged". `reduce`: "mean", "sum".
         `sliced`: this rank keeps its slices of the averaged gradients alone; views are then ShardedGradients, whose `_pending`
         the engine takes, and `copy(index, grad, add)` writes or adds a gradient that it cannot read by itself. `slices`: which
         slice of a bucket each rank owns, and its replica, which owns all of them once; None: rank r owns slice r. Collective."""

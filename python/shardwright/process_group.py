@@ -316,6 +316,9 @@ _FOR_EVER = timedelta(days=1000)
 class _Wire:
     """Moves bytes between ranks through a Gloo group of our own: what csrc/comm/bridge.h asks of a wire."""
 
+    #: of gradients; over what is slower float32 blocks are packed (docs/design/hosts.md). Read once, by the engine
+    slow_bytes_per_s = 300_000_000
+
     def __init__(self, gloo: Any) -> None:
         self._group = gloo  # its timeout is for finding one another; see _FOR_EVER
 

@@ -40,9 +40,9 @@ _logger = logging.getLogger("shardwright")
 _serials = itertools.count()
 #: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
 _SLICED_CAP_BYTES = 8 << 20
-#: between hosts the wire is what takes time: it starts with the first bucket, and stands still for 4 ms between two. Compressed
-#: buckets leave at the end of the backward, so few large ones are best
-_HOSTS_CAP_BYTES = 8 << 20
+#: between hosts the wire is what takes time: it starts with the first bucket, which is therefore small, and stands still for
+#: up to 4 ms between batches. Compressed buckets leave at the end of the backward, so few large ones are best
+_HOSTS_CAP_BYTES, _HOSTS_FIRST_CAP_BYTES = 8 << 20, 1 << 20
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
     "stepping, clipping or reading gradients"
@@ -129,7 +129,8 @@ class Replica:
 
     def _make_reducer(self, options: Options, sends_early: bool) -> Any:
         """A Reducer, or on a GPU what has its methods there."""
-        cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.group, self.zero, sends_early)
+        over_hosts = self.group.host_count > 1 and sends_early
+        cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.zero, over_hosts)
         if self.table.is_on_gpu:
             from .device_rounds import DeviceRounds
 
@@ -151,6 +152,7 @@ class Replica:
             sliced=self.zero >= 2,
             slices=self.slicing.for_engine() if self.zero else None,
             label=self.label,
+            first_cap_bytes=_HOSTS_FIRST_CAP_BYTES if over_hosts else 0,
         )
 
     def _make_parameters(self, module: torch.nn.Module, options: Options) -> ParameterMemory | UnitMemory:
@@ -573,9 +575,9 @@ def _check_gpu(zero: int) -> None:
         )
 
 
-def _cap_bytes(asked: int, group: HostGroup, zero: int, sends_early: bool) -> int:
+def _cap_bytes(asked: int, zero: int, over_hosts: bool) -> int:
     """Of a bucket. The bits of a gradient do not depend on it."""
-    limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * (group.host_count > 1 and sends_early)
+    limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * over_hosts
     return min(asked, *limits) if limits else asked
 
 

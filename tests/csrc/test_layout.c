@@ -32,6 +32,11 @@ static size_t random_below(size_t limit)
     return (size_t)((random_state * 0x2545f4914f6cdd1du >> 32) % limit);
 }
 
+static sw_layout_caps caps(size_t bytes)
+{
+    return (sw_layout_caps){.bytes = bytes};
+}
+
 static size_t draw_params(sw_layout_param *params)
 {
     static const size_t sizes[] = {0, 1, 2, 31, 32, 33, 127, 128, 129, 1000, 4097};
@@ -102,8 +107,8 @@ static void check_laws(const sw_layout_param *params, size_t count, int world_si
     sw_layout layout;
     sw_error err = {.message = ""};
     size_t listed[PARAMS_MAX] = {0}, size_bytes = 0, trainable_bytes = 0;
-    if (!check(sw_layout_init(&layout, params, count, world_size, cap_bytes, &err) == SW_OK, "%s",
-               err.message))
+    if (!check(sw_layout_init(&layout, params, count, world_size, caps(cap_bytes), &err) == SW_OK,
+               "%s", err.message))
         return;
     check(layout.param_count == count, "the count of parameters");
     for (size_t b = 0; b < layout.bucket_count; ++b) {
@@ -139,6 +144,31 @@ static void test_laws(void)
     }
 }
 
+/* Each bucket may be twice the one before, up to the cap; what is too large for it is one bucket.
+ */
+static void test_first_buckets_are_small(void)
+{
+    enum { COUNT = 32 };
+    const size_t expected[] = {1, 2, 4, 8, 8, 8, 1 /* the rest */};
+    sw_layout_param params[COUNT];
+    sw_layout layout;
+    sw_error err = {.message = ""};
+    for (size_t i = 0; i < COUNT; ++i)
+        params[i] = (sw_layout_param){256, SW_DTYPE_FLOAT32, true};
+    sw_layout_caps graded = {.bytes = 8192, .first_bytes = 1024};
+    if (!check(sw_layout_init(&layout, params, COUNT, 1, graded, &err) == SW_OK, "%s", err.message))
+        return;
+    check(layout.bucket_count == 7, "seven buckets, got %zu", layout.bucket_count);
+    for (size_t b = 0; b < layout.bucket_count && b < 7; ++b)
+        check(layout.bucket[b].count == expected[b], "bucket %zu has %zu parameters, got %zu", b,
+              expected[b], layout.bucket[b].count);
+    sw_layout_fini(&layout);
+    graded.first_bytes = SIZE_MAX; /* more than the cap: all alike */
+    if (check(sw_layout_init(&layout, params, COUNT, 1, graded, &err) == SW_OK, "%s", err.message))
+        check(layout.bucket[0].count == 8, "the cap holds, got %zu", layout.bucket[0].count);
+    sw_layout_fini(&layout);
+}
+
 /* The example of layout.h, number by number. */
 static void test_example(void)
 {
@@ -148,7 +178,7 @@ static void test_example(void)
                                       {10, SW_DTYPE_FLOAT32, true}}; /* fc2.bias */
     sw_layout layout;
     sw_error err = {.message = ""};
-    if (!check(sw_layout_init(&layout, params, 4, 3, 1024, &err) == SW_OK, "%s", err.message))
+    if (!check(sw_layout_init(&layout, params, 4, 3, caps(1024), &err) == SW_OK, "%s", err.message))
         return;
     check(layout.bucket_count == 2, "two buckets, got %zu", layout.bucket_count);
     check(layout.place[3].bucket == 0 && layout.place[3].begin == 0,
@@ -172,7 +202,7 @@ static void check_refused(const sw_layout_param *params, size_t count, int world
     sw_layout layout;
     sw_error err = {.message = ""};
     bool refused =
-        sw_layout_init(&layout, params, count, world_size, SIZE_MAX, &err) == SW_E_INVALID;
+        sw_layout_init(&layout, params, count, world_size, caps(SIZE_MAX), &err) == SW_E_INVALID;
     check(refused && strstr(err.message, "overflow"), "%s is refused, got '%s'", what, err.message);
     if (!refused)
         sw_layout_fini(&layout);
@@ -187,7 +217,7 @@ static void test_overflow(void)
     sw_layout_param params[2] = {{all, SW_DTYPE_FLOAT32, true}};
     sw_layout layout;
     sw_error err = {.message = ""};
-    if (check(sw_layout_init(&layout, params, 1, 1, 1, &err) == SW_OK,
+    if (check(sw_layout_init(&layout, params, 1, 1, caps(1), &err) == SW_OK,
               "the whole address space: %s", err.message)) {
         check(layout.size_bytes == SIZE_MAX - 127, "its size, %zu", layout.size_bytes);
         sw_layout_fini(&layout);
@@ -218,7 +248,7 @@ static void test_dtypes(void)
         sw_layout_param params[2] = {{1, SW_DTYPE_INT8, true}, {1, illegal[i], true}};
         sw_layout layout;
         sw_error err = {.message = ""};
-        check(sw_layout_init(&layout, params, 2, 3, 1, &err) == SW_E_INVALID &&
+        check(sw_layout_init(&layout, params, 2, 3, caps(1), &err) == SW_E_INVALID &&
                   strstr(err.message, "parameter 1 "),
               "dtype %d is refused by the parameter's number, got '%s'", (int)illegal[i],
               err.message);
@@ -244,14 +274,14 @@ static void test_memory(void)
     sw_error err;
     for (long nth = 1; nth <= 3; ++nth) {
         faults_arm(nth);
-        sw_status status = sw_layout_init(&layout, params, 2, 3, 1, &err);
+        sw_status status = sw_layout_init(&layout, params, 2, 3, caps(1), &err);
         check(status == SW_E_MEMORY && !layout.place && !layout.bucket && !layout.order,
               "allocation %ld fails", nth);
         if (status == SW_OK)
             sw_layout_fini(&layout);
     }
     faults_arm(0);
-    if (check(sw_layout_init(&layout, params, 0, 3, 1, &err) == SW_OK,
+    if (check(sw_layout_init(&layout, params, 0, 3, caps(1), &err) == SW_OK,
               "a model without parameters"))
         check(layout.bucket_count == 0 && layout.size_bytes == 0, "has no buckets");
     sw_layout_fini(&layout);
@@ -261,6 +291,7 @@ static void test_memory(void)
 int main(void)
 {
     test_example();
+    test_first_buckets_are_small();
     test_laws();
     test_overflow();
     test_dtypes();

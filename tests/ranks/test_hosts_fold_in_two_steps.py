@@ -21,13 +21,14 @@ every_map = pytest.mark.parametrize("shape", MAPS)
 
 @contextlib.contextmanager
 def on_hosts(host_of):
-    """A process group whose ranks believe that they are on these hosts."""
+    """A process group whose ranks believe that they are on these hosts, with blocks that travel as they are between them."""
     group = dist.new_group(range(len(host_of)))
-    process_group._forced_hosts = host_of
+    usual = process_group._Wire.slow_bytes_per_s
+    process_group._forced_hosts, process_group._Wire.slow_bytes_per_s = host_of, 0
     try:
         yield group
     finally:
-        process_group._forced_hosts = None
+        process_group._forced_hosts, process_group._Wire.slow_bytes_per_s = None, usual
 
 
 def hosts_of(shape, world_size):

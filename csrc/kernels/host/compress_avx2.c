@@ -25,6 +25,7 @@
 #define COMPRESS_VECTOR_BYTES 32
 #define COMPRESS_TABLE sw_compress_kernels_avx2
 #include "kernels/host/block_body.h"
+#include "kernels/host/exact_body.h"
 #include "kernels/host/lowrank_body.h"
 
 /* After the bodies: the table of what they define. */

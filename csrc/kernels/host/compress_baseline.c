@@ -7,6 +7,7 @@
 #define COMPRESS_VECTOR_BYTES 16
 #define COMPRESS_TABLE sw_compress_kernels_baseline
 #include "kernels/host/block_body.h"
+#include "kernels/host/exact_body.h"
 #include "kernels/host/lowrank_body.h"
 
 /* After the bodies: the table of what they define. */

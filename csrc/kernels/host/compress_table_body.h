@@ -1,8 +1,10 @@
-/* compress_table_body.h - the table of what block_body.h and lowrank_body.h define; the includer
+/* compress_table_body.h - the table of what block_body.h, exact_body.h and lowrank_body.h define; the includer
  * names it COMPRESS_TABLE. */
 #include "kernels/host/compress_tables.h"
 
 const sw_compress_kernels COMPRESS_TABLE = {
+    .exact_pack = exact_pack,
+    .exact_unpack = exact_unpack,
     .half_narrow = half_narrow,
     .half_widen = half_widen,
     .block_quantize = block_quantize,
