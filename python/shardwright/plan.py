@@ -84,20 +84,28 @@ def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
 
 
 def _element_bytes(inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
-    """Of state, an element. None where the class is not one that steps on a copy of itself, and keeps nothing yet."""
-    for p in group["params"]:  # some keep their state from the beginning (Adagrad in older torch), and count on it
-        if p.dtype == dtype and p.numel() > 1 and inner.state.get(p):
-            kept = [value for value in inner.state[p].values() if isinstance(value, torch.Tensor)]
-            return sum(value.element_size() for value in kept if value.numel() == p.numel())
-    tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype)
+    """Of state, an element. None where the class steps neither on a copy of itself nor on another with its defaults."""
+    tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype, requires_grad=True)
     tensor.grad = torch.zeros_like(tensor)
     step = type(inner).step
-    try:
-        twin = copy.copy(inner)
-        twin.state = collections.defaultdict(dict)
-        twin.param_groups = [{**group, "params": [tensor]}]
-        getattr(step, "__wrapped__", step)(twin)  # without hooks
+    for make in (_emptied, _made_anew):
+        try:
+            twin = make(inner, group, tensor)
+            getattr(step, "__wrapped__", step)(twin)  # without hooks
+        except Exception:
+            continue
         values = [value for value in twin.state[tensor].values() if isinstance(value, torch.Tensor)]
-    except Exception:
-        return None
-    return sum(value.element_size() for value in values if value.numel() == _PROBE_NUMEL)
+        return sum(value.element_size() for value in values if value.numel() == _PROBE_NUMEL)
+    return None
+
+
+def _emptied(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> torch.optim.Optimizer:
+    twin = copy.copy(inner)
+    twin.state = collections.defaultdict(dict)
+    twin.param_groups = [{**group, "params": [tensor]}]
+    return twin
+
+
+def _made_anew(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> torch.optim.Optimizer:
+    """Some make their state as they are made, and count on it (Adagrad in torch 2.4)."""
+    return type(inner)([tensor], **inner.defaults)
