@@ -7,7 +7,8 @@
  *
  *   CAST        to[i] = round(from[i] * scale) to to_dtype; float32, float16 and bfloat16 each way
  *   PACK        copies up to SW_PACK_SEGMENT_MAX segments: tensors into a bucket, or back
- *   FOLD        kernels.h's fold over contributions in rank order: the same bits as on the host
+ *   FOLD        kernels.h's fold over contributions in rank order: the same bits as on the host; with
+ *               an addend, over the sums of that and each contribution, rounded to the dtype
  *   ADAM, SGD   optim_kernels.h's steps: the same bits as on the host
  *   NORM        *sum += squares, exactly: equal to the host's sum once both are carried. At most
  *               2^31 elements between two carries

@@ -61,6 +61,7 @@ typedef struct sw_fold_args {
     const void *own; /* contribution `own_index` */
     const void
         *rest; /* contribution k lies at rest + k * stride_bytes; place own_index is unread */
+    const void *addend; /* added to each contribution first, in the dtype; may be `to`, or NULL */
     sw_u64 numel, stride_bytes;
     double scale; /* of SW_REDOP_MEAN */
     int dtype, op, own_index, source_count;

@@ -8,7 +8,7 @@
 #include "kernels/optim_kernels.h"
 
 enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
-enum { FOLD_SOURCE_MAX = 1024 }; /* a communicator's world ends there */
+enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* a communicator's world ends there */
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
 SAME(SW_ARG_FLOAT32, SW_DTYPE_FLOAT32);
@@ -161,7 +161,34 @@ static void fold_accesses(const void *args, sw_access_fn *report, void *context)
     const sw_fold_args *a = args;
     for (int k = 0; k < a->source_count; ++k)
         report(context, fold_source(a, k), array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
+    if (a->addend)
+        report(context, a->addend, array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
     report(context, a->to, array_bytes(a->numel, a->dtype), SW_ACCESS_WRITE);
+}
+
+/* Block by block, so that the sums have a place: `to` may be any of the addend and the own. */
+static void fold_on_addend(const sw_fold_args *a)
+{
+    union {
+        unsigned char bytes[FOLD_BLOCK_BYTES];
+        double aligned;
+    } sums;
+    sw_fold_fn *fold = sw_kernels()->fold[a->dtype];
+    size_t step = FOLD_BLOCK_BYTES / ((size_t)a->source_count * array_bytes(1, a->dtype));
+    for (size_t start = 0; start < a->numel; start += step) {
+        size_t left = (size_t)a->numel - start, count = left < step ? left : step;
+        size_t offset = array_bytes(start, a->dtype), width = array_bytes(count, a->dtype);
+        const void *source[FOLD_SOURCE_MAX];
+        void *to = (char *)a->to + offset;
+        for (int k = 0; k < a->source_count; ++k) {
+            const void *parts[] = {(const char *)a->addend + offset,
+                                   (const char *)fold_source(a, k) + offset};
+            void *sum = sums.bytes + (size_t)k * width;
+            fold(&sum, 1, parts, 2, count, 1, SW_REDOP_SUM);
+            source[k] = sum;
+        }
+        fold(&to, 1, source, a->source_count, count, a->scale, (sw_redop)a->op);
+    }
 }
 
 static void fold_reference(const void *args)
@@ -169,6 +196,10 @@ static void fold_reference(const void *args)
     const sw_fold_args *a = args;
     const void *source[FOLD_SOURCE_MAX];
     void *to = a->to;
+    if (a->addend) {
+        fold_on_addend(a);
+        return;
+    }
     for (int k = 0; k < a->source_count; ++k)
         source[k] = fold_source(a, k);
     sw_kernels()->fold[a->dtype](&to, 1, source, a->source_count, (size_t)a->numel, a->scale,

@@ -208,6 +208,8 @@ class DeviceComm:
         """Joins the peers. Collective. CommTimeoutError when one does not come."""
     def broadcast(self, ranges: Sequence[tuple[int, int, str]], root: int, stream: int, /) -> None:
         """(address, numel, dtype) of `root` to all, in the order of `stream`. Waits for nothing."""
+    def all_gather(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> None:
+        """Slice r of each (address, numel, dtype) becomes rank r's, in the order of `stream`. Waits for nothing."""
     def norm_sum(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> bytes:
         """The exact sum of squares, as norm_sum() gives it, of at most 2^31 elements. Waits on the host."""
     def follow(self, later: int, earlier: int, /) -> None:
@@ -241,6 +243,7 @@ class DeviceReducer:
         *,
         reduce: str = "mean",
         deterministic: bool = False,
+        sliced: bool = False,
     ) -> None: ...
     def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
@@ -249,15 +252,22 @@ class DeviceReducer:
     def place(self, index: int, /) -> tuple[int, int, int]:
         """(bucket, begin, numel) of a parameter; begin in elements of its bucket."""
     def adopt(self, bucket: int, address: int, /) -> None:
-        """Its memory, all of it written; it takes part from the next step on. Error inside a step."""
+        """Its memory, all of it written; it takes part from the next step on. Sliced: of this rank's slice of the mean. Error inside
+        a step."""
     def begin(self, stream: int, /) -> None:
         """Gradients of a step will be written on `stream`."""
     def post(self, bucket: int, stream: int, /) -> None:
         """It is complete on `stream`; in index order, alike on all ranks."""
+    def reserve(self, stream: int, /) -> int:
+        """Sliced: which of two places in turn may be written on `stream`, for the bucket that is due."""
+    def post_slice(self, bucket: int, address: int, standing: list[tuple[int, int]], stream: int, /) -> None:
+        """Sliced: the bucket is complete at `address`, the reserved place. `standing`: elements [begin, end) of this rank's slice where
+        contributions are on top of the mean that stands there, alike on all ranks."""
     def finish(self, used: bytearray, tag: int, /) -> None:
-        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 32 bits, to be equal on all ranks."""
-    def check(self) -> int | None:
-        """This rank's tag of a step that ranks finished with different ones; None if none is known. Does not wait."""
+        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 64 bits, to be equal on all ranks."""
+    def check(self) -> tuple[int, int] | None:
+        """(this rank's tag, bytes set where ranks' tags differ) of a step that they finished with different ones; None if none is
+        known. Does not wait."""
     def take(self, stream: int, /) -> None:
         """`stream` sees all means from now on."""
     def used_by_any(self) -> bytes:

@@ -160,6 +160,10 @@ static void check_folds(size_t numel)
                 for (size_t k = 0; k < 5; ++k)
                     fill(region(4 + k, 16), args.numel, (sw_dtype)dtype, wild);
                 compare(SW_KERNEL_FOLD, &args, sw_dtype_name((sw_dtype)dtype), NULL);
+                args.to = region(1, 16);
+                args.addend = region(1, 16);
+                fill(region(1, 16), args.numel, (sw_dtype)dtype, wild);
+                compare(SW_KERNEL_FOLD, &args, "on an addend", NULL);
             }
 }
 
