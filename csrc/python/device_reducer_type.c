@@ -56,8 +56,8 @@ static int create(device_reducer_object *self, const sw_py_rows *rows, size_t ca
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",          "parameters", "bucket_cap_bytes", "reduce",
-                            "deterministic", "sliced",     NULL};
+    static char *names[] = {"comm",   "parameters", "bucket_cap_bytes", "reduce", "deterministic",
+                            "sliced", NULL};
     device_reducer_object *self = (device_reducer_object *)op;
     PyObject *comm, *parameters;
     Py_ssize_t cap;
@@ -219,19 +219,18 @@ static PyObject *reducer_post(PyObject *op, PyObject *args)
     return sw_py_device_finish(self->comm, status, &err);
 }
 
-static PyObject *reducer_reserve(PyObject *op, PyObject *stream_value)
+static PyObject *reducer_reserve(PyObject *op, PyObject *args)
 {
     device_reducer_object *self = (device_reducer_object *)op;
-    size_t place = 0;
+    Py_ssize_t place;
+    PyObject *stream_value;
     sw_stream *stream;
     sw_error err;
-    if (!check_made(self) || !sw_py_device_stream(stream_value, &stream) ||
-        !sw_py_device_enter(self->comm))
+    if (!PyArg_ParseTuple(args, "nO:reserve", &place, &stream_value) || !check_made(self) ||
+        !sw_py_device_stream(stream_value, &stream) || !sw_py_device_enter(self->comm))
         return NULL;
-    sw_status status = sw_device_reducer_reserve(self->reducer, stream, &place, &err);
-    PyObject *done = sw_py_device_finish(self->comm, status, &err);
-    Py_XDECREF(done);
-    return done ? PyLong_FromSize_t(place) : NULL;
+    return sw_py_device_finish(
+        self->comm, sw_device_reducer_reserve(self->reducer, (size_t)place, stream, &err), &err);
 }
 
 /* A list of (begin, end); NULL with an exception. */
@@ -380,8 +379,8 @@ static PyMethodDef reducer_methods[] = {
      "adopt(bucket, address)\n--\n\nIts memory; it takes part from the next step on."},
     {"begin", reducer_begin, METH_O, "begin(stream)\n--\n\nGradients will be written on it."},
     {"post", reducer_post, METH_VARARGS, "post(bucket, stream)\n--\n\nIt is complete on it."},
-    {"reserve", reducer_reserve, METH_O,
-     "reserve(stream)\n--\n\nThe place that may be written on it for the bucket that is due."},
+    {"reserve", reducer_reserve, METH_VARARGS,
+     "reserve(place, stream)\n--\n\nIt may be written on the stream for the bucket that is due."},
     {"post_slice", reducer_post_slice, METH_VARARGS,
      "post_slice(bucket, address, standing, stream)\n--\n\nIt is complete there; of a slice the "
      "runs (begin, end) that are on top of the mean."},

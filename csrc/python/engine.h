@@ -95,9 +95,12 @@ extern PyType_Spec sw_py_arena_type_spec;
 /* Steals `arena` or `memory` on success. */
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
                                  sw_gradient_memory *memory);
-/* "DLPack capsule over numel elements at `address`; `owner` lives as long as its tensor. */
+/* A DLPack capsule over elements at `address`; `owner` lives as long as its tensor. */
 PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
                                    PyObject *strides);
+/* The same on GPU `ordinal`; -1: on the CPU. */
+PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
+                                  PyObject *shape, PyObject *strides);
 
 /* parameter_rows.c: a sequence of (name, numel, dtype, requires_grad); -1 with an exception, and
  * fini all the same. */

@@ -42,7 +42,7 @@ struct sw_device_reducer {
     bool is_told;          /* `told` was recorded, and not looked at */
     sw_event *consumed, *gathered, *told; /* owned */
     sw_event *left[SW_DEVICE_PLACES];     /* owned; only with `sliced` */
-    size_t place;                         /* that is reserved next */
+    size_t place;                         /* that is reserved, if `is_reserved` */
     bool is_reserved;
 };
 
@@ -232,8 +232,8 @@ static size_t slice_numel(const sw_device_reducer *r, const device_bucket *bucke
     return bucket->numel / (size_t)sw_nccl_world_size(r->comm->nccl);
 }
 
-/* What turns this rank's slice of the bucket in `data` into the mean in `to`: out of the slices that
- * were exchanged, or, where NCCL has reduced them, out of that one. */
+/* What turns this rank's slice of the bucket in `data` into the mean in `to`: out of the slices
+ * that were exchanged, or, where NCCL has reduced them, out of that one. */
 static sw_fold_args fold_of(const sw_device_reducer *r, const device_bucket *bucket, void *data,
                             void *to)
 {
@@ -294,8 +294,8 @@ static sw_status reduce_to_slice(sw_device_reducer *r, const device_bucket *buck
         SW_TRY(sw_nccl_exchange_slices(r->comm->nccl, data, r->contributions, numel, bucket->dtype,
                                        stream, err));
     else
-        SW_TRY(sw_nccl_reduce_scatter(r->comm->nccl, data, numel, bucket->dtype, r->op, stream,
-                                      err));
+        SW_TRY(
+            sw_nccl_reduce_scatter(r->comm->nccl, data, numel, bucket->dtype, r->op, stream, err));
     for (size_t i = 0; i < standing_count; ++i) {
         SW_TRY(fold_run(r, fold, at, standing[i].begin, false, err));
         SW_TRY(fold_run(r, fold, standing[i].begin, standing[i].end, true, err));
@@ -343,18 +343,21 @@ sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *
     return SW_OK;
 }
 
-sw_status sw_device_reducer_reserve(sw_device_reducer *r, sw_stream *producer, size_t *place,
+sw_status sw_device_reducer_reserve(sw_device_reducer *r, size_t place, sw_stream *producer,
                                     sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
+    if (place >= SW_DEVICE_PLACES)
+        SW_FAIL(err, SW_E_INVALID, "device reducer: place must be in [0, %d), not %zu",
+                SW_DEVICE_PLACES, place);
     if (!r->sliced || r->is_reserved || r->phase != PHASE_OPEN || r->next >= r->bucket_count)
         SW_FAIL(err, SW_E_STATE, "device reducer: a place was reserved %s",
                 !r->sliced ? "where buckets are not sliced"
                            : (r->is_reserved ? "twice" : "when no bucket is due"));
     /* The bucket that lay there has been averaged. */
-    SW_TRY(ops->stream_wait(r->device, producer, r->left[r->place], err));
+    SW_TRY(ops->stream_wait(r->device, producer, r->left[place], err));
     r->is_reserved = true;
-    *place = r->place;
+    r->place = place;
     return SW_OK;
 }
 
@@ -376,7 +379,6 @@ sw_status sw_device_reducer_post_slice(sw_device_reducer *r, size_t index, void 
     SW_TRY(reduce_to_slice(r, bucket, data, standing, standing_count, err));
     SW_TRY(ops->event_record(r->device, bucket->done, r->comm->stream, err));
     SW_TRY(ops->event_record(r->device, r->left[r->place], r->comm->stream, err));
-    r->place = (r->place + 1) % SW_DEVICE_PLACES;
     r->is_reserved = false;
     r->next = next_due(r, index + 1);
     return SW_OK;

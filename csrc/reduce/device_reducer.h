@@ -26,8 +26,8 @@
  * own behind the last bucket: they are written by fills, so no host memory is read by the GPU, and
  * a step in which every gradient was used waits on the host not once.
  *
- * Sliced (zero >= 2), a bucket is memory only while it travels: it is written into one of two places
- * in turn (reserve), and this rank's slice of the mean is folded out of it into memory that stays.
+ * Sliced (zero >= 2), a bucket is memory only while it travels: it is written into one of two
+ * places (reserve), and this rank's slice of the mean is folded out of it into memory that stays.
  * Where a contribution is on top of the mean that stands in the slice, the fold adds that mean to
  * each rank's: whether it is so must be alike on all ranks, which the caller lets `tag` say. A sum
  * that is not `deterministic` takes this road too, since NCCL's own could not add it.
@@ -50,9 +50,9 @@
 enum { SW_DEVICE_PLACES = 2 }; /* of the ring */
 
 typedef struct sw_device_bucket_spec {
-    void *data; /* device memory, all of it written; borrowed until destroy. Sliced: numel /
-                   world_size elements, this rank's slice of the mean. NULL: the bucket takes no
-                   part until it is adopted */
+    void *data;   /* device memory, all of it written; borrowed until destroy. Sliced: numel /
+                     world_size elements, this rank's slice of the mean. NULL: the bucket takes no
+                     part until it is adopted */
     size_t numel; /* a multiple of the world size */
     sw_dtype dtype;
 } sw_device_bucket_spec;
@@ -99,10 +99,11 @@ SW_MUST_USE sw_status sw_device_reducer_begin(sw_device_reducer *reducer, sw_str
 SW_MUST_USE sw_status sw_device_reducer_post(sw_device_reducer *reducer, size_t index,
                                              sw_stream *producer, sw_error *err);
 
-/* With `sliced`: place *place in [0, SW_DEVICE_PLACES) may be written on `producer`, for the bucket
- * that is due. */
-SW_MUST_USE sw_status sw_device_reducer_reserve(sw_device_reducer *reducer, sw_stream *producer,
-                                                size_t *place, sw_error *err);
+/* With `sliced`: `place` in [0, SW_DEVICE_PLACES) may be written on `producer` from now on, for the
+ * bucket that is due. Which place is the caller's choice: two in turn let one be written while the
+ * other is averaged. */
+SW_MUST_USE sw_status sw_device_reducer_reserve(sw_device_reducer *reducer, size_t place,
+                                                sw_stream *producer, sw_error *err);
 
 /* The same as post with `sliced`: the bucket lies in `data`, the place that was reserved. Of the
  * elements in `standing` (ascending, disjoint, of this rank's slice) contributions of all ranks are

@@ -175,6 +175,17 @@ def device_kernel_image(
     Looked for in this order: the folder `packaged`, the folder `cache`, the compiler library `nvrtc`.
     """
 
+def device_tensor(
+    ordinal: int,
+    owner: object,
+    address: int,
+    dtype: str,
+    shape: Sequence[int],
+    strides: Sequence[int] | None,
+    /,
+) -> object:
+    """A DLPack capsule over memory of `owner`, which lives as long as its tensor, on GPU `ordinal`; -1: on the CPU."""
+
 def nccl_unique_id(library: str | None = None, /) -> bytes:
     """128 bytes that one rank makes and sends to all: what DeviceComm.connect() takes."""
 
@@ -258,8 +269,8 @@ class DeviceReducer:
         """Gradients of a step will be written on `stream`."""
     def post(self, bucket: int, stream: int, /) -> None:
         """It is complete on `stream`; in index order, alike on all ranks."""
-    def reserve(self, stream: int, /) -> int:
-        """Sliced: which of two places in turn may be written on `stream`, for the bucket that is due."""
+    def reserve(self, place: int, stream: int, /) -> None:
+        """Sliced: place 0 or 1 may be written on `stream`, for the bucket that is due."""
     def post_slice(self, bucket: int, address: int, standing: list[tuple[int, int]], stream: int, /) -> None:
         """Sliced: the bucket is complete at `address`, the reserved place. `standing`: elements [begin, end) of this rank's slice where
         contributions are on top of the mean that stands there, alike on all ranks."""

@@ -44,7 +44,7 @@ class DistributedDataParallel(TorchDDP):
     Parameters
     ----------
     module : Module
-        On the CPU, or at zero=0 on one GPU. Its parameters keep their identity; after a synchronised backward, `.grad` is a view
+        On the CPU, or at zero=0, 1 or 2 on one GPU. Its parameters keep their identity; after a synchronised backward, `.grad` is a view
         of a bucket.
     process_group, device_mesh, bucket_cap_mb, init_sync, broadcast_buffers, forward_sync_buffers
         As torch's; see Options.

@@ -102,6 +102,8 @@ class DeviceLink:
     ordinal : int
     rank, world_size : int
         Inside the group.
+    host : HostComm
+        The group's, between the ranks' hosts.
 
     Raises
     ------
@@ -113,7 +115,7 @@ class DeviceLink:
 
     def __init__(self, group: HostGroup, ordinal: int, timeout_s: float) -> None:
         self.ordinal, self.rank, self.world_size = ordinal, group.rank, group.world_size
-        self._host = group.comm  # the group holds its links, not the other way round
+        self.host = group.comm  # the group holds its links, not the other way round
         libraries = runtime.libraries()
         failure: Exception | None = None
         said = {"failure": "", "id": ""}
@@ -141,7 +143,7 @@ class DeviceLink:
 
     def check(self) -> None:
         """Raises what has ended the communicator, if anything has. No driver call otherwise."""
-        if not self._host.is_alive:
+        if not self.host.is_alive:
             self.comm.abort(self._failure or self._reason_of_host())
         if not self.comm.is_alive:
             self.comm.watch()
@@ -150,7 +152,7 @@ class DeviceLink:
     def _reason_of_host(self) -> str:
         """Why the host's communicator has ended: it says so to whoever calls it."""
         try:
-            self._host.barrier("the communicator of the GPUs")
+            self.host.barrier("the communicator of the GPUs")
         except Exception as error:
             return str(error)
         return "a rank of the group has left"
@@ -158,9 +160,9 @@ class DeviceLink:
     def fail(self, reason: str) -> None:
         """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
         self._failure = reason
-        if self._host.is_alive:
+        if self.host.is_alive:
             with contextlib.suppress(Error):  # the program's own thread is inside: it sees for itself
-                self._host.abort(reason)
+                self.host.abort(reason)
         self.comm.abort(reason)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -180,8 +182,11 @@ class DeviceLink:
                 tensor.copy_(copy)
 
     def norm(self, gradients: Iterable[torch.Tensor]) -> float:
-        """The exact 2-norm of them together: the number that the host would compute. Waits for it on the host, once for each
-        2^31 elements."""
+        """The exact 2-norm of them together: the number that the host would compute. See norm_sums."""
+        return norm_value(self.norm_sums(gradients))
+
+    def norm_sums(self, gradients: Iterable[torch.Tensor]) -> list[bytes]:
+        """Exact sums of squares, as norm_sum() gives them: at least one, of 2^31 elements at most. Waits for each on the host."""
         ranges: list[tuple[int, int, str]] = []
         sums: list[bytes] = []
         held = [as_real(gradient.detach()).contiguous() for gradient in gradients]
@@ -197,7 +202,7 @@ class DeviceLink:
                     sums.append(self.comm.norm_sum(ranges, self.current_stream()))
                     ranges, room = [], _NORM_NUMEL
         sums.append(self.comm.norm_sum(ranges, self.current_stream()))
-        return norm_value(sums)
+        return sums
 
     def close(self) -> None:
         """Ends the communicator once what was enqueued has run."""

@@ -13,14 +13,15 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from . import _hooks
-from ._engine import Error, Reducer
+from ._engine import Error, Reducer, norm_sum
 from .comm_hook import HookRunner, SlicedHookRunner
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
-from .gradients import copy_gradient, gradient_view, norm_over_ranks
+from .gradients import as_real, copy_gradient, gradient_view, norm_over_ranks
 from .options import Options
-from .parameter_memory import ParameterMemory, memory_order
+from .parameter_memory import ParameterMemory
+from .parameter_slices import memory_order
 from .process_group import HostGroup
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .slicing import Slicing
@@ -30,6 +31,7 @@ from .units import cut
 
 if TYPE_CHECKING:
     from .auto_compression import AutoCompression
+    from .device_parameters import DeviceParameters
     from .join import Announcer
     from .offload import StateStore
     from .precision import PrecisionPlan
@@ -88,7 +90,7 @@ class Replica:
         try:
             self.table = ParameterTable.of(module, ignored)
             if self.table.is_on_gpu:
-                _check_gpu(zero)
+                _check_gpu(zero, self.slicing, settings["offload"])
             self._supersede(module)
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
@@ -97,7 +99,7 @@ class Replica:
         self.link: DeviceLink | None = None
         self.deterministic = options.deterministic or not self.table.is_on_gpu
         self.reducer = self._make_reducer(options, sends_early)
-        self._parameters: ParameterMemory | UnitMemory | None = None
+        self._parameters: ParameterMemory | UnitMemory | DeviceParameters | None = None
         self._board: GradientBoard | None = None
         if zero:
             self._parameters = self._make_parameters(module, options)
@@ -125,12 +127,13 @@ class Replica:
         cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.group, self.zero, sends_early)
         if self.table.is_on_gpu:
             from .device_rounds import DeviceRounds
+            from .device_slices import SlicedDeviceRounds
 
             self.link = device_link(self.group, self.table.parameters[0], options.timeout_s)
-            return DeviceRounds(
+            return (SlicedDeviceRounds if self.zero == 2 else DeviceRounds)(
                 self.link,
                 self.table.rows(),
-                bucket_cap_bytes=cap_bytes,
+                bucket_cap_bytes=options.bucket_cap_bytes,
                 reduce=options.reduce,
                 deterministic=options.deterministic,
                 label=self.label,
@@ -146,7 +149,13 @@ class Replica:
             label=self.label,
         )
 
-    def _make_parameters(self, module: torch.nn.Module, options: Options) -> ParameterMemory | UnitMemory:
+    def _make_parameters(
+        self, module: torch.nn.Module, options: Options
+    ) -> ParameterMemory | UnitMemory | DeviceParameters:
+        if self.link is not None:
+            from .device_parameters import DeviceParameters
+
+            return DeviceParameters(self.link, self.reducer, self.table, self.label)
         if self.zero < 3 or options.share_parameters is not False:
             return ParameterMemory(
                 self.group, self.reducer, self.table, self.label, slicing=self.slicing, shared=self.zero == 3
@@ -173,6 +182,7 @@ class Replica:
         opener = _opener(weakref.ref(self), synchronises)
         if self.link is not None:
             self.views = self.reducer.attach(self.table.parameters, open=opener, task_id=_hooks.graph_task_id)
+            self._board = self.reducer.board if self.zero == 2 else None
         else:
             self.views = self._make_views()
             self.reducer.attach(
@@ -276,7 +286,7 @@ class Replica:
         """Whether `parameter` is in the table."""
         return id(parameter) in self._identities
 
-    def parameters(self) -> ParameterMemory | UnitMemory:
+    def parameters(self) -> ParameterMemory | UnitMemory | DeviceParameters:
         """Where the parameters lie; at zero >= 1 only."""
         assert self._parameters is not None
         return self._parameters
@@ -317,7 +327,10 @@ class Replica:
 
     def norm_of(self, slices: Iterable[torch.Tensor | None]) -> float:
         """The exact 2-norm of what all ranks hold together, this one `slices`. Collective."""
-        return norm_over_ranks(self.group.comm, slices if self.slicing.speaks else (), self.label)
+        held = [each for each in slices if each is not None] if self.slicing.speaks else []
+        if self.link is None:
+            return norm_over_ranks(self.group.comm, norm_sum([as_real(piece) for piece in held]), self.label)
+        return norm_over_ranks(self.group.comm, b"".join(self.link.norm_sums(held)), self.label)
 
     def gradient_slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
@@ -448,7 +461,7 @@ class Replica:
                 found[name] = gradient
                 continue
             piece = gradient.averaged_piece()
-            data = piece.view(torch.uint8).numpy().tobytes() if self.slicing.speaks else b""
+            data = piece.view(torch.uint8).cpu().numpy().tobytes() if self.slicing.speaks else b""
             flat = parameter.new_empty(parameter.numel(), dtype=gradient.dtype)
             for rank, each in enumerate(self.group.comm.all_gather_bytes(data, f"gradient of {name}")):
                 low, high = self.parameters().run(index, rank)
@@ -530,10 +543,16 @@ class Replica:
         self._handles.clear()
 
 
-def _check_gpu(zero: int) -> None:
-    if zero:
+def _check_gpu(zero: int, slicing: Slicing, offload: str | None) -> None:
+    if zero == 3:
+        raise NotImplementedError("zero=3 on GPUs is not there yet: zero=0, 1 and 2 are")
+    if zero and slicing.is_replicated:
         raise NotImplementedError(
-            f"zero={zero} on GPUs is not there yet: gradients are averaged on GPUs at zero=0, slices are kept on the CPU only"
+            f"device_mesh of two dimensions at zero={zero} on GPUs is not there yet: use one dimension, or zero=0"
+        )
+    if offload is not None:
+        raise NotImplementedError(
+            f"offload={offload!r} is not there yet on GPUs: optimizer state stays beside the parameters"
         )
 
 

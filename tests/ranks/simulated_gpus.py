@@ -156,11 +156,14 @@ class SimulatedGpus:
         self._mode.__enter__()
         self._tolist = torch.Tensor.tolist
         torch.Tensor.tolist = lambda tensor: self.synchronize() or self._tolist(tensor)  # type: ignore[method-assign]
+        self._cpu = torch.Tensor.cpu
+        torch.Tensor.cpu = lambda tensor: self.synchronize() or self._cpu(tensor)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         self._mode.__exit__(None, None, None)
         torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+        torch.Tensor.cpu = self._cpu  # type: ignore[method-assign]
         sw_device.runtime = self._before
         if kind is not None:
             if hasattr(value, "add_note"):
