@@ -223,6 +223,24 @@ static sw_status run_check(const sw_run_args *run, const char *what, sw_error *e
     return SW_OK;
 }
 
+static sw_status runs_check(const sw_run_args *runs, int count, const char *what, sw_error *err)
+{
+    if (count < 0 || count > SW_RUNS_MAX)
+        SW_FAIL(err, SW_E_INVALID, "%s: run_count must be in [0, %d], not %d", what, SW_RUNS_MAX,
+                count);
+    for (int r = 0; r < count; ++r)
+        SW_TRY(run_check(&runs[r], what, err));
+    return SW_OK;
+}
+
+static sw_grid runs_grid(const sw_run_args *runs, int count, int processor_count)
+{
+    sw_u64 numel = 0;
+    for (int r = 0; r < count; ++r)
+        numel += runs[r].numel;
+    return grid_for(numel, processor_count);
+}
+
 static sw_optim_run run_of(const sw_run_args *run)
 {
     return (sw_optim_run){.p = run->p,
@@ -252,23 +270,25 @@ static void run_accesses(const sw_run_args *run, sw_access_fn *report, void *con
 
 static sw_status adam_check(const void *args, sw_error *err)
 {
-    return run_check(&((const sw_adam_args *)args)->run, "adam", err);
+    const sw_adam_args *a = args;
+    return runs_check(a->run, a->run_count, "adam", err);
 }
 
 static void adam_accesses(const void *args, sw_access_fn *report, void *context)
 {
     const sw_adam_args *a = args;
-    size_t state_bytes = array_bytes(a->run.numel, a->run.state_dtype);
-    run_accesses(&a->run, report, context);
-    report(context, a->run.m, state_bytes, SW_ACCESS_BOTH);
-    if (a->amsgrad)
-        report(context, a->run.v_max, state_bytes, SW_ACCESS_BOTH);
+    for (const sw_run_args *run = a->run; run < a->run + a->run_count; ++run) {
+        size_t state_bytes = array_bytes(run->numel, run->state_dtype);
+        run_accesses(run, report, context);
+        report(context, run->m, state_bytes, SW_ACCESS_BOTH);
+        if (a->amsgrad)
+            report(context, run->v_max, state_bytes, SW_ACCESS_BOTH);
+    }
 }
 
 static void adam_reference(const void *args)
 {
     const sw_adam_args *a = args;
-    sw_optim_run run = run_of(&a->run);
     sw_adam_scalars scalars = {.factor = a->factor,
                                .decay = a->decay,
                                .l2 = a->l2,
@@ -279,36 +299,42 @@ static void adam_reference(const void *args)
                                .eps = a->eps,
                                .negative_step = a->negative_step,
                                .amsgrad = a->amsgrad != 0};
-    if (!scalars.amsgrad)
-        run.v_max = NULL;
-    sw_kernels()->optim->adam(&run, &scalars);
+    for (int r = 0; r < a->run_count; ++r) {
+        sw_optim_run run = run_of(&a->run[r]);
+        if (!scalars.amsgrad)
+            run.v_max = NULL;
+        sw_kernels()->optim->adam(&run, &scalars);
+    }
 }
 
 static sw_grid adam_grid(const void *args, int processor_count)
 {
-    return grid_for(((const sw_adam_args *)args)->run.numel, processor_count);
+    const sw_adam_args *a = args;
+    return runs_grid(a->run, a->run_count, processor_count);
 }
 
 static sw_status sgd_check(const void *args, sw_error *err)
 {
-    return run_check(&((const sw_sgd_args *)args)->run, "sgd", err);
+    const sw_sgd_args *a = args;
+    return runs_check(a->run, a->run_count, "sgd", err);
 }
 
 static void sgd_accesses(const void *args, sw_access_fn *report, void *context)
 {
     const sw_sgd_args *a = args;
-    sw_run_args run = a->run;
-    run.v = NULL;
-    run_accesses(&run, report, context);
-    if (a->momentum != 0.0f)
-        report(context, a->run.m, array_bytes(a->run.numel, a->run.state_dtype),
-               a->first ? SW_ACCESS_WRITE : SW_ACCESS_BOTH);
+    for (int r = 0; r < a->run_count; ++r) {
+        sw_run_args run = a->run[r];
+        run.v = NULL;
+        run_accesses(&run, report, context);
+        if (a->momentum != 0.0f)
+            report(context, run.m, array_bytes(run.numel, run.state_dtype),
+                   a->first ? SW_ACCESS_WRITE : SW_ACCESS_BOTH);
+    }
 }
 
 static void sgd_reference(const void *args)
 {
     const sw_sgd_args *a = args;
-    sw_optim_run run = run_of(&a->run);
     sw_sgd_scalars scalars = {.factor = a->factor,
                               .l2 = a->l2,
                               .momentum = a->momentum,
@@ -316,12 +342,16 @@ static void sgd_reference(const void *args)
                               .negative_lr = a->negative_lr,
                               .nesterov = a->nesterov != 0,
                               .first = a->first != 0};
-    sw_kernels()->optim->sgd(&run, &scalars);
+    for (int r = 0; r < a->run_count; ++r) {
+        sw_optim_run run = run_of(&a->run[r]);
+        sw_kernels()->optim->sgd(&run, &scalars);
+    }
 }
 
 static sw_grid sgd_grid(const void *args, int processor_count)
 {
-    return grid_for(((const sw_sgd_args *)args)->run.numel, processor_count);
+    const sw_sgd_args *a = args;
+    return runs_grid(a->run, a->run_count, processor_count);
 }
 
 /* ---- norm ---- */

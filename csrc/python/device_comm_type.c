@@ -33,6 +33,21 @@ bool sw_py_device_enter(device_comm_object *self)
     return true;
 }
 
+bool sw_py_device_enter_alone(device_comm_object *self)
+{
+    const char *why = NULL;
+    if (!self->comm || !sw_py_device_is_own(self))
+        why = "this process has not opened the GPU: it was forked from the one that did";
+    else if (self->in_use)
+        why = "another thread is inside the GPU's communicator; one thread a rank issues its work";
+    if (why) {
+        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
+        return false;
+    }
+    self->in_use = true;
+    return true;
+}
+
 void sw_py_device_leave(device_comm_object *self)
 {
     self->in_use = false;

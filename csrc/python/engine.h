@@ -160,9 +160,9 @@ const void *sw_py_tensor_exchange_table(PyObject *tensor);
 bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
 
 /* The same with every way in: through `table` if it is not NULL, else through data_ptr(), shape and
- * stride(). False with an exception when the tensor has no such memory (sparse, ...) or a dtype or
- * device that is not ours: the sentence begins with `what`. Shape and strides are borrowed from the
- * tensor or from `out` itself. */
+ * stride(). False with an exception when the tensor has no such memory (sparse, ...), a dtype that
+ * is not ours, or, unless `anywhere`, another device than the CPU: the sentence begins with `what`.
+ * Shape and strides are borrowed from the tensor or from `out` itself. */
 enum { SW_PY_TENSOR_DIMS_MAX = 64 }; /* torch's own limit */
 typedef struct tensor_reading {
     void *data;
@@ -173,7 +173,7 @@ typedef struct tensor_reading {
     int64_t own[2 * SW_PY_TENSOR_DIMS_MAX];
 } tensor_reading;
 bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index,
-                       tensor_reading *out);
+                       bool anywhere, tensor_reading *out);
 /* Same shape; same strides (of dimensions longer than one); one memory range without gaps or
  * overlaps. */
 bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b);

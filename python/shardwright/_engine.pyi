@@ -70,13 +70,15 @@ def adam_step(
     maximize: bool = False,
     grad_scale: float = 1.0,
     state_file: StateFile | None = None,
+    gpu: tuple[DeviceComm, int] | None = None,
 ) -> list[int]:
     """One step of Adam (decoupled: AdamW) on CPU tensors of float32, bfloat16 or float16; amsgrad if `max_exp_avg_sqs`.
 
     `steps` are scalars that count up. `copies` receive the new parameters, rounded to their own dtype. Every array of
     a parameter has its shape. Returns the indices of those whose arrays have other strides than they: if there are
     any, nothing was done. ValueError, before anything is written, for anything else. Arrays over `state_file` are moved
-    through its buffers: OSError if that fails, and Error at each later step if part of them had changed by then.
+    through its buffers: OSError if that fails, and Error at each later step if part of them had changed by then. `gpu`: all but
+    `steps` is on that GPU; up to 48 parameters of one step count go as one launch, enqueued on the stream of that address.
     """
 
 def sgd_step(
@@ -94,6 +96,7 @@ def sgd_step(
     maximize: bool = False,
     grad_scale: float = 1.0,
     state_file: StateFile | None = None,
+    gpu: tuple[DeviceComm, int] | None = None,
 ) -> list[int]:
     """One step of SGD; as adam_step. `first`: buffers are not used, they become the gradient."""
 

@@ -37,6 +37,9 @@ class CudaRuntime:
     #: whether a thread looks after the communicator
     watches = True
 
+    def __init__(self) -> None:
+        self.kernels: dict[int, DeviceComm] = {}  # by GPU, of those that step on tensors outside of any wrapper
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is on a GPU."""
         return tensor.device.type == "cuda"
@@ -91,6 +94,20 @@ def _cache_folder() -> str:
     except OSError:  # the engine then compiles at each start, and says where it looked
         pass
     return str(parent / "shardwright")
+
+
+def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
+    """(what launches on the GPU of a tensor, torch's current stream there); None for a tensor on the CPU. No peer is needed.
+
+    Raises NotImplementedError where the GPU cannot be used.
+    """
+    if not runtime.holds(tensor):
+        return None
+    ordinal = runtime.ordinal(tensor)
+    found = runtime.kernels.get(ordinal)
+    if found is None:
+        found = runtime.kernels[ordinal] = DeviceComm(ordinal, **runtime.libraries())
+    return found, runtime.current_stream(ordinal)
 
 
 class DeviceLink:

@@ -60,6 +60,7 @@ class _Runtime(sw_device.CudaRuntime):
     watches = False  # a thread that asks for events would learn of their order in the host's name
 
     def __init__(self, gpus: SimulatedGpus) -> None:
+        super().__init__()
         self._gpus = gpus
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -164,6 +165,7 @@ class SimulatedGpus:
         self._mode.__exit__(None, None, None)
         torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
         torch.Tensor.cpu = self._cpu  # type: ignore[method-assign]
+        sw_device.runtime.kernels.clear()
         sw_device.runtime = self._before
         if kind is not None:
             if hasattr(value, "add_note"):
