@@ -56,17 +56,19 @@ static int create(device_reducer_object *self, const sw_py_rows *rows, size_t ca
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",   "parameters", "bucket_cap_bytes", "reduce", "deterministic",
-                            "sliced", NULL};
+    static char *names[] = {
+        "comm", "parameters", "bucket_cap_bytes", "reduce", "deterministic", "sliced",
+        "wire", NULL};
     device_reducer_object *self = (device_reducer_object *)op;
     PyObject *comm, *parameters;
     Py_ssize_t cap;
     const char *reduce = "mean";
     int deterministic = 0, sliced = 0;
+    const char *wire = NULL;
     bool sums;
     sw_py_rows rows;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$spp:DeviceReducer", names, &comm,
-                                     &parameters, &cap, &reduce, &deterministic, &sliced))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sppz:DeviceReducer", names, &comm,
+                                     &parameters, &cap, &reduce, &deterministic, &sliced, &wire))
         return -1;
     if (self->comm || !PyObject_TypeCheck(comm, sw_py_state_of(op)->device_comm_type)) {
         PyErr_SetString(PyExc_TypeError, "DeviceReducer: comm must be a DeviceComm, and a "
@@ -84,7 +86,8 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     self->comm = (device_comm_object *)comm;
     sw_device_reducer_config config = {.op = sums ? SW_REDOP_SUM : SW_REDOP_MEAN,
                                        .deterministic = deterministic != 0,
-                                       .sliced = sliced != 0};
+                                       .sliced = sliced != 0,
+                                       .wire = wire ? sw_dtype_from_name(wire) : SW_DTYPE_COUNT};
     int result = sw_py_rows_init(&rows, parameters);
     if (result == 0)
         result = create(self, &rows, (size_t)cap, &config);

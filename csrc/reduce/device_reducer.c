@@ -26,6 +26,8 @@ struct sw_device_reducer {
     sw_device *device;    /* the comm's */
     sw_redop op;
     bool sliced;
+    sw_dtype wire;    /* SW_DTYPE_COUNT: buckets travel as they are */
+    void *compressed; /* owned device memory; only with `wire` */
     phase phase;
     size_t next;           /* bucket that is due */
     uint64_t steps;        /* begun */
@@ -61,6 +63,13 @@ static sw_status check_config(const sw_device_reducer_config *config, sw_error *
     if (config->op != SW_REDOP_MEAN && config->op != SW_REDOP_SUM)
         SW_FAIL(err, SW_E_INVALID, "device reducer: op must be mean or sum, not %d",
                 (int)config->op);
+    if (config->wire != SW_DTYPE_COUNT &&
+        ((config->wire != SW_DTYPE_FLOAT16 && config->wire != SW_DTYPE_BFLOAT16) ||
+         config->sliced || config->op != SW_REDOP_MEAN))
+        SW_FAIL(err, SW_E_INVALID,
+                "device reducer: wire must be float16 or bfloat16, for a mean that is not sliced, "
+                "not %s",
+                sw_dtype_name(config->wire));
     for (size_t b = 0; b < config->bucket_count; ++b) {
         const sw_device_bucket_spec *spec = &config->buckets[b];
         if (spec->numel % world_size != 0)
@@ -78,8 +87,10 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
                                 sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
-    bool is_ours = config->deterministic || (config->sliced && config->op == SW_REDOP_SUM);
-    size_t largest = 0;
+    bool is_compressed = config->wire != SW_DTYPE_COUNT;
+    bool is_ours =
+        config->deterministic || is_compressed || (config->sliced && config->op == SW_REDOP_SUM);
+    size_t largest = 0, most = 0;
     for (size_t b = 0; b < r->bucket_count; ++b) {
         device_bucket *bucket = &r->bucket[b];
         bucket->data = config->buckets[b].data;
@@ -87,11 +98,15 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
         bucket->dtype = config->buckets[b].dtype;
         size_t bytes = bucket_bytes(bucket);
         largest = bytes > largest ? bytes : largest;
+        most = bucket->numel > most ? bucket->numel : most;
         SW_TRY(ops->event_create(r->device, &bucket->ready, err));
         SW_TRY(ops->event_create(r->device, &bucket->done, err));
     }
     for (int p = 0; r->sliced && p < SW_DEVICE_PLACES; ++p)
         SW_TRY(ops->event_create(r->device, &r->left[p], err));
+    if (is_compressed)
+        SW_TRY(
+            ops->memory_alloc(r->device, most * sw_dtype_size_bytes(r->wire), &r->compressed, err));
     return is_ours ? ops->memory_alloc(r->device, largest, &r->contributions, err) : SW_OK;
 }
 
@@ -131,6 +146,7 @@ sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
                                 .device = config->comm->device,
                                 .op = config->op,
                                 .sliced = config->sliced,
+                                .wire = config->wire,
                                 .gradient_count = config->gradient_count};
     sw_status status = create_all(made, config, err);
     if (status != SW_OK) {
@@ -166,6 +182,7 @@ void sw_device_reducer_destroy(sw_device_reducer *r)
         ops->event_destroy(r->device, r->bucket[b].done);
     }
     ops->memory_free(r->device, r->contributions);
+    ops->memory_free(r->device, r->compressed);
     ops->memory_free(r->device, r->used);
     ops->pinned_free(r->device, r->any);
     ops->pinned_free(r->device, r->tags);
@@ -234,8 +251,8 @@ static size_t slice_numel(const sw_device_reducer *r, const device_bucket *bucke
 
 /* What turns this rank's slice of the bucket in `data` into the mean in `to`: out of the slices
  * that were exchanged, or, where NCCL has reduced them, out of that one. */
-static sw_fold_args fold_of(const sw_device_reducer *r, const device_bucket *bucket, void *data,
-                            void *to)
+static sw_fold_args fold_of(const sw_device_reducer *r, const device_bucket *bucket, sw_redop op,
+                            void *data, void *to)
 {
     int rank = sw_nccl_rank(r->comm->nccl), world_size = sw_nccl_world_size(r->comm->nccl);
     size_t slice_bytes = slice_numel(r, bucket) * sw_dtype_size_bytes(bucket->dtype);
@@ -247,25 +264,52 @@ static sw_fold_args fold_of(const sw_device_reducer *r, const device_bucket *buc
                           .stride_bytes = slice_bytes,
                           .scale = 1.0 / world_size,
                           .dtype = (int)bucket->dtype,
-                          .op = is_ours ? (int)r->op : (int)SW_REDOP_SUM,
+                          .op = is_ours ? (int)op : (int)SW_REDOP_SUM,
                           .own_index = is_ours ? rank : 0,
                           .source_count = is_ours ? world_size : 1};
 }
 
 /* The fold in rank order, on the comm stream: exchange slices, fold the own one, gather. */
 static sw_status reduce_in_rank_order(sw_device_reducer *r, const device_bucket *bucket,
-                                      sw_error *err)
+                                      sw_redop op, sw_error *err)
 {
     sw_nccl *nccl = r->comm->nccl;
     sw_stream *stream = r->comm->stream;
     size_t numel = slice_numel(r, bucket);
     char *own = (char *)bucket->data +
                 (size_t)sw_nccl_rank(nccl) * numel * sw_dtype_size_bytes(bucket->dtype);
-    sw_fold_args fold = fold_of(r, bucket, bucket->data, own);
+    sw_fold_args fold = fold_of(r, bucket, op, bucket->data, own);
     SW_TRY(sw_nccl_exchange_slices(nccl, bucket->data, r->contributions, numel, bucket->dtype,
                                    stream, err));
     SW_TRY(sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &fold, stream, err));
     return sw_nccl_all_gather(nccl, bucket->data, numel, bucket->dtype, stream, err);
+}
+
+static bool is_narrow(sw_dtype dtype)
+{
+    return dtype == SW_DTYPE_FLOAT32 || dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16;
+}
+
+/* Divided and rounded, summed in rank order, widened: all on the comm stream. */
+static sw_status reduce_compressed(sw_device_reducer *r, const device_bucket *bucket, sw_error *err)
+{
+    const sw_kernel_set *kernels = &r->comm->kernels;
+    device_bucket wire = {.data = r->compressed, .numel = bucket->numel, .dtype = r->wire};
+    sw_cast_args narrow = {.to = wire.data,
+                           .from = bucket->data,
+                           .numel = bucket->numel,
+                           .scale = (float)(1.0 / sw_nccl_world_size(r->comm->nccl)),
+                           .to_dtype = (int)wire.dtype,
+                           .from_dtype = (int)bucket->dtype};
+    sw_cast_args widen = {.to = bucket->data,
+                          .from = wire.data,
+                          .numel = bucket->numel,
+                          .scale = 1.0f,
+                          .to_dtype = (int)bucket->dtype,
+                          .from_dtype = (int)wire.dtype};
+    SW_TRY(sw_kernel_launch(kernels, SW_KERNEL_CAST, &narrow, r->comm->stream, err));
+    SW_TRY(reduce_in_rank_order(r, &wire, SW_REDOP_SUM, err));
+    return sw_kernel_launch(kernels, SW_KERNEL_CAST, &widen, r->comm->stream, err);
 }
 
 /* `fold` of [begin, end) alone. */
@@ -288,7 +332,7 @@ static sw_status reduce_to_slice(sw_device_reducer *r, const device_bucket *buck
                                  sw_error *err)
 {
     sw_stream *stream = r->comm->stream;
-    sw_fold_args fold = fold_of(r, bucket, data, bucket->data);
+    sw_fold_args fold = fold_of(r, bucket, r->op, data, bucket->data);
     size_t numel = slice_numel(r, bucket), at = 0;
     if (r->contributions)
         SW_TRY(sw_nccl_exchange_slices(r->comm->nccl, data, r->contributions, numel, bucket->dtype,
@@ -333,8 +377,10 @@ sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *
     SW_TRY(check_due(r, index, false, err));
     device_bucket *bucket = &r->bucket[index];
     SW_TRY(meet(r, bucket, producer, err));
-    if (r->contributions)
-        SW_TRY(reduce_in_rank_order(r, bucket, err));
+    if (r->wire != SW_DTYPE_COUNT && is_narrow(bucket->dtype))
+        SW_TRY(reduce_compressed(r, bucket, err));
+    else if (r->contributions)
+        SW_TRY(reduce_in_rank_order(r, bucket, r->op, err));
     else
         SW_TRY(sw_nccl_all_reduce(r->comm->nccl, bucket->data, bucket->numel, bucket->dtype, r->op,
                                   r->comm->stream, err));

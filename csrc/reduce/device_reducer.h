@@ -32,6 +32,10 @@
  * each rank's: whether it is so must be alike on all ranks, which the caller lets `tag` say. A sum
  * that is not `deterministic` takes this road too, since NCCL's own could not add it.
  *
+ * Compressed (`wire`), a contribution is divided by the world size and rounded to 16 bits on its
+ * way into memory of its own, what travels is folded by two shots, and the sum is widened into the
+ * bucket: the bits of the host's halves (docs/design/compress.md).
+ *
  * What it leaves out: which gradient lies where (tensor/layout.h and the caller), where parameters
  * are gathered (sw_device_comm_all_gather), graph capture (refused by name).
  *
@@ -65,6 +69,8 @@ typedef struct sw_device_reducer_config {
     sw_redop op;           /* MEAN or SUM */
     bool deterministic;
     bool sliced;
+    sw_dtype wire; /* FLOAT16 or BFLOAT16: in what means of float32, float16 and bfloat16 travel.
+                      SW_DTYPE_COUNT: as they are. Not with `sliced`, MEAN only */
 } sw_device_reducer_config;
 
 typedef struct sw_device_run { /* elements of a slice */

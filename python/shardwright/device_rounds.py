@@ -63,6 +63,8 @@ class DeviceRounds:
         The fold in rank order, with the host's bits, instead of NCCL's own mean.
     label : str
         Of the model, in messages.
+    wire : {"float16", "bfloat16"}, optional
+        In what the mean travels.
     """
 
     transport = "nccl"
@@ -78,12 +80,20 @@ class DeviceRounds:
         reduce: str,
         deterministic: bool,
         label: str,
+        wire: str | None = None,
     ) -> None:
         self._link = link
         self._label = label
         self._engine = DeviceReducer(
-            link.comm, rows, bucket_cap_bytes, reduce=reduce, deterministic=deterministic, sliced=self._sliced
+            link.comm,
+            rows,
+            bucket_cap_bytes,
+            reduce=reduce,
+            deterministic=deterministic,
+            sliced=self._sliced,
+            wire=wire,
         )
+        self.wire = wire
         self._names = [row[0] for row in rows]
         self._places = [self._engine.place(index) for index in range(len(rows))]
         self._buckets = [Bucket(self._engine, index) for index in range(self._engine.bucket_count)]

@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from . import _hooks
 from ._engine import Error, Reducer, norm_sum
 from .comm_hook import HookRunner, SlicedHookRunner
+from .compress import Bf16, Compressor, Fp16
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
@@ -77,7 +78,7 @@ class Replica:
         zero: int = 0,
         slicing: Slicing | None = None,
         *,
-        sends_early: bool = True,
+        compress: Compressor | None = None,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
@@ -91,6 +92,7 @@ class Replica:
             self.table = ParameterTable.of(module, ignored)
             if self.table.is_on_gpu:
                 _check_gpu(zero, self.slicing, settings["offload"])
+                self._wire = _wire_of(compress, zero, self.table)
             self._supersede(module)
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
@@ -98,7 +100,7 @@ class Replica:
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
         self.link: DeviceLink | None = None
         self.deterministic = options.deterministic or not self.table.is_on_gpu
-        self.reducer = self._make_reducer(options, sends_early)
+        self.reducer = self._make_reducer(options, sends_early=compress is None)
         self._parameters: ParameterMemory | UnitMemory | DeviceParameters | None = None
         self._board: GradientBoard | None = None
         if zero:
@@ -113,7 +115,7 @@ class Replica:
         self._drift = DriftCheck(module, self.table, ignored, pinned=bool(zero), shared=shared, places=self._places())
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
-        self.compression: tuple[str, Exchange] | None = None
+        self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
         self.announcer: Announcer | None = None
         self.watcher: AutoCompression | None = None
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
@@ -137,6 +139,7 @@ class Replica:
                 reduce=options.reduce,
                 deterministic=options.deterministic,
                 label=self.label,
+                wire=self._wire,
             )
         return Reducer(
             self.group.comm,
@@ -222,7 +225,7 @@ class Replica:
             )
         if self.link is not None:
             raise NotImplementedError(
-                "communication hooks and compress= are not there yet on GPUs: gradients travel as they are"
+                "communication hooks are not there yet on GPUs: compress=sw.Fp16() and sw.Bf16() are"
             )
         if self.zero >= 2 and self.reducer.transport == "pool":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
@@ -312,15 +315,21 @@ class Replica:
         counts = self.reducer.stats()
         if isinstance(self._parameters, UnitMemory):
             counts = {**counts, **self._parameters.schedule.stats()}
-        if self.compression is None:
+        name, exchange = self.compression or ("", None)
+        if exchange is None:
+            halves = self.compression is not None  # between GPUs: in place of what is wider
             world, shots = self.group.world_size, 1 if self.zero >= 2 else 2
             slices = self.slicing.count if self.zero >= 2 else world
             shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
-            sizes = [numel * getattr(torch, dtype).itemsize for _, numel, dtype, trains in shapes if trains]
+            sizes = [
+                numel * (2 if halves else getattr(torch, dtype).itemsize)
+                for _, numel, dtype, trains in shapes
+                if trains
+            ]
             buckets = tuple(shots * (world - 1) * (size // slices) for size in sizes)
-            total = shots * (world - 1) * (counts["bytes"] // slices)
-            return {**counts, "wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
-        name, exchange = self.compression
+            total = sum(buckets) * counts["rounds"] if halves else shots * (world - 1) * (counts["bytes"] // slices)
+            wire = {"wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
+            return {**counts, **({"compress": name} if halves else {}), **wire}
         buckets = exchange.bucket_wire_bytes
         wire = {"wire_bytes": exchange.wire_bytes, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
         return {**counts, "compress": name, **wire}
@@ -554,6 +563,22 @@ def _check_gpu(zero: int, slicing: Slicing, offload: str | None) -> None:
         raise NotImplementedError(
             f"offload={offload!r} is not there yet on GPUs: optimizer state stays beside the parameters"
         )
+
+
+def _wire_of(compress: Compressor | None, zero: int, table: ParameterTable) -> str | None:
+    """In what gradients travel between GPUs; None: as they are."""
+    if compress is None:
+        return None
+    if not isinstance(compress, (Fp16, Bf16)) or zero > 1:
+        raise NotImplementedError(
+            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() at zero=0 and 1 are"
+        )
+    for name, parameter in zip(table.names, table.parameters):
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise NotImplementedError(
+                f"compress={compress!r} on GPUs: parameter {name!r} must be float32, float16 or bfloat16, not {parameter.dtype}"
+            )
+    return "float16" if isinstance(compress, Fp16) else "bfloat16"
 
 
 def _cap_bytes(asked: int, group: HostGroup, zero: int, sends_early: bool) -> int:

@@ -366,7 +366,8 @@ static sw_status train(loop *l)
                                        .gradient_count = GRADIENTS,
                                        .op = SW_REDOP_MEAN,
                                        .deterministic = l->run->deterministic,
-                                       .sliced = l->run->stage == 2};
+                                       .sliced = l->run->stage == 2,
+                                       .wire = SW_DTYPE_COUNT};
     SW_TRY(prepare(l));
     specs[0].data = l->part[0].bucket;
     specs[1].data = l->part[1].bucket;
