@@ -1,5 +1,5 @@
-"""Law of the GPU path's order: each wait is needed. Every event wait and host wait of the engine (but those inside
-csrc/device, which are the calls themselves) is deleted in turn, and the simulated training must then fail, or the wait
+"""Law of the GPU path's order: each wait is needed. Every event wait and host wait of the engine, and every place where one stream
+follows another (but those inside csrc/device, which are the calls themselves), is deleted in turn, and the simulated training must then fail, or the wait
 stands in REDUNDANT with its reason. `make mutate-events` runs this; the quick form of the tests leaves it out.
 """
 
@@ -18,7 +18,9 @@ from test_fake_gpu import FAKE, SHARED, libraries
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 PROGRAM = FAKE / "test_device_reducer.c"
-CALL = r"(?:ops->(?:stream_wait|event_wait)|sw_nccl_wait)\([^;]*"
+CALL = r"(?:ops->(?:stream_wait|event_wait)|sw_nccl_wait|sw_device_comm_follow)\([^;]*"
+#: csrc/device is the calls themselves, csrc/python makes none of its own accord
+OTHERS = ("device", "python")
 WAIT = re.compile(rf"(?P<head>SW_TRY\(|\(void\)|return )\s*(?:\w+->)*{CALL};")
 
 #: (file, text of the wait, spaces squeezed) -> why nothing can tell that it is gone
@@ -46,7 +48,7 @@ class Mutation:
 
 
 def mutations() -> list[Mutation]:
-    files = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name != "device"]
+    files = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name not in OTHERS]
     return [
         Mutation(path, match.start(), match.end(), " ".join(match[0].split()))
         for path in files
@@ -59,9 +61,10 @@ def test_every_wait_of_the_engine_is_seen_by_the_pattern() -> None:
     calls = [
         (path.name, number)
         for path in sorted(CSRC.rglob("*.c"))
-        if path.parent.name != "device"
+        if path.parent.name not in OTHERS
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if re.search(r"(->(stream_wait|event_wait)|\bsw_nccl_wait)\(", line) and not line.startswith("sw_status")
+        if re.search(r"(->(stream_wait|event_wait)|\b(sw_nccl_wait|sw_device_comm_follow))\(", line)
+        and not line.startswith("sw_status")
     ]
     assert len(mutations()) == len(calls) > 0, calls
     assert set(REDUNDANT) <= found, "a wait in REDUNDANT does not exist"

@@ -5,7 +5,7 @@
 
 #include "platform/clock.h"
 
-enum { CALLS_PER_GROUP = 32 };
+enum { CALLS_PER_GROUP = 32, EVERY_RANK = -1 };
 static const size_t norm_numel_max = (size_t)1 << 31;
 
 /* ---- life ---- */
@@ -89,29 +89,62 @@ sw_status sw_device_comm_follow(sw_device_comm *c, sw_stream *later, sw_stream *
     return SW_OK;
 }
 
-static sw_status broadcast_some(sw_device_comm *c, const sw_device_range *ranges, size_t count,
-                                int root, sw_error *err)
+/* A collective of one range: broadcast from `root`, or the gathering of its slices. */
+static sw_status move_range(sw_device_comm *c, const sw_device_range *range, int root, sw_error *err)
+{
+    if (range->numel == 0)
+        return SW_OK;
+    if (root != EVERY_RANK)
+        return sw_nccl_broadcast(c->nccl, range->data, range->numel, range->dtype, root, c->stream,
+                                 err);
+    return sw_nccl_all_gather(c->nccl, range->data,
+                              range->numel / (size_t)sw_nccl_world_size(c->nccl), range->dtype,
+                              c->stream, err);
+}
+
+static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, size_t count, int root,
+                           sw_error *err)
 {
     sw_status status = SW_OK;
     SW_TRY(sw_nccl_group_begin(c->nccl, err));
     for (size_t i = 0; i < count && status == SW_OK; ++i)
-        if (ranges[i].numel > 0)
-            status = sw_nccl_broadcast(c->nccl, ranges[i].data, ranges[i].numel, ranges[i].dtype,
-                                       root, c->stream, err);
+        status = move_range(c, &ranges[i], root, err);
     /* The group is closed all the same: the thread's next one is another. */
     sw_status ended = sw_nccl_group_end(c->nccl, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
 
-sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ranges, size_t count,
-                                   int root, sw_stream *user, sw_error *err)
+static sw_status move_all(sw_device_comm *c, const sw_device_range *ranges, size_t count, int root,
+                          sw_stream *user, sw_error *err)
 {
     SW_TRY(sw_device_comm_follow(c, c->stream, user, err));
     for (size_t i = 0; i < count; i += CALLS_PER_GROUP)
-        SW_TRY(broadcast_some(
-            c, ranges + i, count - i < CALLS_PER_GROUP ? count - i : CALLS_PER_GROUP, root, err));
+        SW_TRY(move_some(c, ranges + i, count - i < CALLS_PER_GROUP ? count - i : CALLS_PER_GROUP,
+                         root, err));
     SW_TRY(sw_device_comm_mark(c, err));
     return sw_device_comm_follow(c, user, c->stream, err);
+}
+
+sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                                   int root, sw_stream *user, sw_error *err)
+{
+    if (root < 0)
+        SW_FAIL(err, SW_E_INVALID, "device broadcast: root must be in [0, %d), not %d",
+                sw_nccl_world_size(c->nccl), root);
+    return move_all(c, ranges, count, root, user, err);
+}
+
+sw_status sw_device_comm_all_gather(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                                    sw_stream *user, sw_error *err)
+{
+    size_t world_size = (size_t)sw_nccl_world_size(c->nccl);
+    for (size_t i = 0; i < count; ++i)
+        if (ranges[i].numel % world_size != 0)
+            SW_FAIL(err, SW_E_INVALID,
+                    "device all_gather: numel of range %zu must be a multiple of world_size %zu, "
+                    "not %zu",
+                    i, world_size, ranges[i].numel);
+    return world_size == 1 ? SW_OK : move_all(c, ranges, count, EVERY_RANK, user, err);
 }
 
 /* ---- the norm ---- */

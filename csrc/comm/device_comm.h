@@ -76,6 +76,12 @@ SW_MUST_USE sw_status sw_device_comm_broadcast(sw_device_comm *comm, const sw_de
                                                size_t count, int root, sw_stream *user,
                                                sw_error *err);
 
+/* Slice r of each range, whose numel is a multiple of the world size, becomes rank r's, in the order
+ * of `user`: parameters, after the optimizer has stepped on this rank's slices of them. SW_E_INVALID
+ * names the range that does not divide. */
+SW_MUST_USE sw_status sw_device_comm_all_gather(sw_device_comm *comm, const sw_device_range *ranges,
+                                                size_t count, sw_stream *user, sw_error *err);
+
 /* The exact sum of squares of the ranges, carried: the bits of the host's norm. In the order of
  * `user`; waits for it on the host, under the deadline. SW_E_INVALID for a dtype without squares
  * here, or more than 2^31 elements in all. */

@@ -7,12 +7,12 @@
  *
  *   CAST        to[i] = round(from[i] * scale) to to_dtype; float32, float16 and bfloat16 each way
  *   PACK        copies up to SW_PACK_SEGMENT_MAX segments: tensors into a bucket, or back
- *   FOLD        kernels.h's fold over contributions in rank order: the same bits as on the host
- *   ADAM, SGD   optim_kernels.h's steps: the same bits as on the host
- *   NORM        *sum += squares, exactly: equal to the host's sum once both are carried. At most
- *               2^31 elements between two carries
- *   QUANTIZE, DEQUANTIZE, RESIDUAL   compress_kernels.h's block records, 8 or 4 bits; records on
- *               a 4-byte boundary
+ *   FOLD        kernels.h's fold over contributions in rank order: the same bits as on the host;
+ * with an addend, over the sums of that and each contribution, rounded to the dtype ADAM, SGD
+ * optim_kernels.h's steps on up to SW_RUNS_MAX runs: the same bits as on the host NORM        *sum
+ * += squares, exactly: equal to the host's sum once both are carried. At most 2^31 elements between
+ * two carries QUANTIZE, DEQUANTIZE, RESIDUAL   compress_kernels.h's block records, 8 or 4 bits;
+ * records on a 4-byte boundary
  *
  * Memory is the caller's and must live until the stream has passed the launch. Cost: the bytes that
  * the contract declares, once each (QUANTIZE reads its source twice, the second time from L2).

@@ -35,6 +35,7 @@ enum {
     SW_ARG_LOWEST_EXPONENT = -2176,
 
     SW_PACK_SEGMENT_MAX = 64,
+    SW_RUNS_MAX = 48,
 };
 
 typedef struct sw_cast_args {
@@ -61,6 +62,7 @@ typedef struct sw_fold_args {
     const void *own; /* contribution `own_index` */
     const void
         *rest; /* contribution k lies at rest + k * stride_bytes; place own_index is unread */
+    const void *addend; /* added to each contribution first, in the dtype; may be `to`, or NULL */
     sw_u64 numel, stride_bytes;
     double scale; /* of SW_REDOP_MEAN */
     int dtype, op, own_index, source_count;
@@ -75,15 +77,15 @@ typedef struct sw_run_args { /* sw_optim_run */
 } sw_run_args;
 
 typedef struct sw_adam_args {
-    sw_run_args run;
+    sw_run_args run[SW_RUNS_MAX];
     float factor, decay, l2, lerp, beta2, square, correction, eps, negative_step;
-    int amsgrad;
+    int amsgrad, run_count;
 } sw_adam_args;
 
 typedef struct sw_sgd_args {
-    sw_run_args run;
+    sw_run_args run[SW_RUNS_MAX];
     float factor, l2, momentum, undampening, negative_lr;
-    int nesterov, first;
+    int nesterov, first, run_count;
 } sw_sgd_args;
 
 typedef struct sw_norm_args {

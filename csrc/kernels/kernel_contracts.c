@@ -8,7 +8,7 @@
 #include "kernels/optim_kernels.h"
 
 enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
-enum { FOLD_SOURCE_MAX = 1024 }; /* a communicator's world ends there */
+enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* a communicator's world ends there */
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
 SAME(SW_ARG_FLOAT32, SW_DTYPE_FLOAT32);
@@ -161,7 +161,34 @@ static void fold_accesses(const void *args, sw_access_fn *report, void *context)
     const sw_fold_args *a = args;
     for (int k = 0; k < a->source_count; ++k)
         report(context, fold_source(a, k), array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
+    if (a->addend)
+        report(context, a->addend, array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
     report(context, a->to, array_bytes(a->numel, a->dtype), SW_ACCESS_WRITE);
+}
+
+/* Block by block, so that the sums have a place: `to` may be any of the addend and the own. */
+static void fold_on_addend(const sw_fold_args *a)
+{
+    union {
+        unsigned char bytes[FOLD_BLOCK_BYTES];
+        double aligned;
+    } sums;
+    sw_fold_fn *fold = sw_kernels()->fold[a->dtype];
+    size_t step = FOLD_BLOCK_BYTES / ((size_t)a->source_count * array_bytes(1, a->dtype));
+    for (size_t start = 0; start < a->numel; start += step) {
+        size_t left = (size_t)a->numel - start, count = left < step ? left : step;
+        size_t offset = array_bytes(start, a->dtype), width = array_bytes(count, a->dtype);
+        const void *source[FOLD_SOURCE_MAX];
+        void *to = (char *)a->to + offset;
+        for (int k = 0; k < a->source_count; ++k) {
+            const void *parts[] = {(const char *)a->addend + offset,
+                                   (const char *)fold_source(a, k) + offset};
+            void *sum = sums.bytes + (size_t)k * width;
+            fold(&sum, 1, parts, 2, count, 1, SW_REDOP_SUM);
+            source[k] = sum;
+        }
+        fold(&to, 1, source, a->source_count, count, a->scale, (sw_redop)a->op);
+    }
 }
 
 static void fold_reference(const void *args)
@@ -169,6 +196,10 @@ static void fold_reference(const void *args)
     const sw_fold_args *a = args;
     const void *source[FOLD_SOURCE_MAX];
     void *to = a->to;
+    if (a->addend) {
+        fold_on_addend(a);
+        return;
+    }
     for (int k = 0; k < a->source_count; ++k)
         source[k] = fold_source(a, k);
     sw_kernels()->fold[a->dtype](&to, 1, source, a->source_count, (size_t)a->numel, a->scale,
@@ -190,6 +221,24 @@ static sw_status run_check(const sw_run_args *run, const char *what, sw_error *e
             SW_FAIL(err, SW_E_INVALID, "%s: dtype must be float32, float16 or bfloat16, not %s",
                     what, sw_dtype_name((sw_dtype)dtypes[i]));
     return SW_OK;
+}
+
+static sw_status runs_check(const sw_run_args *runs, int count, const char *what, sw_error *err)
+{
+    if (count < 0 || count > SW_RUNS_MAX)
+        SW_FAIL(err, SW_E_INVALID, "%s: run_count must be in [0, %d], not %d", what, SW_RUNS_MAX,
+                count);
+    for (int r = 0; r < count; ++r)
+        SW_TRY(run_check(&runs[r], what, err));
+    return SW_OK;
+}
+
+static sw_grid runs_grid(const sw_run_args *runs, int count, int processor_count)
+{
+    sw_u64 numel = 0;
+    for (int r = 0; r < count; ++r)
+        numel += runs[r].numel;
+    return grid_for(numel, processor_count);
 }
 
 static sw_optim_run run_of(const sw_run_args *run)
@@ -221,23 +270,25 @@ static void run_accesses(const sw_run_args *run, sw_access_fn *report, void *con
 
 static sw_status adam_check(const void *args, sw_error *err)
 {
-    return run_check(&((const sw_adam_args *)args)->run, "adam", err);
+    const sw_adam_args *a = args;
+    return runs_check(a->run, a->run_count, "adam", err);
 }
 
 static void adam_accesses(const void *args, sw_access_fn *report, void *context)
 {
     const sw_adam_args *a = args;
-    size_t state_bytes = array_bytes(a->run.numel, a->run.state_dtype);
-    run_accesses(&a->run, report, context);
-    report(context, a->run.m, state_bytes, SW_ACCESS_BOTH);
-    if (a->amsgrad)
-        report(context, a->run.v_max, state_bytes, SW_ACCESS_BOTH);
+    for (const sw_run_args *run = a->run; run < a->run + a->run_count; ++run) {
+        size_t state_bytes = array_bytes(run->numel, run->state_dtype);
+        run_accesses(run, report, context);
+        report(context, run->m, state_bytes, SW_ACCESS_BOTH);
+        if (a->amsgrad)
+            report(context, run->v_max, state_bytes, SW_ACCESS_BOTH);
+    }
 }
 
 static void adam_reference(const void *args)
 {
     const sw_adam_args *a = args;
-    sw_optim_run run = run_of(&a->run);
     sw_adam_scalars scalars = {.factor = a->factor,
                                .decay = a->decay,
                                .l2 = a->l2,
@@ -248,36 +299,42 @@ static void adam_reference(const void *args)
                                .eps = a->eps,
                                .negative_step = a->negative_step,
                                .amsgrad = a->amsgrad != 0};
-    if (!scalars.amsgrad)
-        run.v_max = NULL;
-    sw_kernels()->optim->adam(&run, &scalars);
+    for (int r = 0; r < a->run_count; ++r) {
+        sw_optim_run run = run_of(&a->run[r]);
+        if (!scalars.amsgrad)
+            run.v_max = NULL;
+        sw_kernels()->optim->adam(&run, &scalars);
+    }
 }
 
 static sw_grid adam_grid(const void *args, int processor_count)
 {
-    return grid_for(((const sw_adam_args *)args)->run.numel, processor_count);
+    const sw_adam_args *a = args;
+    return runs_grid(a->run, a->run_count, processor_count);
 }
 
 static sw_status sgd_check(const void *args, sw_error *err)
 {
-    return run_check(&((const sw_sgd_args *)args)->run, "sgd", err);
+    const sw_sgd_args *a = args;
+    return runs_check(a->run, a->run_count, "sgd", err);
 }
 
 static void sgd_accesses(const void *args, sw_access_fn *report, void *context)
 {
     const sw_sgd_args *a = args;
-    sw_run_args run = a->run;
-    run.v = NULL;
-    run_accesses(&run, report, context);
-    if (a->momentum != 0.0f)
-        report(context, a->run.m, array_bytes(a->run.numel, a->run.state_dtype),
-               a->first ? SW_ACCESS_WRITE : SW_ACCESS_BOTH);
+    for (int r = 0; r < a->run_count; ++r) {
+        sw_run_args run = a->run[r];
+        run.v = NULL;
+        run_accesses(&run, report, context);
+        if (a->momentum != 0.0f)
+            report(context, run.m, array_bytes(run.numel, run.state_dtype),
+                   a->first ? SW_ACCESS_WRITE : SW_ACCESS_BOTH);
+    }
 }
 
 static void sgd_reference(const void *args)
 {
     const sw_sgd_args *a = args;
-    sw_optim_run run = run_of(&a->run);
     sw_sgd_scalars scalars = {.factor = a->factor,
                               .l2 = a->l2,
                               .momentum = a->momentum,
@@ -285,12 +342,16 @@ static void sgd_reference(const void *args)
                               .negative_lr = a->negative_lr,
                               .nesterov = a->nesterov != 0,
                               .first = a->first != 0};
-    sw_kernels()->optim->sgd(&run, &scalars);
+    for (int r = 0; r < a->run_count; ++r) {
+        sw_optim_run run = run_of(&a->run[r]);
+        sw_kernels()->optim->sgd(&run, &scalars);
+    }
 }
 
 static sw_grid sgd_grid(const void *args, int processor_count)
 {
-    return grid_for(((const sw_sgd_args *)args)->run.numel, processor_count);
+    const sw_sgd_args *a = args;
+    return runs_grid(a->run, a->run_count, processor_count);
 }
 
 /* ---- norm ---- */

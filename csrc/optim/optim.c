@@ -87,7 +87,7 @@ static sw_status check_adam_options(const sw_adam_options *options, sw_error *er
     return check_grad_scale("adam_step", options->grad_scale, err);
 }
 
-static sw_adam_scalars adam_scalars(const sw_adam_options *options, int64_t step)
+sw_adam_scalars sw_adam_scalars_of(const sw_adam_options *options, int64_t step)
 {
     double correction1 = 1.0 - pow(options->beta1, (double)step);
     double correction2 = 1.0 - pow(options->beta2, (double)step);
@@ -122,7 +122,7 @@ sw_status sw_adam_step(const sw_adam_options *options, const sw_optim_run *runs,
     sw_adam_scalars scalars = {0};
     for (size_t i = 0; i < count; ++i) {
         if (i == 0 || runs[i].step != runs[i - 1].step)
-            scalars = adam_scalars(options, runs[i].step);
+            scalars = sw_adam_scalars_of(options, runs[i].step);
         kernel(&runs[i], &scalars);
     }
     return SW_OK;
@@ -153,21 +153,26 @@ sw_status sw_sgd_check(const sw_sgd_options *options, const sw_optim_run *runs, 
                       options->momentum != 0.0 ? KIND_SGD_MOMENTUM : KIND_SGD, err);
 }
 
-sw_status sw_sgd_step(const sw_sgd_options *options, const sw_optim_run *runs, size_t count,
-                      sw_error *err)
+sw_sgd_scalars sw_sgd_scalars_of(const sw_sgd_options *options, int64_t step)
 {
-    SW_TRY(sw_sgd_check(options, runs, count, err));
-    sw_sgd_fn *kernel = sw_kernels()->optim->sgd;
-    sw_sgd_scalars scalars = {
+    return (sw_sgd_scalars){
         .factor = (float)(options->maximize ? -options->grad_scale : options->grad_scale),
         .l2 = (float)options->weight_decay,
         .momentum = (float)options->momentum,
         .undampening = (float)(1.0 - options->dampening),
         .negative_lr = (float)-options->lr,
         .nesterov = options->nesterov,
+        .first = step == 1,
     };
+}
+
+sw_status sw_sgd_step(const sw_sgd_options *options, const sw_optim_run *runs, size_t count,
+                      sw_error *err)
+{
+    SW_TRY(sw_sgd_check(options, runs, count, err));
+    sw_sgd_fn *kernel = sw_kernels()->optim->sgd;
     for (size_t i = 0; i < count; ++i) {
-        scalars.first = runs[i].step == 1;
+        sw_sgd_scalars scalars = sw_sgd_scalars_of(options, runs[i].step);
         kernel(&runs[i], &scalars);
     }
     return SW_OK;

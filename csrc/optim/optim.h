@@ -40,6 +40,10 @@ SW_MUST_USE sw_status sw_adam_step(const sw_adam_options *options, const sw_opti
 SW_MUST_USE sw_status sw_sgd_step(const sw_sgd_options *options, const sw_optim_run *runs,
                                   size_t count, sw_error *err);
 
+/* The scalars of the kernels for a run of that step. */
+sw_adam_scalars sw_adam_scalars_of(const sw_adam_options *options, int64_t step);
+sw_sgd_scalars sw_sgd_scalars_of(const sw_sgd_options *options, int64_t step);
+
 /* The errors of a step, and nothing else. */
 SW_MUST_USE sw_status sw_adam_check(const sw_adam_options *options, const sw_optim_run *runs,
                                     size_t count, sw_error *err);

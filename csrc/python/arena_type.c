@@ -72,6 +72,12 @@ static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_
 PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
                                    PyObject *strides)
 {
+    return sw_py_dlpack_capsule_on(-1, owner, address, dtype, shape, strides);
+}
+
+PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
+                                  PyObject *shape, PyObject *strides)
+{
     Py_ssize_t count = PySequence_Size(shape);
     if (count < 0)
         return NULL;
@@ -81,7 +87,8 @@ PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtyp
         return PyErr_NoMemory();
     int64_t *sizes = (int64_t *)(managed + 1);
     managed->tensor.data = address;
-    managed->tensor.device_type = DL_CPU;
+    managed->tensor.device_type = ordinal < 0 ? DL_CPU : DL_CUDA;
+    managed->tensor.device_id = ordinal < 0 ? 0 : ordinal;
     managed->tensor.ndim = (int32_t)count;
     managed->tensor.code = dl_code(dtype);
     managed->tensor.bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8);

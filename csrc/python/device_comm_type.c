@@ -33,6 +33,21 @@ bool sw_py_device_enter(device_comm_object *self)
     return true;
 }
 
+bool sw_py_device_enter_alone(device_comm_object *self)
+{
+    const char *why = NULL;
+    if (!self->comm || !sw_py_device_is_own(self))
+        why = "this process has not opened the GPU: it was forked from the one that did";
+    else if (self->in_use)
+        why = "another thread is inside the GPU's communicator; one thread a rank issues its work";
+    if (why) {
+        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
+        return false;
+    }
+    self->in_use = true;
+    return true;
+}
+
 void sw_py_device_leave(device_comm_object *self)
 {
     self->in_use = false;
@@ -208,6 +223,28 @@ static PyObject *device_broadcast(PyObject *op, PyObject *args)
     return sw_py_device_finish(self, status, &err);
 }
 
+static PyObject *device_all_gather(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    PyObject *list, *stream_value;
+    range_list ranges;
+    sw_stream *stream;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "OO:all_gather", &list, &stream_value) ||
+        !sw_py_device_stream(stream_value, &stream) || !read_ranges(list, &ranges))
+        return NULL;
+    if (!sw_py_device_enter(self)) {
+        free(ranges.range);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_comm_all_gather(self->comm, ranges.range, ranges.count, stream, &err);
+    Py_END_ALLOW_THREADS
+    free(ranges.range);
+    return sw_py_device_finish(self, status, &err);
+}
+
 static PyObject *device_norm(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -367,6 +404,8 @@ static PyMethodDef device_methods[] = {
      "connect(id, rank, world_size, timeout_s)\n--\n\nJoins the peers. Collective."},
     {"broadcast", device_broadcast, METH_VARARGS,
      "broadcast(ranges, root, stream)\n--\n\nOf (address, numel, dtype) ranges."},
+    {"all_gather", device_all_gather, METH_VARARGS,
+     "all_gather(ranges, stream)\n--\n\nOf each range the slices, one a rank."},
     {"norm_sum", device_norm, METH_VARARGS,
      "norm_sum(ranges, stream)\n--\n\nThe exact sum of squares, as norm_sum()'s bytes; waits."},
     {"follow", device_follow, METH_VARARGS,

@@ -110,6 +110,25 @@ static PyObject *nccl_unique_id(PyObject *module, PyObject *args)
                            : sw_py_raise(PyModule_GetState(module), &err, NULL);
 }
 
+static PyObject *device_tensor(PyObject *module, PyObject *args)
+{
+    PyObject *owner, *address, *shape, *strides;
+    const char *name;
+    int ordinal;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iOOsOO:device_tensor", &ordinal, &owner, &address, &name, &shape,
+                          &strides))
+        return NULL;
+    sw_dtype dtype = sw_dtype_from_name(name);
+    void *data = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred())
+        return NULL;
+    if (dtype == SW_DTYPE_COUNT)
+        return PyErr_Format(PyExc_ValueError,
+                            "device_tensor: dtype '%s' is not one the engine moves", name);
+    return sw_py_dlpack_capsule_on(ordinal, owner, data, dtype, shape, strides);
+}
+
 static PyMethodDef functions[] = {
     {"cuda_devices", cuda_devices, METH_VARARGS,
      "cuda_devices(library=None)\n--\n\nThe driver's version and the GPUs it shows."},
@@ -120,6 +139,8 @@ static PyMethodDef functions[] = {
      "device_kernel_image(major, minor, packaged=None, cache=None, nvrtc=None, "
      "builtins=None)\n--\n\n"
      "(origin, image) of the device kernels for one GPU."},
+    {"device_tensor", device_tensor, METH_VARARGS,
+     "device_tensor(ordinal, owner, address, dtype, shape, strides)\n--\n\nA DLPack capsule."},
     {"nccl_unique_id", nccl_unique_id, METH_VARARGS,
      "nccl_unique_id(library=None)\n--\n\nWhat one rank makes for all, to connect."},
     {NULL, NULL, 0, NULL},

@@ -18,6 +18,8 @@ typedef struct device_comm_object {
 /* Marks it as in use by this thread; false with an exception when it is not connected, closed, used
  * by another thread, or inherited by a forked child. */
 bool sw_py_device_enter(device_comm_object *self);
+/* The same for its kernels alone, which need no peers. */
+bool sw_py_device_enter_alone(device_comm_object *self);
 void sw_py_device_leave(device_comm_object *self);
 
 /* Whether this process opened it, not one that it was forked from. */

@@ -57,17 +57,19 @@ static int create(device_reducer_object *self, const sw_py_rows *rows, size_t ca
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",   "parameters",    "bucket_cap_bytes",
-                            "reduce", "deterministic", NULL};
+    static char *names[] = {
+        "comm", "parameters", "bucket_cap_bytes", "reduce", "deterministic", "sliced",
+        "wire", NULL};
     device_reducer_object *self = (device_reducer_object *)op;
     PyObject *comm, *parameters;
     Py_ssize_t cap;
     const char *reduce = "mean";
-    int deterministic = 0;
+    int deterministic = 0, sliced = 0;
+    const char *wire = NULL;
     bool sums;
     sw_py_rows rows;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sp:DeviceReducer", names, &comm,
-                                     &parameters, &cap, &reduce, &deterministic))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sppz:DeviceReducer", names, &comm,
+                                     &parameters, &cap, &reduce, &deterministic, &sliced, &wire))
         return -1;
     if (self->comm || !PyObject_TypeCheck(comm, sw_py_state_of(op)->device_comm_type)) {
         PyErr_SetString(PyExc_TypeError, "DeviceReducer: comm must be a DeviceComm, and a "
@@ -84,7 +86,9 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_INCREF(comm);
     self->comm = (device_comm_object *)comm;
     sw_device_reducer_config config = {.op = sums ? SW_REDOP_SUM : SW_REDOP_MEAN,
-                                       .deterministic = deterministic != 0};
+                                       .deterministic = deterministic != 0,
+                                       .sliced = sliced != 0,
+                                       .wire = wire ? sw_dtype_from_name(wire) : SW_DTYPE_COUNT};
     int result = sw_py_rows_init(&rows, parameters);
     if (result == 0)
         result = create(self, &rows, (size_t)cap, &config);
@@ -219,14 +223,81 @@ static PyObject *reducer_post(PyObject *op, PyObject *args)
     return sw_py_device_finish(self->comm, status, &err);
 }
 
+static PyObject *reducer_reserve(PyObject *op, PyObject *args)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    Py_ssize_t place;
+    PyObject *stream_value;
+    sw_stream *stream;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "nO:reserve", &place, &stream_value) || !check_made(self) ||
+        !sw_py_device_stream(stream_value, &stream) || !sw_py_device_enter(self->comm))
+        return NULL;
+    return sw_py_device_finish(
+        self->comm, sw_device_reducer_reserve(self->reducer, (size_t)place, stream, &err), &err);
+}
+
+/* A list of (begin, end); NULL with an exception. */
+static sw_device_run *read_runs(PyObject *list, size_t *count)
+{
+    *count = (size_t)PyList_Size(list);
+    sw_device_run *runs = calloc(*count + 1, sizeof *runs);
+    if (!runs) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = 0; i < *count; ++i) {
+        PyObject *item = PyList_GetItem(list, (Py_ssize_t)i);
+        Py_ssize_t begin, end;
+        if (!item || !PyTuple_Check(item) ||
+            !PyArg_ParseTuple(item, "nn;a run is (begin, end)", &begin, &end)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_TypeError, "a run is a tuple (begin, end)");
+            free(runs);
+            return NULL;
+        }
+        runs[i] = (sw_device_run){.begin = (size_t)begin, .end = (size_t)end};
+    }
+    return runs;
+}
+
+static PyObject *reducer_post_slice(PyObject *op, PyObject *args)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    Py_ssize_t index;
+    PyObject *address, *list, *stream_value;
+    size_t count;
+    sw_stream *stream;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "nOO!O:post_slice", &index, &address, &PyList_Type, &list,
+                          &stream_value) ||
+        !check_made(self) || !sw_py_device_stream(stream_value, &stream))
+        return NULL;
+    void *data = PyLong_AsVoidPtr(address);
+    sw_device_run *standing = PyErr_Occurred() ? NULL : read_runs(list, &count);
+    if (!standing)
+        return NULL;
+    if (!sw_py_device_enter(self->comm)) {
+        free(standing);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_reducer_post_slice(self->reducer, (size_t)index, data, standing, count,
+                                          stream, &err);
+    Py_END_ALLOW_THREADS
+    free(standing);
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
 static PyObject *reducer_finish(PyObject *op, PyObject *args)
 {
     device_reducer_object *self = (device_reducer_object *)op;
     PyObject *used;
-    unsigned long tag;
+    unsigned long long tag;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "Ok:finish", &used, &tag) || !check_made(self))
+    if (!PyArg_ParseTuple(args, "OK:finish", &used, &tag) || !check_made(self))
         return NULL;
     if (!PyByteArray_Check(used) || (size_t)PyByteArray_Size(used) != self->layout.param_count) {
         PyErr_Format(PyExc_ValueError, "finish: used must be a bytearray of %zu",
@@ -238,7 +309,7 @@ static PyObject *reducer_finish(PyObject *op, PyObject *args)
     Py_INCREF(used);
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_reducer_finish(self->reducer, (const uint8_t *)PyByteArray_AsString(used),
-                                      (uint32_t)tag, &err);
+                                      (uint64_t)tag, &err);
     Py_END_ALLOW_THREADS
     Py_DECREF(used);
     return sw_py_device_finish(self->comm, status, &err);
@@ -247,18 +318,18 @@ static PyObject *reducer_finish(PyObject *op, PyObject *args)
 static PyObject *reducer_check(PyObject *op, PyObject *unused)
 {
     device_reducer_object *self = (device_reducer_object *)op;
-    uint32_t tag = 0;
+    uint64_t tag = 0, unlike = 0;
     sw_error err;
     (void)unused;
     if (!check_made(self) || !sw_py_device_enter(self->comm))
         return NULL;
-    sw_status status = sw_device_reducer_check(self->reducer, &tag, &err);
+    sw_status status = sw_device_reducer_check(self->reducer, &tag, &unlike, &err);
     bool differs = status == SW_E_MISMATCH;
     PyObject *done = sw_py_device_finish(self->comm, differs ? SW_OK : status, &err);
     if (!done || !differs)
         return done;
     Py_DECREF(done);
-    return PyLong_FromUnsignedLong(tag);
+    return Py_BuildValue("KK", (unsigned long long)tag, (unsigned long long)unlike);
 }
 
 /* Every bucket that takes part. */
@@ -312,10 +383,16 @@ static PyMethodDef reducer_methods[] = {
      "adopt(bucket, address)\n--\n\nIts memory; it takes part from the next step on."},
     {"begin", reducer_begin, METH_O, "begin(stream)\n--\n\nGradients will be written on it."},
     {"post", reducer_post, METH_VARARGS, "post(bucket, stream)\n--\n\nIt is complete on it."},
+    {"reserve", reducer_reserve, METH_VARARGS,
+     "reserve(place, stream)\n--\n\nIt may be written on the stream for the bucket that is due."},
+    {"post_slice", reducer_post_slice, METH_VARARGS,
+     "post_slice(bucket, address, standing, stream)\n--\n\nIt is complete there; of a slice the "
+     "runs (begin, end) that are on top of the mean."},
     {"finish", reducer_finish, METH_VARARGS,
      "finish(used, tag)\n--\n\nAll are posted; a byte a parameter."},
     {"check", reducer_check, METH_NOARGS,
-     "check()\n--\n\nThis rank's tag if ranks finished a step with different ones, else None."},
+     "check()\n--\n\n(this rank's tag, where they differ) if ranks finished a step with different "
+     "ones, else None."},
     {"take", reducer_take, METH_O, "take(stream)\n--\n\nIt sees all means from now on."},
     {"used_by_any", reducer_used_by_any, METH_NOARGS,
      "used_by_any()\n--\n\nA byte a parameter; waits if this rank left one unused."},

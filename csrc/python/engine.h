@@ -102,9 +102,12 @@ extern PyType_Spec sw_py_arena_type_spec;
 /* Steals `arena` or `memory` on success. */
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
                                  sw_gradient_memory *memory);
-/* "DLPack capsule over numel elements at `address`; `owner` lives as long as its tensor. */
+/* A DLPack capsule over elements at `address`; `owner` lives as long as its tensor. */
 PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
                                    PyObject *strides);
+/* The same on GPU `ordinal`; -1: on the CPU. */
+PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
+                                  PyObject *shape, PyObject *strides);
 
 /* parameter_rows.c: a sequence of (name, numel, dtype, requires_grad); -1 with an exception, and
  * fini all the same. */
@@ -164,9 +167,9 @@ const void *sw_py_tensor_exchange_table(PyObject *tensor);
 bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
 
 /* The same with every way in: through `table` if it is not NULL, else through data_ptr(), shape and
- * stride(). False with an exception when the tensor has no such memory (sparse, ...) or a dtype or
- * device that is not ours: the sentence begins with `what`. Shape and strides are borrowed from the
- * tensor or from `out` itself. */
+ * stride(). False with an exception when the tensor has no such memory (sparse, ...), a dtype that
+ * is not ours, or, unless `anywhere`, another device than the CPU: the sentence begins with `what`.
+ * Shape and strides are borrowed from the tensor or from `out` itself. */
 enum { SW_PY_TENSOR_DIMS_MAX = 64 }; /* torch's own limit */
 typedef struct tensor_reading {
     void *data;
@@ -177,7 +180,7 @@ typedef struct tensor_reading {
     int64_t own[2 * SW_PY_TENSOR_DIMS_MAX];
 } tensor_reading;
 bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index,
-                       tensor_reading *out);
+                       bool anywhere, tensor_reading *out);
 /* Same shape; same strides (of dimensions longer than one); one memory range without gaps or
  * overlaps. */
 bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b);

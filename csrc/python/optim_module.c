@@ -8,10 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "optim/device_step.h"
 #include "optim/norm.h"
 #include "optim/offload.h"
 #include "optim/optim.h"
-#include "python/engine.h"
+#include "python/device_object.h"
 
 enum {
     LIST_PARAMS,
@@ -35,6 +36,8 @@ typedef struct step_call {
     PyObject *mismatched; /* owned list of indices */
     const void *table;
     state_file_object *file; /* borrowed; NULL: state is in memory */
+    device_comm_object *gpu; /* borrowed; NULL: all is on the CPU. Else steps alone are */
+    sw_stream *stream;
 } step_call;
 
 static void step_call_fini(step_call *call)
@@ -64,6 +67,28 @@ static bool read_file(step_call *call, PyObject *module, PyObject *file)
         return false;
     }
     return true;
+}
+
+/* Where the step runs: None for the CPU, or (DeviceComm, stream). */
+static bool read_place(step_call *call, PyObject *module, PyObject *place)
+{
+    PyObject *gpu, *stream;
+    if (place == Py_None)
+        return true;
+    if (!PyTuple_Check(place) ||
+        !PyArg_ParseTuple(place, "OO;gpu is (DeviceComm, stream)", &gpu, &stream)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "gpu must be None or (DeviceComm, stream)");
+        return false;
+    }
+    if (!PyObject_TypeCheck(gpu, ((engine_state *)PyModule_GetState(module))->device_comm_type) ||
+        call->file) {
+        PyErr_Format(PyExc_TypeError, "%s: gpu must be (DeviceComm, stream), without a StateFile",
+                     call->operation);
+        return false;
+    }
+    call->gpu = (device_comm_object *)gpu;
+    return sw_py_device_stream(stream, &call->stream);
 }
 
 /* The arguments as tuples of one length. */
@@ -109,7 +134,7 @@ static bool read_tensor(const step_call *call, int list, Py_ssize_t index, tenso
     char name[64];
     PyObject *tensor = PyTuple_GetItem(call->lists[list], index);
     if (!sw_py_tensor_read(call->table, tensor, full_name(call, list, name, sizeof name), index,
-                           out))
+                           call->gpu && list != LIST_STEPS, out))
         return false;
     if (out->dtype == SW_DTYPE_FLOAT64 && list != LIST_STEPS) {
         PyErr_Format(PyExc_ValueError,
@@ -273,6 +298,16 @@ static sw_status run_step(const step_call *call, sw_offload_step_fn *step, const
                            err);
 }
 
+/* Enqueues a step on the GPU: with the GIL, it is short. */
+static sw_status run_on_gpu(const step_call *call, const sw_adam_options *adam,
+                            const sw_sgd_options *sgd, sw_error *err)
+{
+    const sw_kernel_set *kernels = &call->gpu->comm->kernels;
+    size_t count = (size_t)call->count;
+    return adam ? sw_device_adam_step(kernels, adam, call->runs, count, call->stream, err)
+                : sw_device_sgd_step(kernels, sgd, call->runs, count, call->stream, err);
+}
+
 static void mark_in_use(const step_call *call, bool in_use)
 {
     if (call->file)
@@ -288,43 +323,38 @@ static PyObject *take_mismatched(step_call *call)
 
 static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"params",
-                            "grads",
-                            "exp_avgs",
-                            "exp_avg_sqs",
-                            "max_exp_avg_sqs",
-                            "steps",
-                            "copies",
-                            "lr",
-                            "beta1",
-                            "beta2",
-                            "eps",
-                            "weight_decay",
-                            "decoupled",
-                            "maximize",
-                            "grad_scale",
-                            "state_file",
-                            NULL};
+    static char *names[] = {
+        "params",     "grads",        "exp_avgs",  "exp_avg_sqs", "max_exp_avg_sqs",
+        "steps",      "copies",       "lr",        "beta1",       "beta2",
+        "eps",        "weight_decay", "decoupled", "maximize",    "grad_scale",
+        "state_file", "gpu",          NULL};
     step_call call = {.operation = "adam_step",
                       .names = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs",
                                 "steps", "copies"}};
-    PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None;
+    PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None, *place = Py_None;
     /* What was not given is NaN, which the step refuses by name. */
     sw_adam_options options = {NAN, NAN, NAN, NAN, NAN, .grad_scale = 1.0};
     int decoupled = 0, maximize = 0;
     sw_error err;
     sw_status status = SW_OK;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "OOOOOOO|$dddddppdO:adam_step", names, &given[LIST_PARAMS],
-            &given[LIST_GRADS], &given[LIST_FIRST], &given[LIST_SECOND], &given[LIST_MAXIMUM],
-            &given[LIST_STEPS], &given[LIST_COPIES], &options.lr, &options.beta1, &options.beta2,
-            &options.eps, &options.weight_decay, &decoupled, &maximize, &options.grad_scale, &file))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOOOOO|$dddddppdOO:adam_step", names,
+                                     &given[LIST_PARAMS], &given[LIST_GRADS], &given[LIST_FIRST],
+                                     &given[LIST_SECOND], &given[LIST_MAXIMUM], &given[LIST_STEPS],
+                                     &given[LIST_COPIES], &options.lr, &options.beta1,
+                                     &options.beta2, &options.eps, &options.weight_decay,
+                                     &decoupled, &maximize, &options.grad_scale, &file, &place))
         return NULL;
     options.decoupled = decoupled != 0;
     options.maximize = maximize != 0;
     options.amsgrad = given[LIST_MAXIMUM] != Py_None;
-    if (read_file(&call, module, file) && step_call_init(&call, given) && read_runs(&call)) {
-        if (PyList_Size(call.mismatched) == 0) {
+    if (read_file(&call, module, file) && read_place(&call, module, place) &&
+        step_call_init(&call, given) && read_runs(&call)) {
+        if (PyList_Size(call.mismatched) == 0 && call.gpu) {
+            if (!sw_py_device_enter_alone(call.gpu))
+                goto done;
+            status = run_on_gpu(&call, &options, NULL, &err);
+            sw_py_device_leave(call.gpu);
+        } else if (PyList_Size(call.mismatched) == 0) {
             mark_in_use(&call, true);
             Py_BEGIN_ALLOW_THREADS
             status = sw_adam_check(&options, call.runs, (size_t)call.count, &err);
@@ -340,6 +370,7 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
             result = take_mismatched(&call);
         }
     }
+done:
     step_call_fini(&call);
     return result;
 }
@@ -348,26 +379,32 @@ static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"params",   "grads",      "momentum_buffers", "copies",   "lr",
                             "momentum", "dampening",  "weight_decay",     "nesterov", "first",
-                            "maximize", "grad_scale", "state_file",       NULL};
+                            "maximize", "grad_scale", "state_file",       "gpu",      NULL};
     step_call call = {.operation = "sgd_step",
                       .names = {"params", "grads", "momentum_buffers", "", "", "", "copies"}};
-    PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None;
+    PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None, *place = Py_None;
     sw_sgd_options options = {NAN, NAN, NAN, NAN, .grad_scale = 1.0};
     int nesterov = 0, first = 0, maximize = 0;
     sw_error err;
     sw_status status = SW_OK;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO|$ddddpppdO:sgd_step", names,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO|$ddddpppdOO:sgd_step", names,
                                      &given[LIST_PARAMS], &given[LIST_GRADS], &given[LIST_FIRST],
                                      &given[LIST_COPIES], &options.lr, &options.momentum,
                                      &options.dampening, &options.weight_decay, &nesterov, &first,
-                                     &maximize, &options.grad_scale, &file))
+                                     &maximize, &options.grad_scale, &file, &place))
         return NULL;
     options.nesterov = nesterov != 0;
     options.maximize = maximize != 0;
-    if (read_file(&call, module, file) && step_call_init(&call, given) && read_runs(&call)) {
+    if (read_file(&call, module, file) && read_place(&call, module, place) &&
+        step_call_init(&call, given) && read_runs(&call)) {
         for (Py_ssize_t i = 0; i < call.count; ++i)
             call.runs[i].step = first ? 1 : 2;
-        if (PyList_Size(call.mismatched) == 0) {
+        if (PyList_Size(call.mismatched) == 0 && call.gpu) {
+            if (!sw_py_device_enter_alone(call.gpu))
+                goto done;
+            status = run_on_gpu(&call, NULL, &options, &err);
+            sw_py_device_leave(call.gpu);
+        } else if (PyList_Size(call.mismatched) == 0) {
             mark_in_use(&call, true);
             Py_BEGIN_ALLOW_THREADS
             status = sw_sgd_check(&options, call.runs, (size_t)call.count, &err);
@@ -380,6 +417,7 @@ static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *keywords)
         else
             result = take_mismatched(&call);
     }
+done:
     step_call_fini(&call);
     return result;
 }
@@ -402,7 +440,8 @@ static PyObject *norm_sum(PyObject *module, PyObject *tensors)
     const void *table = count ? sw_py_tensor_exchange_table(PyTuple_GetItem(held, 0)) : NULL;
     for (Py_ssize_t i = 0; i < count; ++i) {
         tensor_reading seen;
-        if (!sw_py_tensor_read(table, PyTuple_GetItem(held, i), "norm_sum: tensors", i, &seen))
+        if (!sw_py_tensor_read(table, PyTuple_GetItem(held, i), "norm_sum: tensors", i, false,
+                               &seen))
             goto done;
         if (!sw_py_tensor_is_dense(&seen)) {
             PyErr_Format(PyExc_ValueError,

@@ -102,7 +102,7 @@ static PyObject *call_without_arguments(PyObject *object, const char *name)
     return result;
 }
 
-static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index,
+static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index, bool anywhere,
                             tensor_reading *out)
 {
     PyObject *text = NULL, *address = NULL;
@@ -111,7 +111,7 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
     Py_XDECREF(text);
     if (!name)
         return false;
-    if (!on_cpu)
+    if (!on_cpu && !anywhere)
         return refuse(tensor, what, index, "on the CPU", "device");
     name = attribute_text(tensor, "dtype", &text);
     out->dtype =
@@ -137,16 +137,16 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
 }
 
 bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index,
-                       tensor_reading *out)
+                       bool anywhere, tensor_reading *out)
 {
     tensor_view view;
-    if (sw_py_tensor_view_get(table, tensor, &view) && view.device_type == DL_CPU) {
+    if (sw_py_tensor_view_get(table, tensor, &view) && (anywhere || view.device_type == DL_CPU)) {
         out->data = view.data;
         out->dtype = floating_dtype(view.code, view.bits);
         out->ndim = view.ndim;
         out->shape = view.shape;
         out->strides = view.strides;
-    } else if (!read_by_methods(tensor, what, index, out)) {
+    } else if (!read_by_methods(tensor, what, index, anywhere, out)) {
         return false;
     }
     if (out->dtype != SW_DTYPE_FLOAT32 && out->dtype != SW_DTYPE_BFLOAT16 &&

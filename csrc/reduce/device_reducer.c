@@ -6,7 +6,7 @@
 
 /* A tag travels as its bytes and their complements, behind the use bytes: the greatest of each over
  * the ranks fit together if and only if all tags are equal. */
-enum { TAG_BYTES = 2 * sizeof(uint32_t), TAG_GREATEST = 255 };
+enum { TAG_BYTES = 2 * sizeof(uint64_t), TAG_GREATEST = 255 };
 
 typedef enum phase {
     PHASE_IDLE = 0, /* released, or never begun */
@@ -25,22 +25,27 @@ struct sw_device_reducer {
     sw_device_comm *comm; /* borrowed */
     sw_device *device;    /* the comm's */
     sw_redop op;
-    bool deterministic;
+    bool sliced;
+    sw_dtype wire;    /* SW_DTYPE_COUNT: buckets travel as they are */
+    void *compressed; /* owned device memory; only with `wire` */
     phase phase;
     size_t next;           /* bucket that is due */
     uint64_t steps;        /* begun */
     device_bucket *bucket; /* owned */
     size_t bucket_count;
-    void *contributions;   /* owned device memory; only with deterministic */
+    void *contributions;   /* owned device memory; only where the fold is ours, not NCCL's */
     size_t gradient_count; /* of use bytes */
     void *used;            /* owned device memory: use bytes */
     uint8_t *any;          /* owned, pinned: use bytes of all ranks, if `is_gathered` */
     uint8_t *own;          /* owned: this rank's use bytes, as finish() got them */
     bool is_gathered;      /* this step sends the use bytes of all ranks to the host */
     uint8_t *tags;         /* owned, pinned: of the step that `told` was recorded for */
-    uint32_t tag;          /* this rank's of that step */
+    uint64_t tag;          /* this rank's of that step */
     bool is_told;          /* `told` was recorded, and not looked at */
     sw_event *consumed, *gathered, *told; /* owned */
+    sw_event *left[SW_DEVICE_PLACES];     /* owned; only with `sliced` */
+    size_t place;                         /* that is reserved, if `is_reserved` */
+    bool is_reserved;
 };
 
 /* ---- life ---- */
@@ -58,6 +63,13 @@ static sw_status check_config(const sw_device_reducer_config *config, sw_error *
     if (config->op != SW_REDOP_MEAN && config->op != SW_REDOP_SUM)
         SW_FAIL(err, SW_E_INVALID, "device reducer: op must be mean or sum, not %d",
                 (int)config->op);
+    if (config->wire != SW_DTYPE_COUNT &&
+        ((config->wire != SW_DTYPE_FLOAT16 && config->wire != SW_DTYPE_BFLOAT16) ||
+         config->sliced || config->op != SW_REDOP_MEAN))
+        SW_FAIL(err, SW_E_INVALID,
+                "device reducer: wire must be float16 or bfloat16, for a mean that is not sliced, "
+                "not %s",
+                sw_dtype_name(config->wire));
     for (size_t b = 0; b < config->bucket_count; ++b) {
         const sw_device_bucket_spec *spec = &config->buckets[b];
         if (spec->numel % world_size != 0)
@@ -75,7 +87,10 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
                                 sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
-    size_t largest = 0;
+    bool is_compressed = config->wire != SW_DTYPE_COUNT;
+    bool is_ours =
+        config->deterministic || is_compressed || (config->sliced && config->op == SW_REDOP_SUM);
+    size_t largest = 0, most = 0;
     for (size_t b = 0; b < r->bucket_count; ++b) {
         device_bucket *bucket = &r->bucket[b];
         bucket->data = config->buckets[b].data;
@@ -83,12 +98,16 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
         bucket->dtype = config->buckets[b].dtype;
         size_t bytes = bucket_bytes(bucket);
         largest = bytes > largest ? bytes : largest;
+        most = bucket->numel > most ? bucket->numel : most;
         SW_TRY(ops->event_create(r->device, &bucket->ready, err));
         SW_TRY(ops->event_create(r->device, &bucket->done, err));
     }
-    if (r->deterministic)
-        SW_TRY(ops->memory_alloc(r->device, largest, &r->contributions, err));
-    return SW_OK;
+    for (int p = 0; r->sliced && p < SW_DEVICE_PLACES; ++p)
+        SW_TRY(ops->event_create(r->device, &r->left[p], err));
+    if (is_compressed)
+        SW_TRY(
+            ops->memory_alloc(r->device, most * sw_dtype_size_bytes(r->wire), &r->compressed, err));
+    return is_ours ? ops->memory_alloc(r->device, largest, &r->contributions, err) : SW_OK;
 }
 
 static sw_status create_all(sw_device_reducer *r, const sw_device_reducer_config *config,
@@ -126,7 +145,8 @@ sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
     *made = (sw_device_reducer){.comm = config->comm,
                                 .device = config->comm->device,
                                 .op = config->op,
-                                .deterministic = config->deterministic,
+                                .sliced = config->sliced,
+                                .wire = config->wire,
                                 .gradient_count = config->gradient_count};
     sw_status status = create_all(made, config, err);
     if (status != SW_OK) {
@@ -162,9 +182,12 @@ void sw_device_reducer_destroy(sw_device_reducer *r)
         ops->event_destroy(r->device, r->bucket[b].done);
     }
     ops->memory_free(r->device, r->contributions);
+    ops->memory_free(r->device, r->compressed);
     ops->memory_free(r->device, r->used);
     ops->pinned_free(r->device, r->any);
     ops->pinned_free(r->device, r->tags);
+    for (int p = 0; p < SW_DEVICE_PLACES; ++p)
+        ops->event_destroy(r->device, r->left[p]);
     ops->event_destroy(r->device, r->told);
     ops->event_destroy(r->device, r->consumed);
     ops->event_destroy(r->device, r->gathered);
@@ -221,50 +244,188 @@ sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_
     return SW_OK;
 }
 
+static size_t slice_numel(const sw_device_reducer *r, const device_bucket *bucket)
+{
+    return bucket->numel / (size_t)sw_nccl_world_size(r->comm->nccl);
+}
+
+/* What turns this rank's slice of the bucket in `data` into the mean in `to`: out of the slices
+ * that were exchanged, or, where NCCL has reduced them, out of that one. */
+static sw_fold_args fold_of(const sw_device_reducer *r, const device_bucket *bucket, sw_redop op,
+                            void *data, void *to)
+{
+    int rank = sw_nccl_rank(r->comm->nccl), world_size = sw_nccl_world_size(r->comm->nccl);
+    size_t slice_bytes = slice_numel(r, bucket) * sw_dtype_size_bytes(bucket->dtype);
+    bool is_ours = r->contributions;
+    return (sw_fold_args){.to = to,
+                          .own = (char *)data + (size_t)rank * slice_bytes,
+                          .rest = r->contributions,
+                          .numel = slice_numel(r, bucket),
+                          .stride_bytes = slice_bytes,
+                          .scale = 1.0 / world_size,
+                          .dtype = (int)bucket->dtype,
+                          .op = is_ours ? (int)op : (int)SW_REDOP_SUM,
+                          .own_index = is_ours ? rank : 0,
+                          .source_count = is_ours ? world_size : 1};
+}
+
 /* The fold in rank order, on the comm stream: exchange slices, fold the own one, gather. */
 static sw_status reduce_in_rank_order(sw_device_reducer *r, const device_bucket *bucket,
-                                      sw_error *err)
+                                      sw_redop op, sw_error *err)
 {
     sw_nccl *nccl = r->comm->nccl;
     sw_stream *stream = r->comm->stream;
-    int rank = sw_nccl_rank(nccl), world_size = sw_nccl_world_size(nccl);
-    size_t slice_numel = bucket->numel / (size_t)world_size;
-    size_t slice_bytes = slice_numel * sw_dtype_size_bytes(bucket->dtype);
-    char *own = (char *)bucket->data + (size_t)rank * slice_bytes;
-    sw_fold_args fold = {.to = own,
-                         .own = own,
-                         .rest = r->contributions,
-                         .numel = slice_numel,
-                         .stride_bytes = slice_bytes,
-                         .scale = 1.0 / world_size,
-                         .dtype = (int)bucket->dtype,
-                         .op = (int)r->op,
-                         .own_index = rank,
-                         .source_count = world_size};
-    SW_TRY(sw_nccl_exchange_slices(nccl, bucket->data, r->contributions, slice_numel, bucket->dtype,
+    size_t numel = slice_numel(r, bucket);
+    char *own = (char *)bucket->data +
+                (size_t)sw_nccl_rank(nccl) * numel * sw_dtype_size_bytes(bucket->dtype);
+    sw_fold_args fold = fold_of(r, bucket, op, bucket->data, own);
+    SW_TRY(sw_nccl_exchange_slices(nccl, bucket->data, r->contributions, numel, bucket->dtype,
                                    stream, err));
     SW_TRY(sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &fold, stream, err));
-    return sw_nccl_all_gather(nccl, bucket->data, slice_numel, bucket->dtype, stream, err);
+    return sw_nccl_all_gather(nccl, bucket->data, numel, bucket->dtype, stream, err);
 }
 
-sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *producer,
+static bool is_narrow(sw_dtype dtype)
+{
+    return dtype == SW_DTYPE_FLOAT32 || dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16;
+}
+
+/* Divided and rounded, summed in rank order, widened: all on the comm stream. */
+static sw_status reduce_compressed(sw_device_reducer *r, const device_bucket *bucket, sw_error *err)
+{
+    const sw_kernel_set *kernels = &r->comm->kernels;
+    device_bucket wire = {.data = r->compressed, .numel = bucket->numel, .dtype = r->wire};
+    sw_cast_args narrow = {.to = wire.data,
+                           .from = bucket->data,
+                           .numel = bucket->numel,
+                           .scale = (float)(1.0 / sw_nccl_world_size(r->comm->nccl)),
+                           .to_dtype = (int)wire.dtype,
+                           .from_dtype = (int)bucket->dtype};
+    sw_cast_args widen = {.to = bucket->data,
+                          .from = wire.data,
+                          .numel = bucket->numel,
+                          .scale = 1.0f,
+                          .to_dtype = (int)bucket->dtype,
+                          .from_dtype = (int)wire.dtype};
+    SW_TRY(sw_kernel_launch(kernels, SW_KERNEL_CAST, &narrow, r->comm->stream, err));
+    SW_TRY(reduce_in_rank_order(r, &wire, SW_REDOP_SUM, err));
+    return sw_kernel_launch(kernels, SW_KERNEL_CAST, &widen, r->comm->stream, err);
+}
+
+/* `fold` of [begin, end) alone. */
+static sw_status fold_run(sw_device_reducer *r, sw_fold_args fold, size_t begin, size_t end,
+                          bool is_standing, sw_error *err)
+{
+    size_t offset = begin * sw_dtype_size_bytes((sw_dtype)fold.dtype);
+    if (begin >= end)
+        return SW_OK;
+    fold.to = (char *)fold.to + offset;
+    fold.own = (const char *)fold.own + offset;
+    fold.rest = fold.rest ? (const char *)fold.rest + offset : NULL;
+    fold.numel = end - begin;
+    fold.addend = is_standing ? fold.to : NULL;
+    return sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &fold, r->comm->stream, err);
+}
+
+static sw_status reduce_to_slice(sw_device_reducer *r, const device_bucket *bucket, void *data,
+                                 const sw_device_run *standing, size_t standing_count,
                                  sw_error *err)
 {
-    const sw_device_ops *ops = r->device->ops;
+    sw_stream *stream = r->comm->stream;
+    sw_fold_args fold = fold_of(r, bucket, r->op, data, bucket->data);
+    size_t numel = slice_numel(r, bucket), at = 0;
+    if (r->contributions)
+        SW_TRY(sw_nccl_exchange_slices(r->comm->nccl, data, r->contributions, numel, bucket->dtype,
+                                       stream, err));
+    else
+        SW_TRY(
+            sw_nccl_reduce_scatter(r->comm->nccl, data, numel, bucket->dtype, r->op, stream, err));
+    for (size_t i = 0; i < standing_count; ++i) {
+        SW_TRY(fold_run(r, fold, at, standing[i].begin, false, err));
+        SW_TRY(fold_run(r, fold, standing[i].begin, standing[i].end, true, err));
+        at = standing[i].end;
+    }
+    return fold_run(r, fold, at, numel, false, err);
+}
+
+static sw_status check_due(const sw_device_reducer *r, size_t index, bool is_slice, sw_error *err)
+{
     if (r->phase != PHASE_OPEN || index != r->next || index >= r->bucket_count)
         SW_FAIL(err, SW_E_STATE,
                 "device reducer: post of bucket %zu, but %s; buckets go in order, 0 to %zu", index,
                 r->phase != PHASE_OPEN ? "no step was begun" : "another is due",
                 r->bucket_count ? r->bucket_count - 1 : 0);
-    device_bucket *bucket = &r->bucket[index];
+    if (r->sliced != is_slice || r->is_reserved != is_slice)
+        SW_FAIL(err, SW_E_STATE, "device reducer: post of bucket %zu, but %s", index,
+                r->sliced ? "buckets are sliced: reserve a place, and post the slice"
+                          : "buckets are not sliced");
+    return SW_OK;
+}
+
+/* The comm stream comes to the bucket after what `producer` was given. */
+static sw_status meet(sw_device_reducer *r, const device_bucket *bucket, sw_stream *producer,
+                      sw_error *err)
+{
+    const sw_device_ops *ops = r->device->ops;
     SW_TRY(ops->event_record(r->device, bucket->ready, producer, err));
-    SW_TRY(ops->stream_wait(r->device, r->comm->stream, bucket->ready, err));
-    if (r->deterministic)
-        SW_TRY(reduce_in_rank_order(r, bucket, err));
+    return ops->stream_wait(r->device, r->comm->stream, bucket->ready, err);
+}
+
+sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *producer,
+                                 sw_error *err)
+{
+    SW_TRY(check_due(r, index, false, err));
+    device_bucket *bucket = &r->bucket[index];
+    SW_TRY(meet(r, bucket, producer, err));
+    if (r->wire != SW_DTYPE_COUNT && is_narrow(bucket->dtype))
+        SW_TRY(reduce_compressed(r, bucket, err));
+    else if (r->contributions)
+        SW_TRY(reduce_in_rank_order(r, bucket, r->op, err));
     else
         SW_TRY(sw_nccl_all_reduce(r->comm->nccl, bucket->data, bucket->numel, bucket->dtype, r->op,
                                   r->comm->stream, err));
+    SW_TRY(r->device->ops->event_record(r->device, bucket->done, r->comm->stream, err));
+    r->next = next_due(r, index + 1);
+    return SW_OK;
+}
+
+sw_status sw_device_reducer_reserve(sw_device_reducer *r, size_t place, sw_stream *producer,
+                                    sw_error *err)
+{
+    const sw_device_ops *ops = r->device->ops;
+    if (place >= SW_DEVICE_PLACES)
+        SW_FAIL(err, SW_E_INVALID, "device reducer: place must be in [0, %d), not %zu",
+                SW_DEVICE_PLACES, place);
+    if (!r->sliced || r->is_reserved || r->phase != PHASE_OPEN || r->next >= r->bucket_count)
+        SW_FAIL(err, SW_E_STATE, "device reducer: a place was reserved %s",
+                !r->sliced ? "where buckets are not sliced"
+                           : (r->is_reserved ? "twice" : "when no bucket is due"));
+    /* The bucket that lay there has been averaged. */
+    SW_TRY(ops->stream_wait(r->device, producer, r->left[place], err));
+    r->is_reserved = true;
+    r->place = place;
+    return SW_OK;
+}
+
+sw_status sw_device_reducer_post_slice(sw_device_reducer *r, size_t index, void *data,
+                                       const sw_device_run *standing, size_t standing_count,
+                                       sw_stream *producer, sw_error *err)
+{
+    const sw_device_ops *ops = r->device->ops;
+    SW_TRY(check_due(r, index, true, err));
+    device_bucket *bucket = &r->bucket[index];
+    for (size_t i = 0, least = 0; i < standing_count; least = standing[i++].end)
+        if (standing[i].begin < least || standing[i].end < standing[i].begin ||
+            standing[i].end > slice_numel(r, bucket))
+            SW_FAIL(err, SW_E_INVALID,
+                    "device reducer: standing run %zu of bucket %zu, [%zu, %zu), must be behind "
+                    "the one before, in a slice of %zu elements",
+                    i, index, standing[i].begin, standing[i].end, slice_numel(r, bucket));
+    SW_TRY(meet(r, bucket, producer, err));
+    SW_TRY(reduce_to_slice(r, bucket, data, standing, standing_count, err));
     SW_TRY(ops->event_record(r->device, bucket->done, r->comm->stream, err));
+    SW_TRY(ops->event_record(r->device, r->left[r->place], r->comm->stream, err));
+    r->is_reserved = false;
     r->next = next_due(r, index + 1);
     return SW_OK;
 }
@@ -289,7 +450,7 @@ static size_t find_use(const sw_device_reducer *r, const uint8_t *used, size_t f
 }
 
 /* The rank's use bytes and tag, by fills: no host memory has to outlive the call. */
-static sw_status write_use(sw_device_reducer *r, const uint8_t *used, uint32_t tag, sw_error *err)
+static sw_status write_use(sw_device_reducer *r, const uint8_t *used, uint64_t tag, sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
     sw_stream *stream = r->comm->stream;
@@ -309,7 +470,7 @@ static sw_status write_use(sw_device_reducer *r, const uint8_t *used, uint32_t t
 }
 
 /* The tags of all ranks go to the host, unless those of an earlier step are still on their way. */
-static sw_status send_tags(sw_device_reducer *r, uint32_t tag, sw_error *err)
+static sw_status send_tags(sw_device_reducer *r, uint64_t tag, sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
     if (r->is_told)
@@ -322,9 +483,11 @@ static sw_status send_tags(sw_device_reducer *r, uint32_t tag, sw_error *err)
     return SW_OK;
 }
 
-sw_status sw_device_reducer_check(sw_device_reducer *r, uint32_t *tag, sw_error *err)
+sw_status sw_device_reducer_check(sw_device_reducer *r, uint64_t *tag, uint64_t *unlike,
+                                  sw_error *err)
 {
-    bool is_there = false, are_equal = true;
+    bool is_there = false;
+    uint64_t differ = 0;
     if (!r->is_told)
         return SW_OK;
     SW_TRY(r->device->ops->event_query(r->device, r->told, &is_there, err));
@@ -332,17 +495,19 @@ sw_status sw_device_reducer_check(sw_device_reducer *r, uint32_t *tag, sw_error 
         return SW_OK;
     r->is_told = false;
     for (size_t k = 0; k < TAG_BYTES; k += 2)
-        are_equal = are_equal && r->tags[k] + r->tags[k + 1] == TAG_GREATEST;
-    if (are_equal)
+        if (r->tags[k] + r->tags[k + 1] != TAG_GREATEST)
+            differ |= (uint64_t)TAG_GREATEST << 8 * (k / 2);
+    if (!differ)
         return SW_OK;
     *tag = r->tag;
+    *unlike = differ;
     SW_FAIL(err, SW_E_MISMATCH,
             "device reducer: ranks finished a step with different tags, this "
-            "one with %#x",
-            (unsigned)r->tag);
+            "one with %#llx",
+            (unsigned long long)r->tag);
 }
 
-sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, uint32_t tag,
+sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, uint64_t tag,
                                    sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;

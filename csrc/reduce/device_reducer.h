@@ -12,6 +12,8 @@
  *   comm --gathered--> host          which gradients some rank used; read only by a rank that left
  *                                    one unused itself, in that step
  *   comm --told--> host              whether ranks are at the same step; read when it is there
+ *   comm --left[place]--> producer   (sliced) a place of the ring is written again after the bucket
+ *                                    that lay there was averaged
  *
  *   for each step:
  *     begin(backward's stream); post(b, backward's stream) for b in order; finish(used)
@@ -24,8 +26,18 @@
  * own behind the last bucket: they are written by fills, so no host memory is read by the GPU, and
  * a step in which every gradient was used waits on the host not once.
  *
- * What it leaves out: which gradient lies where (tensor/layout.h and the caller), slices kept by
- * one rank (zero >= 1), graph capture (refused by name).
+ * Sliced (zero >= 2), a bucket is memory only while it travels: it is written into one of two
+ * places (reserve), and this rank's slice of the mean is folded out of it into memory that stays.
+ * Where a contribution is on top of the mean that stands in the slice, the fold adds that mean to
+ * each rank's: whether it is so must be alike on all ranks, which the caller lets `tag` say. A sum
+ * that is not `deterministic` takes this road too, since NCCL's own could not add it.
+ *
+ * Compressed (`wire`), a contribution is divided by the world size and rounded to 16 bits on its
+ * way into memory of its own, what travels is folded by two shots, and the sum is widened into the
+ * bucket: the bits of the host's halves (docs/design/compress.md).
+ *
+ * What it leaves out: which gradient lies where (tensor/layout.h and the caller), where parameters
+ * are gathered (sw_device_comm_all_gather), graph capture (refused by name).
  *
  * Thread rule: one at a time a communicator.
  */
@@ -39,9 +51,12 @@
 #include "base/status.h"
 #include "comm/device_comm.h"
 
+enum { SW_DEVICE_PLACES = 2 }; /* of the ring */
+
 typedef struct sw_device_bucket_spec {
-    void *data; /* device memory, all of it written; borrowed until destroy. NULL: the bucket takes
-                   no part until it is adopted */
+    void *data;   /* device memory, all of it written; borrowed until destroy. Sliced: numel /
+                     world_size elements, this rank's slice of the mean. NULL: the bucket takes no
+                     part until it is adopted */
     size_t numel; /* a multiple of the world size */
     sw_dtype dtype;
 } sw_device_bucket_spec;
@@ -53,7 +68,14 @@ typedef struct sw_device_reducer_config {
     size_t gradient_count; /* use bytes that finish() takes */
     sw_redop op;           /* MEAN or SUM */
     bool deterministic;
+    bool sliced;
+    sw_dtype wire; /* FLOAT16 or BFLOAT16: in what means of float32, float16 and bfloat16 travel.
+                      SW_DTYPE_COUNT: as they are. Not with `sliced`, MEAN only */
 } sw_device_reducer_config;
+
+typedef struct sw_device_run { /* elements of a slice */
+    size_t begin, end;
+} sw_device_run;
 
 typedef struct sw_device_reducer sw_device_reducer;
 
@@ -79,9 +101,23 @@ SW_MUST_USE sw_status sw_device_reducer_begin(sw_device_reducer *reducer, sw_str
                                               sw_error *err);
 
 /* Bucket `index` is complete on `producer`: its mean is enqueued. In index order, alike on all
- * ranks; SW_E_STATE names the bucket that is due. */
+ * ranks; SW_E_STATE names the bucket that is due. Not with `sliced`. */
 SW_MUST_USE sw_status sw_device_reducer_post(sw_device_reducer *reducer, size_t index,
                                              sw_stream *producer, sw_error *err);
+
+/* With `sliced`: `place` in [0, SW_DEVICE_PLACES) may be written on `producer` from now on, for the
+ * bucket that is due. Which place is the caller's choice: two in turn let one be written while the
+ * other is averaged. */
+SW_MUST_USE sw_status sw_device_reducer_reserve(sw_device_reducer *reducer, size_t place,
+                                                sw_stream *producer, sw_error *err);
+
+/* The same as post with `sliced`: the bucket lies in `data`, the place that was reserved. Of the
+ * elements in `standing` (ascending, disjoint, of this rank's slice) contributions of all ranks are
+ * on top of the mean that the slice holds. */
+SW_MUST_USE sw_status sw_device_reducer_post_slice(sw_device_reducer *reducer, size_t index,
+                                                   void *data, const sw_device_run *standing,
+                                                   size_t standing_count, sw_stream *producer,
+                                                   sw_error *err);
 
 /* What `consumer` does from now on sees the mean of bucket `index`, which was posted in this step.
  */
@@ -91,12 +127,13 @@ SW_MUST_USE sw_status sw_device_reducer_take(sw_device_reducer *reducer, size_t 
 /* All buckets are posted. used[i]: whether this rank used gradient i. `tag` is what must be equal
  * on all ranks: see check. */
 SW_MUST_USE sw_status sw_device_reducer_finish(sw_device_reducer *reducer, const uint8_t *used,
-                                               uint32_t tag, sw_error *err);
+                                               uint64_t tag, sw_error *err);
 
-/* SW_E_MISMATCH when ranks finished a step with different tags, *tag being this rank's. Never
- * waits: what has not come yet is seen later, or, in the steps that follow, by their own tags. */
-SW_MUST_USE sw_status sw_device_reducer_check(sw_device_reducer *reducer, uint32_t *tag,
-                                              sw_error *err);
+/* SW_E_MISMATCH when ranks finished a step with different tags, *tag being this rank's, and of
+ * *unlike the bytes set in which they differ. Never waits: what has not come yet is seen later, or,
+ * in the steps that follow, by their own tags. */
+SW_MUST_USE sw_status sw_device_reducer_check(sw_device_reducer *reducer, uint64_t *tag,
+                                              uint64_t *unlike, sw_error *err);
 
 /* After finish: any[i], whether some rank used gradient i; valid until the next finish. Waits on
  * the host, under the deadline, if this rank left one unused; else not at all. */

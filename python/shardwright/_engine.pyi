@@ -73,13 +73,15 @@ def adam_step(
     maximize: bool = False,
     grad_scale: float = 1.0,
     state_file: StateFile | None = None,
+    gpu: tuple[DeviceComm, int] | None = None,
 ) -> list[int]:
     """One step of Adam (decoupled: AdamW) on CPU tensors of float32, bfloat16 or float16; amsgrad if `max_exp_avg_sqs`.
 
     `steps` are scalars that count up. `copies` receive the new parameters, rounded to their own dtype. Every array of
     a parameter has its shape. Returns the indices of those whose arrays have other strides than they: if there are
     any, nothing was done. ValueError, before anything is written, for anything else. Arrays over `state_file` are moved
-    through its buffers: OSError if that fails, and Error at each later step if part of them had changed by then.
+    through its buffers: OSError if that fails, and Error at each later step if part of them had changed by then. `gpu`: all but
+    `steps` is on that GPU; up to 48 parameters of one step count go as one launch, enqueued on the stream of that address.
     """
 
 def sgd_step(
@@ -97,6 +99,7 @@ def sgd_step(
     maximize: bool = False,
     grad_scale: float = 1.0,
     state_file: StateFile | None = None,
+    gpu: tuple[DeviceComm, int] | None = None,
 ) -> list[int]:
     """One step of SGD; as adam_step. `first`: buffers are not used, they become the gradient."""
 
@@ -178,6 +181,17 @@ def device_kernel_image(
     Looked for in this order: the folder `packaged`, the folder `cache`, the compiler library `nvrtc`.
     """
 
+def device_tensor(
+    ordinal: int,
+    owner: object,
+    address: int,
+    dtype: str,
+    shape: Sequence[int],
+    strides: Sequence[int] | None,
+    /,
+) -> object:
+    """A DLPack capsule over memory of `owner`, which lives as long as its tensor, on GPU `ordinal`; -1: on the CPU."""
+
 def nccl_unique_id(library: str | None = None, /) -> bytes:
     """128 bytes that one rank makes and sends to all: what DeviceComm.connect() takes."""
 
@@ -211,6 +225,8 @@ class DeviceComm:
         """Joins the peers. Collective. CommTimeoutError when one does not come."""
     def broadcast(self, ranges: Sequence[tuple[int, int, str]], root: int, stream: int, /) -> None:
         """(address, numel, dtype) of `root` to all, in the order of `stream`. Waits for nothing."""
+    def all_gather(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> None:
+        """Slice r of each (address, numel, dtype) becomes rank r's, in the order of `stream`. Waits for nothing."""
     def norm_sum(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> bytes:
         """The exact sum of squares, as norm_sum() gives it, of at most 2^31 elements. Waits on the host."""
     def follow(self, later: int, earlier: int, /) -> None:
@@ -244,7 +260,10 @@ class DeviceReducer:
         *,
         reduce: str = "mean",
         deterministic: bool = False,
-    ) -> None: ...
+        sliced: bool = False,
+        wire: str | None = None,
+    ) -> None:
+        """`wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel; not with `sliced`."""
     def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
     def bucket_parameters(self, bucket: int, /) -> list[int]:
@@ -252,15 +271,22 @@ class DeviceReducer:
     def place(self, index: int, /) -> tuple[int, int, int]:
         """(bucket, begin, numel) of a parameter; begin in elements of its bucket."""
     def adopt(self, bucket: int, address: int, /) -> None:
-        """Its memory, all of it written; it takes part from the next step on. Error inside a step."""
+        """Its memory, all of it written; it takes part from the next step on. Sliced: of this rank's slice of the mean. Error inside
+        a step."""
     def begin(self, stream: int, /) -> None:
         """Gradients of a step will be written on `stream`."""
     def post(self, bucket: int, stream: int, /) -> None:
         """It is complete on `stream`; in index order, alike on all ranks."""
+    def reserve(self, place: int, stream: int, /) -> None:
+        """Sliced: place 0 or 1 may be written on `stream`, for the bucket that is due."""
+    def post_slice(self, bucket: int, address: int, standing: list[tuple[int, int]], stream: int, /) -> None:
+        """Sliced: the bucket is complete at `address`, the reserved place. `standing`: elements [begin, end) of this rank's slice where
+        contributions are on top of the mean that stands there, alike on all ranks."""
     def finish(self, used: bytearray, tag: int, /) -> None:
-        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 32 bits, to be equal on all ranks."""
-    def check(self) -> int | None:
-        """This rank's tag of a step that ranks finished with different ones; None if none is known. Does not wait."""
+        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 64 bits, to be equal on all ranks."""
+    def check(self) -> tuple[int, int] | None:
+        """(this rank's tag, bytes set where ranks' tags differ) of a step that they finished with different ones; None if none is
+        known. Does not wait."""
     def take(self, stream: int, /) -> None:
         """`stream` sees all means from now on."""
     def used_by_any(self) -> bytes:

@@ -45,7 +45,7 @@ class DistributedDataParallel(TorchDDP):
     Parameters
     ----------
     module : Module
-        On the CPU, or at zero=0 on one GPU. Its parameters keep their identity; after a synchronised backward, `.grad` is a view
+        On the CPU, or at zero=0, 1 or 2 on one GPU. Its parameters keep their identity; after a synchronised backward, `.grad` is a view
         of a bucket.
     process_group, device_mesh, bucket_cap_mb, init_sync, broadcast_buffers, forward_sync_buffers
         As torch's; see Options.
@@ -138,7 +138,7 @@ class DistributedDataParallel(TorchDDP):
         self._precision = self._plan_precision(precision)
         check_compressor(compress, self._options.reduce)
         travels_in = compress if self._precision is None else compress or self._precision.compressor()
-        self._compresses = isinstance(travels_in, Compressor)
+        self._compressor = travels_in if isinstance(travels_in, Compressor) else None
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
         check_device_ids(device_ids, output_device, self.device)
         self._inputs_to = self.device if device_ids else None
@@ -152,8 +152,8 @@ class DistributedDataParallel(TorchDDP):
             raise
         if self._precision is not None:
             self._precision.keep()
-        if self._compresses:
-            self.compress_gradients(travels_in)
+        if self._compressor is not None:
+            self.compress_gradients(self._compressor)
         elif compress is not None:
             from .auto_compression import begin_auto  # which measures such wrappers
 
@@ -256,7 +256,7 @@ class DistributedDataParallel(TorchDDP):
             settings,
             self._zero,
             slicing,
-            sends_early=not self._compresses,
+            compress=self._compressor,
         )
         if self._precision is not None:
             self._replica.give_copies_to(self._precision)
@@ -463,6 +463,9 @@ class DistributedDataParallel(TorchDDP):
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
         verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
+        if replica.link is not None and replica.reducer.wire is not None:  # the reducer's own
+            replica.compression = (repr(compress), None)
+            return
         levels = levels_of(replica.group)
         state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):

@@ -37,6 +37,9 @@ class CudaRuntime:
     #: whether a thread looks after the communicator
     watches = True
 
+    def __init__(self) -> None:
+        self.kernels: dict[int, DeviceComm] = {}  # by GPU, of those that step on tensors outside of any wrapper
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is on a GPU."""
         return tensor.device.type == "cuda"
@@ -93,6 +96,20 @@ def _cache_folder() -> str:
     return str(parent / "shardwright")
 
 
+def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
+    """(what launches on the GPU of a tensor, torch's current stream there); None for a tensor on the CPU. No peer is needed.
+
+    Raises NotImplementedError where the GPU cannot be used.
+    """
+    if not runtime.holds(tensor):
+        return None
+    ordinal = runtime.ordinal(tensor)
+    found = runtime.kernels.get(ordinal)
+    if found is None:
+        found = runtime.kernels[ordinal] = DeviceComm(ordinal, **runtime.libraries())
+    return found, runtime.current_stream(ordinal)
+
+
 class DeviceLink:
     """A rank's GPU among its peers'. Making it is collective.
 
@@ -102,6 +119,8 @@ class DeviceLink:
     ordinal : int
     rank, world_size : int
         Inside the group.
+    host : HostComm
+        The group's, between the ranks' hosts.
 
     Raises
     ------
@@ -113,7 +132,7 @@ class DeviceLink:
 
     def __init__(self, group: HostGroup, ordinal: int, timeout_s: float) -> None:
         self.ordinal, self.rank, self.world_size = ordinal, group.rank, group.world_size
-        self._host = group.comm  # the group holds its links, not the other way round
+        self.host = group.comm  # the group holds its links, not the other way round
         libraries = runtime.libraries()
         failure: Exception | None = None
         said = {"failure": "", "id": ""}
@@ -141,7 +160,7 @@ class DeviceLink:
 
     def check(self) -> None:
         """Raises what has ended the communicator, if anything has. No driver call otherwise."""
-        if not self._host.is_alive:
+        if not self.host.is_alive:
             self.comm.abort(self._failure or self._reason_of_host())
         if not self.comm.is_alive:
             self.comm.watch()
@@ -150,7 +169,7 @@ class DeviceLink:
     def _reason_of_host(self) -> str:
         """Why the host's communicator has ended: it says so to whoever calls it."""
         try:
-            self._host.barrier("the communicator of the GPUs")
+            self.host.barrier("the communicator of the GPUs")
         except Exception as error:
             return str(error)
         return "a rank of the group has left"
@@ -158,9 +177,9 @@ class DeviceLink:
     def fail(self, reason: str) -> None:
         """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
         self._failure = reason
-        if self._host.is_alive:
+        if self.host.is_alive:
             with contextlib.suppress(Error):  # the program's own thread is inside: it sees for itself
-                self._host.abort(reason)
+                self.host.abort(reason)
         self.comm.abort(reason)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -180,8 +199,11 @@ class DeviceLink:
                 tensor.copy_(copy)
 
     def norm(self, gradients: Iterable[torch.Tensor]) -> float:
-        """The exact 2-norm of them together: the number that the host would compute. Waits for it on the host, once for each
-        2^31 elements."""
+        """The exact 2-norm of them together: the number that the host would compute. See norm_sums."""
+        return norm_value(self.norm_sums(gradients))
+
+    def norm_sums(self, gradients: Iterable[torch.Tensor]) -> list[bytes]:
+        """Exact sums of squares, as norm_sum() gives them: at least one, of 2^31 elements at most. Waits for each on the host."""
         ranges: list[tuple[int, int, str]] = []
         sums: list[bytes] = []
         held = [as_real(gradient.detach()).contiguous() for gradient in gradients]
@@ -197,7 +219,7 @@ class DeviceLink:
                     sums.append(self.comm.norm_sum(ranges, self.current_stream()))
                     ranges, room = [], _NORM_NUMEL
         sums.append(self.comm.norm_sum(ranges, self.current_stream()))
-        return norm_value(sums)
+        return sums
 
     def close(self) -> None:
         """Ends the communicator once what was enqueued has run."""

@@ -29,7 +29,7 @@ class _State(enum.Enum):
     OPEN = enum.auto()
 
 
-class _Bucket:
+class Bucket:
     """One bucket of a round."""
 
     __slots__ = ("index", "shape", "members", "flat", "pending", "pinned", "sent", "streams")
@@ -63,9 +63,13 @@ class DeviceRounds:
         The fold in rank order, with the host's bits, instead of NCCL's own mean.
     label : str
         Of the model, in messages.
+    wire : {"float16", "bfloat16"}, optional
+        In what the mean travels.
     """
 
     transport = "nccl"
+    #: whether the engine keeps slices of the means
+    _sliced = False
 
     def __init__(
         self,
@@ -76,13 +80,23 @@ class DeviceRounds:
         reduce: str,
         deterministic: bool,
         label: str,
+        wire: str | None = None,
     ) -> None:
         self._link = link
         self._label = label
-        self._engine = DeviceReducer(link.comm, rows, bucket_cap_bytes, reduce=reduce, deterministic=deterministic)
+        self._engine = DeviceReducer(
+            link.comm,
+            rows,
+            bucket_cap_bytes,
+            reduce=reduce,
+            deterministic=deterministic,
+            sliced=self._sliced,
+            wire=wire,
+        )
+        self.wire = wire
         self._names = [row[0] for row in rows]
         self._places = [self._engine.place(index) for index in range(len(rows))]
-        self._buckets = [_Bucket(self._engine, index) for index in range(self._engine.bucket_count)]
+        self._buckets = [Bucket(self._engine, index) for index in range(self._engine.bucket_count)]
         self._used = bytearray(len(rows))
         self._used_by_any = bytes(len(rows))
         self._ready = bytearray(len(rows))
@@ -115,11 +129,15 @@ class DeviceRounds:
 
     @property
     def planned_bytes(self) -> int:
-        return sum(_nbytes(bucket) for bucket in self._buckets if bucket.shape[3] or bucket.flat is not None)
+        return sum(nbytes_of(bucket) for bucket in self._buckets if bucket.shape[3] or bucket.flat is not None)
 
     def bucket_shape(self, bucket: int) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable)."""
         return self._buckets[bucket].shape
+
+    def place(self, index: int) -> tuple[int, int, int]:
+        """(bucket, begin, numel) of a parameter; begin in elements of its bucket."""
+        return self._places[index]
 
     def stats(self) -> dict[str, int]:
         """Counts since creation; `host_waits` and the others of the driver are of the whole GPU."""
@@ -134,17 +152,20 @@ class DeviceRounds:
         open: Callable[[], bool],
         task_id: Callable[[], int],
     ) -> list[torch.Tensor | None]:
-        """Binds the parameters; returns their gradients' views, None where frozen. The list must hold the only references."""
+        """Binds the parameters; returns what their `.grad` will be, None where frozen. The list must hold the only references."""
         self._parameters = parameters
         self._open_callback, self._task_id = open, task_id
         self._hook_tables: list[tuple[dict[int, Any], int] | None] = [None] * len(parameters)
         self.views: list[torch.Tensor | None] = [None] * len(parameters)
+        self._attach_views()
+        return self.views
+
+    def _attach_views(self) -> None:
         for bucket in self._buckets:
             if bucket.shape[3]:
                 self._adopt(bucket)
-        return self.views
 
-    def _adopt(self, bucket: _Bucket) -> None:
+    def _adopt(self, bucket: Bucket) -> None:
         _, numel, dtype, _ = bucket.shape
         first = self._parameters[bucket.members[0]]
         bucket.flat = device.runtime.zeros(numel, getattr(torch, dtype), first)
@@ -152,7 +173,7 @@ class DeviceRounds:
         for index in bucket.members:
             self.views[index] = self._view(bucket, index)
 
-    def _view(self, bucket: _Bucket, index: int) -> torch.Tensor:
+    def _view(self, bucket: Bucket, index: int) -> torch.Tensor:
         assert bucket.flat is not None
         parameter = self._parameters[index]
         _, begin, numel = self._places[index]
@@ -172,7 +193,7 @@ class DeviceRounds:
         assert view is not None
         return view
 
-    def _bucket_of(self, index: int) -> _Bucket:
+    def _bucket_of(self, index: int) -> Bucket:
         return self._buckets[self._places[index][0]]
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -291,20 +312,23 @@ class DeviceRounds:
                 self._send(bucket)
             self._next = bucket.index + 1
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         comm, stream = self._link.comm, self._link.current_stream()
         others = bucket.streams - {stream}
         for other in others:
             comm.follow(stream, other)
-        self._fill(bucket, stream)
-        self._engine.post(bucket.index, stream)
+        self._enqueue(bucket, stream)
         for other in others:  # gradients that were copied go back to the allocator of the stream they come from
             comm.follow(other, stream)
         bucket.sent = True
         self._counts["buckets_sent"] += 1
-        self._counts["bytes"] += _nbytes(bucket)
+        self._counts["bytes"] += nbytes_of(bucket)
 
-    def _fill(self, bucket: _Bucket, stream: int) -> None:
+    def _enqueue(self, bucket: Bucket, stream: int) -> None:
+        self._fill(bucket, stream)
+        self._engine.post(bucket.index, stream)
+
+    def _fill(self, bucket: Bucket, stream: int) -> None:
         """Each gradient of the bucket comes to lie in it."""
         copies: list[tuple[int, int, int]] = []
         copied: list[torch.Tensor] = []  # until the copy is enqueued
@@ -321,7 +345,7 @@ class DeviceRounds:
                     view.zero_()
                     continue
                 self._counts["copies"] += 1
-                if _lies_alike(gradient, view):
+                if lies_alike(gradient, view):
                     copies.append((view.data_ptr(), gradient.data_ptr(), view.numel() * view.element_size()))
                     copied.append(gradient)
                 else:
@@ -351,13 +375,17 @@ class DeviceRounds:
                 for index in bucket.members:
                     used[index] = 1  # nobody asks
         self._round += 1
-        self._engine.finish(used, (self._step & 0xFFFF) << 16 | self._round & 0xFFFF)
+        self._engine.finish(used, self._tag())
         self._engine.take(stream)
         self._finished, self._consumer = True, stream
         self._used_by_any = self._engine.used_by_any()
         self._publish()
         self._state = _State.CLOSED
         self._counts["rounds"] += 1
+
+    def _tag(self) -> int:
+        """What must be equal on all ranks in a round."""
+        return (self._step & 0xFFFF) << 16 | self._round & 0xFFFF
 
     def _publish(self) -> None:
         for bucket in self._buckets:
@@ -422,15 +450,18 @@ class DeviceRounds:
 
     def _compare_steps(self) -> None:
         """Raises if, in a round before, ranks were at different steps or backwards. Known a step later, on all ranks."""
-        tag = self._engine.check()
-        if tag is not None:
-            step, number = tag >> 16, tag & 0xFFFF
-            self._link.fail(
-                f"ranks ran different numbers of backwards or optimizer steps of {self._label}: their gradients were averaged while "
-                f"rank {self._link.rank} was in backward {number} after step {step}, and others were not; the average, and what was "
-                "stepped on since, is wrong: begin again from a checkpoint, with the same number on every rank"
-            )
+        found = self._engine.check()
+        if found is not None:
+            self._link.fail(self._explain(*found))
             self._link.check()
+
+    def _explain(self, tag: int, unlike: int) -> str:
+        step, number = tag >> 16 & 0xFFFF, tag & 0xFFFF
+        return (
+            f"ranks ran different numbers of backwards or optimizer steps of {self._label}: their gradients were averaged while "
+            f"rank {self._link.rank} was in backward {number} after step {step}, and others were not; the average, and what was "
+            "stepped on since, is wrong: begin again from a checkpoint, with the same number on every rank"
+        )
 
     def shadow(self) -> None:
         raise NotImplementedError("join is not there yet on GPUs: give every rank the same number of inputs")
@@ -439,7 +470,8 @@ class DeviceRounds:
         raise NotImplementedError("join is not there yet on GPUs: give every rank the same number of inputs")
 
 
-def _nbytes(bucket: _Bucket) -> int:
+def nbytes_of(bucket: Bucket) -> int:
+    """Of its gradients."""
     _, numel, dtype, _ = bucket.shape
     itemsize: int = getattr(torch, dtype).itemsize
     return numel * itemsize
@@ -451,7 +483,7 @@ def _run_hook(rounds: weakref.ref[DeviceRounds], index: int, parameter: torch.Te
         alive._take(index)
 
 
-def _lies_alike(gradient: torch.Tensor, view: torch.Tensor) -> bool:
+def lies_alike(gradient: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether the bytes of a gradient are those of its view, to be copied as they are."""
     return (
         gradient.layout is torch.strided

@@ -7,8 +7,6 @@ place stays one pass), else it is contiguous.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -66,7 +64,11 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def norm_over_ranks(comm: HostComm, slices: Iterable[torch.Tensor | None], label: str) -> float:
-    """The exact 2-norm of all ranks' slices together. Collective: 1,112 bytes a rank."""
-    mine = norm_sum([as_real(piece) for piece in slices if piece is not None])
-    return norm_value(comm.all_gather_bytes(mine, f"norm of the gradients of {label}"))
+def norm_over_ranks(comm: HostComm, sums: bytes, label: str) -> float:
+    """The exact 2-norm of what all ranks hold together. Collective.
+
+    `sums`: this rank's, as norm_sum() gives them, one behind the other: 1,112 bytes each.
+    """
+    size = len(norm_sum([]))
+    everyone = b"".join(comm.all_gather_bytes(sums, f"norm of the gradients of {label}"))
+    return norm_value([everyone[at : at + size] for at in range(0, len(everyone), size)])

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from ._engine import Error
-from .parameter_memory import memory_order
+from .parameter_slices import memory_order
 from .sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Fused optimizers on the engine's kernels, and the exact global norm.
 
 `AdamW`, `Adam` and `SGD` are torch's classes with another `step()`: arguments, `param_groups` and `state_dict()` are
-torch's, and load into each other both ways. Tensors on the CPU only; docs/design/optim.md has the arithmetic.
+torch's, and load into each other both ways. Tensors on the CPU, or on a GPU; docs/design/optim.md has the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import _engine
+from . import _engine, device
 from .masters import LOW, Masters, load_in_float32
 from .offload import StateStore
 
@@ -59,7 +59,7 @@ class _Fused(torch.optim.Optimizer):
         Raises
         ------
         ValueError
-            If a parameter is not float32, bfloat16 or float16 on the CPU, or the group asks for a form of the step
+            If a parameter is not float32, bfloat16 or float16 on the CPU or a CUDA GPU, or the group asks for a form of the step
             that is not fused (`foreach=True`, `fused=False`, `capturable=True`, `differentiable=True`).
         """
         super().add_param_group(param_group)
@@ -82,9 +82,9 @@ class _Fused(torch.optim.Optimizer):
                     f"sw.optim.{name}: parameter {position} of group {number} must be float32, bfloat16 or float16, "
                     f"not {str(p.dtype).removeprefix('torch.')}; torch.optim.{name} takes it"
                 )
-            if p.device.type not in ("cpu", "meta"):
+            if p.device.type not in ("cpu", "cuda", "meta"):
                 raise ValueError(
-                    f"sw.optim.{name}: parameter {position} of group {number} must be on the CPU, not on {p.device}; "
+                    f"sw.optim.{name}: parameter {position} of group {number} must be on the CPU or a CUDA GPU, not on {p.device}; "
                     f"torch.optim.{name}(fused=True) takes it"
                 )
 
@@ -220,7 +220,7 @@ class _AdamStep(_Fused):
             "grad_scale": grad_scale,
             "state_file": self._state_file,
         }
-        direct, through_master = _Lists(*keys), _Lists(*keys)
+        calls: dict[tuple[bool, torch.device], _Lists] = {}
         for p in group["params"]:
             grad = p.grad
             if grad is None:
@@ -233,18 +233,19 @@ class _AdamStep(_Fused):
             has_master = self._has_master(p)
             if self.store is not None:
                 self.store.adopt(state)
-            lists = through_master if has_master else direct
+            lists = calls.setdefault((has_master, p.device), _Lists(*keys))
             lists.params.append(p)
             lists.targets.append(self._master_of(p, state) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
+            if state["step"].device.type != "cpu":  # torch's own fused form keeps it on the GPU
+                state["step"] = state["step"].cpu()
             for key, tensors in lists.lists.items():
                 tensors.append(state[key])
-        for lists in (direct, through_master):
-            if lists.params:
-                masters = lists.targets if lists is through_master else []
-                self._call(lists, lists.params if masters else None, options)
-                self._written(lists.params, masters)
+        for (has_master, _), lists in calls.items():
+            masters = lists.targets if has_master else []
+            self._call(lists, lists.params if masters else None, {**options, "gpu": device.place_of(lists.params[0])})
+            self._written(lists.params, masters)
 
     def _moment_count(self, group: dict[str, Any]) -> int:
         return 2 + group["amsgrad"]
@@ -278,7 +279,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
     Parameters
     ----------
     params : iterable of Tensor or of dict
-        Dense tensors on the CPU, float32, bfloat16 or float16, or groups of them.
+        Dense tensors on the CPU or a CUDA GPU, float32, bfloat16 or float16, or groups of them.
     lr, betas, eps, weight_decay, amsgrad, maximize
         As in `torch.optim.AdamW`.
     foreach, capturable, differentiable, fused
@@ -465,7 +466,7 @@ class SGD(_Fused, torch.optim.SGD):
         options |= {"nesterov": group["nesterov"], "maximize": group["maximize"], "grad_scale": grad_scale}
         options["state_file"] = self._state_file
         buffered = group["momentum"] != 0
-        calls: dict[tuple[bool, bool], _Lists] = {}
+        calls: dict[tuple[bool, bool, torch.device], _Lists] = {}
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -474,7 +475,7 @@ class SGD(_Fused, torch.optim.SGD):
             if self.store is not None:
                 self.store.adopt(state)
             buffer = state.get("momentum_buffer")
-            kind = (has_master, buffered and buffer is None)
+            kind = (has_master, buffered and buffer is None, p.device)
             lists = calls.get(kind)
             if lists is None:
                 lists = calls[kind] = _Lists(*(("momentum_buffer",) if buffered else ()))
@@ -484,9 +485,9 @@ class SGD(_Fused, torch.optim.SGD):
             lists.states.append(state)
             if buffered:
                 lists.lists["momentum_buffer"].append(self._state_like(p) if buffer is None else buffer)
-        for (has_master, first), lists in calls.items():
+        for (has_master, first, _), lists in calls.items():
             copies = lists.params if has_master else None
-            self._call(lists, copies, {**options, "first": first})
+            self._call(lists, copies, {**options, "first": first, "gpu": device.place_of(lists.params[0])})
             self._written(lists.params, lists.targets if has_master else [])
 
     @staticmethod

@@ -16,12 +16,13 @@ from torch.utils.dlpack import from_dlpack
 
 from ._engine import Arena, Reducer
 from .gradients import dense_strides
+from .parameter_slices import ParameterSlices, itemsize_of
 from .process_group import HostGroup
 from .slicing import Slicing
 from .table import ParameterTable
 
 
-class ParameterMemory:
+class ParameterMemory(ParameterSlices):
     """Moves the parameters of a table into mapped memory. Making it is collective.
 
     Parameters
@@ -57,18 +58,13 @@ class ParameterMemory:
         slicing: Slicing,
         shared: bool,
     ) -> None:
+        super().__init__(reducer, table, slicing, label)
         self.shared = shared
-        self._slicing = slicing
         self._copies = slicing.is_replicated or group.host_count > 1  # more than one, where they are shared
-        self.reason = ""
-        self._group, self._reducer, self._table, self._label = group, reducer, table, label
+        self._group = group
         self._arena: Arena | None = None
-        self._moved: set[int] = set()
-        self._stepped: set[int] = set()  # buckets with parameters that train, or have
-        self._flat: dict[int, torch.Tensor] = {}
-        self._runs: dict[int, tuple[int, int]] = {}
         shapes = [reducer.bucket_shape(bucket) for bucket in range(reducer.bucket_count)]
-        sizes = [offset + numel * _itemsize(dtype) for offset, numel, dtype, _ in shapes]
+        sizes = [offset + numel * itemsize_of(dtype) for offset, numel, dtype, _ in shapes]
         try:
             self._arena = group.comm.arena(max(sizes), f"parameters of {label}", of_hosts=True)
         except MemoryError as error:  # the same on every rank
@@ -97,7 +93,7 @@ class ParameterMemory:
                 parameter.data = parameter.data.contiguous()
             return
         capsule = self._arena.tensor(
-            offset + begin * _itemsize(dtype), dtype, shape, None if strides is None else list(strides), self._home
+            offset + begin * itemsize_of(dtype), dtype, shape, None if strides is None else list(strides), self._home
         )
         moved = from_dlpack(capsule)
         if self._group.rank == self._home:
@@ -112,44 +108,16 @@ class ParameterMemory:
             if parameter.data_ptr() == self._flat[index].data_ptr():
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
+    def is_moved(self, index: int) -> bool:
+        """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""
+        return self._arena is None or super().is_moved(index)
+
     @property
     def _home(self) -> int:
         if not self.shared:
             return self._group.rank
         host = self._group.host_of
         return next(r for r in self._slicing.replica() if host[r] == host[self._group.rank])
-
-    def run(self, index: int, rank: int) -> tuple[int, int]:
-        """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
-        bucket, begin, numel = self._reducer.place(index)
-        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
-
-    def flat(self, index: int) -> torch.Tensor:
-        """All elements of a parameter in memory order: a one-dimensional alias of the memory that it was moved to."""
-        if index in self._flat:
-            return self._flat[index]
-        data = self._table.parameters[index].data
-        return data.as_strided((data.numel(),), (1,), data.storage_offset())
-
-    def own_run(self, index: int) -> tuple[int, int]:
-        """run(index, this rank), kept."""
-        if index not in self._runs:
-            self._runs[index] = self.run(index, self._group.rank)
-        return self._runs[index]
-
-    def is_moved(self, index: int) -> bool:
-        """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""
-        return self._arena is None or index in self._flat
-
-    def is_published(self, index: int) -> bool:
-        """Whether publish() makes this rank's slice of a parameter everybody's."""
-        return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
-
-    def slice(self, index: int) -> torch.Tensor | None:
-        """This rank's elements of a parameter; None if it owns none. Parameters without elements are of the first slice."""
-        low, high = self.own_run(index)
-        flat = self.flat(index)
-        return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
 
     def publish(self) -> None:
         """Every rank has updated its slices: makes them everybody's. Collective.
@@ -169,11 +137,6 @@ class ParameterMemory:
                 ranges = self._ranges_of(root)
                 if ranges:
                     comm.broadcast(ranges, root, label)
-
-    @property
-    def bytes_held(self) -> int:
-        """Of parameters, on this rank; where they are shared, on the host."""
-        return sum(self._bucket_range(bucket)[1] for bucket in self._moved)
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
@@ -203,10 +166,6 @@ class ParameterMemory:
             else:
                 self._group.broadcast(self._table.parameters, 0, label)
 
-    def _bucket_range(self, bucket: int) -> tuple[int, int]:
-        offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        return offset, numel * _itemsize(dtype)
-
     def _ranges_of(self, rank: int) -> Sequence[tuple[int, int]]:
         ranges = []
         for index, parameter in enumerate(self._table.parameters):
@@ -215,20 +174,3 @@ class ParameterMemory:
                 size = parameter.element_size()
                 ranges.append((parameter.data_ptr() + low * size, (high - low) * size))
         return ranges
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
-
-
-def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` in the order in which those of `like`, of the same shape, lie in memory: one-dimensional.
-
-    An alias where the strides agree, else a copy.
-    """
-    strides = dense_strides(like)
-    if strides is None or tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():
-        same = torch.empty_strided(like.shape, strides or like.contiguous().stride(), dtype=tensor.dtype)
-        same.copy_(tensor)
-        tensor = same
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -14,14 +14,16 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from . import _hooks
-from ._engine import Error, Reducer
+from ._engine import Error, Reducer, norm_sum
 from .comm_hook import HookRunner, SlicedHookRunner
+from .compress import Bf16, Compressor, Fp16
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
-from .gradients import copy_gradient, gradient_view, norm_over_ranks
+from .gradients import as_real, copy_gradient, gradient_view, norm_over_ranks
 from .options import Options
-from .parameter_memory import ParameterMemory, memory_order
+from .parameter_memory import ParameterMemory
+from .parameter_slices import memory_order
 from .process_group import HostGroup
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .slicing import Slicing
@@ -31,6 +33,7 @@ from .units import cut
 
 if TYPE_CHECKING:
     from .auto_compression import AutoCompression
+    from .device_parameters import DeviceParameters
     from .join import Announcer
     from .offload import StateStore
     from .precision import PrecisionPlan
@@ -82,7 +85,7 @@ class Replica:
         zero: int = 0,
         slicing: Slicing | None = None,
         *,
-        sends_early: bool = True,
+        compress: Compressor | None = None,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
@@ -95,7 +98,8 @@ class Replica:
         try:
             self.table = ParameterTable.of(module, ignored)
             if self.table.is_on_gpu:
-                _check_gpu(zero)
+                _check_gpu(zero, self.slicing, settings["offload"])
+                self._wire = _wire_of(compress, zero, self.table)
             self._supersede(module)
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
@@ -103,8 +107,8 @@ class Replica:
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
         self.link: DeviceLink | None = None
         self.deterministic = options.deterministic or not self.table.is_on_gpu
-        self.reducer = self._make_reducer(options, sends_early)
-        self._parameters: ParameterMemory | UnitMemory | None = None
+        self.reducer = self._make_reducer(options, sends_early=compress is None)
+        self._parameters: ParameterMemory | UnitMemory | DeviceParameters | None = None
         self._board: GradientBoard | None = None
         if zero:
             self._parameters = self._make_parameters(module, options)
@@ -118,7 +122,7 @@ class Replica:
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
         self._in_forward = self._warned_of_forward = False
-        self.compression: tuple[str, Exchange] | None = None
+        self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
         self.announcer: Announcer | None = None
         self.watcher: AutoCompression | None = None
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
@@ -133,15 +137,17 @@ class Replica:
         cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.zero, over_hosts)
         if self.table.is_on_gpu:
             from .device_rounds import DeviceRounds
+            from .device_slices import SlicedDeviceRounds
 
             self.link = device_link(self.group, self.table.parameters[0], options.timeout_s)
-            return DeviceRounds(
+            return (SlicedDeviceRounds if self.zero == 2 else DeviceRounds)(
                 self.link,
                 self.table.rows(),
-                bucket_cap_bytes=cap_bytes,
+                bucket_cap_bytes=options.bucket_cap_bytes,
                 reduce=options.reduce,
                 deterministic=options.deterministic,
                 label=self.label,
+                wire=self._wire,
             )
         return Reducer(
             self.group.comm,
@@ -155,7 +161,13 @@ class Replica:
             first_cap_bytes=_HOSTS_FIRST_CAP_BYTES if over_hosts else 0,
         )
 
-    def _make_parameters(self, module: torch.nn.Module, options: Options) -> ParameterMemory | UnitMemory:
+    def _make_parameters(
+        self, module: torch.nn.Module, options: Options
+    ) -> ParameterMemory | UnitMemory | DeviceParameters:
+        if self.link is not None:
+            from .device_parameters import DeviceParameters
+
+            return DeviceParameters(self.link, self.reducer, self.table, self.label)
         if self.zero < 3 or options.share_parameters is not False:
             return ParameterMemory(
                 self.group, self.reducer, self.table, self.label, slicing=self.slicing, shared=self.zero == 3
@@ -182,6 +194,7 @@ class Replica:
         opener = _opener(weakref.ref(self), synchronises)
         if self.link is not None:
             self.views = self.reducer.attach(self.table.parameters, open=opener, task_id=_hooks.graph_task_id)
+            self._board = self.reducer.board if self.zero == 2 else None
         else:
             self.views = self._make_views()
             self.reducer.attach(
@@ -216,7 +229,7 @@ class Replica:
         """What calls a communication hook for every bucket."""
         if self.link is not None:
             raise NotImplementedError(
-                "communication hooks and compress= are not there yet on GPUs: gradients travel as they are"
+                "communication hooks are not there yet on GPUs: compress=sw.Fp16() and sw.Bf16() are"
             )
         if self.zero >= 2 and self.reducer.transport == "pool":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
@@ -313,7 +326,7 @@ class Replica:
         """Whether `parameter` is in the table."""
         return id(parameter) in self._identities
 
-    def parameters(self) -> ParameterMemory | UnitMemory:
+    def parameters(self) -> ParameterMemory | UnitMemory | DeviceParameters:
         """Where the parameters lie; at zero >= 1 only."""
         assert self._parameters is not None
         return self._parameters
@@ -339,22 +352,31 @@ class Replica:
         counts = self.reducer.stats()
         if isinstance(self._parameters, UnitMemory):
             counts = {**counts, **self._parameters.schedule.stats()}
-        if self.compression is None:
+        name, exchange = self.compression or ("", None)
+        if exchange is None:
+            halves = self.compression is not None  # between GPUs: in place of what is wider
             world, shots = self.group.world_size, 1 if self.zero >= 2 else 2
             slices = self.slicing.count if self.zero >= 2 else world
             shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
-            sizes = [numel * getattr(torch, dtype).itemsize for _, numel, dtype, trains in shapes if trains]
+            sizes = [
+                numel * (2 if halves else getattr(torch, dtype).itemsize)
+                for _, numel, dtype, trains in shapes
+                if trains
+            ]
             buckets = tuple(shots * (world - 1) * (size // slices) for size in sizes)
-            total = shots * (world - 1) * (counts["bytes"] // slices)
-            return {**counts, "wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
-        name, exchange = self.compression
+            total = sum(buckets) * counts["rounds"] if halves else shots * (world - 1) * (counts["bytes"] // slices)
+            wire = {"wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
+            return {**counts, **({"compress": name} if halves else {}), **wire}
         buckets = exchange.bucket_wire_bytes
         wire = {"wire_bytes": exchange.wire_bytes, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
         return {**counts, "compress": name, **wire}
 
     def norm_of(self, slices: Iterable[torch.Tensor | None]) -> float:
         """The exact 2-norm of what all ranks hold together, this one `slices`. Collective."""
-        return norm_over_ranks(self.group.comm, slices if self.slicing.speaks else (), self.label)
+        held = [each for each in slices if each is not None] if self.slicing.speaks else []
+        if self.link is None:
+            return norm_over_ranks(self.group.comm, norm_sum([as_real(piece) for piece in held]), self.label)
+        return norm_over_ranks(self.group.comm, b"".join(self.link.norm_sums(held)), self.label)
 
     def gradient_slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
@@ -487,7 +509,7 @@ class Replica:
                 found[name] = gradient
                 continue
             piece = gradient.averaged_piece()
-            data = piece.view(torch.uint8).numpy().tobytes() if self.slicing.speaks else b""
+            data = piece.view(torch.uint8).cpu().numpy().tobytes() if self.slicing.speaks else b""
             flat = parameter.new_empty(parameter.numel(), dtype=gradient.dtype)
             for rank, each in enumerate(self.group.comm.all_gather_bytes(data, f"gradient of {name}")):
                 low, high = self.parameters().run(index, rank)
@@ -568,11 +590,33 @@ class Replica:
         self._handles.clear()
 
 
-def _check_gpu(zero: int) -> None:
-    if zero:
+def _check_gpu(zero: int, slicing: Slicing, offload: str | None) -> None:
+    if zero == 3:
+        raise NotImplementedError("zero=3 on GPUs is not there yet: zero=0, 1 and 2 are")
+    if zero and slicing.is_replicated:
         raise NotImplementedError(
-            f"zero={zero} on GPUs is not there yet: gradients are averaged on GPUs at zero=0, slices are kept on the CPU only"
+            f"device_mesh of two dimensions at zero={zero} on GPUs is not there yet: use one dimension, or zero=0"
         )
+    if offload is not None:
+        raise NotImplementedError(
+            f"offload={offload!r} is not there yet on GPUs: optimizer state stays beside the parameters"
+        )
+
+
+def _wire_of(compress: Compressor | None, zero: int, table: ParameterTable) -> str | None:
+    """In what gradients travel between GPUs; None: as they are."""
+    if compress is None:
+        return None
+    if not isinstance(compress, (Fp16, Bf16)) or zero > 1:
+        raise NotImplementedError(
+            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() at zero=0 and 1 are"
+        )
+    for name, parameter in zip(table.names, table.parameters):
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise NotImplementedError(
+                f"compress={compress!r} on GPUs: parameter {name!r} must be float32, float16 or bfloat16, not {parameter.dtype}"
+            )
+    return "float16" if isinstance(compress, Fp16) else "bfloat16"
 
 
 def _cap_bytes(asked: int, zero: int, over_hosts: bool) -> int:

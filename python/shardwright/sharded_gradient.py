@@ -67,7 +67,8 @@ class GradientBoard:
 
     def gather_norms(self, order: float) -> list[float]:
         """Of every gradient. Collective."""
-        mine = [_partial(piece if self._speaks else piece[:0], order) for piece in self._pieces]
+        shares = [_partial(piece if self._speaks else piece[:0], order) for piece in self._pieces]
+        mine = torch.stack(shares).tolist()  # on a GPU the host waits once
         packed = struct.pack(f"{len(mine)}d", *mine)
         label = f"norms of the gradients of {self._label}"
         rows = [struct.unpack(f"{len(mine)}d", each) for each in self._comm.all_gather_bytes(packed, label)]
@@ -78,18 +79,18 @@ class GradientBoard:
         return b"\1" in self._comm.all_gather_bytes(b"\1" if overflowed else b"\0", "whether a gradient overflowed")
 
 
-def _partial(piece: torch.Tensor, order: float) -> float:
-    """A rank's share of a norm: what adds up, or the extreme."""
-    if piece.numel() == 0:
-        return float("inf") if order == float("-inf") else 0.0
+def _partial(piece: torch.Tensor, order: float) -> torch.Tensor:
+    """A rank's share of a norm, a float64 scalar: what adds up, or the extreme."""
     wide = piece.abs().double()
+    if piece.numel() == 0:
+        return wide.new_full((), float("inf") if order == float("-inf") else 0.0)
     if order == float("inf"):
-        return float(wide.max())
+        return wide.max()
     if order == float("-inf"):
-        return float(wide.min())
+        return wide.min()
     if order == 0:
-        return float((wide != 0).sum())
-    return float(wide.pow(order).sum())
+        return (wide != 0).sum().double()
+    return wide.pow(order).sum()
 
 
 def _whole(shares: Sequence[float], order: float) -> float:
@@ -213,9 +214,9 @@ def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, 
         raise Error("the norm of a gradient of which this rank keeps a slice is over all of it: see sw.full_gradients")
     grad.averaged_piece()
     if grad._cleared:
-        return torch.linalg.vector_norm(torch.zeros(grad.shape), order)
+        return torch.linalg.vector_norm(torch.zeros(grad.shape, device=grad.device), order)
     real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
-    return torch.tensor(grad._board.norm(grad._index, float(order)), dtype=dtype or real)
+    return torch.tensor(grad._board.norm(grad._index, float(order)), dtype=dtype or real, device=grad.device)
 
 
 def _norms(grads: Any, order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:

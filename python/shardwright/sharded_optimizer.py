@@ -20,7 +20,7 @@ import torch
 from ._engine import Error
 from .join import exchange_slices
 from .masters import LOW, Masters, has_own_masters
-from .parameter_memory import memory_order
+from .parameter_slices import memory_order
 from .replica import Replica
 
 #: torch's optimizers that treat each element by itself, so that a slice steps as the whole does
@@ -435,7 +435,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 whole[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "tensor" else value
                 continue
             held = key in mine and self._replica.slicing.speaks
-            data = mine[key].contiguous().view(torch.uint8).numpy().tobytes() if held else b""
+            data = mine[key].contiguous().view(torch.uint8).cpu().numpy().tobytes() if held else b""
             pieces = comm.all_gather_bytes(data, label)
             result = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
             flat = memory_order(result, parameter)

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ._engine import Arena, Reducer, Units, block_encode, block_record_bytes
 from .gradients import dense_strides, dtype_name
-from .parameter_memory import memory_order
+from .parameter_slices import memory_order
 from .process_group import HostGroup
 from .slicing import Slicing
 from .table import ParameterTable

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from . import device
 from ._engine import Error
 from .clip import clip_grad_norm_
 from .compress import check_compressor
@@ -51,7 +52,7 @@ def wrap(
     Parameters
     ----------
     module : Module
-        On the CPU, or at zero=0 on one GPU a rank. It is not changed; its parameters keep their identity.
+        On the CPU, or at zero=0, 1 or 2 on one GPU a rank. It is not changed; its parameters keep their identity.
     optimizer : Optimizer, optional
         Returned as it is at zero=0; else one that steps on this rank's slices takes its place. Where it holds bfloat16 or float16
         parameters it steps on float32 masters of theirs, `state[p]["master"]`, at every stage, also at 0.
@@ -120,6 +121,7 @@ def wrap(
         raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     if zero and optimizer is not None:
         check_sliceable(without_masters(optimizer), partition)
+        _check_place(module, partition)
         _check_members(module, optimizer)
     if optimizer is not None or not zero:
         _check_offload(offload, optimizer)
@@ -182,11 +184,17 @@ def shard_optimizer(
         )
     optimizer = without_masters(optimizer)
     check_sliceable(optimizer, partition)
+    _check_place(wrapped.module, partition)
     kind = TensorPartitionedOptimizer if partition == "tensor" else ShardedOptimizer
     _check_offload(wrapped._offload, optimizer)
     made = kind(optimizer, wrapped._engine(), partition, _without_master(wrapped))
     _keep_state(wrapped, made, optimizer)
     return made
+
+
+def _check_place(module: torch.nn.Module, partition: str) -> None:
+    if partition == "tensor" and any(device.runtime.holds(p) for p in module.parameters()):
+        raise NotImplementedError("partition='tensor' is not there yet on GPUs: slices of elementwise optimizers are")
 
 
 def _check_offload(offload: Any, optimizer: torch.optim.Optimizer | None) -> None:

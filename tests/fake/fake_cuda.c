@@ -205,9 +205,20 @@ SIM_API int cuPointerGetAttribute(void *value, int attribute, sw_cu_address addr
 
 /* ---- work ---- */
 
+/* What is left of the block that holds `at`, if that is less: to go beyond it was reported, and the
+ * memory there is not the simulation's. */
+static uint64_t within_block(const void *at, uint64_t size_bytes)
+{
+    const sim_block *block = sim_block_of(at);
+    uint64_t left = block
+                        ? (uint64_t)(block->memory + block->size_bytes - (const unsigned char *)at)
+                        : size_bytes;
+    return left < size_bytes ? left : size_bytes;
+}
+
 static void run_copy(sim_op *op)
 {
-    memmove(op->to, op->from, op->size_bytes);
+    memmove(op->to, op->from, within_block(op->from, within_block(op->to, op->size_bytes)));
 }
 
 static void run_fill(sim_op *op)

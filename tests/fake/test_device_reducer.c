@@ -3,10 +3,11 @@
  *
  * Laws: with `deterministic` parameters after 4 steps of Adam equal, bit for bit on every rank,
  * those of a naive loop that folds with the host kernel; without it all ranks are alike and near
- * them. They begin as rank 0's. Every rank learns which gradients some rank used. No schedule gives
- * a race, a read of what nobody wrote, a leak or another value; a step waits on the host not once,
- * unless a gradient is unused on this rank. Each driver call that fails ends in a named error and
- * leaves nothing.
+ * them. They do not depend on the stage: whether a rank steps on all of them, or on its slices,
+ * which are gathered; whether means are whole, or slices out of a ring of two places. They begin as
+ * rank 0's. Every rank learns which gradients some rank used. No schedule gives a race, a read of
+ * what nobody wrote, a leak or another value; a step waits on the host not once, unless a gradient
+ * is unused on this rank. Each driver call that fails ends in a named error and leaves nothing.
  */
 #include <math.h>
 #include <stdio.h>
@@ -27,11 +28,12 @@ static const size_t numels[BUCKETS] = {96, 384, 192};
 
 typedef struct model { /* one bucket's share of the training */
     float *p, *m, *v;  /* device memory of the test, float32 */
-    void *bucket;      /* its gradient */
+    void *bucket;      /* its mean: whole, or at stage 2 this rank's slice */
     void *source;      /* what backward will turn into the gradient */
 } model;
 
 typedef struct training {
+    int stage; /* 1: the optimizer steps on slices; 2: means are slices too */
     bool deterministic;
     int steps;
     long fail_nth;      /* the call of rank 0 that fails; 0: none */
@@ -61,19 +63,27 @@ static bool is_used(int rank, int step, int gradient)
     return step == 1 || (gradient + rank + step) % 4 != 0;
 }
 
+/* At stage 2, step 2 is on top of the mean of step 1 in a part of each slice. */
+static sw_device_run standing_of(const training *run, size_t slice_numel, int step)
+{
+    bool is_some = run->stage == 2 && step == 2;
+    return (sw_device_run){is_some ? slice_numel / 4 : 0, is_some ? slice_numel / 2 : 0};
+}
+
 static sw_adam_args adam_of(float *p, float *m, float *v, const void *g, size_t numel,
                             sw_dtype dtype, int step)
 {
     double first = 1 - pow(0.9, step + 1), second = 1 - pow(0.999, step + 1);
-    return (sw_adam_args){.run = {.p = p,
-                                  .m = m,
-                                  .v = v,
-                                  .g = g,
-                                  .numel = numel,
-                                  .p_dtype = (int)SW_DTYPE_FLOAT32,
-                                  .state_dtype = (int)SW_DTYPE_FLOAT32,
-                                  .g_dtype = (int)dtype,
-                                  .copy_dtype = (int)SW_DTYPE_FLOAT32},
+    return (sw_adam_args){.run = {{.p = p,
+                                   .m = m,
+                                   .v = v,
+                                   .g = g,
+                                   .numel = numel,
+                                   .p_dtype = (int)SW_DTYPE_FLOAT32,
+                                   .state_dtype = (int)SW_DTYPE_FLOAT32,
+                                   .g_dtype = (int)dtype,
+                                   .copy_dtype = (int)SW_DTYPE_FLOAT32}},
+                          .run_count = 1,
                           .factor = 1.0f,
                           .decay = 0.999f,
                           .lerp = 0.1f,
@@ -97,9 +107,24 @@ static void narrow(void *to, const float *from, size_t numel, sw_dtype dtype)
     sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
 }
 
-static double oracle(int world_size, int steps, float result[BUCKETS][NUMEL_MAX])
+/* What stands in the run of each slice is added as autograd would add it. */
+static void add_standing(void *gradient, const void *mean, sw_device_run run, size_t b,
+                         int world_size)
+{
+    size_t width = numels[b] / (size_t)world_size, bytes = sw_dtype_size_bytes(dtypes[b]);
+    for (int r = 0; r < world_size && run.begin < run.end; ++r) {
+        size_t offset = ((size_t)r * width + run.begin) * bytes;
+        void *to = (char *)gradient + offset;
+        const void *source[] = {(const char *)mean + offset, to};
+        sw_kernels()->fold[dtypes[b]](&to, 1, source, 2, run.end - run.begin, 1, SW_REDOP_SUM);
+    }
+}
+
+static double oracle(const training *run, int world_size, int steps,
+                     float result[BUCKETS][NUMEL_MAX])
 {
     double norm = 0;
+    static float mean[BUCKETS][NUMEL_MAX];
     static float m[BUCKETS][NUMEL_MAX], v[BUCKETS][NUMEL_MAX];
     memset(m, 0, sizeof m);
     memset(v, 0, sizeof v);
@@ -110,20 +135,22 @@ static double oracle(int world_size, int steps, float result[BUCKETS][NUMEL_MAX]
         sw_norm_sum sum;
         sw_norm_init(&sum);
         for (size_t b = 0; b < BUCKETS; ++b) {
-            float wide[NUMEL_MAX], gradient[GPU_RANKS_MAX][NUMEL_MAX], mean[NUMEL_MAX];
+            float wide[NUMEL_MAX], gradient[GPU_RANKS_MAX][NUMEL_MAX];
             const void *source[GPU_RANKS_MAX];
-            void *to = mean;
+            void *to = mean[b];
+            sw_device_run standing = standing_of(run, numels[b] / (size_t)world_size, step);
             for (int r = 0; r < world_size; ++r) {
                 for (size_t i = 0; i < numels[b]; ++i)
                     wide[i] = value_of(r, step, b, i);
                 narrow(gradient[r], wide, numels[b], dtypes[b]);
+                add_standing(gradient[r], mean[b], standing, b, world_size);
                 source[r] = gradient[r];
             }
             sw_kernels()->fold[dtypes[b]](&to, 1, source, world_size, numels[b], 1.0 / world_size,
                                           SW_REDOP_MEAN);
-            sw_norm_array array = {.data = mean, .numel = numels[b], .dtype = dtypes[b]};
+            sw_norm_array array = {.data = mean[b], .numel = numels[b], .dtype = dtypes[b]};
             check(sw_norm_add(&sum, &array, 1, NULL) == SW_OK, "norm");
-            sw_adam_args adam = adam_of(result[b], m[b], v[b], mean, numels[b], dtypes[b], step);
+            sw_adam_args adam = adam_of(result[b], m[b], v[b], mean[b], numels[b], dtypes[b], step);
             sw_kernel_contracts()[SW_KERNEL_ADAM].reference(&adam);
         }
         sw_norm_close(&sum);
@@ -141,8 +168,14 @@ typedef struct loop {
     sw_stream *backward, *optimizer;
     sw_event *loaded, *ended;
     model part[BUCKETS];
+    void *place[SW_DEVICE_PLACES]; /* device memory of the largest bucket */
     float *pinned[BUCKETS];
 } loop;
+
+static size_t slice_of(const loop *l, size_t b)
+{
+    return numels[b] / (size_t)l->self->world_size;
+}
 
 static sw_status upload(loop *l, float *to, const float *from, size_t numel, int slot)
 {
@@ -163,6 +196,8 @@ static sw_status prepare(loop *l)
     SW_TRY(device->ops->stream_create(device, false, &l->optimizer, err));
     SW_TRY(device->ops->event_create(device, &l->loaded, err));
     SW_TRY(device->ops->event_create(device, &l->ended, err));
+    for (int p = 0; p < SW_DEVICE_PLACES; ++p)
+        SW_TRY(device->ops->memory_alloc(device, sizeof(float[NUMEL_MAX]), &l->place[p], err));
     for (int b = 0; b < BUCKETS; ++b) {
         size_t bytes = numels[b] * sizeof(float);
         float start[NUMEL_MAX];
@@ -184,19 +219,22 @@ static sw_status prepare(loop *l)
         parameters[b] = (sw_device_range){l->part[b].p, numels[b], SW_DTYPE_FLOAT32};
     }
     SW_TRY(sw_device_comm_broadcast(l->self->all, parameters, BUCKETS, 0, l->backward, err));
+    for (int b = 0; b < BUCKETS; ++b) /* what was received is there for its stream */
+        SW_TRY(device->ops->copy_async(device, l->part[b].source, l->part[b].p,
+                                       numels[b] * sizeof(float), l->backward, err));
     SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
     SW_TRY(device->ops->stream_wait(device, l->optimizer, l->loaded, err));
     return device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's upload", err);
 }
 
 /* A backward: the gradient comes into being on its stream, from a float32 source of this step. */
-static sw_status produce(loop *l, size_t b, int step)
+static sw_status produce(loop *l, void *to, size_t b, int step)
 {
     float wide[NUMEL_MAX];
     for (size_t i = 0; i < numels[b]; ++i)
         wide[i] = value_of(l->self->rank, step, b, i);
     SW_TRY(upload(l, l->part[b].source, wide, numels[b], (int)b));
-    sw_cast_args cast = {.to = l->part[b].bucket,
+    sw_cast_args cast = {.to = to,
                          .from = l->part[b].source,
                          .numel = numels[b],
                          .scale = 1.0f,
@@ -221,11 +259,49 @@ static sw_status read_use(loop *l, int step)
 }
 
 /* Equal ones are no error, and looking does not make one; what the host reads has come. */
-static sw_status check_tags(loop *l, uint32_t tag)
+static sw_status check_tags(loop *l, uint64_t tag)
 {
-    uint32_t own = tag;
-    SW_TRY(sw_device_reducer_check(l->reducer, &own, &l->self->err));
-    return own == tag ? SW_OK : SW_E_STATE;
+    uint64_t own = tag, unlike = 0;
+    SW_TRY(sw_device_reducer_check(l->reducer, &own, &unlike, &l->self->err));
+    return own == tag && unlike == 0 ? SW_OK : SW_E_STATE;
+}
+
+/* Backward of one bucket. */
+static sw_status send_bucket(loop *l, size_t b, int step)
+{
+    size_t place = b % SW_DEVICE_PLACES;
+    sw_error *err = &l->self->err;
+    if (l->run->stage < 2) {
+        SW_TRY(produce(l, l->part[b].bucket, b, step));
+        return sw_device_reducer_post(l->reducer, b, l->backward, err);
+    }
+    sw_device_run standing = standing_of(l->run, slice_of(l, b), step);
+    SW_TRY(sw_device_reducer_reserve(l->reducer, place, l->backward, err));
+    SW_TRY(produce(l, l->place[place], b, step));
+    return sw_device_reducer_post_slice(l->reducer, b, l->place[place], &standing,
+                                        standing.begin < standing.end, l->backward, err);
+}
+
+/* The optimizer on bucket b, or on this rank's slice of it. */
+static sw_status update(loop *l, size_t b, int step)
+{
+    const model *part = &l->part[b];
+    size_t numel = l->run->stage ? slice_of(l, b) : numels[b];
+    size_t begin = l->run->stage ? (size_t)l->self->rank * numel : 0;
+    size_t mean_begin = l->run->stage == 2 ? 0 : begin * sw_dtype_size_bytes(dtypes[b]);
+    sw_adam_args adam = adam_of(part->p + begin, part->m + begin, part->v + begin,
+                                (char *)part->bucket + mean_begin, numel, dtypes[b], step);
+    SW_TRY(sw_device_reducer_take(l->reducer, b, l->optimizer, &l->self->err));
+    return sw_kernel_launch(&l->self->kernels, SW_KERNEL_ADAM, &adam, l->optimizer, &l->self->err);
+}
+
+static sw_status gather(loop *l)
+{
+    sw_device_range parameters[BUCKETS];
+    for (int b = 0; b < BUCKETS; ++b)
+        parameters[b] = (sw_device_range){l->part[b].p, numels[b], SW_DTYPE_FLOAT32};
+    return sw_device_comm_all_gather(l->self->all, parameters, BUCKETS, l->optimizer,
+                                     &l->self->err);
 }
 
 static sw_status train_step(loop *l, int step)
@@ -237,25 +313,21 @@ static sw_status train_step(loop *l, int step)
     if (step > 0) /* the pinned sources of the step before have been read: the test's own wait */
         SW_TRY(device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's sources", err));
     for (size_t b = 0; b < BUCKETS; ++b) {
-        SW_TRY(produce(l, b, step));
-        SW_TRY(sw_device_reducer_post(l->reducer, b, l->backward, err));
+        SW_TRY(send_bucket(l, b, step));
         if (l->run->stop_in_step && step + 1 == l->run->steps && b == 1)
             return SW_OK;
     }
     SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
     for (int i = 0; i < GRADIENTS; ++i)
         used[i] = is_used(l->self->rank, step, i);
-    uint32_t tag = 0x10203u * (uint32_t)step;
+    uint64_t tag = 0x102030405060708u * (uint64_t)step;
     SW_TRY(sw_device_reducer_finish(l->reducer, used, tag, err));
     SW_TRY(read_use(l, step));
     SW_TRY(check_tags(l, tag));
-    for (size_t b = 0; b < BUCKETS; ++b) {
-        SW_TRY(sw_device_reducer_take(l->reducer, b, l->optimizer, err));
-        sw_adam_args adam = adam_of(l->part[b].p, l->part[b].m, l->part[b].v, l->part[b].bucket,
-                                    numels[b], dtypes[b], step);
-        SW_TRY(sw_kernel_launch(&l->self->kernels, SW_KERNEL_ADAM, &adam, l->optimizer, err));
-    }
-    return sw_device_reducer_release(l->reducer, l->optimizer, err);
+    for (size_t b = 0; b < BUCKETS; ++b)
+        SW_TRY(update(l, b, step));
+    SW_TRY(sw_device_reducer_release(l->reducer, l->optimizer, err));
+    return l->run->stage ? gather(l) : SW_OK;
 }
 
 static sw_status read_back(loop *l)
@@ -274,8 +346,9 @@ static sw_status read_back(loop *l)
                              "the test's results");
         memcpy(l->run->result[l->self->rank][b], l->pinned[b], numels[b] * sizeof(float));
     }
-    for (int b = 0; b < BUCKETS; ++b)
-        gradients[b] = (sw_device_range){l->part[b].bucket, numels[b], dtypes[b]};
+    for (size_t b = 0; b < BUCKETS; ++b)
+        gradients[b] = (sw_device_range){
+            l->part[b].bucket, l->run->stage == 2 ? slice_of(l, b) : numels[b], dtypes[b]};
     SW_TRY(sw_device_comm_norm(l->self->all, gradients, BUCKETS, l->optimizer, &sum, err));
     gpu_sim->host_access(l->self->all->staged, sizeof sum, SW_ACCESS_READ, "the test's norm");
     l->run->norm[l->self->rank] = sw_norm_value(&sum);
@@ -292,7 +365,9 @@ static sw_status train(loop *l)
                                        .bucket_count = BUCKETS,
                                        .gradient_count = GRADIENTS,
                                        .op = SW_REDOP_MEAN,
-                                       .deterministic = l->run->deterministic};
+                                       .deterministic = l->run->deterministic,
+                                       .sliced = l->run->stage == 2,
+                                       .wire = SW_DTYPE_COUNT};
     SW_TRY(prepare(l));
     specs[0].data = l->part[0].bucket;
     specs[1].data = l->part[1].bucket;
@@ -318,16 +393,20 @@ static void tear_down(loop *l)
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
     sw_device_reducer_destroy(l->reducer);
+    for (int b = 0; b < BUCKETS;
+         ++b) /* whoever read the means of a step that was released is done */
+        device->ops->memory_free(device, l->part[b].bucket);
     if (l->ended && l->optimizer) {
         (void)!device->ops->event_record(device, l->ended, l->optimizer, NULL);
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's optimizer", NULL);
         (void)!device->ops->event_record(device, l->ended, l->backward, NULL);
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
+    for (int p = 0; p < SW_DEVICE_PLACES; ++p)
+        device->ops->memory_free(device, l->place[p]);
     for (int b = 0; b < BUCKETS; ++b) {
-        void *memory[] = {l->part[b].p, l->part[b].m, l->part[b].v, l->part[b].source,
-                          l->part[b].bucket};
-        for (int k = 0; k < 5; ++k)
+        void *memory[] = {l->part[b].p, l->part[b].m, l->part[b].v, l->part[b].source};
+        for (int k = 0; k < 4; ++k)
             device->ops->memory_free(device, memory[k]);
         device->ops->pinned_free(device, l->pinned[b]);
     }
@@ -356,17 +435,18 @@ static bool train_rank(gpu_rank *self)
     return status == SW_OK;
 }
 
-static void check_training(int world_size, bool deterministic, sim_policy policy, uint64_t seed)
+static void check_training(int world_size, int stage, bool deterministic, sim_policy policy,
+                           uint64_t seed)
 {
     static training run;
     static float expected[BUCKETS][NUMEL_MAX];
     char what[96];
-    snprintf(what, sizeof what, "W = %d, %s, policy %d, seed %d", world_size,
+    snprintf(what, sizeof what, "W = %d, stage %d, %s, policy %d, seed %d", world_size, stage,
              deterministic ? "deterministic" : "NCCL's mean", (int)policy, (int)seed);
-    run = (training){.deterministic = deterministic, .steps = STEPS};
+    run = (training){.stage = stage, .deterministic = deterministic, .steps = STEPS};
     check(gpu_ranks_run(world_size, policy, seed, train_rank, &run), "%s: %s", what,
           run.message[0]);
-    double norm = oracle(world_size, STEPS, expected);
+    double norm = oracle(&run, world_size, STEPS, expected);
     double off = 0;
     for (int r = 0; r < world_size; ++r)
         for (int b = 0; b < BUCKETS; ++b) {
@@ -381,30 +461,35 @@ static void check_training(int world_size, bool deterministic, sim_policy policy
     /* Adam moves by at most the rate a step, so even a gradient of the other sign stays within
      * this. */
     check(off <= (deterministic ? 0 : 2 * 0.01 * STEPS), "%s: off by %g", what, off);
-    check(deterministic ? run.norm[0] == norm : fabs(run.norm[0] - norm) <= 1e-2 * norm,
-          "%s: norm %.17g, not %.17g", what, run.norm[0], norm);
+    if (stage < 2 || world_size == 1) /* else it is of this rank's slices */
+        check(deterministic ? run.norm[0] == norm : fabs(run.norm[0] - norm) <= 1e-2 * norm,
+              "%s: norm %.17g, not %.17g", what, run.norm[0], norm);
     check(run.host_waits == 0, "%s: %d host waits in the steps", what, (int)run.host_waits);
     check(run.wrong_use == 0, "%s: %d wrong use bytes", what, run.wrong_use);
     gpu_expect_clean(what);
 }
 
 /* Destroy finds its own way out: in the middle of a step, and with the last one still running. */
-static void check_early_end(int world_size, sim_policy policy, bool in_step)
+static void check_early_end(int world_size, int stage, sim_policy policy, bool in_step)
 {
     static training run;
-    run = (training){
-        .deterministic = true, .steps = 2, .stop_in_step = in_step, .leave_at_once = !in_step};
+    run = (training){.stage = stage,
+                     .deterministic = true,
+                     .steps = 2,
+                     .stop_in_step = in_step,
+                     .leave_at_once = !in_step};
     check(gpu_ranks_run(world_size, policy, 1, train_rank, &run), "stop: %s", run.message[0]);
     gpu_expect_clean(in_step ? "destroyed inside a step" : "destroyed at once");
 }
 
 /* Every counted call of rank 0 fails once; one rank, so that nobody waits for it. */
-static void check_failing_calls(bool deterministic)
+static void check_failing_calls(int stage, bool deterministic)
 {
     static training run;
     long failed = 0;
     for (long nth = 1; nth < 4000; ++nth) {
-        run = (training){.deterministic = deterministic, .steps = 2, .fail_nth = nth};
+        run =
+            (training){.stage = stage, .deterministic = deterministic, .steps = 2, .fail_nth = nth};
         bool ok = gpu_ranks_run(1, SIM_EAGER, 1, train_rank, &run);
         const char *name = gpu_sim->failed_call();
         if (!*name) { /* the run has fewer calls */
@@ -426,14 +511,17 @@ int main(int argc, char **argv)
         return check_result();
     for (int world_size = 1; world_size <= 3; world_size += 2)
         for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
-            for (uint64_t seed = 1; seed <= SEEDS; ++seed) {
-                check_training(world_size, true, (sim_policy)policy, seed);
-                check_training(world_size, false, (sim_policy)policy, seed);
-            }
+            for (uint64_t seed = 1; seed <= SEEDS; ++seed)
+                for (int stage = 0; stage <= 2; ++stage) {
+                    check_training(world_size, stage, true, (sim_policy)policy, seed);
+                    check_training(world_size, stage, false, (sim_policy)policy, seed);
+                }
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (int in_step = 0; in_step < 2; ++in_step)
-            check_early_end(3, (sim_policy)policy, in_step);
-    check_failing_calls(true);
-    check_failing_calls(false);
+            for (int stage = 0; stage <= 2; stage += 2)
+                check_early_end(3, stage, (sim_policy)policy, in_step);
+    for (int stage = 0; stage <= 2; ++stage)
+        check_failing_calls(stage, stage != 1);
+    check_failing_calls(2, false);
     return check_result();
 }

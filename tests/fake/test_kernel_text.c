@@ -160,6 +160,10 @@ static void check_folds(size_t numel)
                 for (size_t k = 0; k < 5; ++k)
                     fill(region(4 + k, 16), args.numel, (sw_dtype)dtype, wild);
                 compare(SW_KERNEL_FOLD, &args, sw_dtype_name((sw_dtype)dtype), NULL);
+                args.to = region(1, 16);
+                args.addend = region(1, 16);
+                fill(region(1, 16), args.numel, (sw_dtype)dtype, wild);
+                compare(SW_KERNEL_FOLD, &args, "on an addend", NULL);
             }
 }
 
@@ -193,11 +197,32 @@ static sw_run_args run_of(size_t numel, int form)
     return run;
 }
 
+static void *behind(const void *array, size_t numel, int dtype)
+{
+    return array ? (char *)(uintptr_t)array + numel * sw_dtype_size_bytes((sw_dtype)dtype) : NULL;
+}
+
+/* The run in two parts, and an empty one. */
+static int cut(sw_run_args whole, sw_run_args *runs)
+{
+    size_t first = (size_t)whole.numel / 3;
+    runs[0] = runs[1] = runs[2] = whole;
+    runs[0].numel = first;
+    runs[1].numel = 0;
+    runs[2].numel = whole.numel - first;
+    runs[2].p = behind(whole.p, first, whole.p_dtype);
+    runs[2].m = behind(whole.m, first, whole.state_dtype);
+    runs[2].v = behind(whole.v, first, whole.state_dtype);
+    runs[2].v_max = behind(whole.v_max, first, whole.state_dtype);
+    runs[2].g = behind(whole.g, first, whole.g_dtype);
+    runs[2].copy = behind(whole.copy, first, whole.copy_dtype);
+    return 3;
+}
+
 static void check_optimizers(size_t numel)
 {
     for (int form = 0; form < 27; ++form) {
-        sw_adam_args adam = {.run = run_of(numel, form),
-                             .factor = form % 4 ? 1.0f : -0.5f,
+        sw_adam_args adam = {.factor = form % 4 ? 1.0f : -0.5f,
                              .decay = 0.999f,
                              .l2 = form % 3 == 1 ? 0.01f : 0.0f,
                              .lerp = form % 5 == 2 ? 0.75f : 0.1f,
@@ -207,15 +232,16 @@ static void check_optimizers(size_t numel)
                              .eps = 1e-8f,
                              .negative_step = -0.003f,
                              .amsgrad = form % 7 == 3};
+        adam.run_count = cut(run_of(numel, form), adam.run);
         compare(SW_KERNEL_ADAM, &adam, "form", NULL);
-        sw_sgd_args sgd = {.run = run_of(numel, form),
-                           .factor = 1.0f,
+        sw_sgd_args sgd = {.factor = 1.0f,
                            .l2 = form % 3 == 1 ? 0.01f : 0.0f,
                            .momentum = form % 4 ? 0.9f : 0.0f,
                            .undampening = 0.8f,
                            .negative_lr = -0.1f,
                            .nesterov = form % 4 == 2,
                            .first = form % 4 == 3};
+        sgd.run_count = cut(run_of(numel, form), sgd.run);
         compare(SW_KERNEL_SGD, &sgd, "form", NULL);
     }
 }

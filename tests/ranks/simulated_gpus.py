@@ -60,6 +60,7 @@ class _Runtime(sw_device.CudaRuntime):
     watches = False  # a thread that asks for events would learn of their order in the host's name
 
     def __init__(self, gpus: SimulatedGpus) -> None:
+        super().__init__()
         self._gpus = gpus
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -156,11 +157,15 @@ class SimulatedGpus:
         self._mode.__enter__()
         self._tolist = torch.Tensor.tolist
         torch.Tensor.tolist = lambda tensor: self.synchronize() or self._tolist(tensor)  # type: ignore[method-assign]
+        self._cpu = torch.Tensor.cpu
+        torch.Tensor.cpu = lambda tensor: self.synchronize() or self._cpu(tensor)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         self._mode.__exit__(None, None, None)
         torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+        torch.Tensor.cpu = self._cpu  # type: ignore[method-assign]
+        sw_device.runtime.kernels.clear()
         sw_device.runtime = self._before
         if kind is not None:
             if hasattr(value, "add_note"):

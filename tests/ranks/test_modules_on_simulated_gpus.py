@@ -292,10 +292,10 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with pytest.raises(sw.Error, match="meta"):
         sw.wrap(module)
     optimizer = torch.optim.SGD((module := gpus.adopt_module(Mlp())).parameters(), lr=0.1)
-    with pytest.raises(NotImplementedError, match="zero=2 on GPUs is not there yet"):
-        sw.wrap(module, optimizer, zero=2)
-    with pytest.raises(NotImplementedError, match="compress= are not there yet on GPUs"):
-        sw.wrap(gpus.adopt_module(Mlp()), compress=sw.Fp16())
+    with pytest.raises(NotImplementedError, match="zero=3 on GPUs is not there yet"):
+        sw.wrap(module, optimizer, zero=3)
+    with pytest.raises(NotImplementedError, match=r"compress=Int8.* is not there yet on GPUs"):
+        sw.wrap(gpus.adopt_module(Mlp()), compress=sw.Int8())
     wrapped = sw.wrap(module)
     with pytest.raises(NotImplementedError, match="communication hooks"):
         wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer())

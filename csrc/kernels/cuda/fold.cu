@@ -23,6 +23,7 @@ template <class T, class U> struct sw_whole {
         return op == SW_ARG_MIN || op == SW_ARG_MAX ? sw_combine(a, b, op) : (T)((U)a + (U)b);
     }
     SW_INLINE value scaled(value x, double) { return x; }
+    SW_INLINE value rounded(value x) { return x; }
 };
 
 template <class T> struct sw_floating {
@@ -31,6 +32,7 @@ template <class T> struct sw_floating {
     SW_INLINE void store(void *array, sw_u64 i, value x) { ((T *)array)[i] = x; }
     SW_INLINE value combine(value a, value b, int op) { return sw_combine(a, b, op); }
     SW_INLINE value scaled(value x, double scale) { return x * (T)scale; }
+    SW_INLINE value rounded(value x) { return x; }
 };
 
 template <int DTYPE> struct sw_half {
@@ -39,6 +41,11 @@ template <int DTYPE> struct sw_half {
     SW_INLINE void store(void *array, sw_u64 i, value x) { sw_store(array, i, DTYPE, x); }
     SW_INLINE value combine(value a, value b, int op) { return sw_combine(a, b, op); }
     SW_INLINE value scaled(value x, double scale) { return x * (float)scale; }
+    SW_INLINE value rounded(value x)
+    {
+        return DTYPE == SW_ARG_BFLOAT16 ? sw_bfloat16_widen(sw_bfloat16_narrow(x))
+                                        : sw_float16_widen(sw_float16_narrow(x));
+    }
 };
 
 template <class K> SW_INLINE void sw_fold_of(const sw_fold_args &a, sw_u64 numel)
@@ -51,6 +58,8 @@ template <class K> SW_INLINE void sw_fold_of(const sw_fold_args &a, sw_u64 numel
                                    ? a.own
                                    : (const void *)((const char *)a.rest + k * a.stride_bytes);
             typename K::value x = K::load(from, i);
+            if (a.addend)
+                x = K::rounded(K::combine(K::load(a.addend, i), x, SW_ARG_SUM));
             sum = k == 0 ? x : K::combine(sum, x, a.op);
         }
         K::store(a.to, i, a.op == SW_ARG_MEAN ? K::scaled(sum, a.scale) : sum);

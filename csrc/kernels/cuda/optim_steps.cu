@@ -1,8 +1,8 @@
-/* optim_steps.cu - ADAM and SGD: host/optim_body.h's arithmetic, element by element. */
+/* optim_steps.cu - ADAM and SGD: host/optim_body.h's arithmetic, element by element. Each run is
+ * passed by the whole grid. */
 
-SW_KERNEL sw_adam(const sw_adam_args a)
+SW_INLINE void sw_adam_run(const sw_adam_args &a, const sw_run_args &run)
 {
-    const sw_run_args &run = a.run;
     const bool small_lerp = a.lerp < 0.5f;
     const float lerp = small_lerp ? a.lerp : a.lerp - 1.0f;
     SW_EACH(i, run.numel)
@@ -32,9 +32,14 @@ SW_KERNEL sw_adam(const sw_adam_args a)
     }
 }
 
-SW_KERNEL sw_sgd(const sw_sgd_args a)
+SW_KERNEL sw_adam(const sw_adam_args a)
 {
-    const sw_run_args &run = a.run;
+    for (int r = 0; r < a.run_count; ++r)
+        sw_adam_run(a, a.run[r]);
+}
+
+SW_INLINE void sw_sgd_run(const sw_sgd_args &a, const sw_run_args &run)
+{
     SW_EACH(i, run.numel)
     {
         float gradient = sw_load(run.g, i, run.g_dtype) * a.factor;
@@ -54,4 +59,10 @@ SW_KERNEL sw_sgd(const sw_sgd_args a)
         if (run.copy)
             sw_store(run.copy, i, run.copy_dtype, parameter);
     }
+}
+
+SW_KERNEL sw_sgd(const sw_sgd_args a)
+{
+    for (int r = 0; r < a.run_count; ++r)
+        sw_sgd_run(a, a.run[r]);
 }

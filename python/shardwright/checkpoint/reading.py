@@ -12,7 +12,7 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder
 from ..compression_state import reshard_state
 from ..data_parallel import DistributedDataParallel
-from ..parameter_memory import memory_order
+from ..parameter_slices import memory_order
 from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import load_stateful, parameter_names, set_random_state

@@ -1,0 +1,25 @@
+/* device_step.h - the same step on a GPU: many runs a launch.
+ *
+ * Idea: runs of one step count share their scalars, so up to SW_RUNS_MAX of them go as one launch,
+ * however their memory lies: slices of an arena, or tensors of their own. The bits are the host's
+ * (device_kernels.h).
+ *
+ * Thread rule: any, as long as two threads do not share a run. Nothing is kept.
+ */
+#ifndef SW_OPTIM_DEVICE_STEP_H
+#define SW_OPTIM_DEVICE_STEP_H
+
+#include "base/status.h"
+#include "kernels/device_kernels.h"
+#include "optim/optim.h"
+
+/* As sw_adam_step and sw_sgd_step, with their errors, on device memory and in the order of
+ * `stream`; enqueued, not waited for. The kernel set's device may be the host. */
+SW_MUST_USE sw_status sw_device_adam_step(const sw_kernel_set *kernels,
+                                          const sw_adam_options *options, const sw_optim_run *runs,
+                                          size_t count, sw_stream *stream, sw_error *err);
+SW_MUST_USE sw_status sw_device_sgd_step(const sw_kernel_set *kernels,
+                                         const sw_sgd_options *options, const sw_optim_run *runs,
+                                         size_t count, sw_stream *stream, sw_error *err);
+
+#endif

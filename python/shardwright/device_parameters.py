@@ -1,0 +1,91 @@
+"""Parameters on a GPU of which a rank updates its slices (zero 1 and 2): in buckets, whose slices are gathered after a step.
+
+Order is said with events alone: the communicator's stream comes after what the optimizer's was given, and what that stream is
+given next, such as the next forward, after the gathering.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from . import device
+from ._engine import device_tensor
+from .device import DeviceLink
+from .device_rounds import DeviceRounds
+from .gradients import dense_strides
+from .parameter_slices import ParameterSlices, itemsize_of
+from .slicing import Slicing
+from .table import ParameterTable
+
+
+class DeviceParameters(ParameterSlices):
+    """Moves the parameters of a table into buckets on the GPU.
+
+    Parameters
+    ----------
+    link : DeviceLink
+    rounds : DeviceRounds
+    table : ParameterTable
+    label : str
+        Of the model, in messages.
+
+    Notes
+    -----
+    A parameter keeps its identity, shape and strides (or is contiguous from then on, where its strides overlapped or left gaps), and has
+    a storage of exactly its bytes; its data moves. Memory: the layout's size a rank.
+    """
+
+    def __init__(self, link: DeviceLink, rounds: DeviceRounds, table: ParameterTable, label: str) -> None:
+        super().__init__(rounds, table, Slicing.one_a_rank(link.rank, link.world_size), label)
+        self._link = link
+        self._buckets: dict[int, torch.Tensor] = {}
+        for index, parameter in enumerate(table.parameters):
+            if parameter.requires_grad:
+                self.adopt(index)
+
+    def adopt(self, index: int) -> None:
+        """Moves a parameter, and its whole bucket into what publish() gathers."""
+        parameter = self._table.parameters[index]
+        bucket, begin, _ = self._reducer.place(index)
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        if bucket not in self._buckets:
+            self._buckets[bucket] = device.runtime.zeros(numel, getattr(torch, dtype), parameter.data)
+            self._moved.add(bucket)
+        self._stepped.add(bucket)
+        flat = self._buckets[bucket]
+        ordinal = -1 if flat.device.type == "cpu" else self._link.ordinal
+        address = flat.data_ptr() + begin * itemsize_of(dtype)
+        moved = from_dlpack(
+            device_tensor(ordinal, flat, address, dtype, list(parameter.shape), dense_strides(parameter))
+        )
+        moved.copy_(parameter.data)
+        parameter.data = moved
+        self._flat[index] = moved.as_strided((moved.numel(),), (1,))
+
+    def give_back(self) -> None:
+        """Nothing: parameters are this rank's own."""
+
+    def publish(self) -> None:
+        """Every rank has updated its slices, on torch's current stream: makes them everybody's, in the order of that stream.
+        Collective.
+
+        Cost: of the parameters, (world_size - 1) / world_size to and from each rank. Waits for nothing.
+        """
+        ranges = [
+            (self._buckets[bucket].data_ptr(), numel, dtype)
+            for bucket in sorted(self._stepped)
+            for _, numel, dtype, _ in (self._reducer.bucket_shape(bucket),)
+        ]
+        self._link.comm.all_gather(ranges, self._link.current_stream())
+
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Inside, each rank may write to the parameters; afterwards all have rank 0's. Collective. Cost: a broadcast."""
+        try:
+            yield
+        finally:
+            self._link.broadcast(self._table.parameters, 0)

@@ -1,0 +1,172 @@
+"""Rounds on a GPU in which this rank keeps its slices of the means alone (zero=2).
+
+As sliced_gradients.c on the host: `.grad` is None, a tensor of autograd's own, or the parameter's ShardedGradient, which may
+hold what backwards have added since the last round. When a bucket is complete its contributions are copied into one of
+two places that all buckets share (the second need not hold the largest); the slice of the mean is folded out of it into memory that stays, on top of what stood
+there where `.grad` was not cleared.
+
+On the host ranks tell one another whether theirs was; here that would be a wait. Every rank takes it that the others did as it did, and
+a digest of what it did travels with the round's tag: where they differ, all are told before a later forward.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+from . import device
+from .device_rounds import Bucket, DeviceRounds, lies_alike, nbytes_of
+from .gradients import copy_gradient, dense_strides
+from .sharded_gradient import GradientBoard, ShardedGradient
+
+_NUMBERS = 0xFFFFFFFF  # of a tag: the rest is the digest
+
+
+class SlicedDeviceRounds(DeviceRounds):
+    """DeviceRounds whose means are slices.
+
+    Attributes
+    ----------
+    board : GradientBoard
+        What the gradients answer together; made by attach().
+    """
+
+    _sliced = True
+    board: GradientBoard
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._ring: list[torch.Tensor] = []  # bytes: of the largest bucket that takes part, and of the next
+        self._turn = 0
+        self._standing = bytearray(len(self._names))
+
+    @property
+    def planned_bytes(self) -> int:
+        sizes = [nbytes_of(bucket) for bucket in self._buckets if bucket.shape[3] or bucket.flat is not None]
+        return sum(sizes) // self._link.world_size + sum(sorted(sizes)[-2:])
+
+    # tensors --------------------------------------------------------------------------------------------------------
+
+    def _attach_views(self) -> None:
+        self.board = GradientBoard(self._link.host, self, self._label)
+        super()._attach_views()
+
+    def _adopt(self, bucket: Bucket) -> None:
+        _, numel, dtype, _ = bucket.shape
+        like = self._parameters[bucket.members[0]]
+        bucket.flat = device.runtime.zeros(numel // self._link.world_size, getattr(torch, dtype), like)
+        self._engine.adopt(bucket.index, bucket.flat.data_ptr())
+        self._make_ring(like)
+        for index in bucket.members:
+            low, high = self._run(bucket, index)
+            self.views[index] = ShardedGradient(_dense(self._parameters[index]), bucket.flat[low:high], self.board)
+
+    def _make_ring(self, like: torch.Tensor) -> None:
+        sizes = sorted(nbytes_of(bucket) for bucket in self._buckets if bucket.flat is not None)[-2:][::-1]
+        if [place.numel() for place in self._ring] == sizes:
+            return
+        if self._ring:  # torch may give it to others once its stream is behind ours
+            self._link.comm.follow(self._link.current_stream(), self._link.comm.stream)
+        self._ring = [device.runtime.zeros(size, torch.uint8, like) for size in sizes]
+
+    def _run(self, bucket: Bucket, index: int) -> tuple[int, int]:
+        """[begin, end) of a parameter in this rank's slice of its bucket; an empty one where it has none."""
+        width = bucket.shape[1] // self._link.world_size
+        _, begin, numel = self._places[index]
+        low = max(begin - self._link.rank * width, 0)
+        return low, max(low, min(begin + numel - self._link.rank * width, width))
+
+    # a round --------------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, bucket: Bucket, stream: int) -> None:
+        self._turn = (self._turn + 1) % len(self._ring)
+        if self._ring[self._turn].numel() < nbytes_of(bucket):
+            self._turn = 0
+        self._engine.reserve(self._turn, stream)
+        flat = self._ring[self._turn][: nbytes_of(bucket)].view(getattr(torch, bucket.shape[2]))
+        copies: list[tuple[int, int, int]] = []
+        copied: list[torch.Tensor] = []  # until the copy is enqueued
+        with torch.no_grad():
+            for index in bucket.members:
+                self._place(flat, index, copies, copied)
+            if copies:
+                self._link.comm.pack(copies, stream)
+        self._engine.post_slice(bucket.index, flat.data_ptr(), self._standing_runs(bucket), stream)
+
+    def _place(
+        self, flat: torch.Tensor, index: int, copies: list[tuple[int, int, int]], copied: list[torch.Tensor]
+    ) -> None:
+        """This rank's contribution comes to lie in `flat`, out of `.grad`."""
+        parameter, view = self._parameters[index], self.views[index]
+        assert isinstance(view, ShardedGradient)
+        gradient = parameter.grad
+        source = view._pending if gradient is view else gradient
+        stands = self._standing[index] = gradient is view and not view._cleared
+        if stands and not self._used[index]:  # if no rank used it, it stays as it is
+            self._kept[index] = view.piece.clone()
+        _, begin, numel = self._places[index]
+        memory = flat[begin : begin + numel].as_strided(view.shape, view.stride())
+        if source is None:
+            # The sum of -0.0 and x is x, for every x.
+            memory.fill_(-0.0 if stands and memory.is_floating_point() else 0)
+            if stands and memory.is_complex():
+                torch.view_as_real(memory).fill_(-0.0)
+            return
+        self._counts["copies"] += 1
+        if lies_alike(source, memory):
+            copies.append((memory.data_ptr(), source.data_ptr(), memory.numel() * memory.element_size()))
+            copied.append(source)
+        else:
+            copy_gradient(memory, source)
+        if gradient is view:
+            view._pending = None
+        elif self._used[index]:
+            parameter.grad = None
+
+    def _standing_runs(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """Of this rank's slice, what contributions are on top of; what is between two such parameters counts as theirs."""
+        runs: list[tuple[int, int]] = []
+        before = -1
+        for position, index in enumerate(bucket.members):
+            low, high = self._run(bucket, index)
+            if not self._standing[index] or low == high:
+                continue
+            if runs and before == position - 1:
+                runs[-1] = (runs[-1][0], high)
+            else:
+                runs.append((low, high))
+            before = position
+        return runs
+
+    def _tag(self) -> int:
+        return super()._tag() | zlib.crc32(self._standing) << 32
+
+    def _explain(self, tag: int, unlike: int) -> str:
+        if unlike & _NUMBERS:
+            return super()._explain(tag, unlike)
+        return (
+            f"ranks cleared different gradients of {self._label} (zero_grad, or .grad = None, on some ranks only): at zero=2 on GPUs all "
+            f"clear the same; the average of backward {tag & 0xFFFF} after step {tag >> 16 & 0xFFFF}, and what was stepped on since, is "
+            "wrong: begin again from a checkpoint"
+        )
+
+    def _publish(self) -> None:
+        for bucket in self._buckets:
+            for index in bucket.members if bucket.flat is not None else ():
+                view = self.views[index]
+                assert isinstance(view, ShardedGradient)
+                if self._used_by_any[index]:
+                    view._cleared = False
+                    self._parameters[index].grad = view
+                elif index in self._kept:
+                    with torch.no_grad():
+                        view.piece.copy_(self._kept[index])
+                self._used[index] = 0
+        self._kept.clear()
+
+
+def _dense(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor with the strides that a gradient of `parameter` has. Not to be read."""
+    return parameter if dense_strides(parameter) is not None else parameter.detach().contiguous()
