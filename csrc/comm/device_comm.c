@@ -90,7 +90,8 @@ sw_status sw_device_comm_follow(sw_device_comm *c, sw_stream *later, sw_stream *
 }
 
 /* A collective of one range: broadcast from `root`, or the gathering of its slices. */
-static sw_status move_range(sw_device_comm *c, const sw_device_range *range, int root, sw_error *err)
+static sw_status move_range(sw_device_comm *c, const sw_device_range *range, int root,
+                            sw_error *err)
 {
     if (range->numel == 0)
         return SW_OK;

@@ -76,9 +76,9 @@ SW_MUST_USE sw_status sw_device_comm_broadcast(sw_device_comm *comm, const sw_de
                                                size_t count, int root, sw_stream *user,
                                                sw_error *err);
 
-/* Slice r of each range, whose numel is a multiple of the world size, becomes rank r's, in the order
- * of `user`: parameters, after the optimizer has stepped on this rank's slices of them. SW_E_INVALID
- * names the range that does not divide. */
+/* Slice r of each range, whose numel is a multiple of the world size, becomes rank r's, in the
+ * order of `user`: parameters, after the optimizer has stepped on this rank's slices of them.
+ * SW_E_INVALID names the range that does not divide. */
 SW_MUST_USE sw_status sw_device_comm_all_gather(sw_device_comm *comm, const sw_device_range *ranges,
                                                 size_t count, sw_stream *user, sw_error *err);
 

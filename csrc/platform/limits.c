@@ -44,7 +44,8 @@ static uint64_t read_reclaimable(const char *folder)
     return bytes;
 }
 
-/* A number of this running kernel: control groups of two hosts are not one, whatever their inodes. */
+/* A number of this running kernel: control groups of two hosts are not one, whatever their inodes.
+ */
 static uint64_t kernel_number(void)
 {
     char text[64] = "";

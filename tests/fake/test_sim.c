@@ -4,7 +4,8 @@
 
 #include "gpu_ranks.h"
 
-static const int64_t TIMEOUT_NS = 30000000000; /* the simulation sees a deadlock by itself, sooner */
+static const int64_t TIMEOUT_NS =
+    30000000000; /* the simulation sees a deadlock by itself, sooner */
 enum { BYTES = 256, NUMEL = BYTES / 4 };
 
 typedef enum defect {
