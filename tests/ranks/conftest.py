@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
+    for item in [] if harness.LONG else items:  # the long form has the limit of tests/conftest.py
         if item.path.parent == HERE and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(60))
 
