@@ -551,7 +551,7 @@ static void use_bits_alone(rank_context *self)
     round_plan first = everyone_uses_all(self->world_size);
     one_round(self, reducer, &first, 0, "before the hook");
     ranks_meet(self);
-    sw_reducer_defer_all(reducer, true);
+    sw_reducer_give_buckets(reducer, SW_BUCKETS_HOOKS);
     for (int step = 1; step < 7; ++step) {
         round_plan plan = drawn_plan(self->world_size, step);
         int victim = step % 3 == 2 ? step % self->world_size : -1;
@@ -577,7 +577,7 @@ static void use_bits_alone(rank_context *self)
             check_gradients(self, reducer, &plan, step, "use bits alone");
     }
     ranks_meet(self);
-    sw_reducer_defer_all(reducer, false);
+    sw_reducer_give_buckets(reducer, SW_BUCKETS_OURS);
     one_round(self, reducer, &first, 50, "after the hook");
     end_reducer(self, reducer);
 }
