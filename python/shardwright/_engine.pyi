@@ -509,7 +509,9 @@ class Reducer:
         """A whole round in which this rank takes part without contributing (torch's Join)."""
     def set_divide_by(self, active_only: bool) -> None:
         """True: the mean is over the ranks that contribute in the round; False (default): over the world size."""
-    def set_bucket_callback(self, callback: Callable[[int, bool], None] | None) -> None:
+    def set_bucket_callback(
+        self, callback: Callable[[int, bool, bool], None] | None, wait: Callable[[], None] | None = None
+    ) -> None:
         """A user's communication hook owns the buckets: called at the end of a round for each bucket in order,
         (bucket, is_last); it leaves the result in the memory of bucket(bucket), or, if sliced, in that of result()."""
     def used_by_any(self, index: int) -> bool:

@@ -1,13 +1,14 @@
 """A user's communication hook in torch's protocol: torch's own hooks run unchanged.
 
-Instead of the engine's fold, the hook gets each bucket at the end of the round, in order, as an object that answers
-what torch.distributed.GradBucket answers, and returns a future of the result. Padding between parameters is zero.
+Instead of the engine's fold, the hook gets each bucket at the end of the round (or earlier, on a thread: bucket_thread.py), in
+order, as an object that answers what torch.distributed.GradBucket answers, and returns a future of the result. Padding between parameters is zero.
 Parameters that no rank used keep their bytes, whatever the hook does to the bucket.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -108,28 +109,33 @@ class HookRunner:
         ]
         self._position = self._previous = -1
 
-    def __call__(self, bucket: int, is_last: bool) -> None:
-        # a round that a hook's exception cut short is followed by one that begins again
+    def __call__(self, bucket: int, is_last: bool, is_early: bool = False) -> None:
+        self.job(bucket, is_last, is_early)()
+
+    def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
+        """What the hook is to do with a bucket, of its place in the round as jobs are asked for, by whatever thread.
+
+        `is_early`: before ranks have said what they used, since this one used all of it.
+        """
+        # a round that an exception cut short is followed by one that begins again
         self._position = self._position + 1 if bucket > self._previous else 0
         self._previous = bucket
-        with torch.no_grad():
-            self._run(self._buckets[bucket], is_last)
+        it = self._buckets[bucket]
+        used = [True] * len(it.indices) if is_early else [self._used_by_any(index) for index in it.indices]
+        return functools.partial(self._average, it, self._position, is_last, used)
 
-    def _run(self, bucket: _Bucket, is_last: bool) -> None:
+    @torch.no_grad()
+    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool]) -> None:
         flat = bucket.flat()
-        used = self._used(bucket)
         parts = zip(used, bucket.offsets, bucket.parameters)
         kept = [(part := flat[o : o + p.numel()], part.clone()) for is_used, o, p in parts if not is_used]
-        self._reduce(bucket, flat, is_last, used)
+        self._reduce(bucket, flat, position, is_last, used)
         for part, before in kept:
             part.copy_(before)
 
-    def _used(self, bucket: _Bucket) -> list[bool]:
-        return [self._used_by_any(index) for index in bucket.indices]
-
-    def _reduce(self, bucket: _Bucket, flat: torch.Tensor, is_last: bool, used: list[bool]) -> None:
+    def _reduce(self, bucket: _Bucket, flat: torch.Tensor, position: int, is_last: bool, used: list[bool]) -> None:
         bucket.clear_padding(flat)
-        result = _value_of(self._hook(self._state, GradBucket(bucket, flat, self._position, is_last, used)))
+        result = _value_of(self._hook(self._state, GradBucket(bucket, flat, position, is_last, used)))
         if result.numel() != flat.numel():
             raise Error(
                 f"the communication hook {_name(self._hook)} returned {result.numel()} elements "
@@ -163,10 +169,10 @@ class SlicedHookRunner(HookRunner):
         self._pieces = pieces
         self._slicing, self._world_size = slicing, comm.world_size
 
-    def _run(self, bucket: _Bucket, is_last: bool) -> None:
+    @torch.no_grad()
+    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool]) -> None:
         flat = bucket.flat()
-        used = self._used(bucket)
-        self._reduce(bucket, flat, is_last, used)
+        self._reduce(bucket, flat, position, is_last, used)
         begin = self._slicing.own * (bucket.numel // self._slicing.count)
         for index, offset, is_used in zip(bucket.indices, bucket.offsets, used):
             piece = self._pieces[index]

@@ -26,7 +26,7 @@ from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments, check_devi
 from .drift import DriftCheck
 from .exchange import Exchange
 from .join import ShadowHook
-from .levels import levels_of
+from .levels import Lease, leased_levels, levels_of
 from .offload import offload_kind
 from .options import Options, check_zero
 from .precision import PrecisionPlan, remove_plan
@@ -440,12 +440,19 @@ class DistributedDataParallel(TorchDDP):
         self._check_comm_hook(hook)
         self._run_buckets_by(state, hook)
 
-    def _run_buckets_by(self, state: object, hook: Callable[..., Any]) -> None:
+    def _run_buckets_by(self, state: object, hook: Callable[..., Any], lease: Lease | None = None) -> None:
+        """`lease`: of what the hook exchanges over on a thread of its own, while the backward goes on."""
         if self._comm_hooks:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
         runner = replica.hook_runner(state, hook)
-        replica.reducer.set_bucket_callback(runner)
+        if lease is None:
+            replica.reducer.set_bucket_callback(runner)
+        else:
+            from .bucket_thread import BucketThread
+
+            thread = BucketThread(runner, replica.group.comm, replica.label, lease)
+            replica.reducer.set_bucket_callback(thread, thread.wait)
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:
@@ -466,11 +473,14 @@ class DistributedDataParallel(TorchDDP):
         if replica.link is not None and replica.reducer.wire is not None:  # the reducer's own
             replica.compression = (repr(compress), None)
             return
-        levels = levels_of(replica.group)
+        if replica.overlaps_compression:
+            levels, lease = leased_levels(replica.group)
+        else:
+            levels, lease = levels_of(replica.group), None
         state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))
-        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange))
+        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange), lease)
         self.compression_state = state if isinstance(state, CompressionState) else None
         replica.compression = (repr(compress), levels.exchange)
 
@@ -546,6 +556,8 @@ def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]
 
     @functools.wraps(hook)
     def run(state: Any, bucket: Any) -> Any:
+        if bucket.index() == 0:
+            exchange.begin_round()
         result = hook(state, bucket)
         exchange.end_bucket(bucket.is_last())
         return result

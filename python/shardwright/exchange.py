@@ -46,6 +46,10 @@ class Exchange:
         self._slice_bytes = 0
         self._whole = torch.empty(0, dtype=torch.uint8)
 
+    def begin_round(self) -> None:
+        """Forgets the buckets of a round that was cut short."""
+        self._before_bucket, self._buckets = self.wire_bytes, []
+
     def end_bucket(self, is_last: bool) -> None:
         """What was sent since the last call was this bucket's."""
         self._buckets.append(self.wire_bytes - self._before_bucket)
