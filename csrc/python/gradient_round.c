@@ -259,8 +259,8 @@ static int run_callbacks(reducer_object *self)
     for (size_t b = 0; b < count && !failed; ++b) {
         if (!bucket_takes_part(self, b) || sw_reducer_is_handed_over(self->reducer, b))
             continue;
-        failed = (self->sliced && sw_py_sliced_fill(self, b) < 0) ||
-                 run_callback(self, b, false) < 0;
+        failed =
+            (self->sliced && sw_py_sliced_fill(self, b) < 0) || run_callback(self, b, false) < 0;
     }
     return wait_for_callbacks(self) < 0 || failed ? -1 : 0;
 }

@@ -20,8 +20,8 @@ typedef struct reducer_object {
                           always; or None */
     PyObject *copy, *open, *renew, *task_id; /* owned callables or NULL */
     PyObject *bucket_callback; /* owned, or NULL: what averages a bucket, in place of the engine */
-    PyObject *bucket_wait; /* owned, or NULL: waits for what bucket_callback has begun. With it
-                              buckets are given as soon as they are complete */
+    PyObject *bucket_wait;     /* owned, or NULL: waits for what bucket_callback has begun. With it
+                                  buckets are given as soon as they are complete */
     bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
                     gradients */
     PyObject *grad_name;     /* owned: "grad" */

@@ -445,6 +445,14 @@ static PyObject *reducer_used_by_any(PyObject *op, PyObject *position)
     return PyBool_FromLong(sw_reducer_used_by_any(self->reducer, index));
 }
 
+static PyObject *reducer_divisor(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    if (reducer_check_made((reducer_object *)op) < 0)
+        return NULL;
+    return PyLong_FromSize_t(sw_reducer_divisor(((reducer_object *)op)->reducer));
+}
+
 static PyObject *reducer_standing_ranks(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
@@ -557,6 +565,8 @@ static PyMethodDef reducer_methods[] = {
      "comes early where it can."},
     {"used_by_any", reducer_used_by_any, METH_O,
      "used_by_any(index)\n--\n\nWhether some rank used it."},
+    {"divisor", reducer_divisor, METH_NOARGS,
+     "divisor()\n--\n\nRanks that a communication hook's mean is to be over, in the last round."},
     {"standing_ranks", reducer_standing_ranks, METH_O,
      "standing_ranks(index)\n--\n\nRanks that contribute on top of the standing mean."},
     {"is_used", reducer_is_used, METH_O,

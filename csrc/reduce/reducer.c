@@ -456,8 +456,8 @@ sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err)
     reducer->abandoned = true;
     /* Where a user's hook owns the buckets, peers wait at the exchange of use bits, not at the
      * buckets. */
-    sw_status status =
-        reducer->owner != SW_BUCKETS_OURS ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
+    sw_status status = reducer->owner != SW_BUCKETS_OURS ? sw_reducer_exchange_use(reducer, err)
+                                                         : complete_round(reducer, err);
     reducer->abandoned = false;
     reducer->state = SW_ROUND_CLOSED;
     reducer->stats.abandoned++;
@@ -512,8 +512,8 @@ sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err)
 {
     SW_TRY(sw_reducer_open(reducer, -1, true, err));
     reducer->contributes = false;
-    sw_status status =
-        reducer->owner != SW_BUCKETS_OURS ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
+    sw_status status = reducer->owner != SW_BUCKETS_OURS ? sw_reducer_exchange_use(reducer, err)
+                                                         : complete_round(reducer, err);
     reducer->contributes = true;
     reducer->state = SW_ROUND_CLOSED;
     return status;
@@ -534,6 +534,14 @@ bool sw_reducer_hand_over(sw_reducer *reducer, size_t *bucket_index)
         return true;
     }
     return false;
+}
+
+size_t sw_reducer_divisor(const sw_reducer *reducer)
+{
+    size_t active = 0, world_size = (size_t)reducer->comm->world_size;
+    for (size_t r = 0; reducer->divide_by_active && r < world_size; ++r)
+        active += reducer->contributors[r];
+    return active > 0 ? active : world_size;
 }
 
 bool sw_reducer_has_met(const sw_reducer *reducer)

@@ -162,17 +162,20 @@ bool sw_reducer_hand_over(sw_reducer *reducer, size_t *bucket);
 /* Whether all ranks came to sw_reducer_exchange_use() of the round that was opened last. */
 bool sw_reducer_has_met(const sw_reducer *reducer);
 /* Whether this rank handed the bucket over in this round; and after sw_reducer_exchange_use(),
- * until the next round, whether some rank did. In a round that was abandoned exactly those buckets are to be
- * reduced by all. */
+ * until the next round, whether some rank did. In a round that was abandoned exactly those buckets
+ * are to be reduced by all. */
 bool sw_reducer_is_handed_over(const sw_reducer *reducer, size_t bucket);
 bool sw_reducer_is_handed_over_by_any(const sw_reducer *reducer, size_t bucket);
-/* Zeros in place of this rank's contribution to a bucket. Private and pooled buckets, not sliced. */
+/* Zeros in place of this rank's contribution to a bucket. Private and pooled buckets, not sliced.
+ */
 void sw_reducer_clear_bucket(sw_reducer *reducer, size_t bucket);
 
 /* Whether this rank used `param` since the last synchronisation. */
 bool sw_reducer_is_used(const sw_reducer *reducer, size_t param);
 /* After a round: whether some rank used `param` in it. */
 bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param);
+/* After sw_reducer_exchange_use(): how many ranks the mean is to be over. */
+size_t sw_reducer_divisor(const sw_reducer *reducer);
 /* The mean is over the contributing ranks (true) or over the world size (false, the start). */
 void sw_reducer_divide_by_active(sw_reducer *reducer, bool active_only);
 

@@ -3,9 +3,9 @@
  * for others.
  *
  * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it
- * abandoned the round, whether a hook has the bucket already, and two bits a parameter. Tails are doubled by the round's parity: a rank
- * may post the next round while a peer still reads this one's, but not the one after, because that
- * needs the peer's done.
+ * abandoned the round, whether a hook has the bucket already, and two bits a parameter. Tails are
+ * doubled by the round's parity: a rank may post the next round while a peer still reads this
+ * one's, but not the one after, because that needs the peer's done.
  *
  * Thread rule: as reducer.h.
  */

@@ -516,6 +516,7 @@ class Reducer:
         (bucket, is_last); it leaves the result in the memory of bucket(bucket), or, if sliced, in that of result()."""
     def used_by_any(self, index: int) -> bool:
         """In or after a round: whether some rank used the parameter in it."""
+    def divisor(self) -> int: ...
     def standing_ranks(self, index: int) -> int:
         """In a bucket callback of sliced gradients: how many ranks did not clear the parameter's mean, which is to be added."""
     def mark_unfrozen(self, index: int) -> None:

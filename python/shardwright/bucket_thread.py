@@ -15,10 +15,10 @@ import queue
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from ._engine import CommTimeoutError, HostComm
-from .comm_hook import HookRunner
 
 #: beyond the deadline of the exchanges themselves, which know more about what failed
 _GRACE_S = 2.0
@@ -28,12 +28,21 @@ _LEAVE_S = 1.0
 _busy: set[threading.Thread] = set()
 
 
+class Runner(Protocol):
+    """What is to be done with a bucket: see HookRunner."""
+
+    def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]: ...
+
+    def finish_early(self, buckets: Iterable[int]) -> None: ...
+
+
 class _Round:
     """What became of the buckets handed over since the last wait()."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self.under_way = 0
+        self.early: list[int] = []
 
 
 class BucketThread:
@@ -41,7 +50,7 @@ class BucketThread:
 
     Parameters
     ----------
-    runner : HookRunner
+    runner : Runner
     comm : HostComm
         The wrapper's: its deadline is that of a wait, and it ends when one passes.
     label : str
@@ -50,7 +59,7 @@ class BucketThread:
         What the buckets are exchanged over, held for as long as the thread may use it.
     """
 
-    def __init__(self, runner: HookRunner, comm: HostComm, label: str, lease: object) -> None:
+    def __init__(self, runner: Runner, comm: HostComm, label: str, lease: object) -> None:
         self._runner, self._comm, self._label, self._lease = runner, comm, label, lease
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -64,6 +73,7 @@ class BucketThread:
         if self._thread is None:
             self._thread = _begin(self._jobs, self._done, self._lease)
         self._round.under_way += 1
+        self._round.early += [bucket] * is_early
         self._jobs.put((self._round, self._runner.job(bucket, is_last, is_early)))
 
     def wait(self) -> None:
@@ -73,7 +83,7 @@ class BucketThread:
                 self._done.get(timeout=self._comm.timeout_s + _GRACE_S)
             except queue.Empty:
                 message = (
-                    f"rank {self._comm.rank}: a compressed bucket of {self._label} was not exchanged between hosts within "
+                    f"rank {self._comm.rank}: a compressed bucket of {self._label} was not exchanged within "
                     f"{self._comm.timeout_s:g} s"
                 )
                 self._comm.abort(message)
@@ -82,6 +92,7 @@ class BucketThread:
         ended, self._round = self._round, _Round()
         if ended.failure is not None:
             raise ended.failure
+        self._runner.finish_early(ended.early)
 
 
 def _begin(jobs: Any, done: Any, lease: object) -> threading.Thread:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -89,6 +89,9 @@ class HookRunner:
     hook : callable
         `hook(state, bucket)` gives a Future of a tensor (or of a list of one), or the tensor itself.
     wanted : Wanted
+    over_all : bool
+        The hook gives the mean over all ranks, whatever was asked for: it is multiplied by all ranks over those that count
+        (join). Else what it gives is taken as it is.
     """
 
     def __init__(
@@ -99,8 +102,12 @@ class HookRunner:
         state: object,
         hook: Callable[[Any, Any], Any],
         wanted: Wanted | None = None,
+        *,
+        over_all: bool = False,
     ) -> None:
         self._used_by_any = reducer.used_by_any
+        self._divisor, self._world_size = reducer.divisor, world_size
+        self._over_all = over_all
         self._state = state
         self._hook = hook
         self._buckets = [
@@ -122,14 +129,31 @@ class HookRunner:
         self._previous = bucket
         it = self._buckets[bucket]
         used = [True] * len(it.indices) if is_early else [self._used_by_any(index) for index in it.indices]
-        return functools.partial(self._average, it, self._position, is_last, used)
+        return functools.partial(self._average, it, self._position, is_last, used, is_early)
+
+    def finish_early(self, buckets: Iterable[int]) -> None:
+        """Of buckets averaged before ranks have said whether they count: at the end of the round."""
+        for bucket in buckets:
+            self._divide(self._buckets[bucket].flat())
+
+    def _divide(self, flat: torch.Tensor) -> None:
+        """Means over all ranks become means over those that count."""
+        count = self._count()
+        if count != self._world_size:
+            flat.mul_(self._world_size / count)
+
+    def _count(self) -> int:
+        """Ranks that the mean is over."""
+        return self._divisor() if self._over_all else self._world_size
 
     @torch.no_grad()
-    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool]) -> None:
+    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool], is_early: bool = False) -> None:
         flat = bucket.flat()
         parts = zip(used, bucket.offsets, bucket.parameters)
         kept = [(part := flat[o : o + p.numel()], part.clone()) for is_used, o, p in parts if not is_used]
         self._reduce(bucket, flat, position, is_last, used)
+        if not is_early:
+            self._divide(flat)
         for part, before in kept:
             part.copy_(before)
 
@@ -164,21 +188,22 @@ class SlicedHookRunner(HookRunner):
         hook: Callable[[Any, Any], Any],
     ) -> None:
         wanted = Wanted(in_slots=True, slice_alone=not slicing.is_replicated)
-        super().__init__(reducer, parameters, comm.world_size, state, hook, wanted)
+        super().__init__(reducer, parameters, comm.world_size, state, hook, wanted, over_all=True)
         self._standing_ranks = reducer.standing_ranks
         self._pieces = pieces
-        self._slicing, self._world_size = slicing, comm.world_size
+        self._slicing = slicing
 
     @torch.no_grad()
-    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool]) -> None:
+    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool], is_early: bool = False) -> None:
         flat = bucket.flat()
         self._reduce(bucket, flat, position, is_last, used)
+        self._divide(flat)
         begin = self._slicing.own * (bucket.numel // self._slicing.count)
         for index, offset, is_used in zip(bucket.indices, bucket.offsets, used):
             piece = self._pieces[index]
             if is_used and piece.numel():
                 at = max(begin, offset)
-                self._keep(piece, flat[at : at + piece.numel()], self._standing_ranks(index) / self._world_size)
+                self._keep(piece, flat[at : at + piece.numel()], self._standing_ranks(index) / self._count())
 
     @staticmethod
     def _keep(piece: torch.Tensor, average: torch.Tensor, standing: float) -> None:

@@ -406,9 +406,10 @@ class DistributedDataParallel(TorchDDP):
         return ShadowHook(self, divide_by_initial_world_size)
 
     def _check_join(self, divide_by_initial_world_size: bool) -> None:
-        if self._replica is not None and self._replica.compression is not None and not divide_by_initial_world_size:
+        compression = self._replica.compression if self._replica is not None else None
+        if compression is not None and compression[1] is None and not divide_by_initial_world_size:
             raise NotImplementedError(
-                f"join(divide_by_initial_world_size=False) under compress={self._replica.compression[0]} is not there yet: "
+                f"join(divide_by_initial_world_size=False) under compress={compression[0]} on GPUs is not there yet: "
                 "compressed gradients are divided by the world size"
             )
 
@@ -440,12 +441,14 @@ class DistributedDataParallel(TorchDDP):
         self._check_comm_hook(hook)
         self._run_buckets_by(state, hook)
 
-    def _run_buckets_by(self, state: object, hook: Callable[..., Any], lease: Lease | None = None) -> None:
-        """`lease`: of what the hook exchanges over on a thread of its own, while the backward goes on."""
+    def _run_buckets_by(
+        self, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, over_all: bool = False
+    ) -> None:
+        """`lease`: of what the hook exchanges over on a thread of its own, while the backward goes on. `over_all`: see HookRunner."""
         if self._comm_hooks:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
-        runner = replica.hook_runner(state, hook)
+        runner = replica.hook_runner(state, hook, over_all=over_all)
         if lease is None:
             replica.reducer.set_bucket_callback(runner)
         else:
@@ -480,7 +483,7 @@ class DistributedDataParallel(TorchDDP):
         state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))
-        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange), lease)
+        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange), lease, over_all=True)
         self.compression_state = state if isinstance(state, CompressionState) else None
         replica.compression = (repr(compress), levels.exchange)
 

@@ -7,9 +7,10 @@ whatever the number of ranks on it, and what a compressor owes is the host's: ke
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,18 @@ class Levels:
         return hook
 
 
+class _OneHost(Levels):
+    """Over a communicator that is leased."""
+
+    def __init__(self, exchange: Exchange, roads: Roads) -> None:
+        super().__init__(exchange)
+        self._roads = roads
+
+    def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
+        with self._roads.watched():
+            compressed()
+
+
 class HostLevels(Levels):
     """Of several hosts. `flat` is float32.
 
@@ -68,11 +81,8 @@ class HostLevels(Levels):
         )
 
     def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
-        try:
+        with self._roads.watched():
             self._average(flat, compressed, label)
-        except BaseException:
-            self._roads.has_failed = True
-            raise
 
     def _average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
         if self._inside is not None:
@@ -171,6 +181,15 @@ class Roads:
     lease: weakref.ref[Lease] | None = None
     has_failed: bool = False
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """What fails on it leaves it to nobody else."""
+        try:
+            yield
+        except BaseException:
+            self.has_failed = True
+            raise
+
     @property
     def is_free(self) -> bool:
         return self.lease is not None and self.lease() is None and not self.has_failed
@@ -189,12 +208,14 @@ def levels_of(group: HostGroup) -> Levels:
 
 
 def leased_levels(group: HostGroup) -> tuple[Levels, Lease]:
-    """The same for a thread of its own, across hosts alone, for as long as the lease is held. Collective."""
+    """The same for a thread of its own, for as long as the lease is held. Collective."""
     roads, lease = _joined.setdefault(group, []), Lease()
-    if not roads:
+    if not roads and group.host_count > 1:
         _join(group, roads)
     said = group.comm.all_gather_bytes(bytes(each.is_free for each in roads), "communicators that are free")
-    free = [k for k in range(len(roads)) if all(each[k] for each in said)]  # as many on every rank: they are made together
+    free = [
+        k for k in range(len(roads)) if all(each[k] for each in said)
+    ]  # as many on every rank: they are made together
     found = roads[free[0]] if free else _join(group, roads)
     found.lease = weakref.ref(lease)
     return _levels(group, found), lease
@@ -204,12 +225,15 @@ def _join(group: HostGroup, roads: list[Roads]) -> Roads:
     timeout_s = group.comm.timeout_s
     firsts = [group.host_of.index(host) for host in range(group.host_count)]
     inside = group.join_inside(timeout_s)
-    name = f"between/{len(roads)}"
-    roads.append(Roads(inside, group.gloo_group(name, firsts, timeout_s) if group.rank in firsts else None))
+    crosses = group.host_count > 1 and group.rank in firsts
+    between = group.gloo_group(f"between/{len(roads)}", firsts, timeout_s) if crosses else None
+    roads.append(Roads(inside, between))
     return roads[-1]
 
 
 def _levels(group: HostGroup, roads: Roads) -> Levels:
     if roads.inside is not None:
         roads.inside.timeout_s = group.comm.timeout_s
+    if group.host_count == 1:
+        return _OneHost(HostExchange(roads.inside or group.comm), roads)
     return HostLevels(group, roads)

@@ -231,8 +231,8 @@ class Replica:
         at zero >= 2 buckets share slots, and leave at its end."""
         return self.group.host_count > 1 and self.zero < 2 and not self.table.is_on_gpu
 
-    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
-        """What calls a communication hook for every bucket."""
+    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, over_all: bool) -> HookRunner:
+        """What calls a communication hook for every bucket; see HookRunner."""
         if self.link is not None:
             raise NotImplementedError(
                 "communication hooks are not there yet on GPUs: compress=sw.Fp16() and sw.Bf16() are"
@@ -242,7 +242,7 @@ class Replica:
             return SlicedHookRunner(
                 self.reducer, self.table.parameters, self.group.comm, pieces, self.slicing, state, hook
             )
-        return HookRunner(self.reducer, self.table.parameters, self.group.world_size, state, hook)
+        return HookRunner(self.reducer, self.table.parameters, self.group.world_size, state, hook, over_all=over_all)
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """An older replica of this very module gives way; one of another module that shares a parameter is an error."""
