@@ -76,8 +76,11 @@ class HostLevels(Levels):
         self._first = group.host_of.index(host)
         self._host_name = group.hosts[self._first]
         self._share = group.host_count / group.world_size
+        firsts = [group.host_of.index(each) for each in range(group.host_count)]
         super().__init__(
-            GlooExchange(roads.between) if self._is_first else Exchange(host, group.host_count, takes_part=False)
+            GlooExchange(roads.between, [(first, group.hosts[first]) for first in firsts])
+            if self._is_first
+            else Exchange(host, group.host_count, takes_part=False)
         )
 
     def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:

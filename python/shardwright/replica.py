@@ -231,7 +231,7 @@ class Replica:
         at zero >= 2 buckets share slots, and leave at its end."""
         return self.group.host_count > 1 and self.zero < 2 and not self.table.is_on_gpu
 
-    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, over_all: bool) -> HookRunner:
+    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, over_all: bool = False) -> HookRunner:
         """What calls a communication hook for every bucket; see HookRunner."""
         if self.link is not None:
             raise NotImplementedError(

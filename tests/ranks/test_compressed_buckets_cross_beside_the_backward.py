@@ -241,15 +241,21 @@ def test_the_wait_has_a_deadline(monkeypatch):
 
 
 @on_every_rank(at_least=3, spoils=True)
-def dies(rank, world_size):
+def dies(rank, world_size, where):
     model, optimizer = made(rank, "1+1+1", world_size, COMPRESSORS["powersgd"])
     train(rank, model, optimizer, steps=2)
 
-    def kill(gradient):
+    def kill(*_):
+        if where == "exchange":
+            time.sleep(0.5)  # the others have come to the end of their backward, and so has this one
         os.kill(os.getpid(), signal.SIGKILL)
 
-    victim = world_size - 1
-    loss = model(batch(rank, 8, 7, step=2), False, kill if rank == victim else None).square().mean()
+    victim, then = world_size - 1, None
+    if rank == victim:
+        then = kill if where == "backward" else None
+        if where == "exchange":
+            model._engine().compression[1]._all_gather = kill
+    loss = model(batch(rank, 8, 7, step=2), False, then).square().mean()
     start_s = time.monotonic()
     try:
         loss.backward()
@@ -258,9 +264,10 @@ def dies(rank, world_size):
     return None
 
 
-def test_a_rank_that_dies_in_its_backward_is_named(teams):
+@pytest.mark.parametrize("where", ["backward", "exchange"])
+def test_a_rank_that_dies_is_named(teams, where):
     with pytest.raises(RanksFailed) as caught:
-        teams.run(3, dies.body, spoils=True, deadline_s=30, arguments={})
+        teams.run(3, dies.body, spoils=True, deadline_s=30, arguments={"where": where})
     for outcome in caught.value.outcomes:
         if outcome.rank == 2:
             assert "SIGKILL" in (outcome.ended or "")
