@@ -11,6 +11,7 @@ A failure ends the round's other buckets on this rank, and is raised where the r
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import time
@@ -76,6 +77,10 @@ class BucketThread:
         self._round.early += [bucket] * is_early
         self._jobs.put((self._round, self._runner.job(bucket, is_last, is_early)))
 
+    def is_under_way(self) -> bool:
+        """Whether buckets were handed over since the last wait()."""
+        return self._round.under_way > 0
+
     def wait(self) -> None:
         """Until all buckets handed over are averaged. Raises what failed, once, and then begins anew."""
         while self._round.under_way:
@@ -124,3 +129,6 @@ def _leave() -> None:
     deadline_s = time.monotonic() + _LEAVE_S
     while _busy and time.monotonic() < deadline_s:
         time.sleep(1e-3)
+
+
+os.register_at_fork(after_in_child=_busy.clear)  # it has no such thread

@@ -456,6 +456,8 @@ class DistributedDataParallel(TorchDDP):
 
             thread = BucketThread(runner, replica.group.comm, replica.label, lease)
             replica.reducer.set_bucket_callback(thread, thread.wait)
+            if isinstance(state, CompressionState):
+                state.watch(_is_under_way(weakref.WeakMethod(thread.is_under_way)))
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:
@@ -566,6 +568,16 @@ def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]
         return result
 
     return run
+
+
+def _is_under_way(method: weakref.WeakMethod[Callable[[], bool]]) -> Callable[[], bool]:
+    """Weak: a state that is kept does not keep the thread, nor what it has leased."""
+
+    def ask() -> bool:
+        alive = method()
+        return alive is not None and alive()
+
+    return ask
 
 
 def _reads_sync_flag(wrapper: DistributedDataParallel) -> Callable[[], bool]:

@@ -37,10 +37,21 @@ class Sometimes(torch.nn.Module):
         return self.head(x if skips else self.middle(x))
 
 
+class Normed(torch.nn.Module):
+    """Its backward talks to the other ranks while the head's bucket is under way."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.head = torch.nn.Linear(7, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 33)
+
+    def forward(self, x, skips=False):
+        return self.head(self.norm(self.body(x)))
+
+
 def made(rank, shape, world_size, compress, module=Sometimes, zero=0, **options):
     torch.manual_seed(0)
     with on_hosts(hosts_of(shape, world_size)) as group:
-        module = module()
+        module = sw.SyncBatchNorm.convert_sync_batchnorm(module(), group)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         options = {**CAP, "timeout_s": 20, **options}
         return sw.wrap(module, optimizer, process_group=group, compress=compress, zero=zero, **options)
@@ -129,6 +140,21 @@ def test_sums_on_standing_averages_and_local_ones_are_the_same(rank, world_size,
         assert bits_equal(mine, theirs)
 
 
+@on_every_rank(at_least=3)
+def test_a_backward_that_talks_itself_goes_on_beside(rank, world_size):
+    after = []
+    for waits in (True, False):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if waits:
+                at_the_end(monkeypatch)
+            model, optimizer = made(rank, "2+1", world_size, COMPRESSORS["bf16"], module=Normed)
+        assert isinstance(model.module.norm, sw.SyncBatchNorm)
+        after.append(train(rank, model, optimizer))
+    assert early(model) > 0
+    for mine, theirs in zip(*after):
+        assert bits_equal(mine, theirs)
+
+
 @pytest.mark.parametrize("name", ["bf16", "int4", "powersgd", "powersgd in turns"])
 @on_every_rank(at_least=3)
 def test_a_backward_that_raises_leaves_all_in_step(rank, world_size, name):
@@ -144,6 +170,9 @@ def test_a_backward_that_raises_leaves_all_in_step(rank, world_size, name):
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         assert early(model) - before == 2  # the head and the middle were on their way
+        if model.compression_state is not None:
+            with pytest.raises(sw.Error, match="state_dict: buckets of a backward .* are under way on rank"):
+                model.compression_state.state_dict()
     else:
         with pytest.raises(sw.Error, match=f"rank {victim} .*left a backward unfinished"):
             loss.backward()
