@@ -114,6 +114,35 @@ static int open_round(reducer_object *self, int64_t task)
         &err);
 }
 
+static bool bucket_takes_part(reducer_object *self, size_t bucket)
+{
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    return sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[bucket].first]);
+}
+
+/* Gives a bucket to the hook. */
+static int run_callback(reducer_object *self, size_t bucket, bool is_early)
+{
+    size_t after = bucket + 1, count = sw_reducer_layout(self->reducer)->bucket_count;
+    while (after < count && !bucket_takes_part(self, after))
+        ++after;
+    PyObject *result =
+        PyObject_CallFunction(self->bucket_callback, "nOO", (Py_ssize_t)bucket,
+                              after == count ? Py_True : Py_False, is_early ? Py_True : Py_False);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+/* Complete buckets, while the backward goes on. */
+static int hand_over(reducer_object *self)
+{
+    size_t bucket;
+    while (sw_reducer_hand_over(self->reducer, &bucket))
+        if (run_callback(self, bucket, true) < 0)
+            return -1;
+    return 0;
+}
+
 int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
 {
     int64_t task;
@@ -149,7 +178,9 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
     if (!failed && grad != Py_None)
         failed = reducer_raise(self, sw_reducer_mark(self->reducer, index, task, &advance, &err),
                                &err) < 0;
-    if (!failed && advance) { /* only what may fold or wait gives the GIL away */
+    if (!failed && advance && self->bucket_wait) {
+        failed = hand_over(self) < 0;
+    } else if (!failed && advance) { /* only what may fold or wait gives the GIL away */
         Py_BEGIN_ALLOW_THREADS
         status = sw_reducer_advance(self->reducer, &err);
         Py_END_ALLOW_THREADS
@@ -204,26 +235,53 @@ static int publish(reducer_object *self)
     return 0;
 }
 
+/* Waits for what the hook has begun. An exception that is set already stays the one. */
+static int wait_for_callbacks(reducer_object *self)
+{
+    PyObject *type, *value, *trace;
+    if (!self->bucket_wait)
+        return 0;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *result = PyObject_CallFunctionObjArgs(self->bucket_wait, NULL);
+    Py_XDECREF(result);
+    if (type) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, trace);
+    }
+    return result && !type ? 0 : -1;
+}
+
 /* A user's hook reduces each bucket that takes part, in order. */
 static int run_callbacks(reducer_object *self)
 {
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    size_t last = layout->bucket_count;
-    for (size_t b = 0; b < layout->bucket_count; ++b)
-        if (sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
-            last = b;
-    for (size_t b = 0; b < layout->bucket_count; ++b) {
-        if (!sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
+    size_t count = sw_reducer_layout(self->reducer)->bucket_count;
+    int failed = 0;
+    for (size_t b = 0; b < count && !failed; ++b) {
+        if (!bucket_takes_part(self, b) || sw_reducer_is_handed_over(self->reducer, b))
             continue;
-        if (self->sliced && sw_py_sliced_fill(self, b) < 0)
-            return -1;
-        PyObject *result = PyObject_CallFunction(self->bucket_callback, "nO", (Py_ssize_t)b,
-                                                 b == last ? Py_True : Py_False);
-        if (!result)
-            return -1;
-        Py_DECREF(result);
+        failed =
+            (self->sliced && sw_py_sliced_fill(self, b) < 0) || run_callback(self, b, false) < 0;
     }
-    return 0;
+    return wait_for_callbacks(self) < 0 || failed ? -1 : 0;
+}
+
+/* A round was abandoned by some rank. What one rank handed over before that waits for every other
+ * rank's part: all reduce it, and nothing else. */
+static int run_crossed(reducer_object *self, bool contributes)
+{
+    size_t count = sw_reducer_layout(self->reducer)->bucket_count;
+    int failed = 0;
+    if (!self->bucket_wait || !sw_reducer_has_met(self->reducer))
+        return 0;
+    for (size_t b = 0; b < count && !failed; ++b) {
+        if (!sw_reducer_is_handed_over_by_any(self->reducer, b) ||
+            sw_reducer_is_handed_over(self->reducer, b))
+            continue;
+        if (!contributes)
+            sw_reducer_clear_bucket(self->reducer, b);
+        failed = run_callback(self, b, true) < 0;
+    }
+    return wait_for_callbacks(self) < 0 || failed ? -1 : 0;
 }
 
 /* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each, and
@@ -243,7 +301,10 @@ static int finish_with_callback(reducer_object *self)
     status = sw_reducer_exchange_use(self->reducer, &err);
     Py_END_ALLOW_THREADS
     sw_py_comm_leave(self->comm);
-    return reducer_raise(self, status, &err) < 0 ? -1 : run_callbacks(self);
+    if (status == SW_OK)
+        return run_callbacks(self);
+    /* the same sentence as if nothing had been handed over, once that is where it belongs */
+    return run_crossed(self, true) < 0 ? -1 : reducer_raise(self, status, &err);
 }
 
 static int finish_round(reducer_object *self)
@@ -286,17 +347,16 @@ static int abandon(reducer_object *self)
     status = sw_reducer_abandon(self->reducer, &err);
     Py_END_ALLOW_THREADS
     sw_py_comm_leave(self->comm);
-    return reducer_raise(self, status, &err);
+    return run_crossed(self, false) < 0 ? -1 : reducer_raise(self, status, &err);
 }
 
 /* With a user's hook: as the others, but over zeros. */
 static int shadow_callbacks(reducer_object *self)
 {
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    for (size_t b = 0; b < layout->bucket_count; ++b)
-        if (sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[b].first]))
-            memset(sw_reducer_memory(self->reducer)->base + layout->bucket[b].offset_bytes, 0,
-                   layout->bucket[b].numel * sw_dtype_size_bytes(layout->bucket[b].dtype));
+    size_t count = sw_reducer_layout(self->reducer)->bucket_count;
+    for (size_t b = 0; b < count; ++b)
+        if (bucket_takes_part(self, b))
+            sw_reducer_clear_bucket(self->reducer, b);
     return run_callbacks(self);
 }
 
@@ -413,6 +473,8 @@ PyObject *sw_py_round_shadow(PyObject *op, PyObject *unused)
     status = sw_reducer_shadow(self->reducer, &err);
     Py_END_ALLOW_THREADS
     sw_py_comm_leave(self->comm);
+    if (status != SW_OK && run_crossed(self, false) < 0)
+        return NULL;
     if (reducer_raise(self, status, &err) < 0)
         return NULL;
     return none_or_null(self->bucket_callback ? shadow_callbacks(self) : 0);

@@ -18,7 +18,10 @@ typedef struct reducer_object {
     PyObject *hook_tables; /* owned list: where torch keeps the hooks of each parameter, or None */
     PyObject *layouts; /* owned list of tensors laid out as gradients are, where parameters are not
                           always; or None */
-    PyObject *copy, *open, *renew, *task_id, *bucket_callback; /* owned callables or NULL */
+    PyObject *copy, *open, *renew, *task_id; /* owned callables or NULL */
+    PyObject *bucket_callback; /* owned, or NULL: what averages a bucket, in place of the engine */
+    PyObject *bucket_wait;     /* owned, or NULL: waits for what bucket_callback has begun. With it
+                                  buckets are given as soon as they are complete */
     bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
                     gradients */
     PyObject *grad_name;     /* owned: "grad" */

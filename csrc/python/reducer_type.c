@@ -111,6 +111,7 @@ static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->task_id);
     Py_VISIT(self->layouts);
     Py_VISIT(self->bucket_callback);
+    Py_VISIT(self->bucket_wait);
     return 0;
 }
 
@@ -126,6 +127,7 @@ static int reducer_clear(PyObject *op)
     ENGINE_CLEAR(self->task_id);
     ENGINE_CLEAR(self->layouts);
     ENGINE_CLEAR(self->bucket_callback);
+    ENGINE_CLEAR(self->bucket_wait);
     return 0;
 }
 
@@ -406,17 +408,31 @@ static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
     Py_RETURN_NONE;
 }
 
-static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *callback)
+static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    if (reducer_check_made(self) < 0)
+    PyObject *callback, *wait = Py_None;
+    if (reducer_check_made(self) < 0 ||
+        !PyArg_ParseTuple(args, "O|O:set_bucket_callback", &callback, &wait))
         return NULL;
+    if (wait != Py_None && self->sliced) {
+        PyErr_SetString(reducer_state_of(self)->error,
+                        "sliced buckets leave at the end of a backward");
+        return NULL;
+    }
     ENGINE_CLEAR(self->bucket_callback);
+    ENGINE_CLEAR(self->bucket_wait);
     if (callback != Py_None) {
         Py_INCREF(callback);
         self->bucket_callback = callback;
+        if (wait != Py_None) {
+            Py_INCREF(wait);
+            self->bucket_wait = wait;
+        }
     }
-    sw_reducer_defer_all(self->reducer, callback != Py_None);
+    sw_reducer_give_buckets(self->reducer, !self->bucket_callback ? SW_BUCKETS_OURS
+                                           : self->bucket_wait    ? SW_BUCKETS_HOOKS_EARLY
+                                                                  : SW_BUCKETS_HOOKS);
     Py_RETURN_NONE;
 }
 
@@ -427,6 +443,14 @@ static PyObject *reducer_used_by_any(PyObject *op, PyObject *position)
     if (read_index(self, position, &index) < 0)
         return NULL;
     return PyBool_FromLong(sw_reducer_used_by_any(self->reducer, index));
+}
+
+static PyObject *reducer_divisor(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    if (reducer_check_made((reducer_object *)op) < 0)
+        return NULL;
+    return PyLong_FromSize_t(sw_reducer_divisor(((reducer_object *)op)->reducer));
 }
 
 static PyObject *reducer_standing_ranks(PyObject *op, PyObject *position)
@@ -535,10 +559,14 @@ static PyMethodDef reducer_methods[] = {
      "forget_steps()\n--\n\nCounts from 0 again."},
     {"set_divide_by", reducer_set_divide_by, METH_O,
      "set_divide_by(active_only)\n--\n\nWhat the mean divides by."},
-    {"set_bucket_callback", reducer_set_bucket_callback, METH_O,
-     "set_bucket_callback(callback)\n--\n\nA user's communication hook, or None."},
+    {"set_bucket_callback", reducer_set_bucket_callback, METH_VARARGS,
+     "set_bucket_callback(callback, wait=None)\n--\n\nA communication hook, or None: "
+     "callback(bucket, is_last, is_early) averages a bucket. With `wait` it may only begin to, and "
+     "comes early where it can."},
     {"used_by_any", reducer_used_by_any, METH_O,
      "used_by_any(index)\n--\n\nWhether some rank used it."},
+    {"divisor", reducer_divisor, METH_NOARGS,
+     "divisor()\n--\n\nRanks that a communication hook's mean is to be over, in the last round."},
     {"standing_ranks", reducer_standing_ranks, METH_O,
      "standing_ranks(index)\n--\n\nRanks that contribute on top of the standing mean."},
     {"is_used", reducer_is_used, METH_O,

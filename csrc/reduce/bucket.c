@@ -19,11 +19,12 @@ void sw_bucket_read_tails(bucket *b, bool *contributes, int *abandoned_by)
     const sw_reducer *reducer = b->reducer;
     size_t count = reducer->layout.bucket[b->index].count;
     *abandoned_by = -1;
-    b->any_standing = false;
+    b->any_standing = b->crosses = false;
     memset(b->any, 0, sw_words_of(count) * sizeof *b->any);
     for (int r = 0; r < reducer->comm->world_size; ++r) {
         const tail *t = sw_bucket_tail(b, r);
         contributes[r] = t->contributes != 0;
+        b->crosses |= t->handed_over != 0;
         if (t->abandoned && *abandoned_by < 0)
             *abandoned_by = r;
         for (size_t w = 0; w < sw_words_of(count); ++w) {
@@ -145,6 +146,7 @@ void sw_bucket_write_tail(bucket *b)
     memset(t, 0, b->tail_bytes);
     t->contributes = reducer->contributes;
     t->abandoned = reducer->abandoned;
+    t->handed_over = b->state == BUCKET_HANDED_OVER;
     for (size_t i = 0; reducer->contributes && i < shape->count; ++i) {
         const param_state *state = &reducer->params[reducer->layout.order[shape->first + i]];
         t->bits[i / 32] |= (uint32_t)state->used << (i % 32);

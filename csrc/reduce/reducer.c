@@ -128,9 +128,9 @@ bool sw_reducer_takes_part(const sw_reducer *reducer, size_t param)
     return bucket_of(reducer, param)->takes_part;
 }
 
-void sw_reducer_defer_all(sw_reducer *reducer, bool defer)
+void sw_reducer_give_buckets(sw_reducer *reducer, sw_bucket_owner owner)
 {
-    reducer->defer_all = defer;
+    reducer->owner = owner;
 }
 
 bool sw_reducer_is_sent(const sw_reducer *reducer, size_t param)
@@ -169,11 +169,13 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->opened_ns = sw_clock_now_ns();
     reducer->held_ns = 0;
     reducer->next_bucket = 0;
+    reducer->met = false;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
         b->state = BUCKET_FILLING;
         b->pending = reducer->layout.bucket[i].count;
         b->unplaced = 0;
+        b->crosses = false;
     }
     while (reducer->next_bucket < reducer->layout.bucket_count &&
            !reducer->buckets[reducer->next_bucket].takes_part)
@@ -218,7 +220,7 @@ static sw_status post_ready(sw_reducer *reducer, sw_error *err)
         if (!b->takes_part)
             continue;
         if (b->pending > 0 || b->unplaced > 0 || b->pinned || !b->op.arena ||
-            reducer->stats.rounds == 0 || reducer->defer_all)
+            reducer->stats.rounds == 0 || reducer->owner != SW_BUCKETS_OURS)
             return SW_OK;
         reducer->stats.buckets_early++;
         SW_TRY(post_bucket(b, err));
@@ -454,8 +456,8 @@ sw_status sw_reducer_abandon(sw_reducer *reducer, sw_error *err)
     reducer->abandoned = true;
     /* Where a user's hook owns the buckets, peers wait at the exchange of use bits, not at the
      * buckets. */
-    sw_status status =
-        reducer->defer_all ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
+    sw_status status = reducer->owner != SW_BUCKETS_OURS ? sw_reducer_exchange_use(reducer, err)
+                                                         : complete_round(reducer, err);
     reducer->abandoned = false;
     reducer->state = SW_ROUND_CLOSED;
     reducer->stats.abandoned++;
@@ -491,7 +493,7 @@ static bool all_done(const sw_reducer *reducer)
 sw_status sw_reducer_try_abandon(sw_reducer *reducer, int64_t budget_ns, sw_error *err)
 {
     int64_t deadline_ns = sw_clock_now_ns() + budget_ns;
-    if (reducer->state != SW_ROUND_OPEN || reducer->defer_all ||
+    if (reducer->state != SW_ROUND_OPEN || reducer->owner != SW_BUCKETS_OURS ||
         reducer->memory->transport != SW_TRANSPORT_POOL)
         return SW_OK;
     reducer->abandoned = true;
@@ -510,11 +512,57 @@ sw_status sw_reducer_shadow(sw_reducer *reducer, sw_error *err)
 {
     SW_TRY(sw_reducer_open(reducer, -1, true, err));
     reducer->contributes = false;
-    sw_status status =
-        reducer->defer_all ? sw_reducer_exchange_use(reducer, err) : complete_round(reducer, err);
+    sw_status status = reducer->owner != SW_BUCKETS_OURS ? sw_reducer_exchange_use(reducer, err)
+                                                         : complete_round(reducer, err);
     reducer->contributes = true;
     reducer->state = SW_ROUND_CLOSED;
     return status;
+}
+
+bool sw_reducer_hand_over(sw_reducer *reducer, size_t *bucket_index)
+{
+    for (; reducer->next_bucket < reducer->layout.bucket_count; ++reducer->next_bucket) {
+        bucket *b = &reducer->buckets[reducer->next_bucket];
+        if (!b->takes_part)
+            continue;
+        if (reducer->owner != SW_BUCKETS_HOOKS_EARLY || reducer->state != SW_ROUND_OPEN ||
+            reducer->stats.rounds == 0 || b->pending > 0 || b->unplaced > 0 || b->pinned)
+            return false;
+        b->state = BUCKET_HANDED_OVER;
+        reducer->stats.buckets_early++;
+        *bucket_index = reducer->next_bucket++;
+        return true;
+    }
+    return false;
+}
+
+size_t sw_reducer_divisor(const sw_reducer *reducer)
+{
+    size_t active = 0, world_size = (size_t)reducer->comm->world_size;
+    for (size_t r = 0; reducer->divide_by_active && r < world_size; ++r)
+        active += reducer->contributors[r];
+    return active > 0 ? active : world_size;
+}
+
+bool sw_reducer_has_met(const sw_reducer *reducer)
+{
+    return reducer->met;
+}
+
+bool sw_reducer_is_handed_over(const sw_reducer *reducer, size_t bucket_index)
+{
+    return reducer->buckets[bucket_index].state == BUCKET_HANDED_OVER;
+}
+
+bool sw_reducer_is_handed_over_by_any(const sw_reducer *reducer, size_t bucket_index)
+{
+    return reducer->buckets[bucket_index].crosses;
+}
+
+void sw_reducer_clear_bucket(sw_reducer *reducer, size_t bucket_index)
+{
+    memset(sw_reducer_slot(reducer, bucket_index), 0,
+           sw_bucket_bytes(&reducer->buckets[bucket_index]));
 }
 
 void sw_reducer_stand(sw_reducer *reducer, size_t param)
@@ -550,6 +598,7 @@ sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
         if (reducer->buckets[i].takes_part)
             sw_bucket_write_tail(&reducer->buckets[i]);
     SW_TRY(reducer->comm->ops->run(reducer->comm, &barrier, err));
+    reducer->met = true;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
             sw_bucket_read_tails(&reducer->buckets[i], reducer->contributors, &by);

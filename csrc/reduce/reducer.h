@@ -20,6 +20,13 @@ typedef enum sw_round_state {
     SW_ROUND_OPEN,
 } sw_round_state;
 
+/* Whose the buckets are: who makes a mean of them, and when. */
+typedef enum sw_bucket_owner {
+    SW_BUCKETS_OURS = 0,
+    SW_BUCKETS_HOOKS,       /* a communication hook's, at the end of the backward */
+    SW_BUCKETS_HOOKS_EARLY, /* the same, each as soon as it is complete and those before it went */
+} sw_bucket_owner;
+
 typedef struct sw_reducer_stats {
     uint64_t rounds, local_rounds, abandoned;
     uint64_t buckets_sent, buckets_early; /* early: before the end of the backward */
@@ -147,13 +154,28 @@ size_t sw_reducer_standing_ranks(const sw_reducer *reducer, size_t param);
  */
 uint8_t *sw_reducer_slot(const sw_reducer *reducer, size_t bucket);
 
-/* Nothing is posted before the end of a backward: a user's hook will own the buckets. */
-void sw_reducer_defer_all(sw_reducer *reducer, bool defer);
+/* From the next round on. */
+void sw_reducer_give_buckets(sw_reducer *reducer, sw_bucket_owner owner);
+/* SW_BUCKETS_HOOKS_EARLY: the next bucket that is complete before the end of the backward, which
+ * counts as sent from now on: all its parameters are used, on this rank. false if there is none. */
+bool sw_reducer_hand_over(sw_reducer *reducer, size_t *bucket);
+/* Whether all ranks came to sw_reducer_exchange_use() of the round that was opened last. */
+bool sw_reducer_has_met(const sw_reducer *reducer);
+/* Whether this rank handed the bucket over in this round; and after sw_reducer_exchange_use(),
+ * until the next round, whether some rank did. In a round that was abandoned exactly those buckets
+ * are to be reduced by all. */
+bool sw_reducer_is_handed_over(const sw_reducer *reducer, size_t bucket);
+bool sw_reducer_is_handed_over_by_any(const sw_reducer *reducer, size_t bucket);
+/* Zeros in place of this rank's contribution to a bucket. Private and pooled buckets, not sliced.
+ */
+void sw_reducer_clear_bucket(sw_reducer *reducer, size_t bucket);
 
 /* Whether this rank used `param` since the last synchronisation. */
 bool sw_reducer_is_used(const sw_reducer *reducer, size_t param);
 /* After a round: whether some rank used `param` in it. */
 bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param);
+/* After sw_reducer_exchange_use(): how many ranks the mean is to be over. */
+size_t sw_reducer_divisor(const sw_reducer *reducer);
 /* The mean is over the contributing ranks (true) or over the world size (false, the start). */
 void sw_reducer_divide_by_active(sw_reducer *reducer, bool active_only);
 

@@ -3,9 +3,9 @@
  * for others.
  *
  * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it
- * abandoned the round, and two bits a parameter. Tails are doubled by the round's parity: a rank
- * may post the next round while a peer still reads this one's, but not the one after, because that
- * needs the peer's done.
+ * abandoned the round, whether a hook has the bucket already, and two bits a parameter. Tails are
+ * doubled by the round's parity: a rank may post the next round while a peer still reads this
+ * one's, but not the one after, because that needs the peer's done.
  *
  * Thread rule: as reducer.h.
  */
@@ -16,10 +16,16 @@
 
 typedef struct tail {
     uint32_t contributes, abandoned;
+    uint32_t handed_over; /* to a hook, before the end of the backward */
     uint32_t bits[]; /* use bits of the bucket's parameters, in memory order; then standing bits */
 } tail;
 
-typedef enum bucket_state { BUCKET_FILLING = 0, BUCKET_POSTED, BUCKET_DONE } bucket_state;
+typedef enum bucket_state {
+    BUCKET_FILLING = 0,
+    BUCKET_POSTED,
+    BUCKET_DONE,
+    BUCKET_HANDED_OVER, /* to a hook, before the end of the backward */
+} bucket_state;
 
 typedef struct bucket {
     struct sw_reducer *reducer; /* borrowed: the plan's context */
@@ -38,6 +44,7 @@ typedef struct bucket {
     bool takes_part; /* trainable, or unfrozen since */
     bool pinned;     /* never posted before the end of the backward */
     bool all_used, any_standing;
+    bool crosses; /* some rank handed it over early in this round */
 } bucket;
 
 typedef struct param_state { /* since when: the last synchronisation, but these three: this round */
@@ -68,7 +75,9 @@ struct sw_reducer {
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
     uint32_t parity;
     uint32_t marks; /* gradients taken, to poll now and then */
-    bool contributes, abandoned, divide_by_active, defer_all;
+    bool contributes, abandoned, divide_by_active;
+    bool met; /* the use bits of this round, or the last one, were exchanged for a hook */
+    sw_bucket_owner owner; /* whose the buckets are */
     sw_reducer_stats stats;
 };
 

@@ -509,11 +509,14 @@ class Reducer:
         """A whole round in which this rank takes part without contributing (torch's Join)."""
     def set_divide_by(self, active_only: bool) -> None:
         """True: the mean is over the ranks that contribute in the round; False (default): over the world size."""
-    def set_bucket_callback(self, callback: Callable[[int, bool], None] | None) -> None:
+    def set_bucket_callback(
+        self, callback: Callable[[int, bool, bool], None] | None, wait: Callable[[], None] | None = None
+    ) -> None:
         """A user's communication hook owns the buckets: called at the end of a round for each bucket in order,
         (bucket, is_last); it leaves the result in the memory of bucket(bucket), or, if sliced, in that of result()."""
     def used_by_any(self, index: int) -> bool:
         """In or after a round: whether some rank used the parameter in it."""
+    def divisor(self) -> int: ...
     def standing_ranks(self, index: int) -> int:
         """In a bucket callback of sliced gradients: how many ranks did not clear the parameter's mean, which is to be added."""
     def mark_unfrozen(self, index: int) -> None:

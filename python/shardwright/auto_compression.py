@@ -1,8 +1,8 @@
 """compress="auto": nothing inside one host; between hosts what pays by the measure of the first rounds.
 
-A plain bucket crosses while the backward goes on; a compressed one waits for its end. So what a compressor has to beat is what
-is left: how long the end of a backward waits until its gradients are averaged. The first rounds are plain, and timed; then all
-ranks time the codecs once, and choose alike.
+Buckets cross while the backward goes on, plain and compressed ones alike. So what a compressor has to beat is what is left: how long
+the end of a backward waits until its gradients are averaged. The first rounds are plain, and timed; then all ranks time the codecs
+once, and choose alike: as much of a compressed bucket's wire falls beside the backward as of a plain one's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .compression_headroom import LEAST_GAIN, measure_bandwidth, measure_codecs, slowest
+from .compression_headroom import LEAST_GAIN, hidden_beside, measure_bandwidth, measure_codecs, slowest
 from .levels import levels_of
 
 if TYPE_CHECKING:
@@ -87,12 +87,14 @@ class AutoCompression:
         numel = sum(p.numel() for p in replica.table.parameters if p.requires_grad)
         bandwidth = measure_bandwidth(replica, levels)
         codecs = measure_codecs(replica, levels, numel, bandwidth)
-        best = min(codecs, key=lambda codec: codec.seconds(bandwidth))
+        beside_s = hidden_beside(replica, levels, numel, bandwidth, wait_s)
+        best = min(codecs, key=lambda codec: codec.seconds(bandwidth, beside_s))
+        best_s = best.seconds(bandwidth, beside_s)
         why = (
             f"the end of a backward waits {1e3 * wait_s:.1f} ms of {1e3 * step_s:.1f} ms a step for plain gradients, and would wait "
-            f"{1e3 * best.seconds(bandwidth):.1f} ms for {best.compress!r} at {bandwidth / 1e9:.3g} GB/s"
+            f"{1e3 * best_s:.1f} ms for {best.compress!r} at {bandwidth / 1e9:.3g} GB/s"
         )
-        pays = best.seconds(bandwidth) < wait_s - LEAST_GAIN * step_s
+        pays = best_s < wait_s - LEAST_GAIN * step_s
         _say(replica.group.rank, f"{best.compress!r}, because {why}" if pays else f"none, because {why}")
         if pays:
             wrapped.compress_gradients(best.compress)

@@ -1,14 +1,15 @@
 """A user's communication hook in torch's protocol: torch's own hooks run unchanged.
 
-Instead of the engine's fold, the hook gets each bucket at the end of the round, in order, as an object that answers
-what torch.distributed.GradBucket answers, and returns a future of the result. Padding between parameters is zero.
+Instead of the engine's fold, the hook gets each bucket at the end of the round (or earlier, on a thread: bucket_thread.py), in
+order, as an object that answers what torch.distributed.GradBucket answers, and returns a future of the result. Padding between parameters is zero.
 Parameters that no rank used keep their bytes, whatever the hook does to the bucket.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -88,6 +89,9 @@ class HookRunner:
     hook : callable
         `hook(state, bucket)` gives a Future of a tensor (or of a list of one), or the tensor itself.
     wanted : Wanted
+    over_all : bool
+        The hook gives the mean over all ranks, whatever was asked for: it is multiplied by all ranks over those that count
+        (join). Else what it gives is taken as it is.
     """
 
     def __init__(
@@ -98,8 +102,12 @@ class HookRunner:
         state: object,
         hook: Callable[[Any, Any], Any],
         wanted: Wanted | None = None,
+        *,
+        over_all: bool = False,
     ) -> None:
         self._used_by_any = reducer.used_by_any
+        self._divisor, self._world_size = reducer.divisor, world_size
+        self._over_all = over_all
         self._state = state
         self._hook = hook
         self._buckets = [
@@ -108,28 +116,50 @@ class HookRunner:
         ]
         self._position = self._previous = -1
 
-    def __call__(self, bucket: int, is_last: bool) -> None:
-        # a round that a hook's exception cut short is followed by one that begins again
+    def __call__(self, bucket: int, is_last: bool, is_early: bool = False) -> None:
+        self.job(bucket, is_last, is_early)()
+
+    def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
+        """What the hook is to do with a bucket, of its place in the round as jobs are asked for, by whatever thread.
+
+        `is_early`: before ranks have said what they used, since this one used all of it.
+        """
+        # a round that an exception cut short is followed by one that begins again
         self._position = self._position + 1 if bucket > self._previous else 0
         self._previous = bucket
-        with torch.no_grad():
-            self._run(self._buckets[bucket], is_last)
+        it = self._buckets[bucket]
+        used = [True] * len(it.indices) if is_early else [self._used_by_any(index) for index in it.indices]
+        return functools.partial(self._average, it, self._position, is_last, used, is_early)
 
-    def _run(self, bucket: _Bucket, is_last: bool) -> None:
+    def finish_early(self, buckets: Iterable[int]) -> None:
+        """Of buckets averaged before ranks have said whether they count: at the end of the round."""
+        for bucket in buckets:
+            self._divide(self._buckets[bucket].flat())
+
+    def _divide(self, flat: torch.Tensor) -> None:
+        """Means over all ranks become means over those that count."""
+        count = self._count()
+        if count != self._world_size:
+            flat.mul_(self._world_size / count)
+
+    def _count(self) -> int:
+        """Ranks that the mean is over."""
+        return self._divisor() if self._over_all else self._world_size
+
+    @torch.no_grad()
+    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool], is_early: bool = False) -> None:
         flat = bucket.flat()
-        used = self._used(bucket)
         parts = zip(used, bucket.offsets, bucket.parameters)
         kept = [(part := flat[o : o + p.numel()], part.clone()) for is_used, o, p in parts if not is_used]
-        self._reduce(bucket, flat, is_last, used)
+        self._reduce(bucket, flat, position, is_last, used)
+        if not is_early:
+            self._divide(flat)
         for part, before in kept:
             part.copy_(before)
 
-    def _used(self, bucket: _Bucket) -> list[bool]:
-        return [self._used_by_any(index) for index in bucket.indices]
-
-    def _reduce(self, bucket: _Bucket, flat: torch.Tensor, is_last: bool, used: list[bool]) -> None:
+    def _reduce(self, bucket: _Bucket, flat: torch.Tensor, position: int, is_last: bool, used: list[bool]) -> None:
         bucket.clear_padding(flat)
-        result = _value_of(self._hook(self._state, GradBucket(bucket, flat, self._position, is_last, used)))
+        result = _value_of(self._hook(self._state, GradBucket(bucket, flat, position, is_last, used)))
         if result.numel() != flat.numel():
             raise Error(
                 f"the communication hook {_name(self._hook)} returned {result.numel()} elements "
@@ -158,21 +188,22 @@ class SlicedHookRunner(HookRunner):
         hook: Callable[[Any, Any], Any],
     ) -> None:
         wanted = Wanted(in_slots=True, slice_alone=not slicing.is_replicated)
-        super().__init__(reducer, parameters, comm.world_size, state, hook, wanted)
+        super().__init__(reducer, parameters, comm.world_size, state, hook, wanted, over_all=True)
         self._standing_ranks = reducer.standing_ranks
         self._pieces = pieces
-        self._slicing, self._world_size = slicing, comm.world_size
+        self._slicing = slicing
 
-    def _run(self, bucket: _Bucket, is_last: bool) -> None:
+    @torch.no_grad()
+    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool], is_early: bool = False) -> None:
         flat = bucket.flat()
-        used = self._used(bucket)
-        self._reduce(bucket, flat, is_last, used)
+        self._reduce(bucket, flat, position, is_last, used)
+        self._divide(flat)
         begin = self._slicing.own * (bucket.numel // self._slicing.count)
         for index, offset, is_used in zip(bucket.indices, bucket.offsets, used):
             piece = self._pieces[index]
             if is_used and piece.numel():
                 at = max(begin, offset)
-                self._keep(piece, flat[at : at + piece.numel()], self._standing_ranks(index) / self._world_size)
+                self._keep(piece, flat[at : at + piece.numel()], self._standing_ranks(index) / self._count())
 
     @staticmethod
     def _keep(piece: torch.Tensor, average: torch.Tensor, standing: float) -> None:

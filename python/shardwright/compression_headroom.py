@@ -1,8 +1,9 @@
 """headroom: what a step waits for communication, and which compressor would pay for itself there.
 
 A compressor saves bytes and costs arithmetic. What it can save at most is the *exposed* communication: how much longer a
-synchronised backward takes than one that does not synchronise. A compressor runs at the end of the backward, so its whole
-time counts against that: predicted(compressor) = local step + codec + bytes / bandwidth.
+synchronised backward takes than one that does not synchronise. predicted(compressor) = local step + codec + bytes / bandwidth: a codec
+takes a core's time, wherever it runs. Between hosts at zero=0 and 1 compressed buckets cross beside the backward, so of the last
+term what a plain exchange hides there is taken off.
 """
 
 from __future__ import annotations
@@ -142,12 +143,15 @@ def headroom(
     plain_bytes = replica.stats()["step_wire_bytes"] if replica.group.host_count == 1 else _sent(levels, 4 * numel)
     measured = measure_bandwidth(replica, levels)
     speed = bandwidth or measured
+    beside_s = hidden_beside(replica, levels, numel, measured, exposed_s)
     if bandwidth is not None:  # what hides here hides there; the rest is as long as its bytes
         hidden_s = max(0.0, plain_bytes / measured - exposed_s)
         exposed_s = max(0.0, plain_bytes / bandwidth - hidden_s)
         step_s = local_s + exposed_s
     codecs = measure_codecs(replica, levels, numel, measured)
-    candidates = [Candidate(repr(c.compress), local_s + c.seconds(speed), c.codec_s, c.wire_bytes) for c in codecs]
+    candidates = [
+        Candidate(repr(c.compress), local_s + c.seconds(speed, beside_s), c.codec_s, c.wire_bytes) for c in codecs
+    ]
     candidates.sort(key=lambda candidate: candidate.step_s)
     pays = comm.world_size > 1 and candidates[0].step_s < (1 - LEAST_GAIN) * step_s
     return Headroom(step_s, local_s, exposed_s, speed, tuple(candidates), candidates[0].name if pays else "none")
@@ -161,9 +165,16 @@ class Codec:
     codec_s: float
     wire_bytes: int
 
-    def seconds(self, bandwidth: float) -> float:
-        """Of a step, without overlap."""
-        return self.codec_s + self.wire_bytes / bandwidth
+    def seconds(self, bandwidth: float, hidden_s: float = 0.0) -> float:
+        """Of a step, of whose wire's time so much falls beside the backward."""
+        return self.codec_s + max(0.0, self.wire_bytes / bandwidth - hidden_s)
+
+
+def hidden_beside(replica: Replica, levels: Levels, numel: int, bandwidth: float, exposed_s: float) -> float:
+    """Seconds of a plain exchange's wire that fall beside the backward, as a compressed one's may too where it overlaps."""
+    if not replica.overlaps_compression:
+        return 0.0
+    return max(0.0, _sent(levels, 4 * numel) / bandwidth - exposed_s)
 
 
 def measure_bandwidth(replica: Replica, levels: Levels) -> float:

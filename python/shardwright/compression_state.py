@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class CompressionState:
         self.process_group = process_group
         self.iter = 0
         self._exchange: Exchange | None = None
+        self._is_under_way: Callable[[], bool] = lambda: False
         self._names = WeakIdKeyDictionary()  # parameter -> name
         self._unnamed = 0
         self._skipped = False
@@ -66,6 +67,17 @@ class CompressionState:
     def use_exchange(self, exchange: Exchange) -> None:
         """In place of the process group."""
         self._exchange = exchange
+
+    def watch(self, is_under_way: Callable[[], bool]) -> None:
+        """What tells whether another thread may be changing this state."""
+        self._is_under_way = is_under_way
+
+    def _check_rest(self, operation: str) -> None:
+        if self._is_under_way():
+            raise Error(
+                f"{self.kind}: {operation}: buckets of a backward that is not over, or that an exception ended, are under way on rank "
+                f"{self.exchange.rank}: the next forward or step waits for them"
+            )
 
     def entry(
         self, parameter: torch.Tensor, shapes: dict[str, tuple[int, ...]]
@@ -144,6 +156,7 @@ class CompressionState:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; tensors are copies. Every rank saves its own."""
+        self._check_rest("state_dict")
         entries = {**(self._loaded or {}), **self._entries}
         known = {str(name) for name in self._names.values()} | self._loaded_without
         return {
@@ -164,6 +177,7 @@ class CompressionState:
         ValueError
             A factor that is not above 0 and finite.
         """
+        self._check_rest("scale_errors")
         if not 0 < factor < math.inf:
             raise ValueError(f"{self.kind}: scale_errors: factor must be above 0 and finite, got {factor!r}")
         for entry in (*self._entries.values(), *(self._loaded or {}).values()):
@@ -179,6 +193,7 @@ class CompressionState:
         Error
             Another compressor's or rank's state, or another world size's; at the first round: another model's.
         """
+        self._check_rest("load_state_dict")
         wanted = {
             "kind": self.kind,
             "settings": self.settings(),

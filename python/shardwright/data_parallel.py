@@ -26,7 +26,7 @@ from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments, check_devi
 from .drift import DriftCheck
 from .exchange import Exchange
 from .join import ShadowHook
-from .levels import levels_of
+from .levels import Lease, leased_levels, levels_of
 from .offload import offload_kind
 from .options import Options, check_zero
 from .precision import PrecisionPlan, remove_plan
@@ -406,9 +406,10 @@ class DistributedDataParallel(TorchDDP):
         return ShadowHook(self, divide_by_initial_world_size)
 
     def _check_join(self, divide_by_initial_world_size: bool) -> None:
-        if self._replica is not None and self._replica.compression is not None and not divide_by_initial_world_size:
+        compression = self._replica.compression if self._replica is not None else None
+        if compression is not None and compression[1] is None and not divide_by_initial_world_size:
             raise NotImplementedError(
-                f"join(divide_by_initial_world_size=False) under compress={self._replica.compression[0]} is not there yet: "
+                f"join(divide_by_initial_world_size=False) under compress={compression[0]} on GPUs is not there yet: "
                 "compressed gradients are divided by the world size"
             )
 
@@ -440,12 +441,23 @@ class DistributedDataParallel(TorchDDP):
         self._check_comm_hook(hook)
         self._run_buckets_by(state, hook)
 
-    def _run_buckets_by(self, state: object, hook: Callable[..., Any]) -> None:
+    def _run_buckets_by(
+        self, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, over_all: bool = False
+    ) -> None:
+        """`lease`: of what the hook exchanges over on a thread of its own, while the backward goes on. `over_all`: see HookRunner."""
         if self._comm_hooks:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
-        runner = replica.hook_runner(state, hook)
-        replica.reducer.set_bucket_callback(runner)
+        runner = replica.hook_runner(state, hook, over_all=over_all)
+        if lease is None:
+            replica.reducer.set_bucket_callback(runner)
+        else:
+            from .bucket_thread import BucketThread
+
+            thread = BucketThread(runner, replica.group.comm, replica.label, lease)
+            replica.reducer.set_bucket_callback(thread, thread.wait)
+            if isinstance(state, CompressionState):
+                state.watch(_is_under_way(weakref.WeakMethod(thread.is_under_way)))
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:
@@ -466,11 +478,14 @@ class DistributedDataParallel(TorchDDP):
         if replica.link is not None and replica.reducer.wire is not None:  # the reducer's own
             replica.compression = (repr(compress), None)
             return
-        levels = levels_of(replica.group)
+        if replica.overlaps_compression:
+            levels, lease = leased_levels(replica.group)
+        else:
+            levels, lease = levels_of(replica.group), None
         state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))
-        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange))
+        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange), lease, over_all=True)
         self.compression_state = state if isinstance(state, CompressionState) else None
         replica.compression = (repr(compress), levels.exchange)
 
@@ -546,11 +561,23 @@ def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]
 
     @functools.wraps(hook)
     def run(state: Any, bucket: Any) -> Any:
+        if bucket.index() == 0:
+            exchange.begin_round()
         result = hook(state, bucket)
         exchange.end_bucket(bucket.is_last())
         return result
 
     return run
+
+
+def _is_under_way(method: weakref.WeakMethod[Callable[[], bool]]) -> Callable[[], bool]:
+    """Weak: a state that is kept does not keep the thread, nor what it has leased."""
+
+    def ask() -> bool:
+        alive = method()
+        return alive is not None and alive()
+
+    return ask
 
 
 def _reads_sync_flag(wrapper: DistributedDataParallel) -> Callable[[], bool]:

@@ -14,6 +14,7 @@ with overlapping communication, 2025 (fragments).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
 from .block_compression import BlockState
+from .bucket_thread import BucketThread
 from .data_parallel import DistributedDataParallel
 from .exchange import average_plain
 from .hooks import average_half
-from .levels import levels_of
+from .levels import Levels, leased_levels, levels_of
 from .process_group import HostGroup, host_group, resolve_group
 from .table import verify
 
@@ -57,6 +59,8 @@ class DiLoCo:
         Parameters to an optimizer; the default is SGD with Nesterov momentum, lr 0.7, momentum 0.9.
     wire : {"bf16", "int8", "float32"}
         What changes of parameters travel as.
+    overlap : int
+        In [0, every // fragments): an exchange ends so many local steps after it was begun, and runs on a thread beside them.
     process_group : ProcessGroup, optional
         Of a bare model: the default group.
     timeout_s : float
@@ -73,9 +77,10 @@ class DiLoCo:
     Notes
     -----
     At an exchange, with θ the parameter that all ranks last had in common and θ_r this rank's: the outer optimizer steps on θ
-    with the mean of θ - θ_r as its gradient, and θ_r becomes θ: the same bits on every rank. An exchange ends before step()
-    returns. Cost: a copy of the parameters and the outer optimizer's state; on the wire, in `every` steps, 2 (W - 1) / W times
-    the parameters in the wire type.
+    with the mean of θ - θ_r as its gradient, and θ_r becomes θ: the same bits on every rank. Without `overlap` an exchange
+    ends before step() returns. With it θ_r becomes θ plus what the rank's own steps since have changed, so ranks differ until
+    synchronise(), and θ alone is bitwise equal. Cost: a copy of the parameters and the outer optimizer's state, with overlap one
+    more of the largest fragment; on the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type.
     """
 
     def __init__(
@@ -87,25 +92,27 @@ class DiLoCo:
         fragments: int = 1,
         outer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = _nesterov,
         wire: str = "bf16",
+        overlap: int = 0,
         process_group: Any = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
         self.inner_optimizer = inner_optimizer
         self.every = every
         self.wire = wire
+        self.overlap = overlap
         self.steps = 0
         self._group = _group_of(model, process_group, timeout_s)
         description: list[list[str]] = []
         refusal: Exception | None = None
         try:
-            _check_arguments(inner_optimizer, every, fragments, wire, timeout_s)
+            _check_arguments(inner_optimizer, every, fragments, wire, overlap, timeout_s)
             module = _module_of(model, process_group)
             self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
             self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
             _check_tensors(module, zip(self._names, self._parameters))
             self._anchors = [parameter.detach().clone() for parameter in self._parameters]
             self.outer_optimizer = _made(outer, self._anchors)
-            settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire]]
+            settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire], ["overlap", str(overlap)]]
             tensors = [[name, f"{tuple(t.shape)} {t.dtype}"] for name, t in _tensors(module)]
             description = [*settings, ["outer", _hyperparameters(self.outer_optimizer)], *tensors]
         except Exception as error:  # the others are told, before they wait for this rank
@@ -116,13 +123,19 @@ class DiLoCo:
         self._group.broadcast([*self._parameters, *module.buffers()], 0, "parameters and buffers under DiLoCo")
         for anchor, parameter in zip(self._anchors, self._parameters):
             anchor.copy_(parameter.detach())
-        self._levels = levels_of(self._group)
-        self._exchange = self._levels.exchange
-        self._int8 = BlockState(None, 8, 256)
-        self._int8.use_exchange(self._exchange)
+        on_thread = overlap > 0 and self._group.world_size > 1
+        levels, lease = leased_levels(self._group) if on_thread else (levels_of(self._group), None)
+        self._exchange = levels.exchange
         self._fragments = _cut([p.numel() for p in self._parameters], fragments)
-        largest = max((sum(self._parameters[i].numel() for i in part) for part in self._fragments), default=0)
+        self._sizes = [[self._parameters[i].numel() for i in part] for part in self._fragments]
+        largest = max(map(sum, self._sizes), default=0)
         self._change = torch.empty(largest)
+        self._then = torch.empty(largest if overlap else 0)
+        self._mean = _Mean(
+            levels, wire, [[self._parameters[i] for i in part] for part in self._fragments], self._change
+        )
+        self._thread = BucketThread(self._mean, self._group.comm, type(module).__name__, lease) if on_thread else None
+        self._pending: tuple[int, int] | None = None  # a fragment that is under way, and the step that it ends in
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -142,54 +155,90 @@ class DiLoCo:
         """A local step; and the exchange of the fragments that are due. Collective once every / fragments steps."""
         result = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
         self.steps += 1
+        if self._pending is not None and self._pending[1] == self.steps:
+            self._end()
         count = len(self._fragments)
-        for k, fragment in enumerate(self._fragments):
+        for k in range(count):
             due = (k + 1) * self.every // count  # the last one at a whole number of rounds
             if self.steps % self.every == due % self.every:
-                self._average(fragment)
+                self._begin(k)
+                if not self.overlap:
+                    self._end()
         return result
 
     def synchronise(self) -> None:
         """Exchanges every fragment now: afterwards all ranks have the same parameters. Collective."""
-        for fragment in self._fragments:
-            self._average(fragment)
+        if self._pending is not None:
+            self._end()
+        for k in range(len(self._fragments)):
+            self._begin(k)
+            self._end(is_common=True)
 
     @torch.no_grad()
-    def _average(self, fragment: list[int]) -> None:
-        parameters = [self._parameters[i] for i in fragment]
-        flat = self._change[: sum(parameter.numel() for parameter in parameters)]
-        parts = flat.split([parameter.numel() for parameter in parameters])
-        for index, part in zip(fragment, parts):
-            torch.sub(self._anchors[index].view(-1), self._parameters[index].view(-1), out=part)
-        self._levels.average(flat, lambda: self._mean(flat, parts, parameters), "changes under DiLoCo")
-        if not bool(flat.isfinite().all()):  # the same bits on every rank, so the same news
+    def _begin(self, k: int) -> None:
+        """Fragment k's change leaves."""
+        for index, change, then in zip(self._fragments[k], self._parts(self._change, k), self._parts(self._then, k)):
+            parameter = self._parameters[index].view(-1)
+            torch.sub(self._anchors[index].view(-1), parameter, out=change)
+            if self.overlap:
+                then.copy_(parameter)
+        if self._thread is not None:
+            self._thread(k, True, False)
+        else:
+            self._mean.job(k, True, False)()
+        self._pending = k, self.steps + self.overlap
+
+    def _wait(self) -> tuple[int, int]:
+        """For what is under way, which it returns: its fragment, and the step that it ends in. What fails is over."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        if self._thread is not None:
+            self._thread.wait()
+        return pending
+
+    @torch.no_grad()
+    def _end(self, is_common: bool = False) -> None:
+        """The mean change has come. `is_common`: no local step lies between."""
+        k, _ = self._wait()
+        fragment, changes = self._fragments[k], self._parts(self._change, k)
+        if not bool(self._change[: sum(self._sizes[k])].isfinite().all()):  # the same bits on every rank: the same news
             raise Error(
                 f"DiLoCo: the change of {self._names[fragment[0]]!r} and what goes with it is not finite on some rank after "
                 f"{self.steps} steps: its parameters were not averaged"
             )
-        for index, part in zip(fragment, parts):
-            self._anchors[index].grad = part.view(self._anchors[index].shape)
+        for index, change in zip(fragment, changes):
+            self._anchors[index].grad = change.view(self._anchors[index].shape)
         self.outer_optimizer.step()
         self.outer_optimizer.zero_grad(set_to_none=True)
-        for index in fragment:
-            self._parameters[index].copy_(self._anchors[index])
+        for index, then in zip(fragment, self._parts(self._then, k)):
+            parameter, anchor = self._parameters[index], self._anchors[index]
+            if self.overlap and not is_common:
+                parameter.sub_(then.view(parameter.shape)).add_(anchor)
+            else:
+                parameter.copy_(anchor)
 
-    def _mean(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
-        if self.wire == "int8":
-            self._int8.average(_Fragment(flat, parts, parameters))
-        elif self.wire == "bf16":
-            average_half(self._exchange, flat, torch.bfloat16)
-        else:
-            average_plain(self._exchange, flat)
+    def _parts(self, flat: torch.Tensor, k: int) -> list[torch.Tensor]:
+        """Of each parameter of fragment k; nothing where there is no such memory."""
+        total = sum(self._sizes[k])
+        return list(flat[:total].split(self._sizes[k])) if flat.numel() else [flat] * len(self._sizes[k])
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's: between exchanges, ranks differ. Parameters are the model's to save."""
-        return {
+        """This rank's: between exchanges, ranks differ. Parameters are the model's to save.
+
+        Waits for an exchange that is under way, which ends when all ranks have begun it.
+        """
+        state = {
             "steps": self.steps,
             "inner": self.inner_optimizer.state_dict(),
             "outer": self.outer_optimizer.state_dict(),
             "anchors": {name: anchor.clone() for name, anchor in zip(self._names, self._anchors)},
         }
+        if self._pending is not None:
+            self._pending = k, ends = self._wait()
+            total = sum(self._sizes[k])
+            tensors = {"change": self._change[:total].clone(), "then": self._then[:total].clone()}
+            state["pending"] = {"fragment": k, "ends": ends, **tensors}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what state_dict() gave on this rank.
@@ -209,11 +258,55 @@ class DiLoCo:
         for name in anchors:
             if name not in self._names:
                 raise Error(f"DiLoCo: load_state_dict: the state is another model's: this one does not train {name!r}")
+        self._take_pending(state.get("pending"))
         self.steps = int(state["steps"])
         self.inner_optimizer.load_state_dict(state["inner"])
         self.outer_optimizer.load_state_dict(state["outer"])
         for name, anchor in zip(self._names, self._anchors):
             anchor.copy_(anchors[name])
+
+    def _take_pending(self, pending: dict[str, Any] | None) -> None:
+        if self._pending is not None:
+            self._wait()  # of the run that is given up
+        if pending is None:
+            return
+        k, total = pending["fragment"], pending["change"].numel()
+        if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):
+            raise Error(
+                f"DiLoCo: load_state_dict: fragment {k} of {total} elements was under way, which needs the same fragments and "
+                f"overlap > 0; this one has {len(self._fragments)} fragments and overlap={self.overlap}"
+            )
+        self._change[:total].copy_(pending["change"])
+        self._then[:total].copy_(pending["then"])
+        self._pending = k, int(pending["ends"])
+
+
+class _Mean:
+    """Averages a fragment's change, in place; what a BucketThread runs. It knows no trainer, which may be dropped meanwhile."""
+
+    def __init__(self, levels: Levels, wire: str, fragments: list[list[torch.Tensor]], change: torch.Tensor) -> None:
+        self._levels, self._wire, self._fragments, self._change = levels, wire, fragments, change
+        self._int8 = BlockState(None, 8, 256)
+        self._int8.use_exchange(levels.exchange)
+
+    def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
+        """For fragment `bucket`."""
+        parameters = self._fragments[bucket]
+        sizes = [parameter.numel() for parameter in parameters]
+        flat = self._change[: sum(sizes)]
+        run = functools.partial(self._mean, flat, flat.split(sizes), parameters)
+        return functools.partial(self._levels.average, flat, run, "changes under DiLoCo")
+
+    def finish_early(self, buckets: Iterable[int]) -> None:
+        """None is."""
+
+    def _mean(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
+        if self._wire == "int8":
+            self._int8.average(_Fragment(flat, parts, parameters))
+        elif self._wire == "bf16":
+            average_half(self._levels.exchange, flat, torch.bfloat16)
+        else:
+            average_plain(self._levels.exchange, flat)
 
 
 class _Fragment:
@@ -247,12 +340,17 @@ def _is_timeout(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1e9
 
 
-def _check_arguments(inner_optimizer: Any, every: Any, fragments: Any, wire: Any, timeout_s: Any) -> None:
+def _check_arguments(inner_optimizer: Any, every: Any, fragments: Any, wire: Any, overlap: Any, timeout_s: Any) -> None:
     if not hasattr(inner_optimizer, "step") or not hasattr(inner_optimizer, "param_groups"):
         raise TypeError(f"DiLoCo: inner_optimizer must be an optimizer, got {type(inner_optimizer).__name__}")
     for name, value, most in (("every", every, 2**31), ("fragments", fragments, every)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"DiLoCo: {name} must be an integer in [1, {most}], got {value!r}")
+    if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every // fragments:
+        raise ValueError(
+            f"DiLoCo: overlap must be an integer in [0, {every // fragments}), every // fragments, so that one exchange ends before "
+            f"the next begins; got {overlap!r}"
+        )
     if wire not in _WIRES:
         raise ValueError(f"DiLoCo: wire must be one of {', '.join(_WIRES)}, got {wire!r}")
     if not _is_timeout(timeout_s):

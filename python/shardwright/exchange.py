@@ -8,6 +8,7 @@ on one rank, and all ranks end with the same bytes. A rank sends 2 (W - 1) / W o
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 from ._engine import HostComm, fold
+from .process_group import comm_error
 
 _ALIGNMENT = 64
 
@@ -45,6 +47,10 @@ class Exchange:
         self._buckets: list[int] = []
         self._slice_bytes = 0
         self._whole = torch.empty(0, dtype=torch.uint8)
+
+    def begin_round(self) -> None:
+        """Forgets the buckets of a round that was cut short."""
+        self._before_bucket, self._buckets = self.wire_bytes, []
 
     def end_bucket(self, is_last: bool) -> None:
         """What was sent since the last call was this bucket's."""
@@ -167,11 +173,18 @@ _BLOCKS_AHEAD = 6
 
 
 class GlooExchange(TorchExchange):
-    """Over a Gloo backend of our own, by messages of a few blocks between every two ranks."""
+    """Over a Gloo backend of our own, by messages of a few blocks between every two ranks.
 
-    def __init__(self, gloo: Any) -> None:
+    Parameters
+    ----------
+    gloo : Backend
+    members : sequence of (int, str)
+        Rank in the wrapper's group, and host name, of each of its ranks: for messages.
+    """
+
+    def __init__(self, gloo: Any, members: Sequence[tuple[int, str]]) -> None:
         super().__init__(gloo.rank(), gloo.size())
-        self._gloo = gloo
+        self._gloo, self._members = gloo, members
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
@@ -193,16 +206,24 @@ class GlooExchange(TorchExchange):
         sends = []
         for number, block in enumerate(blocks):
             if number >= _BLOCKS_AHEAD:
-                _wait(receives[number - _BLOCKS_AHEAD])
-            sends += [self._gloo.send([to[peer][block]], peer, 0) for peer in self._peers]
-        _wait(sends)
-        for each in receives[max(len(blocks) - _BLOCKS_AHEAD, 0) :]:
-            _wait(each)
+                self._wait(receives[number - _BLOCKS_AHEAD])
+            sends.append([self._gloo.send([to[peer][block]], peer, 0) for peer in self._peers])
+        for each in (*sends, *receives[max(len(blocks) - _BLOCKS_AHEAD, 0) :]):
+            self._wait(each)
 
-
-def _wait(works: list[Any]) -> None:
-    for work in works:  # once each: a second wait for the same one never ends
-        work.wait()
+    def _wait(self, works: list[Any]) -> None:
+        """One a peer."""
+        for peer, work in zip(self._peers, works):  # once each: a second wait for the same one never ends
+            try:
+                work.wait()
+            except RuntimeError as error:
+                rank, host = self._members[peer]
+                mine, _ = self._members[self.rank]
+                raise comm_error(
+                    f"compressed bytes between hosts: rank {mine} lost rank {rank} on host {host}, or waited for it in vain: {error}",
+                    rank,
+                    host,
+                ) from error
 
 
 class HostExchange(Exchange):

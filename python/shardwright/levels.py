@@ -7,8 +7,10 @@ whatever the number of ranks on it, and what a compressor owes is the host's: ke
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,30 +47,47 @@ class Levels:
         return hook
 
 
+class _OneHost(Levels):
+    """Over a communicator that is leased."""
+
+    def __init__(self, exchange: Exchange, roads: Roads) -> None:
+        super().__init__(exchange)
+        self._roads = roads
+
+    def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
+        with self._roads.watched():
+            compressed()
+
+
 class HostLevels(Levels):
     """Of several hosts. `flat` is float32.
 
     Parameters
     ----------
     group : HostGroup
-    inside : HostComm or None
-        The ranks of this host; None for one alone.
-    between : Backend or None
-        Of every host's lowest rank; None on the others.
+    roads : Roads
     """
 
-    def __init__(self, group: HostGroup, inside: HostComm | None, between: Any) -> None:
+    def __init__(self, group: HostGroup, roads: Roads) -> None:
         host = group.host_of[group.rank]
-        self._inside = inside
-        self._is_first = between is not None
+        self._roads = roads
+        self._inside = roads.inside
+        self._is_first = roads.between is not None
         self._first = group.host_of.index(host)
         self._host_name = group.hosts[self._first]
         self._share = group.host_count / group.world_size
+        firsts = [group.host_of.index(each) for each in range(group.host_count)]
         super().__init__(
-            GlooExchange(between) if self._is_first else Exchange(host, group.host_count, takes_part=False)
+            GlooExchange(roads.between, [(first, group.hosts[first]) for first in firsts])
+            if self._is_first
+            else Exchange(host, group.host_count, takes_part=False)
         )
 
     def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
+        with self._roads.watched():
+            self._average(flat, compressed, label)
+
+    def _average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
         if self._inside is not None:
             self._inside.all_reduce(flat.data_ptr(), flat.numel(), "float32", "sum", label)
         failure: Exception | None = None
@@ -144,21 +163,80 @@ class _HostBucket:
         return bool(self._bucket.is_last())
 
 
-#: (inside, between) of a communicator over several hosts: wrappers share them
-_joined: weakref.WeakKeyDictionary[HostGroup, tuple[HostComm | None, Any]] = weakref.WeakKeyDictionary()
+class Lease:
+    """Of communicators that one thread at a time may use. They are free again when it is dropped."""
+
+
+@dataclasses.dataclass
+class Roads:
+    """What a group over several hosts is joined by besides its communicator, and who uses it alone.
+
+    Attributes
+    ----------
+    inside : HostComm or None
+        The ranks of this host; None for one alone.
+    between : Backend or None
+        Of every host's lowest rank; None on the others.
+    """
+
+    inside: HostComm | None
+    between: Any
+    lease: weakref.ref[Lease] | None = None
+    has_failed: bool = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """What fails on it leaves it to nobody else."""
+        try:
+            yield
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    @property
+    def is_free(self) -> bool:
+        return self.lease is not None and self.lease() is None and not self.has_failed
+
+
+#: by group. The first ones are shared by all that exchange on the thread of their caller
+_joined: weakref.WeakKeyDictionary[HostGroup, list[Roads]] = weakref.WeakKeyDictionary()
 
 
 def levels_of(group: HostGroup) -> Levels:
-    """Between the ranks of `group`. Collective at first use across hosts."""
+    """Between the ranks of `group`, for its calling thread. Collective at first use across hosts."""
     if group.host_count == 1:
         return Levels(HostExchange(group.comm))
-    if group not in _joined:
-        timeout_s = group.comm.timeout_s
-        firsts = [group.host_of.index(host) for host in range(group.host_count)]
-        inside = group.join_inside(timeout_s)
-        between = group.gloo_group("between", firsts, timeout_s) if group.rank in firsts else None
-        _joined[group] = inside, between
-    inside, between = _joined[group]
-    if inside is not None:
-        inside.timeout_s = group.comm.timeout_s
-    return HostLevels(group, inside, between)
+    roads = _joined.setdefault(group, [])
+    return _levels(group, roads[0] if roads else _join(group, roads))
+
+
+def leased_levels(group: HostGroup) -> tuple[Levels, Lease]:
+    """The same for a thread of its own, for as long as the lease is held. Collective."""
+    roads, lease = _joined.setdefault(group, []), Lease()
+    if not roads and group.host_count > 1:
+        _join(group, roads)
+    said = group.comm.all_gather_bytes(bytes(each.is_free for each in roads), "communicators that are free")
+    free = [
+        k for k in range(len(roads)) if all(each[k] for each in said)
+    ]  # as many on every rank: they are made together
+    found = roads[free[0]] if free else _join(group, roads)
+    found.lease = weakref.ref(lease)
+    return _levels(group, found), lease
+
+
+def _join(group: HostGroup, roads: list[Roads]) -> Roads:
+    timeout_s = group.comm.timeout_s
+    firsts = [group.host_of.index(host) for host in range(group.host_count)]
+    inside = group.join_inside(timeout_s)
+    crosses = group.host_count > 1 and group.rank in firsts
+    between = group.gloo_group(f"between/{len(roads)}", firsts, timeout_s) if crosses else None
+    roads.append(Roads(inside, between))
+    return roads[-1]
+
+
+def _levels(group: HostGroup, roads: Roads) -> Levels:
+    if roads.inside is not None:
+        roads.inside.timeout_s = group.comm.timeout_s
+    if group.host_count == 1:
+        return _OneHost(HostExchange(roads.inside or group.comm), roads)
+    return HostLevels(group, roads)

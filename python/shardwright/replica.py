@@ -44,7 +44,7 @@ _serials = itertools.count()
 #: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
 _SLICED_CAP_BYTES = 8 << 20
 #: between hosts the wire is what takes time: it starts with the first bucket, which is therefore small, and stands still for
-#: up to 4 ms between batches. Compressed buckets leave at the end of the backward, so few large ones are best
+#: up to 4 ms between batches. Compressed buckets that leave at the end of the backward (zero >= 2) are best few and large
 _HOSTS_CAP_BYTES, _HOSTS_FIRST_CAP_BYTES = 8 << 20, 1 << 20
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
@@ -107,7 +107,7 @@ class Replica:
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
         self.link: DeviceLink | None = None
         self.deterministic = options.deterministic or not self.table.is_on_gpu
-        self.reducer = self._make_reducer(options, sends_early=compress is None)
+        self.reducer = self._make_reducer(options, sends_early=compress is None or self.overlaps_compression)
         self._parameters: ParameterMemory | UnitMemory | DeviceParameters | None = None
         self._board: GradientBoard | None = None
         if zero:
@@ -225,8 +225,14 @@ class Replica:
             for i, p in enumerate(like)
         ]
 
-    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
-        """What calls a communication hook for every bucket."""
+    @property
+    def overlaps_compression(self) -> bool:
+        """Whether compressed buckets cross while the backward goes on: between hosts, where a wire takes time that no core does;
+        at zero >= 2 buckets share slots, and leave at its end."""
+        return self.group.host_count > 1 and self.zero < 2 and not self.table.is_on_gpu
+
+    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, over_all: bool = False) -> HookRunner:
+        """What calls a communication hook for every bucket; see HookRunner."""
         if self.link is not None:
             raise NotImplementedError(
                 "communication hooks are not there yet on GPUs: compress=sw.Fp16() and sw.Bf16() are"
@@ -236,7 +242,7 @@ class Replica:
             return SlicedHookRunner(
                 self.reducer, self.table.parameters, self.group.comm, pieces, self.slicing, state, hook
             )
-        return HookRunner(self.reducer, self.table.parameters, self.group.world_size, state, hook)
+        return HookRunner(self.reducer, self.table.parameters, self.group.world_size, state, hook, over_all=over_all)
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """An older replica of this very module gives way; one of another module that shares a parameter is an error."""

@@ -53,7 +53,7 @@ static const char *const names[PARAMS] = {"first", "second", "frozen", "fourth"}
 
 static sw_status one_round(rank_context *self, sw_reducer *reducer, int step)
 {
-    sw_reducer_defer_all(reducer, step == STEPS - 1);
+    sw_reducer_give_buckets(reducer, step == STEPS - 1 ? SW_BUCKETS_HOOKS : SW_BUCKETS_OURS);
     sw_reducer_count_step(reducer);
     SW_TRY(sw_reducer_open(reducer, step, true, &self->err));
     for (size_t p = PARAMS; p-- > 0;) {

@@ -551,7 +551,7 @@ static void use_bits_alone(rank_context *self)
     round_plan first = everyone_uses_all(self->world_size);
     one_round(self, reducer, &first, 0, "before the hook");
     ranks_meet(self);
-    sw_reducer_defer_all(reducer, true);
+    sw_reducer_give_buckets(reducer, SW_BUCKETS_HOOKS);
     for (int step = 1; step < 7; ++step) {
         round_plan plan = drawn_plan(self->world_size, step);
         int victim = step % 3 == 2 ? step % self->world_size : -1;
@@ -577,8 +577,59 @@ static void use_bits_alone(rank_context *self)
             check_gradients(self, reducer, &plan, step, "use bits alone");
     }
     ranks_meet(self);
-    sw_reducer_defer_all(reducer, false);
+    sw_reducer_give_buckets(reducer, SW_BUCKETS_OURS);
     one_round(self, reducer, &first, 50, "after the hook");
+    end_reducer(self, reducer);
+}
+
+/* Complete buckets go to a hook in index order, before the end; in a round that a rank abandons,
+ * all know which ones some rank had handed over. */
+static void buckets_are_handed_over(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    round_plan plan = everyone_uses_all(self->world_size);
+    const sw_layout *layout = sw_reducer_layout(reducer);
+    one_round(self, reducer, &plan, 0, "before the hook");
+    ranks_meet(self);
+    sw_reducer_give_buckets(reducer, SW_BUCKETS_HOOKS_EARLY);
+    for (int step = 1; step < 5; ++step) {
+        int victim = step % 2 ? -1 : step % self->world_size;
+        size_t bucket, next = 0, count = 0, taking_part = 0;
+        sw_status status;
+        if (!open_round(self, reducer, step))
+            break;
+        for (size_t p = PARAMS; p-- > 0;)
+            if (params[p].trainable && (self->rank != victim || p == LAST))
+                mark(self, reducer, p, step);
+        for (; sw_reducer_hand_over(reducer, &bucket); next = bucket + 1, ++count)
+            check(bucket >= next && sw_reducer_is_handed_over(reducer, bucket), "in order, once");
+        check(sw_reducer_is_sent(reducer, LAST), "counts as sent");
+        if (self->rank == victim) {
+            check(count == 1, "%zu buckets were complete", count);
+            status = sw_reducer_abandon(reducer, &self->err);
+            check(status == SW_OK, "the rank that failed: %s", self->err.message);
+        } else {
+            status = sw_reducer_exchange_use(reducer, &self->err);
+            if (victim < 0)
+                check(status == SW_OK, "step %d: %s", step, self->err.message);
+            else
+                check_named(self, status, victim, "with buckets on their way");
+        }
+        check(sw_reducer_has_met(reducer), "met");
+        for (size_t b = 0; b < layout->bucket_count; ++b) {
+            bool takes_part =
+                sw_reducer_takes_part(reducer, layout->order[layout->bucket[b].first]);
+            bool alone = self->world_size == 1 && victim >= 0;
+            taking_part += takes_part;
+            check(sw_reducer_is_handed_over_by_any(reducer, b) ==
+                      (takes_part && (!alone || b == 0)),
+                  "step %d, bucket %zu: what crosses is the same on all ranks", step, b);
+        }
+        check(self->rank == victim || count == taking_part, "all were complete");
+    }
+    ranks_meet(self);
+    sw_reducer_give_buckets(reducer, SW_BUCKETS_OURS);
+    one_round(self, reducer, &plan, 50, "after the hook");
     end_reducer(self, reducer);
 }
 
@@ -727,6 +778,7 @@ int main(void)
         nested_tasks_pin,
         frozen_until_unfrozen,
         use_bits_alone,
+        buckets_are_handed_over,
         rounds_are_counted,
         tails_outlive_their_round,
         what_was_sent_is_folded_everywhere,

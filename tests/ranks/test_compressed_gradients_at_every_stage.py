@@ -192,6 +192,36 @@ def test_what_is_not_finite_leaves_no_trace(rank, world_size, name):
         assert all(bits_equal(tensor, after[key][part]) for part, tensor in entry.items()), key
 
 
+@pytest.mark.parametrize("initial", [True, False], ids=["over all ranks", "over active ranks"])
+@on_every_rank(at_least=2)
+def test_the_mean_may_be_over_ranks_that_still_train(rank, world_size, initial):
+    """A rank trains 2 steps and one more for each rank before it; its gradient is the same number everywhere."""
+    found = []
+    for zero in range(4):
+        torch.manual_seed(0)
+        inner = torch.nn.Linear(40, 5, bias=False)
+        expected = inner.weight.detach().clone()
+        wrapped, optimizer = sw.wrap(inner, torch.optim.SGD(inner.parameters(), lr=1.0), zero=zero, compress=sw.Bf16())
+        with wrapped.join(divide_by_initial_world_size=initial):
+            for step in range(2 + rank):
+                optimizer.zero_grad()
+                wrapped(torch.full((1, 40), slope(rank, step))).sum().backward()
+                optimizer.step()
+        for step in range(1 + world_size):
+            active = sum(step < 2 + other for other in range(world_size))
+            given = [torch.full((), slope(r, step) if step < 2 + r else 0.0) for r in range(world_size)]
+            expected -= half_mean(given, torch.bfloat16) * (world_size / (world_size if initial else active))
+        found.append(sw.full_state_dict(wrapped)["weight"].clone())
+        assert torch.allclose(found[-1], expected, rtol=1e-6), zero
+        train_on = wrapped(torch.ones(1, 40)).sum()
+        train_on.backward()  # over all ranks again
+    assert equal(found[:1] * 3, found[1:])
+
+
+def slope(rank, step):
+    return 1.0 + 0.3 * rank + 0.1 * step
+
+
 @every_compressor
 @on_every_rank()
 def test_norms_and_low_precision_are_as_at_stage_0(rank, world_size, name):

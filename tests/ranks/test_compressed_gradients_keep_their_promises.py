@@ -518,8 +518,6 @@ def test_misuse_is_named(rank, world_size):
         sw.wrap(Mlp(), zero=2).register_comm_hook(None, fp16_compress_hook)
     with pytest.raises(NotImplementedError, match="reduce must be 'mean', got 'sum'"):
         sw.wrap(Mlp(), reduce="sum", compress=sw.Fp16())
-    with pytest.raises(NotImplementedError, match="divided by the world size"):
-        sw.wrap(Mlp(), compress=sw.Fp16()).join(divide_by_initial_world_size=False)
     with pytest.raises(TypeError, match="shardwright.hooks.PowerSGDState"):
         powerSGD_hook(None, Bucket(gradients_of(rank, 0), parameters()))
     with pytest.raises(TypeError, match="BlockState"):

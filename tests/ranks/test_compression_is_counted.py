@@ -76,9 +76,9 @@ def test_nothing_is_allocated_after_the_second_step(rank, world_size, zero, text
     hook, state = model._comm_hooks[0]
     runner = replica.hook_runner(state, hook)
 
-    def watched(bucket, is_last):
+    def watched(*bucket):
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
-            runner(bucket, is_last)
+            runner(*bucket)
         made = [e.cpu_memory_usage for e in profile.function_events if e.name == "[memory]" and e.cpu_memory_usage > 0]
         runner_calls.append(sum(made))
 

@@ -1,6 +1,7 @@
 """Law: DiLoCo is H local steps, then an outer step on the mean of what changed, fragment by fragment; ranks are bitwise equal
 where they have exchanged."""
 
+import copy
 import math
 import time
 
@@ -113,6 +114,86 @@ def test_it_resumes_with_the_same_bits(rank, world_size):
         trainer.load_state_dict({**state, "anchors": {}})
 
 
+class NaiveOverlap(Naive):
+    """Two fragments, by gathering; what came is applied `overlap` steps after it was taken."""
+
+    def __init__(self, every, mean, overlap, fragments):
+        super().__init__(every, mean)
+        self.overlap, self.fragments, self.under_way = overlap, fragments, None
+
+    def step(self, rank, step):
+        self.inner.zero_grad()
+        self.model(batch(rank, 8, 7, step=step)).square().mean().backward()
+        self.inner.step()
+        self.count += 1
+        parameters = list(self.model.parameters())
+        if self.under_way is not None and self.under_way[0] == self.count:
+            for i, (change, then) in self.under_way[1].items():
+                self.momentum[i] = change.clone() if self.momentum[i] is None else self.momentum[i].mul(0.9).add(change)
+                self.common[i].add_(change.add(self.momentum[i], alpha=0.9), alpha=-0.7)
+                parameters[i].data.copy_(parameters[i].detach() - then + self.common[i])
+        for k, fragment in enumerate(self.fragments):
+            if (self.count - (k + 1) * self.every // len(self.fragments)) % self.every:
+                continue
+            everyone = gather({i: self.common[i] - parameters[i].detach() for i in fragment})
+            taken = {i: (self.mean([c[i] for c in everyone]), parameters[i].detach().clone()) for i in fragment}
+            self.under_way = self.count + self.overlap, taken
+
+
+@pytest.mark.parametrize("wire", list(MEANS))
+@on_every_rank()
+def test_an_exchange_beside_later_steps_is_the_naive_one(rank, world_size, wire):
+    model, trainer = made(4, fragments=2, wire=wire, overlap=1)
+    naive = NaiveOverlap(4, MEANS[wire], 1, trainer._fragments)
+    for step in range(11):
+        steps(model, trainer, rank, step, 1)
+        naive.step(rank, step)
+        for mine, theirs in zip(model.parameters(), naive.model.parameters()):
+            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6), step
+    assert same_everywhere([anchor.tolist() for anchor in trainer._anchors])
+    trainer.synchronise()
+    assert same_everywhere([p.tolist() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("saved_after", [4, 5, 6])
+@on_every_rank()
+def test_it_resumes_with_an_exchange_under_way(rank, world_size, saved_after):
+    options = {"fragments": 2, "wire": "int8", "overlap": 2}
+    whole, trainer = made(6, **options)
+    steps(whole, trainer, rank, 0, 10)
+    first, trainer = made(6, **options)
+    steps(first, trainer, rank, 0, saved_after)
+    model, state = copy.deepcopy(first.state_dict()), copy.deepcopy(trainer.state_dict())
+    assert ("pending" in state) == (saved_after != 5)
+    steps(first, trainer, rank, saved_after, 1)  # who saves goes on
+    again, trainer = made(6, **options)
+    again.load_state_dict(model)
+    trainer.load_state_dict(state)
+    steps(again, trainer, rank, saved_after, 10 - saved_after)
+    assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(whole.parameters(), again.parameters()))
+    if saved_after != 5:
+        _, other = made(6, fragments=2, wire="int8")
+        with pytest.raises(sw.Error, match=r"was under way, which needs the same fragments and overlap > 0"):
+            other.load_state_dict(state)
+
+
+@on_every_rank(at_least=2)
+def test_later_steps_do_not_wait_for_an_exchange(rank, world_size):
+    """The last rank comes to the exchange half a second late; the others have taken their next step by then."""
+    model, trainer = made(2, overlap=1)
+    steps(model, trainer, rank, 0, 1)
+    gather(None)
+    if rank == world_size - 1:
+        time.sleep(0.5)
+    start_s = time.monotonic()
+    steps(model, trainer, rank, 1, 1)
+    begun_s = time.monotonic() - start_s
+    steps(model, trainer, rank, 2, 1)
+    ended_s = time.monotonic() - start_s
+    if rank != world_size - 1:
+        assert begun_s < 0.4 <= ended_s + 0.05
+
+
 @on_every_rank()
 def test_what_is_not_finite_is_the_same_news_everywhere(rank, world_size):
     model, trainer = made(2)
@@ -132,6 +213,9 @@ def test_misuse_is_named(rank, world_size):
             sw.DiLoCo(model, inner, **{"every": 4, name: value})
     with pytest.raises(ValueError, match="wire must be one of float32, bf16, int8, got 'fp8'"):
         sw.DiLoCo(model, inner, every=4, wire="fp8")
+    for overlap in (2, -1):
+        with pytest.raises(ValueError, match=rf"overlap must be an integer in \[0, 2\), .* got {overlap}"):
+            sw.DiLoCo(model, inner, every=5, fragments=2, overlap=overlap)
     wrapped = sw.wrap(Mlp(), zero=2)
     with pytest.raises(sw.Error, match="DiLoCo cannot run at zero=2"):
         sw.DiLoCo(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), every=4)
