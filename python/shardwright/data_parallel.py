@@ -427,24 +427,30 @@ class DistributedDataParallel(TorchDDP):
             A hook is registered already.
         TypeError, ValueError
             Not a communication hook, by torch's own checks.
+        NotImplementedError
+            torch's post-local SGD at zero >= 1, or any hook on a GPU.
 
         Notes
         -----
         Buckets are handed over at the end of the backward, in order. The hook's own collectives decide cost and bits.
-        """
-        if self._zero >= 2:
-            raise NotImplementedError(
-                f"a communication hook at zero={self._zero} is not there: no rank keeps whole gradients for it to average; "
-                "sw.wrap(..., compress=...) is"
-            )
-        self._check_comm_hook(hook)
-        self._run_buckets_by(state, hook)
 
-    def _run_buckets_by(self, state: object, hook: Callable[..., Any]) -> None:
+        At zero >= 2 a bucket (of 8 MiB at most) holds this rank's whole contributions all the same, and the hook averages all of it; this
+        rank keeps its slice of the result. So the bits are those of zero=0 with equal buckets, and so are the bytes on the wire. A standing average, of which no
+        rank has more than a slice, is not in the bucket: it is added to the result.
+        """
+        self._check_comm_hook(hook)
+        if self._zero and type(state).__name__ == "PostLocalSGDState":
+            raise NotImplementedError(
+                f"a communication hook with a {type(state).__name__} averages over a part of the ranks: at zero={self._zero} state is sliced "
+                "over all of them, so that replicas cannot drift apart; it needs zero=0"
+            )
+        self._run_buckets_by(state, hook, knows_slices=False)
+
+    def _run_buckets_by(self, state: object, hook: Callable[..., Any], *, knows_slices: bool) -> None:
         if self._comm_hooks:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
-        runner = replica.hook_runner(state, hook)
+        runner = replica.hook_runner(state, hook, knows_slices=knows_slices)
         replica.reducer.set_bucket_callback(runner)
         self._comm_hooks.append((hook, state))
 
@@ -470,7 +476,7 @@ class DistributedDataParallel(TorchDDP):
         state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))
-        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange))
+        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange), knows_slices=True)
         self.compression_state = state if isinstance(state, CompressionState) else None
         replica.compression = (repr(compress), levels.exchange)
 

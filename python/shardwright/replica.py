@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from . import _hooks
 from ._engine import Error, Reducer, norm_sum
-from .comm_hook import HookRunner, SlicedHookRunner
+from .comm_hook import HookRunner, SlicedHookRunner, Wanted
 from .compress import Bf16, Compressor, Fp16
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
@@ -225,18 +225,19 @@ class Replica:
             for i, p in enumerate(like)
         ]
 
-    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
-        """What calls a communication hook for every bucket."""
+    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, knows_slices: bool) -> HookRunner:
+        """What calls a communication hook for every bucket. `knows_slices`: one of ours, which may leave the rest of a result out."""
         if self.link is not None:
             raise NotImplementedError(
                 "communication hooks are not there yet on GPUs: compress=sw.Fp16() and sw.Bf16() are"
             )
+        parameters = self.table.parameters
+        like = [self.layout_of(index) for index in range(len(parameters))]
         if self.zero >= 2 and self.reducer.transport == "pool":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
-            return SlicedHookRunner(
-                self.reducer, self.table.parameters, self.group.comm, pieces, self.slicing, state, hook
-            )
-        return HookRunner(self.reducer, self.table.parameters, self.group.world_size, state, hook)
+            wanted = Wanted(in_slots=True, slice_alone=knows_slices and not self.slicing.is_replicated)
+            return SlicedHookRunner(self.reducer, parameters, like, self.slicing, pieces, state, hook, wanted)
+        return HookRunner(self.reducer, parameters, like, self.group.world_size, state, hook)
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """An older replica of this very module gives way; one of another module that shares a parameter is an error."""
