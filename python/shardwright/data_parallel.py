@@ -268,20 +268,12 @@ class DistributedDataParallel(TorchDDP):
             self._replica.broadcast_state(0, self.modules_buffers if sync_buffers else ())
 
     def _slice_over(self, group: HostGroup) -> Slicing:
-        """Who owns which slice. NotImplementedError, on all ranks alike, for a mesh that does not fit the hosts."""
+        """Who owns which slice."""
         mesh = self._options.device_mesh
         if mesh is None or getattr(mesh, "ndim", 1) == 1:
             return Slicing.one_a_rank(group.rank, group.world_size)
         rows = mesh_rows(mesh, self.process_group)
-        slicing = Slicing.of_rows(group.rank, rows)
-        for row in rows if self._zero and slicing.is_replicated else ():
-            hosts = sorted({group.host_of[rank] for rank in row})
-            if len(hosts) > 1:
-                raise NotImplementedError(
-                    f"device_mesh: ranks {', '.join(map(str, row))} share a replica, and are on hosts "
-                    f"{', '.join(map(str, hosts))}: a row of (replicate, shard) must lie on one host"
-                )
-        return slicing
+        return Slicing.of_rows(group.rank, rows)
 
     def _engine(self) -> Replica:
         """The engine; made now, collectively, if this is a copy that has none yet."""
