@@ -89,13 +89,13 @@ def memory(report: common.Report, world_size: int, *, quick: bool) -> None:
 
 
 def main() -> None:
-    report, quick = common.begin("zero", __doc__)
-    whole_steps(report, "gpt", quick=quick)
-    if not quick:
-        whole_steps(report, "mlp", quick=quick)
-    memory(report, 2, quick=quick)
-    if not quick:
-        memory(report, 4, quick=quick)
+    report, quick = common.begin("zero", __doc__, ["gpt", "mlp", "memory"])
+    for case in ("gpt",) if quick else ("gpt", "mlp"):
+        if report.wants(case):
+            whole_steps(report, case, quick=quick)
+    for world_size in (2,) if quick else (2, 4):
+        if report.wants("memory"):
+            memory(report, world_size, quick=quick)
 
 
 if __name__ == "__main__":

@@ -256,7 +256,16 @@ class Report:
 
     bench: str
     json_path: Path | None
+    only: Sequence[str] = ()
     rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        partial = self.only and self.json_path and self.json_path.exists()
+        self._before = self.json_path.read_text(encoding="utf-8") if partial and self.json_path else ""
+
+    def wants(self, part: str) -> bool:
+        """Whether a part of the benchmark was asked for."""
+        return not self.only or part in self.only
 
     def add(
         self,
@@ -332,7 +341,8 @@ class Report:
         if self.json_path:
             head = {"bench": self.bench, "machine": machine(), "command": command()}
             self.json_path.parent.mkdir(parents=True, exist_ok=True)
-            self.json_path.write_text("".join(json.dumps(row) + "\n" for row in [head, *self.rows]), encoding="utf-8")
+            text = "".join(json.dumps(row) + "\n" for row in [head, *self.rows])
+            self.json_path.write_text(self._before + text, encoding="utf-8")
 
 
 def _round(value: Any) -> Any:
@@ -354,11 +364,15 @@ def command() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def begin(bench: str, description: str | None) -> tuple[Report, bool]:
-    """The command line; (report, quick)."""
+def begin(bench: str, description: str | None, parts: Sequence[str] = ()) -> tuple[Report, bool]:
+    """The command line; (report, quick). `parts`: what --only may name; its rows are added to the file's."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and samples: ends within 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object a row")
+    if parts:
+        parser.add_argument(
+            "--only", nargs="+", choices=parts, default=[], help="these parts, behind what the file has"
+        )
     options = parser.parse_args()
     print(f"{machine()}\n{command()}", flush=True)
-    return Report(bench, options.json), options.quick
+    return Report(bench, options.json, options.only if parts else ()), options.quick

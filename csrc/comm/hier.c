@@ -329,29 +329,13 @@ static void count_operation(sw_hier *hier, const sw_op *op)
         hier->comm.stats.bytes_reduced += op->numel * sw_dtype_size_bytes(op->dtype);
 }
 
-/* Of several owners of a slice each host has one, and a replica lies on one host. */
-static sw_status check_slices(const sw_hier *hier, const sw_op *op, sw_error *err)
-{
-    const sw_slices *slices = op->slices;
-    int members = 0;
-    for (int l = 0; slices && l < hier->local_count; ++l)
-        members +=
-            slices->replica_of_rank[hier->members[l]] == slices->replica_of_rank[hier->comm.rank];
-    if (slices && members != slices->count)
-        SW_FAIL(err, SW_E_UNSUPPORTED,
-                "%s '%s': the %d ranks that share a replica must be on one host, and %d of rank "
-                "%d's are",
-                sw_op_kind_name(op->kind), op->label, slices->count, members, hier->comm.rank);
-    return SW_OK;
-}
-
 static sw_status check_supported(const sw_hier *hier, const sw_op *op, sw_error *err)
 {
     SW_TRY(sw_op_check(op, hier->comm.world_size, err));
     if (op->kind == SW_OP_REDUCE_SCATTER && (!op->arena || (op->result && !op->results)))
         SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' over hosts needs memory of an arena, results too",
                 sw_op_kind_name(op->kind), op->label);
-    return check_slices(hier, op, err);
+    return SW_OK;
 }
 
 static sw_status post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err)

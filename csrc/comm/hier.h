@@ -6,8 +6,7 @@
  * gets in host order, and stores the result into the memory of its host's ranks. Nobody else helps,
  * and nobody waits before it has to. See docs/design/hosts.md.
  *
- * What it leaves out: memory of one host that another would have to map; replicas (sw_slices) that
- * cross hosts.
+ * What it leaves out: memory of one host that another would have to map.
  *
  * Thread rule: one at a time a communicator, as comm.h.
  */

@@ -1,7 +1,8 @@
 /* hier_gather.c - all_gather on an arena over hosts: every rank's slice to the ranks elsewhere.
  *
  * Slices leave from where they lie and arrive in the carrier's blocks, out of which they are copied
- * to each rank of this host; or once, where the host has one copy. */
+ * to each rank of this host; or once, where the host (or a replica on it) has one copy. What a rank
+ * of a host owns too does not travel to it. */
 #include <string.h>
 
 #include "comm/hier_carrier.h"
@@ -12,27 +13,73 @@ typedef struct gathering {
     size_t element_bytes;
 } gathering;
 
+static int slice_of(const gathering *work, int rank)
+{
+    return sw_op_slice_of(&work->pending->op, rank);
+}
+
+/* Whether two ranks of this host keep parameters in one part. */
+static bool shares_part(const gathering *work, int a, int b)
+{
+    const sw_slices *slices = work->pending->op.slices;
+    return a == b || (work->pending->op.one_copy &&
+                      (!slices || slices->replica_of_rank[a] == slices->replica_of_rank[b]));
+}
+
+/* The lowest of this host's ranks that `rank` shares a part with: it is that one's. */
+static int home_of(const sw_carrier *carrier, const gathering *work, int rank)
+{
+    int local = 0;
+    while (!shares_part(work, carrier->hier->members[local], rank))
+        ++local;
+    return carrier->hier->members[local];
+}
+
 /* Of the part where `rank` has its slice, and gets the others'. */
 static uint8_t *part_of(const sw_carrier *carrier, const gathering *work, int rank, size_t begin)
 {
     const sw_hier_pending *pending = work->pending;
-    int home = pending->op.one_copy ? carrier->hier->members[0] : rank;
-    return pending->arena->base[home] + pending->at_bytes + begin * work->element_bytes;
+    return pending->arena->base[home_of(carrier, work, rank)] + pending->at_bytes +
+           begin * work->element_bytes;
 }
 
-/* `bytes` of the slice of `owner` to the parts of this host's ranks. */
-static void copy_inside(const sw_carrier *carrier, const gathering *work, int owner, size_t begin,
+/* Whether somebody has updated slice `index` in the part of `rank`. */
+static bool has_updated(const sw_carrier *carrier, const gathering *work, int rank, int index)
+{
+    const sw_hier *hier = carrier->hier;
+    for (int l = 0; l < hier->local_count; ++l)
+        if (slice_of(work, hier->members[l]) == index && shares_part(work, hier->members[l], rank))
+            return true;
+    return false;
+}
+
+/* `bytes` of slice `index` to the parts of this host's ranks that lack them. */
+static void copy_inside(const sw_carrier *carrier, const gathering *work, int index, size_t begin,
                         const uint8_t *data, size_t bytes)
 {
     const sw_hier *hier = carrier->hier;
-    const sw_slices *slices = work->pending->op.slices;
-    for (int l = 0; l < (work->pending->op.one_copy ? 1 : hier->local_count); ++l) {
+    for (int l = 0; l < hier->local_count; ++l) {
         int rank = hier->members[l];
-        uint8_t *to = part_of(carrier, work, rank, begin);
-        if (to != data &&
-            (!slices || slices->replica_of_rank[rank] == slices->replica_of_rank[owner]))
-            memcpy(to, data, bytes);
+        if (home_of(carrier, work, rank) == rank && !has_updated(carrier, work, rank, index))
+            memcpy(part_of(carrier, work, rank, begin), data, bytes);
     }
+}
+
+static bool has_owner(const sw_carrier *carrier, const gathering *work, int host, int index)
+{
+    return sw_cut_host_owns(&carrier->hier->map, work->pending->op.slices, host, index);
+}
+
+/* Owners of one slice have the same bits: this host's own, if it has one, is as good as another's.
+ */
+static const uint8_t *found_here(const sw_carrier *carrier, const gathering *work, int index,
+                                 size_t begin)
+{
+    const sw_hier *hier = carrier->hier;
+    for (int l = 0; l < hier->local_count; ++l)
+        if (slice_of(work, hier->members[l]) == index)
+            return part_of(carrier, work, hier->members[l], begin);
+    return NULL;
 }
 
 static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t block,
@@ -46,6 +93,8 @@ static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t 
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         numel = sw_cut_block(&work->cut, &hier->map, g, block, &begin, &owner);
+        if (numel > 0 && has_owner(carrier, work, hier->host, slice_of(work, owner)))
+            continue;
         if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_SLICE, number, at->arrived[g],
                               numel * work->element_bytes, &at->partial_in[g], err) != SW_OK)
             return sw_carrier_blame(carrier, what, err);
@@ -56,12 +105,14 @@ static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t 
     const uint8_t *own = part_of(carrier, work, owner, begin);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
+        if (has_owner(carrier, work, g, slice_of(work, owner)))
+            continue;
         if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_SLICE, number, own,
                            numel * work->element_bytes, &at->partial_out[g], err) != SW_OK)
             return sw_carrier_blame(carrier, what, err);
     }
     SW_TRY(sw_carrier_touch_begin(carrier, err));
-    copy_inside(carrier, work, owner, begin, own, numel * work->element_bytes);
+    copy_inside(carrier, work, slice_of(work, owner), begin, own, numel * work->element_bytes);
     sw_carrier_touch_end(carrier);
     return SW_OK;
 }
@@ -77,33 +128,15 @@ static sw_status store_block(sw_carrier *carrier, const gathering *work, size_t 
             numel = sw_cut_block(&work->cut, &carrier->hier->map, g, block, &begin, &owner);
         SW_TRY(sw_carrier_wait(carrier, &at->partial_in[g], what, err));
         if (numel > 0) {
+            int index = slice_of(work, owner);
             SW_TRY(sw_carrier_touch_begin(carrier, err));
-            copy_inside(carrier, work, owner, begin, at->arrived[g], numel * work->element_bytes);
+            const uint8_t *here = found_here(carrier, work, index, begin);
+            copy_inside(carrier, work, index, begin, here ? here : at->arrived[g],
+                        numel * work->element_bytes);
             sw_carrier_touch_end(carrier);
         }
         SW_TRY(sw_carrier_wait(carrier, &at->partial_out[g], what, err));
     }
-    return SW_OK;
-}
-
-/* Every host has all slices: a replica lies on one. */
-static sw_status gather_inside(sw_carrier *carrier, const gathering *work, sw_error *err)
-{
-    const sw_hier *hier = carrier->hier;
-    const sw_op *op = &work->pending->op;
-    if (op->one_copy)
-        return SW_OK;
-    SW_TRY(sw_carrier_touch_begin(carrier, err));
-    size_t slice = sw_comm_slice_numel(op->numel, work->element_bytes, op->slices->count);
-    for (int l = 0; l < hier->local_count; ++l) {
-        int owner = hier->members[l];
-        size_t begin = (size_t)op->slices->of_rank[owner] * slice;
-        size_t numel = begin < op->numel ? op->numel - begin : 0;
-        numel = numel < slice ? numel : slice;
-        copy_inside(carrier, work, owner, begin, part_of(carrier, work, owner, begin),
-                    numel * work->element_bytes);
-    }
-    sw_carrier_touch_end(carrier);
     return SW_OK;
 }
 
@@ -112,10 +145,8 @@ sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending,
 {
     const sw_op *op = &pending->op;
     gathering work = {.pending = pending, .element_bytes = sw_dtype_size_bytes(op->dtype)};
-    if (op->slices)
-        return gather_inside(carrier, &work, err);
     sw_cut_init(&work.cut, &carrier->hier->map, op->numel, work.element_bytes,
-                SW_HIER_BLOCK_BYTES / work.element_bytes, true);
+                SW_HIER_BLOCK_BYTES / work.element_bytes, true, op->slices);
     size_t count = work.cut.block_count;
     for (size_t step = 0; step < count + SW_HIER_AHEAD; ++step) {
         if (step < count)

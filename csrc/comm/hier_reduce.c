@@ -4,8 +4,9 @@
  * Partial sums of block t + SW_HIER_AHEAD leave while those of block t arrive, and (all_reduce)
  * results of block t leave while those of t - SW_HIER_AHEAD arrive, so that both directions of the
  * wire stay busy. A reduce_scatter is cut by rank: partial sums go to the host of a slice's owner,
- * and end there in the owner's results. Where every host has an owner of every slice (op.slices),
- * it is an all_reduce whose results are kept by owners alone.
+ * and end there in the owner's results. Where slices have several owners (op.slices), it is an
+ * all_reduce whose results are kept by owners alone; cut by rank too, if some host has no owner of
+ * some slice: then results go to hosts that have one.
  *
  * Contributions that stand on the results of the round before (plan->stands) lack them: the owner's
  * host sends them one block ahead, and each carrier adds them where its ranks' contributions lie.
@@ -20,7 +21,7 @@
 typedef enum results_kept {
     KEPT_BY_ALL = 0, /* all_reduce */
     KEPT_BY_OWNER,   /* of the slice: one rank, on one host */
-    KEPT_BY_OWNERS,  /* one or more on every host */
+    KEPT_BY_OWNERS,  /* several, on one or more hosts */
 } results_kept;
 
 typedef struct reduction {
@@ -31,6 +32,7 @@ typedef struct reduction {
     size_t element_bytes, partial_bytes;
     size_t owned; /* elements of an owner's slice */
     double scale;
+    bool crosses;           /* some host has no owner of some slice */
     bool stands, exchanges; /* on results of the round before; those that lie on other hosts */
     const bool *contributes, *host_contributes; /* borrowed: by rank, by host */
     const char *what;                           /* borrowed */
@@ -44,6 +46,16 @@ typedef struct batch_block {
     uint32_t number;
     sw_carrier_slot *at;
 } batch_block;
+
+/* Whether `host` gets the result of what `owner` owns, beside the one that makes it. */
+static bool gets_result(const sw_carrier *carrier, const reduction *work, int host, int owner)
+{
+    const sw_slices *slices = work->pending->op.slices;
+    if (work->kept == KEPT_BY_OWNER || !work->crosses)
+        return work->kept != KEPT_BY_OWNER;
+    return owner >= 0 &&
+           sw_cut_host_owns(&carrier->hier->map, slices, host, slices->of_rank[owner]);
+}
 
 static size_t block_of(const sw_carrier *carrier, const reduction *work, int host, size_t block,
                        size_t *begin)
@@ -303,7 +315,12 @@ static sw_status expect_result(sw_carrier *carrier, const batch_block *piece, in
                                sw_error *err)
 {
     const reduction *work = piece->work;
-    size_t unused, numel = block_of(carrier, work, from, piece->block, &unused);
+    const sw_hier *hier = carrier->hier;
+    int owner;
+    size_t unused,
+        numel = sw_cut_block(&work->cut, &hier->map, from, piece->block, &unused, &owner);
+    if (!gets_result(carrier, work, hier->host, owner))
+        return SW_OK;
     return expect_block(carrier, piece, from, SW_MESSAGE_RESULT, numel, work->pending->op.dtype,
                         piece->at->partial[from], &piece->at->result_in[from], err);
 }
@@ -319,8 +336,7 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         SW_TRY(sw_carrier_wait(carrier, &at->partial_out[g], work->what, err));
-        if (work->kept != KEPT_BY_OWNER)
-            SW_TRY(expect_result(carrier, piece, g, err));
+        SW_TRY(expect_result(carrier, piece, g, err));
     }
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
@@ -345,8 +361,9 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
     /* Elements that nobody used are not the result here; they are not taken over there. */
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        SW_TRY(send_block(carrier, piece, g, SW_MESSAGE_RESULT, result, bytes,
-                          numel * work->element_bytes, &at->result_out[g], err));
+        if (gets_result(carrier, work, g, owner))
+            SW_TRY(send_block(carrier, piece, g, SW_MESSAGE_RESULT, result, bytes,
+                              numel * work->element_bytes, &at->result_out[g], err));
     }
     return SW_OK;
 }
@@ -361,8 +378,13 @@ static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_e
         return SW_OK;
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        size_t numel = block_of(carrier, work, g, piece->block, &begin);
+        int owner;
+        size_t numel =
+            sw_cut_block(&work->cut, &carrier->hier->map, g, piece->block, &begin, &owner);
         uint8_t *result;
+        SW_TRY(sw_carrier_wait(carrier, &at->result_out[g], work->what, err));
+        if (!gets_result(carrier, work, carrier->hier->host, owner))
+            continue;
         SW_TRY(sw_carrier_wait(carrier, &at->result_in[g], work->what, err));
         SW_TRY(open_block(carrier, work, g, numel, work->pending->op.dtype, at->partial[g], &result,
                           err));
@@ -375,7 +397,6 @@ static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_e
                        run_numel * work->element_bytes);
         }
         sw_carrier_touch_end(carrier);
-        SW_TRY(sw_carrier_wait(carrier, &at->result_out[g], work->what, err));
     }
     return SW_OK;
 }
@@ -425,7 +446,7 @@ static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes
     }
     work->contributes = contributes;
     work->host_contributes = host_contributes;
-    work->exchanges = work->stands && work->kept == KEPT_BY_OWNER;
+    work->exchanges = work->stands && (work->kept == KEPT_BY_OWNER || work->crosses);
     work->block_count = any && somebody ? work->cut.block_count : 0;
     return SW_OK;
 }
@@ -442,8 +463,10 @@ static reduction reduction_of(const sw_carrier *carrier, const sw_hier_pending *
         sw_comm_slice_numel(op->numel, work.element_bytes, sw_op_slice_count(op, map->world_size));
     if (op->kind == SW_OP_REDUCE_SCATTER)
         work.kept = op->slices ? KEPT_BY_OWNERS : KEPT_BY_OWNER;
+    work.crosses = work.kept == KEPT_BY_OWNERS && !sw_cut_is_covered(map, op->slices);
+    bool by_rank = work.kept == KEPT_BY_OWNER || work.crosses;
     sw_cut_init(&work.cut, map, op->numel, work.element_bytes,
-                SW_HIER_BLOCK_BYTES / work.partial_bytes, work.kept == KEPT_BY_OWNER);
+                SW_HIER_BLOCK_BYTES / work.partial_bytes, by_rank, by_rank ? op->slices : NULL);
     return work;
 }
 

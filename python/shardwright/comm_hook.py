@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ._engine import Error, HostComm, Reducer
+from ._engine import Error, Reducer
 from .gradients import dense_strides, dtype_name
 from .slicing import Slicing
 
@@ -83,6 +83,8 @@ class HookRunner:
     reducer : Reducer
     parameters : sequence of Parameter
         As attached to the reducer.
+    like : sequence of Tensor
+        Tensors with their shapes and strides: a parameter may be released.
     world_size : int
     state : object
         Passed to the hook.
@@ -98,6 +100,7 @@ class HookRunner:
         self,
         reducer: Reducer,
         parameters: tuple[torch.nn.Parameter, ...],
+        like: Sequence[torch.Tensor],
         world_size: int,
         state: object,
         hook: Callable[[Any, Any], Any],
@@ -111,7 +114,7 @@ class HookRunner:
         self._state = state
         self._hook = hook
         self._buckets = [
-            _Bucket(reducer, bucket, parameters, world_size, wanted or Wanted())
+            _Bucket(reducer, bucket, parameters, like, world_size, wanted or Wanted())
             for bucket in range(reducer.bucket_count)
         ]
         self._position = self._previous = -1
@@ -174,21 +177,24 @@ class SlicedHookRunner(HookRunner):
 
     A bucket is then a slot that others use too; the hook leaves the average in this rank's slice of it, and it goes on from
     there. A contribution on top of a standing average came without it: the owner adds its share of that to the result.
-    Where a slice has several owners (a mesh of two dimensions) the hook is asked for the whole result: it knows one owner a slice.
+    A user's hook is asked for the whole result, in buckets of the length that they have at zero=0: the order in which its collectives add may
+    depend on that. So is ours where a slice has several owners (a mesh of two dimensions): it knows one owner a slice.
     """
 
     def __init__(
         self,
         reducer: Reducer,
         parameters: tuple[torch.nn.Parameter, ...],
-        comm: HostComm,
-        pieces: list[torch.Tensor],
+        like: Sequence[torch.Tensor],
         slicing: Slicing,
+        pieces: list[torch.Tensor],
         state: object,
         hook: Callable[[Any, Any], Any],
+        wanted: Wanted,
+        *,
+        over_all: bool = False,
     ) -> None:
-        wanted = Wanted(in_slots=True, slice_alone=not slicing.is_replicated)
-        super().__init__(reducer, parameters, comm.world_size, state, hook, wanted, over_all=True)
+        super().__init__(reducer, parameters, like, len(slicing.of_rank), state, hook, wanted, over_all=over_all)
         self._standing_ranks = reducer.standing_ranks
         self._pieces = pieces
         self._slicing = slicing
@@ -239,13 +245,14 @@ class _Bucket:
         reducer: Reducer,
         bucket: int,
         parameters: tuple[torch.nn.Parameter, ...],
+        like: Sequence[torch.Tensor],
         world_size: int,
         wanted: Wanted,
     ) -> None:
         self.indices = [i for i in reducer.bucket_parameters(bucket) if parameters[i].numel()]
         self.parameters: list[torch.Tensor] = [parameters[i] for i in self.indices]
         self.offsets = [reducer.place(i)[1] for i in self.indices]
-        self.layouts = [(p.shape, dense_strides(p) or _contiguous_strides(p)) for p in self.parameters]
+        self.layouts = [(p.shape, dense_strides(p) or _contiguous_strides(p)) for p in (like[i] for i in self.indices)]
         self.keeps_slice = wanted.slice_alone
         self._in_slots = wanted.in_slots
         _, self.numel, name, _ = reducer.bucket_shape(bucket)

@@ -268,20 +268,12 @@ class DistributedDataParallel(TorchDDP):
             self._replica.broadcast_state(0, self.modules_buffers if sync_buffers else ())
 
     def _slice_over(self, group: HostGroup) -> Slicing:
-        """Who owns which slice. NotImplementedError, on all ranks alike, for a mesh that does not fit the hosts."""
+        """Who owns which slice."""
         mesh = self._options.device_mesh
         if mesh is None or getattr(mesh, "ndim", 1) == 1:
             return Slicing.one_a_rank(group.rank, group.world_size)
         rows = mesh_rows(mesh, self.process_group)
-        slicing = Slicing.of_rows(group.rank, rows)
-        for row in rows if self._zero and slicing.is_replicated else ():
-            hosts = sorted({group.host_of[rank] for rank in row})
-            if len(hosts) > 1:
-                raise NotImplementedError(
-                    f"device_mesh: ranks {', '.join(map(str, row))} share a replica, and are on hosts "
-                    f"{', '.join(map(str, hosts))}: a row of (replicate, shard) must lie on one host"
-                )
-        return slicing
+        return Slicing.of_rows(group.rank, rows)
 
     def _engine(self) -> Replica:
         """The engine; made now, collectively, if this is a copy that has none yet."""
@@ -428,27 +420,33 @@ class DistributedDataParallel(TorchDDP):
             A hook is registered already.
         TypeError, ValueError
             Not a communication hook, by torch's own checks.
+        NotImplementedError
+            torch's post-local SGD at zero >= 1, or any hook on a GPU.
 
         Notes
         -----
         Buckets are handed over at the end of the backward, in order. The hook's own collectives decide cost and bits.
+
+        At zero >= 2 a bucket (of 8 MiB at most) holds this rank's whole contributions all the same, and the hook averages all of it; this
+        rank keeps its slice of the result. So the bits are those of zero=0 with equal buckets, and so are the bytes on the wire. A standing average, of which no
+        rank has more than a slice, is not in the bucket: it is added to the result.
         """
-        if self._zero >= 2:
-            raise NotImplementedError(
-                f"a communication hook at zero={self._zero} is not there: no rank keeps whole gradients for it to average; "
-                "sw.wrap(..., compress=...) is"
-            )
         self._check_comm_hook(hook)
-        self._run_buckets_by(state, hook)
+        if self._zero and type(state).__name__ == "PostLocalSGDState":
+            raise NotImplementedError(
+                f"a communication hook with a {type(state).__name__} averages over a part of the ranks: at zero={self._zero} state is sliced "
+                "over all of them, so that replicas cannot drift apart; it needs zero=0"
+            )
+        self._run_buckets_by(state, hook, is_ours=False)
 
     def _run_buckets_by(
-        self, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, over_all: bool = False
+        self, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
     ) -> None:
-        """`lease`: of what the hook exchanges over on a thread of its own, while the backward goes on. `over_all`: see HookRunner."""
+        """`lease`: of what the hook exchanges over on a thread of its own, while the backward goes on. `is_ours`: see Replica.hook_runner."""
         if self._comm_hooks:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
-        runner = replica.hook_runner(state, hook, over_all=over_all)
+        runner = replica.hook_runner(state, hook, is_ours=is_ours)
         if lease is None:
             replica.reducer.set_bucket_callback(runner)
         else:
@@ -485,7 +483,7 @@ class DistributedDataParallel(TorchDDP):
         state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))
-        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange), lease, over_all=True)
+        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange), lease, is_ours=True)
         self.compression_state = state if isinstance(state, CompressionState) else None
         replica.compression = (repr(compress), levels.exchange)
 

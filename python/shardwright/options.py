@@ -31,7 +31,7 @@ class Options:
         (docs/launch.md); without those, one rank.
     device_mesh : torch.distributed.device_mesh.DeviceMesh, optional
         Of one dimension: its group is used. Of two, (replicate, shard): all its ranks average gradients; what a stage slices is
-        sliced inside a row and kept alike by all rows, each of which lies on one host. Not together with `process_group`.
+        sliced inside a row and kept alike by all rows; least travels where each lies on one host. Not together with `process_group`.
     bucket_cap_mb : float
         Largest gradient bucket, MiB; at zero >= 2 never above 8. Affects speed and memory only: results do not depend on it.
     timeout_s : float

@@ -35,7 +35,7 @@ class ParameterMemory(ParameterSlices):
     label : str
         Of the model, in messages.
     shared : bool
-        One copy a host, or a replica, rank 0's values; else one a rank.
+        One copy a host (on a mesh of two dimensions, a replica on it), rank 0's values; else one a rank.
 
     Attributes
     ----------
@@ -116,8 +116,7 @@ class ParameterMemory(ParameterSlices):
     def _home(self) -> int:
         if not self.shared:
             return self._group.rank
-        host = self._group.host_of
-        return next(r for r in self._slicing.replica() if host[r] == host[self._group.rank])
+        return self._group.home_of(self._slicing)
 
     def publish(self) -> None:
         """Every rank has updated its slices: makes them everybody's. Collective.
@@ -126,8 +125,7 @@ class ParameterMemory(ParameterSlices):
         others what its ranks have updated, once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
-        alone = self._group.host_count == 1 or self._slicing.is_replicated  # nobody elsewhere owns what is here
-        if self.shared and (alone or not self._stepped):
+        if self.shared and (not self._group.is_apart(self._slicing) or not self._stepped):
             comm.barrier(label)
         elif self._arena is not None:
             ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)]

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from . import _hooks
 from ._engine import CommError, HostComm, forked
 from .launch import Launch, read_launch
+from .slicing import Slicing
 
 _logger = logging.getLogger("shardwright")
 _SECRET_BYTES = 16
@@ -89,10 +90,14 @@ class HostGroup:
         """Hosts that the ranks run on."""
         return max(self.host_of) + 1
 
-    @property
-    def home(self) -> int:
-        """The lowest rank of this rank's host, whose memory holds what the host has one copy of."""
-        return self.host_of.index(self.host_of[self.rank])
+    def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
+        """The lowest rank of `rank`'s (this one's) replica on its host: its memory holds what these have one copy of."""
+        rank = self.rank if rank is None else rank
+        return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
+
+    def is_apart(self, slicing: Slicing) -> bool:
+        """Whether some replica's slices are updated on several hosts."""
+        return self.host_count > 1 and (not slicing.is_replicated or slicing.crosses(self.host_of))
 
     def host_map(self) -> dict[str, str]:
         """For describe(): what each host is called and which ranks it has, the one that carries first."""

@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from . import _hooks
 from ._engine import Error, Reducer, norm_sum
-from .comm_hook import HookRunner, SlicedHookRunner
+from .comm_hook import HookRunner, SlicedHookRunner, Wanted
 from .compress import Bf16, Compressor, Fp16
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
@@ -231,18 +231,22 @@ class Replica:
         at zero >= 2 buckets share slots, and leave at its end."""
         return self.group.host_count > 1 and self.zero < 2 and not self.table.is_on_gpu
 
-    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, over_all: bool = False) -> HookRunner:
-        """What calls a communication hook for every bucket; see HookRunner."""
+    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
+        """What calls a communication hook for every bucket. One of ours gives the mean over all ranks, and may leave what is
+        not of this rank's slice out; a user's has the last word on both."""
         if self.link is not None:
             raise NotImplementedError(
                 "communication hooks are not there yet on GPUs: compress=sw.Fp16() and sw.Bf16() are"
             )
+        parameters = self.table.parameters
+        like = [self.layout_of(index) for index in range(len(parameters))]
         if self.zero >= 2 and self.reducer.transport == "pool":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
+            wanted = Wanted(in_slots=True, slice_alone=is_ours and not self.slicing.is_replicated)
             return SlicedHookRunner(
-                self.reducer, self.table.parameters, self.group.comm, pieces, self.slicing, state, hook
+                self.reducer, parameters, like, self.slicing, pieces, state, hook, wanted, over_all=is_ours
             )
-        return HookRunner(self.reducer, self.table.parameters, self.group.world_size, state, hook, over_all=over_all)
+        return HookRunner(self.reducer, parameters, like, self.group.world_size, state, hook, over_all=is_ours)
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """An older replica of this very module gives way; one of another module that shares a parameter is an error."""

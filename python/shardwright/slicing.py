@@ -64,14 +64,18 @@ class Slicing:
         """Whether this rank's slices count where all owners' together are one too many: of each, one does."""
         return self.replica_of_rank[self.rank] == 0
 
+    def crosses(self, host_of: Sequence[int]) -> bool:
+        """Whether the ranks of some replica, of several, are on different hosts."""
+        return self.is_replicated and any(len({host_of[rank] for rank in row}) > 1 for row in self.rows())
+
     def first_owner(self, index: int) -> int:
         """The rank whose slice `index` counts."""
         return next(r for r, of in enumerate(self.of_rank) if of == index and self.replica_of_rank[r] == 0)
 
-    def replica(self) -> list[int]:
-        """This rank's own, in rank order."""
-        mine = self.replica_of_rank[self.rank]
-        return [rank for rank, replica in enumerate(self.replica_of_rank) if replica == mine]
+    def replica(self, rank: int | None = None) -> list[int]:
+        """The ranks of `rank`'s (this one's), in order."""
+        mine = self.replica_of_rank[self.rank if rank is None else rank]
+        return [each for each, replica in enumerate(self.replica_of_rank) if replica == mine]
 
     def rows(self) -> list[list[int]]:
         """The ranks of each replica, in the order of their slices."""

@@ -174,20 +174,24 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             self._replica.group.comm.broadcast(ranges, root, f"updated tensors of {self._replica.label}")
 
     def _from_other_hosts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Tensors that ranks elsewhere have updated, in memory order, for the rank that has the host's copy. Collective.
+        """Tensors that ranks elsewhere have updated, in memory order, for the rank that has the host's copy (on a mesh of two dimensions,
+        its replica's on this host). Collective.
 
         Cost: the bytes of a tensor, on top of the copy, for the time.
         """
         group = self._replica.group
-        if group.host_count == 1 or self._replica.slicing.is_replicated:  # nobody elsewhere owns what is here
+        slicing = self._replica.slicing
+        if not group.is_apart(slicing):
             return
         mine = dict(self._held_whole())
+        beside = [rank for rank in slicing.replica() if group.host_of[rank] == group.host_of[group.rank]]
+        here = {slicing.of_rank[rank] for rank in beside}
         for root, owned in self._owned():
             for index in owned:
                 like = self._replica.layout_of(index)
                 flat = mine[index] if index in mine else torch.empty(like.numel(), dtype=like.dtype)
                 self._broadcast(root, [flat])
-                if group.rank == group.home != group.host_of.index(group.host_of[root]):
+                if group.rank == beside[0] and slicing.of_rank[root] not in here:
                     yield index, flat
 
     # state --------------------------------------------------------------------------------------------------------

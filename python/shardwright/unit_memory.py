@@ -2,7 +2,8 @@
 
 What stands behind a parameter: its slices, one a rank, in an arena that the host's ranks map; and a range of addresses of its
 own, which are pages only while its unit is whole. A released parameter's data is one NaN, its own, expanded to its shape.
-Over several hosts each has a copy of all slices, in the part of its lowest rank: a unit is gathered without a message.
+Over several hosts each (on a mesh of two dimensions, each replica that spans some) has a copy of all slices, in the part of its lowest
+rank: a unit is gathered without a message.
 When units are gathered and released is the schedule's (unit_schedule.py).
 """
 
@@ -76,7 +77,8 @@ class UnitMemory:
         self._slicing = slicing
         self._group, self._reducer, self._table, self._label = group, reducer, table, label
         self._runs: dict[int, tuple[int, int]] = {}
-        self.one_copy = group.host_count > 1 and not slicing.is_replicated
+        self.one_copy = group.is_apart(slicing)
+        self._home = group.home_of(slicing)
         self._stepped: set[int] = set()  # buckets with parameters that train, or have
         self._plan_slices()
         what = f"slices of the parameters of {label}"
@@ -126,7 +128,8 @@ class UnitMemory:
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         if not self.one_copy:
             return rank, self._offsets[bucket]
-        return self._group.home, self._offsets[bucket] + rank * (numel // self._slicing.count) * _itemsize(dtype)
+        width = numel // self._slicing.count
+        return self._home, self._offsets[bucket] + self._slicing.of_rank[rank] * width * _itemsize(dtype)
 
     def _make_codes(self) -> Arena:
         count = -(-self._slice_bytes // (4 * _BLOCK))
@@ -170,7 +173,7 @@ class UnitMemory:
             low, high = self.own_run(index)
             if not self.one_copy and low < high:
                 self._slices[index].copy_(flat[low:high])
-            elif self.one_copy and self._group.rank == self._group.home:
+            elif self.one_copy and self._group.rank == self._home:
                 self.write_whole(index, flat)
         self._encode()
 
@@ -289,7 +292,8 @@ class UnitMemory:
             comm.barrier(f"updated slices of {self._label}")  # whoever's they are
             self._encode()
         if self.one_copy and sliced and self._stepped:
-            comm.all_gather(self._arena, [self._bucket_range(b) for b in sorted(self._stepped)], label, one_copy=True)
+            ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)]
+            comm.all_gather(self._arena, ranges, label, one_copy=True, slices=self._slicing.for_engine())
         else:
             comm.barrier(label)
         self._refresh()

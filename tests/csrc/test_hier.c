@@ -599,6 +599,14 @@ int main(void)
 {
     static const int columns[] = {0, 1, 0, 1}, rows[] = {0, 0, 1, 1}, all_one[] = {0, 0, 0, 0};
     const sw_slices mesh = {.count = 2, .of_rank = columns, .replica_of_rank = rows};
+    /* rows 0 3 and 2 1: each on two hosts, which have an owner of every slice all the same */
+    static const int turned[] = {0, 1, 1, 0}, turned_columns[] = {0, 1, 0, 1};
+    const sw_slices crossing = {.count = 2, .of_rank = turned_columns, .replica_of_rank = turned};
+    /* rows 0 1 2 and 3 4 5: over hosts that lack slices */
+    static const int threes[] = {0, 1, 2, 0, 1, 2}, two_rows[] = {0, 0, 0, 1, 1, 1};
+    const sw_slices wide = {.count = 3, .of_rank = threes, .replica_of_rank = two_rows};
+    static const int alternating[] = {0, 1, 0, 1}, pairs[] = {0, 0, 1, 1, 2, 2},
+                     lopsided[] = {0, 0, 0, 0, 1, 2};
     static const int even[] = {0, 0, 1, 1}, uneven[] = {0, 0, 0, 1, 1}, apart[] = {0, 1, 2},
                      crosswise[] = {0, 1, 0}, one[] = {0, 0, 0};
     run(folds_over_hosts, even, 4, 0, false);
@@ -618,7 +626,12 @@ int main(void)
     run(slices_over_hosts, one, 3, 0, false);
     run_sliced(slices_over_hosts, even, 4, &mesh, 0, false);
     run_sliced(slices_over_hosts, all_one, 4, &mesh, 0, false);
+    run_sliced(slices_over_hosts, even, 4, &crossing, 0, false);
+    run_sliced(slices_over_hosts, alternating, 4, &mesh, 0, false);
+    run_sliced(slices_over_hosts, pairs, 6, &wide, 0, false);
+    run_sliced(slices_over_hosts, lopsided, 6, &wide, 0, false);
     packs = true;
+    run_sliced(slices_over_hosts, pairs, 6, &wide, 0, false);
     run(folds_over_hosts, uneven, 5, 0, false);
     run(folds_over_hosts, apart, 3, 0, false);
     run(slices_over_hosts, uneven, 5, 0, false);

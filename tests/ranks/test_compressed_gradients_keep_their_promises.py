@@ -514,8 +514,6 @@ def test_misuse_is_named(rank, world_size):
         sw.PowerSGD(alternate=True, error_feedback=False)
     with pytest.raises(TypeError, match="compress must be None, 'auto', sw.Fp16"):
         sw.wrap(Mlp(), compress="fp16")
-    with pytest.raises(NotImplementedError, match="a communication hook at zero=2 is not there"):
-        sw.wrap(Mlp(), zero=2).register_comm_hook(None, fp16_compress_hook)
     with pytest.raises(NotImplementedError, match="reduce must be 'mean', got 'sum'"):
         sw.wrap(Mlp(), reduce="sum", compress=sw.Fp16())
     with pytest.raises(TypeError, match="shardwright.hooks.PowerSGDState"):
