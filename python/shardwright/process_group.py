@@ -400,7 +400,7 @@ _wires: weakref.WeakSet[_Wire] = weakref.WeakSet()
 def _sockets() -> set[tuple[int, str]]:
     """Of this process: descriptors, and what the kernel calls what is behind each."""
     found = set()
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):  # the folder's own has gone
             found.add((int(fd), os.readlink(f"/proc/self/fd/{fd}")))
     return {(fd, name) for fd, name in found if name.startswith("socket:")}
