@@ -314,8 +314,8 @@ static sw_status wait_wired(sw_hier *hier, uint32_t ticket, sw_error *err)
         if (status != SW_OK)
             return end_here(hier, &reason, err);
         SW_TRY(check_last_words(hier, ticket, &wait, err));
+        SW_TRY(check_clock(hier, ticket, &wait, err)); /* takes an interrupt before a probe would */
         SW_TRY(check_wire(hier, ticket, &wait, err));
-        SW_TRY(check_clock(hier, ticket, &wait, err));
     }
 }
 
