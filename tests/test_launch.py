@@ -84,6 +84,10 @@ REFUSED = {
     "no port": (without(TORCHRUN, "MASTER_PORT"), "RANK is set and MASTER_PORT is not"),
     "rank too high": (TORCHRUN.replace("RANK=5", "RANK=8", 1), "rank 8 of 8: it must be from 0 to 7"),
     "no number": (TORCHRUN.replace("RANK=5", "RANK=five", 1), "RANK must be a whole number from 0, got 'five'"),
+    "no number that there are ranks of": (
+        TORCHRUN.replace("RANK=5", "RANK=" + "5" * 5000, 1),
+        "RANK must be a whole number from 0, got '555",
+    ),
     "empty": (TORCHRUN.replace("RANK=5", "RANK=", 1), "RANK is set to nothing"),
     "world of none": (TORCHRUN.replace("WORLD_SIZE=8", "WORLD_SIZE=0", 1), "WORLD_SIZE must be .* from 1, got '0'"),
     "port too high": (TORCHRUN.replace("1234", "65536"), "MASTER_PORT must be from 1 to 65535, got 65536"),
@@ -140,7 +144,23 @@ def test_a_list_of_hosts_is_expanded_in_its_order(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,,b", "a[1", "a1]", "a[]", "a[2-1]", "a[x]", "a[1-]", "a[1,]", "a[[1]]", "a b", ","]
+    "text",
+    [
+        "",
+        "a,,b",
+        "a[1",
+        "a1]",
+        "a[]",
+        "a[2-1]",
+        "a[x]",
+        "a[1-]",
+        "a[1,]",
+        "a[[1]]",
+        "a b",
+        ",",
+        "a[1-99999999999]",
+        f"a[{'9' * 5000}]",
+    ],
 )
 def test_what_is_no_list_of_hosts_is_refused(text):
     with pytest.raises(ValueError):
@@ -148,7 +168,8 @@ def test_what_is_no_list_of_hosts_is_refused(text):
 
 
 def test_an_address_of_version_6_makes_a_url():
-    assert Launch("SLURM", 0, 2, 0, "fd00::1", 80).init_method == "tcp://[fd00::1]:80"
+    for address in ("fd00::1", "[fd00::1]"):
+        assert Launch("SLURM", 0, 2, 0, address, 80).init_method == "tcp://[fd00::1]:80"
 
 
 def test_the_table_of_variables_is_what_the_code_reads():

@@ -5,14 +5,16 @@
  * both sides may issue them in different orders, counts bytes, and knows for whom it waits.
  *
  * Whoever waits on a wire may wait for ever: deadlines belong to the threads that wait for the
- * waiting one (hier.c). What a wire may still write to must outlive it.
+ * waiting one (hier.c). What a wire may still write to lives until the wire is closed.
  *
- * Thread rule: the carrier's thread alone; the counters and `awaiting` may be read by any.
+ * Thread rule: the carrier's thread alone, but for what hier_last.c does; the counters and
+ * `awaiting` may be read by any.
  */
 #ifndef SW_COMM_BRIDGE_H
 #define SW_COMM_BRIDGE_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -27,11 +29,17 @@ typedef struct sw_wire {
                       void **work, sw_error *err);
     sw_status (*receive)(void *context, int rank, uint32_t tag, void *data, size_t size_bytes,
                          void **work, sw_error *err);
-    /* Until it has moved. SW_E_COMM when the connection is gone. */
+    /* Until it has moved. SW_E_COMM when the connection is gone; but a message of which a part has
+     * moved may be waited for in vain. */
     sw_status (*wait)(void *context, void *work, sw_error *err);
-    /* `memory`, from malloc, may still be written to by a message that was never waited for: it is
-     * the wire's from here on. */
-    void (*keep)(void *context, void *memory);
+    /* Closes all connections: nothing is read or written any more, and who waits is told. `gently`:
+     * the peers are about to do the same, and what was sent to them is to arrive. False: it could
+     * not, and memory may still be written to. Any thread. */
+    bool (*close)(void *context, bool gently);
+    /* Of a closed wire: a work that was never waited for. */
+    void (*drop)(void *context, void *work);
+    /* The last call: `context`, and what else the wire is made of, ends. */
+    void (*release)(void *context);
     /* Where less than this passes, time is better spent on sending less (hier_pack.h). 0: never;
      * UINT64_MAX: always. */
     uint64_t slow_bytes_per_s;
@@ -45,7 +53,8 @@ typedef enum sw_message {
     SW_MESSAGE_RESULT,    /* likewise */
     SW_MESSAGE_STANDING,  /* likewise: results of the round before, for who adds to them */
     SW_MESSAGE_SLICE,     /* likewise: updated slices */
-    SW_MESSAGE_LAST,      /* one in all: a host has ended */
+    SW_MESSAGE_LAST,      /* 0: a host has ended; others are the wire's own */
+    SW_MESSAGE_PROBE,     /* numbered by themselves: whether somebody is there */
 } sw_message;
 
 typedef struct sw_transfer {
@@ -68,9 +77,15 @@ SW_MUST_USE sw_status sw_bridge_send(sw_bridge *bridge, int host, sw_message mes
 SW_MUST_USE sw_status sw_bridge_receive(sw_bridge *bridge, int host, sw_message message,
                                         uint32_t number, void *data, size_t size_bytes,
                                         sw_transfer *transfer, sw_error *err);
+/* The same, not counted, of a few bytes: by any thread. */
+SW_MUST_USE sw_status sw_bridge_probe(sw_bridge *bridge, int host, uint32_t number,
+                                      const void *data, size_t size_bytes, sw_transfer *transfer,
+                                      sw_error *err);
 /* A message that was received was so much shorter than it might have been. */
 void sw_bridge_count_less(sw_bridge *bridge, size_t size_bytes);
 /* Nothing where nothing is under way. err->detail: the rank of the other carrier. */
 SW_MUST_USE sw_status sw_bridge_wait(sw_bridge *bridge, sw_transfer *transfer, sw_error *err);
+/* Of a closed wire: what was never waited for. */
+void sw_bridge_drop(sw_bridge *bridge, sw_transfer *transfer);
 
 #endif

@@ -17,6 +17,8 @@
 static const int64_t slice_ns = 20 * 1000 * 1000;
 /* A host's last word counts once nothing has moved for so long: what it sent before comes first. */
 static const int64_t quiet_ns = 100 * 1000 * 1000;
+/* When nothing has moved for so long, and again after three times as long: see hier_last.c. */
+static const int64_t probe_ns = 250 * 1000 * 1000;
 /* How long whoever is asked "what do you wait for?" has time to answer; at most a part of the
  * deadline. */
 static const int64_t answer_ns = 400 * 1000 * 1000;
@@ -140,6 +142,8 @@ typedef struct wait_state {
     int64_t begun_ns, warn_ns;
     int64_t heard_ns; /* a last word; and what had moved by then */
     uint64_t moved_bytes;
+    int64_t still_ns, probe_ns; /* since when nothing has moved; after how much of that is asked */
+    uint64_t still_bytes;
 } wait_state;
 
 static int host_of(const sw_hier *hier, int rank)
@@ -205,6 +209,31 @@ static sw_status check_last_words(sw_hier *hier, uint32_t ticket, wait_state *wa
     bool of_a_third = awaited >= 0 && host_of(hier, awaited) != from;
     if (reason.status == SW_E_TIMEOUT && (of_this_host || of_a_third))
         return give_up(hier, ticket, wait, err);
+    return end_here(hier, &reason, err);
+}
+
+/* Whether the host that the carrier waits for is still there, where it says nothing. */
+static sw_status check_wire(sw_hier *hier, uint32_t ticket, wait_state *wait, sw_error *err)
+{
+    const sw_page *page = sw_hier_page(hier, 0);
+    uint64_t moved = atomic_load(&page->sent) + atomic_load(&page->received);
+    int awaited = atomic_load(&page->awaiting);
+    int64_t now = sw_clock_now_ns();
+    char what[160];
+    sw_error reason;
+    if (!hier->carrier || awaited < 0)
+        return SW_OK;
+    if (wait->still_ns == 0 || moved != wait->still_bytes) {
+        wait->still_ns = now;
+        wait->still_bytes = moved;
+        wait->probe_ns = probe_ns;
+    }
+    if (now - wait->still_ns < wait->probe_ns)
+        return SW_OK;
+    wait->probe_ns *= 3;
+    describe_ticket(hier, ticket, what, sizeof what);
+    if (sw_carrier_probe(hier->carrier, host_of(hier, awaited), what, &reason) == SW_OK)
+        return SW_OK;
     return end_here(hier, &reason, err);
 }
 
@@ -285,7 +314,8 @@ static sw_status wait_wired(sw_hier *hier, uint32_t ticket, sw_error *err)
         if (status != SW_OK)
             return end_here(hier, &reason, err);
         SW_TRY(check_last_words(hier, ticket, &wait, err));
-        SW_TRY(check_clock(hier, ticket, &wait, err));
+        SW_TRY(check_clock(hier, ticket, &wait, err)); /* takes an interrupt before a probe would */
+        SW_TRY(check_wire(hier, ticket, &wait, err));
     }
 }
 
@@ -481,7 +511,7 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
 {
     sw_hier *hier = (sw_hier *)comm;
     sw_hier_arena *held = (sw_hier_arena *)arena;
-    bool in_use = hier->carrier && !sw_carrier_has_ended(hier->carrier) &&
+    bool in_use = hier->carrier && !sw_carrier_is_over(hier->carrier) &&
                   atomic_load(&sw_hier_page(hier, 0)->wired) != hier->posted;
     if (!in_use) {
         destroy_inside(hier, arena);
@@ -570,7 +600,7 @@ static void leave(sw_comm *comm)
     sw_hier *hier = (sw_hier *)comm;
     sw_page *own = sw_hier_page(hier, hier->local_rank);
     if (hier->carrier)
-        (void)sw_carrier_stop(hier->carrier);
+        sw_carrier_stop(hier->carrier, !atomic_load(&hier->ended));
     pthread_mutex_lock(&hier->lock);
     if (!atomic_load(&hier->ended)) {
         sw_error_set(&hier->reason, SW_E_STATE, -1, "the communicator of rank %d was closed",
@@ -598,15 +628,16 @@ static void free_tables(sw_hier *hier)
     free(hier);
 }
 
-/* A carrier that is still inside a call of the wire keeps all that it may touch: it is left to the
- * process's end. So is everything in a forked child, which has no such thread. */
+/* A carrier that is still inside a call of the wire, or whose wire could not be closed, keeps all
+ * that it may touch: it is left to the process's end. So is everything in a forked child, which has
+ * no such thread. */
 static void destroy(sw_comm *comm)
 {
     sw_hier *hier = (sw_hier *)comm;
     if (!comm || (int)getpid() != hier->owner_pid)
         return;
     leave(comm);
-    if (hier->carrier && !sw_carrier_has_ended(hier->carrier))
+    if (hier->carrier && !sw_carrier_is_over(hier->carrier))
         return;
     sw_carrier_destroy(hier->carrier);
     while (hier->kept) {
@@ -671,6 +702,12 @@ static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_o
                          &hier->bounce, err);
 }
 
+static void release_wire(const sw_wire *wire)
+{
+    if (wire)
+        wire->release(wire->context);
+}
+
 sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size, const int *host_of,
                               const sw_identity *identities, const sw_wire *wire, sw_comm **comm,
                               sw_error *err)
@@ -678,6 +715,7 @@ sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size, const i
     sw_hier *made = calloc(1, sizeof *made);
     if (!made) {
         inside->ops->destroy(inside);
+        release_wire(wire);
         SW_FAIL(err, SW_E_MEMORY, "no memory for a group of %d ranks", world_size);
     }
     made->inside = inside;
@@ -686,6 +724,8 @@ sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size, const i
     sw_status status = init(made, rank, world_size, host_of, identities, err);
     if (status == SW_OK && made->local_rank == 0)
         status = sw_carrier_start(made, wire, err);
+    else
+        release_wire(wire);
     if (status != SW_OK) {
         free_tables(made);
         return status;

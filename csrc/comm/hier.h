@@ -23,8 +23,8 @@ typedef struct sw_identity { /* of a rank, in messages */
 
 /* Collective over all hosts' ranks. `inside`: this host's ranks, joined (shm.h; local.h in tests);
  * owned from here on, also on failure. `host_of`: one host a rank, numbered by their lowest rank.
- * `identities`: one a rank, copied. `wire`: borrowed for as long as the process lives; NULL where
- * there is one host. */
+ * `identities`: one a rank, copied. `wire`: owned from here on, also on failure; NULL where there
+ * is one host, and on ranks that do not carry. */
 SW_MUST_USE sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size,
                                           const int *host_of, const sw_identity *identities,
                                           const sw_wire *wire, sw_comm **comm, sw_error *err);

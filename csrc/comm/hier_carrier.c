@@ -108,14 +108,12 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     /* The posting thread overwrites it only after `wired` has passed it. */
     const sw_hier_pending *pending = sw_carrier_pending(carrier, *ticket);
     const sw_op *op = &pending->op;
-    carrier->midway = true;
     SW_TRY(sw_carrier_exchange_frames(carrier, *ticket, &count, err));
     if (sw_carrier_reduces(op))
         SW_TRY(sw_carrier_reduce(carrier, *ticket, count, err));
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
         SW_TRY(
             sw_carrier_gather(carrier, pending, sw_carrier_what(carrier, carrier->turn, 0), err));
-    carrier->midway = false;
     *ticket += count;
     sw_carrier_complete(carrier, *ticket - 1);
     return SW_OK;
@@ -188,20 +186,26 @@ static sw_status allocate(sw_carrier *carrier, sw_error *err)
     size_t hosts = (size_t)map->host_count, ranks = (size_t)map->world_size;
     carrier->in = calloc(hosts, sizeof *carrier->in);
     carrier->last_words = calloc(hosts, sizeof *carrier->last_words);
-    carrier->frame_out = calloc(4 * hosts, sizeof *carrier->frame_out);
+    carrier->last_in = calloc(2 * hosts, sizeof *carrier->last_in);
+    carrier->probe_out = calloc(SW_HIER_PROBES * hosts, sizeof *carrier->probe_out);
+    carrier->probes_heard = calloc(hosts, sizeof *carrier->probes_heard);
+    carrier->frame_out = calloc(5 * hosts, sizeof *carrier->frame_out);
     carrier->heard = calloc(hosts, sizeof *carrier->heard);
     carrier->heard_capacity = calloc(hosts, sizeof *carrier->heard_capacity);
     carrier->source = calloc(ranks, sizeof *carrier->source);
     carrier->destination = calloc(ranks, sizeof *carrier->destination);
     carrier->contributes = calloc(SW_HIER_BATCH * ranks, sizeof *carrier->contributes);
     carrier->host_contributes = calloc(SW_HIER_BATCH * hosts, sizeof *carrier->host_contributes);
-    if (!carrier->in || !carrier->last_words || !carrier->frame_out || !carrier->heard ||
+    if (!carrier->in || !carrier->last_words || !carrier->last_in || !carrier->probe_out ||
+        !carrier->probes_heard || !carrier->frame_out || !carrier->heard ||
         !carrier->heard_capacity || !carrier->source || !carrier->destination ||
         !carrier->contributes || !carrier->host_contributes)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
+    carrier->last_out = carrier->last_in + hosts;
     carrier->frame_in = carrier->frame_out + hosts;
     carrier->beside_out = carrier->frame_out + 2 * hosts;
     carrier->beside_in = carrier->frame_out + 3 * hosts;
+    carrier->leave_out = carrier->frame_out + 4 * hosts;
     return allocate_slots(carrier, err);
 }
 
@@ -209,8 +213,11 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
 {
     sw_page *page = sw_hier_page(hier, 0);
     sw_carrier *made = calloc(1, sizeof *made);
-    if (!made)
+    if (!made) {
+        if (wire)
+            wire->release(wire->context);
         SW_FAIL(err, SW_E_MEMORY, "no memory for the carrier of a host");
+    }
     made->hier = hier;
     made->bridge = (sw_bridge){.wire = wire,
                                .map = &hier->map,
@@ -224,7 +231,6 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
     if (status == SW_OK) {
         hier->carrier = made;
         status = sw_thread_start(&made->thread, carry, made, "sw-carrier", err);
-        made->thread_began = status == SW_OK;
     }
     if (status != SW_OK) {
         hier->carrier = NULL;
@@ -233,51 +239,71 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
     return status;
 }
 
-bool sw_carrier_has_ended(const sw_carrier *carrier)
+bool sw_carrier_is_over(const sw_carrier *carrier)
 {
-    return atomic_load(&carrier->finished);
+    return atomic_load(&carrier->finished) && carrier->wire_closed;
 }
 
-bool sw_carrier_stop(sw_carrier *carrier)
+static bool await_end(sw_carrier *carrier)
 {
     _Atomic uint32_t *word = &sw_hier_page(carrier->hier, 0)->posted;
-    atomic_store(&carrier->stop, true);
-    for (int i = 0; i < LEAVE_MS && !sw_carrier_has_ended(carrier); ++i) {
+    for (int i = 0; i < LEAVE_MS && !atomic_load(&carrier->finished); ++i) {
         sw_futex_wake_all(word);
         sw_thread_sleep_ns(1000 * 1000);
     }
-    if (sw_carrier_has_ended(carrier))
-        sw_thread_join(&carrier->thread);
-    return sw_carrier_has_ended(carrier);
+    return atomic_load(&carrier->finished);
 }
 
-/* Frees memory, unless a message may still come into it. */
-static void give_away(const sw_carrier *carrier, void *memory, bool may_be_written)
+void sw_carrier_stop(sw_carrier *carrier, bool ended_well)
 {
     const sw_wire *wire = carrier->bridge.wire;
-    if (memory && may_be_written && wire)
-        wire->keep(wire->context, memory);
-    else
-        free(memory);
+    if (!atomic_exchange(&carrier->stop, true)) {
+        bool took_leave = await_end(carrier);
+        carrier->wire_closed = !wire || wire->close(wire->context, ended_well && took_leave);
+        (void)await_end(carrier);
+    }
+    if (atomic_load(&carrier->finished))
+        sw_thread_join(&carrier->thread);
+}
+
+static void drop_all(sw_carrier *carrier, sw_transfer *transfers, size_t count)
+{
+    for (size_t i = 0; transfers && i < count; ++i)
+        sw_bridge_drop(&carrier->bridge, &transfers[i]);
+}
+
+/* What was under way when it ended. */
+static void drop_transfers(sw_carrier *carrier)
+{
+    size_t hosts = (size_t)carrier->hier->map.host_count;
+    for (int i = 0; i < SW_HIER_SLOTS; ++i)
+        drop_all(carrier, carrier->slots[i].partial_out, 6 * hosts);
+    drop_all(carrier, carrier->frame_out, 5 * hosts);
+    drop_all(carrier, carrier->last_in, 2 * hosts);
+    drop_all(carrier, carrier->probe_out, SW_HIER_PROBES * hosts);
 }
 
 void sw_carrier_destroy(sw_carrier *carrier)
 {
     if (!carrier)
         return;
+    const sw_wire *wire = carrier->bridge.wire;
+    drop_transfers(carrier);
     for (int i = 0; i < SW_HIER_SLOTS; ++i) {
         free(carrier->slots[i].partial);
         free(carrier->slots[i].arrived);
         free(carrier->slots[i].packet);
         free(carrier->slots[i].partial_out);
     }
-    bool midway = carrier->midway;
     for (int g = 0; carrier->heard && g < carrier->hier->map.host_count; ++g)
-        give_away(carrier, carrier->heard[g], midway);
-    give_away(carrier, carrier->memory, midway);
-    give_away(carrier, carrier->beside, midway);
-    give_away(carrier, carrier->last_words, carrier->thread_began);
-    give_away(carrier, carrier->in, carrier->thread_began); /* a host's last word may still come */
+        free(carrier->heard[g]);
+    free(carrier->memory);
+    free(carrier->beside);
+    free(carrier->last_words);
+    free(carrier->last_in);
+    free(carrier->probe_out);
+    free(carrier->probes_heard);
+    free(carrier->in);
     free(carrier->heard);
     free(carrier->heard_capacity);
     free(carrier->opened);
@@ -289,4 +315,6 @@ void sw_carrier_destroy(sw_carrier *carrier)
     free(carrier->contributes);
     free(carrier->host_contributes);
     free(carrier);
+    if (wire)
+        wire->release(wire->context);
 }

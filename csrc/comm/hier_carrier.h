@@ -21,17 +21,20 @@ struct sw_carrier {
     sw_hier *hier;
     sw_bridge bridge;
     sw_thread thread;
-    bool thread_began;
     _Atomic bool stop, finished;
-    bool midway;              /* in an operation: what moves then may be under way for ever */
+    bool wire_closed;         /* or there is none; the posting thread's, as are the probes sent */
     uint32_t frames;          /* sent so far: one a batch, and one more at the end */
     uint32_t blocks;          /* of batches that are complete */
     sw_frame out, last, *in;  /* in: owned, host_count */
     sw_last_word *last_words; /* owned; by host, this one's own among them */
+    sw_transfer *last_in, *last_out; /* owned by last_in; never waited for */
     _Atomic bool last_said;
-    sw_transfer *frame_out, *frame_in, *beside_out, *beside_in; /* owned, host_count */
-    uint8_t *beside;                                            /* owned: what this host says */
-    uint8_t **heard;                                            /* owned: what each host says */
+    sw_transfer *probe_out; /* owned, SW_HIER_PROBES of host_count: number n at n modulo that */
+    _Atomic uint32_t probes_sent, probes_settled; /* by the posting thread; by the carrier's */
+    uint32_t *probes_heard;                       /* owned; by host */
+    sw_transfer *frame_out, *frame_in, *beside_out, *beside_in, *leave_out; /* owned, host_count */
+    uint8_t *beside; /* owned: what this host says */
+    uint8_t **heard; /* owned: what each host says */
     size_t beside_capacity, *heard_capacity;
     sw_carrier_slot slots[SW_HIER_SLOTS];
     uint8_t *memory; /* owned: of the slots */
@@ -79,6 +82,9 @@ static inline bool sw_carrier_reduces(const sw_op *op)
 
 /* The last word of each host has a place to arrive at. */
 SW_MUST_USE sw_status sw_carrier_expect_last_words(sw_carrier *carrier, sw_error *err);
+/* Other hosts' probes that their frames tell of arrive; those that our frame told of have left. */
+SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, const char *what,
+                                               sw_error *err);
 /* The next frame of each host has a place to arrive at, so that no host waits to send it. */
 SW_MUST_USE sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err);
 /* What all hosts come with next, from `ticket` on, which all ranks of this host have posted: the

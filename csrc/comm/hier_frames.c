@@ -10,7 +10,7 @@
 
 #include "comm/hier_carrier.h"
 
-enum { FRAME_MAGIC = 0x53574633 /* "SWF3" */ };
+enum { FRAME_MAGIC = 0x53574634 /* "SWF4" */ };
 
 static const sw_descriptor *descriptor_of(const sw_hier *hier, int local, uint32_t ticket)
 {
@@ -265,6 +265,7 @@ static void fill_frame(sw_carrier *carrier, uint32_t ticket, uint32_t count)
     out->ticket = ticket;
     out->count = count;
     out->packs = carrier->packing.on;
+    out->probes = atomic_load(&carrier->probes_sent);
     for (uint32_t i = 0; i < count; ++i) {
         const sw_op *op = op_of(carrier, ticket + i);
         fill_part(carrier->hier, ticket + i, &out->part[i]);
@@ -337,6 +338,7 @@ sw_status sw_carrier_exchange_frames(sw_carrier *carrier, uint32_t ticket, uint3
     {
         SW_TRY(sw_carrier_wait(carrier, &carrier->frame_out[g], what, err));
     }
+    SW_TRY(sw_carrier_settle_probes(carrier, what, err));
     for (int g = 0; g < carrier->hier->map.host_count; ++g)
         carrier->packs[g] = frame_of(carrier, g)->packs != 0;
     return sw_carrier_expect_frames(carrier, err); /* the next may come while this batch moves */
@@ -354,12 +356,12 @@ void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason)
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_FRAME, carrier->frames, last,
-                           sizeof *last, &carrier->frame_out[g], &ignored) != SW_OK)
-            carrier->frame_out[g].work = NULL;
+                           sizeof *last, &carrier->leave_out[g], &ignored) != SW_OK)
+            carrier->leave_out[g].work = NULL;
     }
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (sw_bridge_wait(&carrier->bridge, &carrier->frame_out[g], &ignored) != SW_OK)
+        if (sw_bridge_wait(&carrier->bridge, &carrier->leave_out[g], &ignored) != SW_OK)
             continue; /* it has gone already */
     }
 }

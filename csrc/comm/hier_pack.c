@@ -6,7 +6,8 @@
 #include "kernels/compress_kernels.h"
 #include "kernels/kernels.h"
 
-static const uint64_t telling_bytes = 4 << 20; /* less is latency more than rate */
+static const uint64_t counted_bytes = 512 << 10; /* of a batch: less is latency more than rate */
+static const uint64_t telling_bytes = 4 << 20;   /* of batches together, in a row */
 static const uint32_t pause_batches = 64;
 
 size_t sw_packet_fill(uint8_t *packet, const void *source, size_t numel)
@@ -48,22 +49,30 @@ static bool is_most(uint64_t part, uint64_t whole)
 void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_s,
                       int64_t elapsed_ns)
 {
-    uint64_t plain = packing->plain_bytes, sent = packing->sent_bytes;
-    packing->plain_bytes = packing->sent_bytes = 0;
+    sw_packing_span batch = packing->batch, *seen = &packing->seen;
+    packing->batch = (sw_packing_span){.plain_bytes = 0};
     if (slow_bytes_per_s == 0 || slow_bytes_per_s == UINT64_MAX) {
         packing->on = slow_bytes_per_s > 0;
         return;
     }
     if (packing->pause > 0 && --packing->pause > 0)
         return;
-    if (plain < telling_bytes)
+    if (batch.plain_bytes < counted_bytes)
         return;
-    if (packed && is_most(sent, plain)) {
+    if (packed != packing->seen_packed) /* the frame had left before the last decision */
+        *seen = (sw_packing_span){.plain_bytes = 0};
+    packing->seen_packed = packed;
+    seen->plain_bytes += batch.plain_bytes;
+    seen->sent_bytes += batch.sent_bytes;
+    seen->elapsed_ns += elapsed_ns > 0 ? elapsed_ns : 1;
+    if (seen->plain_bytes < telling_bytes)
+        return;
+    /* Once packed it is faster: what it was before must not come back by that alone. */
+    double rate = (double)seen->plain_bytes * 1e9 / (double)seen->elapsed_ns;
+    packing->on = rate < (double)slow_bytes_per_s * (packed ? 1.5 : 1.0);
+    if (packed && is_most(seen->sent_bytes, seen->plain_bytes)) {
         packing->on = false;
         packing->pause = pause_batches;
-        return;
     }
-    /* Once packed it is faster: what it was before must not come back by that alone. */
-    double rate = (double)plain * 1e9 / (double)(elapsed_ns > 0 ? elapsed_ns : 1);
-    packing->on = rate < (double)slow_bytes_per_s * (packed ? 1.5 : 1.0);
+    *seen = (sw_packing_span){.plain_bytes = 0};
 }

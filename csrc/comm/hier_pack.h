@@ -30,10 +30,18 @@ size_t sw_packet_fill(uint8_t *packet, const void *source, size_t numel);
 SW_MUST_USE sw_status sw_packet_open(void *out, const uint8_t *packet, size_t numel,
                                      size_t *size_bytes, sw_error *err);
 
+typedef struct sw_packing_span {
+    uint64_t plain_bytes, sent_bytes; /* as elements, and as sent */
+    int64_t elapsed_ns;               /* of `seen` alone */
+} sw_packing_span;
+
 typedef struct sw_packing {
-    bool on;                          /* this host's blocks of the next batch are packets */
-    uint32_t pause;                   /* batches until it is tried again where it gained nothing */
-    uint64_t plain_bytes, sent_bytes; /* of this batch: as elements, and as sent */
+    bool on;               /* this host's blocks of the next batch are packets */
+    bool seen_packed;      /* those in `seen` were */
+    uint32_t pause;        /* batches until it is tried again where it gained nothing */
+    sw_packing_span batch; /* this one, while it goes on */
+    sw_packing_span
+        seen; /* those of one kind since the last decision: one alone may be too short */
 } sw_packing;
 
 /* A batch, `packed` or not, took `elapsed_ns` from agreement to its end: what the next one does.

@@ -167,8 +167,8 @@ static sw_status send_block(sw_carrier *carrier, const batch_block *piece, int t
                             sw_message message, const uint8_t *data, size_t size_bytes,
                             size_t plain_bytes, sw_transfer *transfer, sw_error *err)
 {
-    carrier->packing.plain_bytes += plain_bytes;
-    carrier->packing.sent_bytes += size_bytes;
+    carrier->packing.batch.plain_bytes += plain_bytes;
+    carrier->packing.batch.sent_bytes += size_bytes;
     if (sw_bridge_send(&carrier->bridge, to, message, piece->number, data, size_bytes, transfer,
                        err) != SW_OK)
         return sw_carrier_blame(carrier, piece->work->what, err);

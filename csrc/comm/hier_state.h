@@ -28,6 +28,7 @@ enum {
     SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 2, /* what stands is sent one ahead */
     SW_HIER_BATCH = 8,                     /* operations that carriers agree on at once */
     SW_FRAME_INLINE_BYTES = 2048,
+    SW_HIER_PROBES = 8, /* between two frames */
 };
 
 typedef struct sw_page { /* one a rank of this host, in memory that they all map */
@@ -60,12 +61,14 @@ typedef struct sw_frame {
     uint32_t magic, ticket, state;
     uint32_t count;  /* operations from `ticket` on, 1 to SW_HIER_BATCH */
     uint32_t packs;  /* this host's blocks of float32 in them are packets */
+    uint32_t probes; /* that this host has sent so far, to each other one */
     sw_error reason; /* state ENDED or LEFT */
     sw_frame_part part[SW_HIER_BATCH];
     uint8_t beside[SW_FRAME_INLINE_BYTES]; /* of one operation after the other, where it fits */
 } sw_frame;
 
-/* That a host has ended, and why, whatever its carrier waits for. */
+/* That a host has ended, and why, whatever its carrier waits for. Whole words: it is looked at
+ * while it arrives. */
 typedef struct sw_last_word {
     uint32_t magic;
     sw_error reason;
@@ -122,17 +125,21 @@ void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
 
 /* Starts the carrier's thread. */
 SW_MUST_USE sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err);
-/* Asks it to take leave, and waits for its end, but not for long: false when it is still inside a
- * call of the wire. */
-bool sw_carrier_stop(sw_carrier *carrier);
+/* Asks it to take leave, waits for its end, but not for long, and closes the wire; of a
+ * communicator that has ended well, when the peers have had a moment to do the same. */
+void sw_carrier_stop(sw_carrier *carrier, bool ended_well);
 /* Says to all other hosts that this one has ended, at once and once. Any thread; takes the wire's
  * locks, and none of ours may be held. */
 void sw_carrier_say_last_word(sw_carrier *carrier, const sw_error *reason);
 /* Whether `host` has said so. Any thread. */
 bool sw_carrier_hears_last_word(const sw_carrier *carrier, int host, sw_error *reason);
-/* Whether its thread has ended, so that nothing more is read or written. */
-bool sw_carrier_has_ended(const sw_carrier *carrier);
-/* After its end. */
+/* Provokes an answer of all other hosts' machines, and finds out about connections that are gone:
+ * SW_E_COMM when that to `host` is. The posting thread, while it waits for the carrier. */
+SW_MUST_USE sw_status sw_carrier_probe(sw_carrier *carrier, int host, const char *what,
+                                       sw_error *err);
+/* Whether its thread has ended and the wire is closed, so that nothing more is read or written. */
+bool sw_carrier_is_over(const sw_carrier *carrier);
+/* When it is over, or never began. The wire ends too. */
 void sw_carrier_destroy(sw_carrier *carrier);
 
 #endif

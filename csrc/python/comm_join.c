@@ -73,12 +73,12 @@ static int read_addresses(join_request *join, int world_size, PyObject *addresse
     return 0;
 }
 
-/* Joins the ranks of this host, and through `wire` the other hosts. */
-static sw_status join_hosts(comm_object *self, const join_request *join, const uint8_t *secret,
-                            const sw_wire *wire, sw_error *err)
+/* Joins the ranks of this host. */
+static sw_status join_host(comm_object *self, const join_request *join, const uint8_t *secret,
+                           sw_error *err)
 {
-    sw_comm *inside = self->comm, *whole;
-    int rank = inside->rank, world_size = inside->world_size;
+    sw_comm *inside = self->comm;
+    int world_size = inside->world_size;
     const char **address = calloc((size_t)world_size, sizeof *address);
     sw_status status = SW_E_MEMORY;
     if (!address)
@@ -89,7 +89,21 @@ static sw_status join_hosts(comm_object *self, const join_request *join, const u
     if (status == SW_OK)
         status = sw_shm_comm_connect(inside, address, secret, err);
     free(address);
-    SW_TRY(status);
+    return status;
+}
+
+/* And through `wire`, which is given up, the other hosts. */
+static sw_status join_hosts(comm_object *self, const join_request *join, const uint8_t *secret,
+                            const sw_wire *wire, sw_error *err)
+{
+    sw_comm *inside = self->comm, *whole;
+    int rank = inside->rank, world_size = inside->world_size;
+    sw_status status = join_host(self, join, secret, err);
+    if (status != SW_OK) {
+        if (wire)
+            wire->release(wire->context);
+        return status;
+    }
     self->comm = NULL; /* taken over */
     SW_TRY(sw_hier_comm_create(inside, rank, world_size, join->host_of, join->identity, wire,
                                &whole, err));

@@ -54,7 +54,8 @@ typedef struct arena_object { /* memory with an owner: an arena, or the gradient
 } arena_object;
 
 /* wire.c: `group` has send(rank, tag, address, nbytes) and receive(...), which return what
- * wait(work) takes. NULL with an exception. Lives as long as the process. */
+ * wait(work) takes; and close(gently), true when nothing moves any more. NULL with an exception.
+ * Ends with release(). */
 const sw_wire *sw_py_wire_new(PyObject *group);
 
 /* slices.c: None, or (of_rank, replica_of_rank). -1 with an exception, nothing to fini. */

@@ -21,10 +21,16 @@ static sw_status take_exception(sw_error *err)
     return SW_E_COMM;
 }
 
-/* context.method(*arguments); the arguments are given up. */
+typedef struct py_wire {
+    sw_wire wire;
+    PyObject *group; /* owned */
+} py_wire;
+
+/* group.method(*arguments); the arguments are given up. */
 static PyObject *call(void *context, const char *method, PyObject *arguments)
 {
-    PyObject *bound = arguments ? PyObject_GetAttrString(context, method) : NULL;
+    PyObject *group = ((py_wire *)context)->group;
+    PyObject *bound = arguments ? PyObject_GetAttrString(group, method) : NULL;
     PyObject *result = bound ? PyObject_CallObject(bound, arguments) : NULL;
     Py_XDECREF(bound);
     Py_XDECREF(arguments);
@@ -72,10 +78,35 @@ static sw_status wire_wait(void *context, void *work, sw_error *err)
     return status;
 }
 
-static void wire_keep(void *context, void *memory)
+static bool wire_close(void *context, bool gently)
 {
-    (void)context; /* for good: nothing says when torch has let go */
-    (void)memory;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *result = call(context, "close", Py_BuildValue("(O)", gently ? Py_True : Py_False));
+    bool closed = result == Py_True;
+    PyErr_Clear(); /* whatever it was: it is not closed */
+    Py_XDECREF(result);
+    PyErr_Restore(type, value, trace);
+    PyGILState_Release(gil);
+    return closed;
+}
+
+static void wire_drop(void *context, void *work)
+{
+    (void)context;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF((PyObject *)work);
+    PyGILState_Release(gil);
+}
+
+static void wire_release(void *context)
+{
+    py_wire *wire = context;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF(wire->group);
+    PyGILState_Release(gil);
+    free(wire);
 }
 
 const sw_wire *sw_py_wire_new(PyObject *group)
@@ -85,18 +116,20 @@ const sw_wire *sw_py_wire_new(PyObject *group)
     Py_XDECREF(slow);
     if (PyErr_Occurred())
         return NULL;
-    sw_wire *made = calloc(1, sizeof *made);
+    py_wire *made = calloc(1, sizeof *made);
     if (!made) {
         PyErr_NoMemory();
         return NULL;
     }
-    /* Neither is ever given back: a thread that torch does not let go may still use both. */
     Py_INCREF(group);
-    *made = (sw_wire){.context = group,
-                      .send = wire_send,
-                      .receive = wire_receive,
-                      .wait = wire_wait,
-                      .keep = wire_keep,
-                      .slow_bytes_per_s = slow_bytes_per_s};
-    return made;
+    made->group = group;
+    made->wire = (sw_wire){.context = made,
+                           .send = wire_send,
+                           .receive = wire_receive,
+                           .wait = wire_wait,
+                           .close = wire_close,
+                           .drop = wire_drop,
+                           .release = wire_release,
+                           .slow_bytes_per_s = slow_bytes_per_s};
+    return &made->wire;
 }

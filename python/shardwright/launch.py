@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping
 DEFAULT_PORT = 29500
 #: of the port made of SLURM's job and step: below the ports that the kernel hands out, a prime many
 _PORT_FIRST, _PORT_COUNT = 10_000, 19_997
+#: of a range of hosts: more than any machine has, and little enough to list
+_MOST_NAMES = 1 << 20
 
 #: everything that read_launch looks at
 VARIABLES = (
@@ -59,7 +61,8 @@ class Launch:
     @property
     def init_method(self) -> str:
         """For torch.distributed.init_process_group."""
-        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        bare = self.master_addr.removeprefix("[").removesuffix("]")
+        host = f"[{bare}]" if ":" in bare else bare
         return f"tcp://{host}:{self.master_port}"
 
 
@@ -209,7 +212,7 @@ class _Reader:
 
     def number(self, name: str, least: int) -> int:
         text = self.text(name).strip()
-        if not re.fullmatch(r"\d+", text, re.ASCII) or int(text) < least:
+        if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < least:
             raise ValueError(f"{name} must be a whole number from {least}, got {self.environment[name]!r}")
         return int(text)
 
@@ -263,7 +266,7 @@ def _alternatives(part: str) -> list[str]:
     for piece in part[1:-1].split(","):
         bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
         first, last = (bounds[1], bounds[2] or bounds[1]) if bounds else ("1", "0")
-        if int(last) < int(first):
-            raise ValueError(f"{piece!r} in {part!r} is neither a number nor a rising range")
+        if max(len(first), len(last)) > 18 or not 0 <= int(last) - int(first) < _MOST_NAMES:
+            raise ValueError(f"{piece!r} in {part!r} is neither a number nor a rising range of less than {_MOST_NAMES}")
         names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return names

@@ -10,6 +10,7 @@ never adds two of them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -145,7 +146,11 @@ class HostGroup:
         try:
             wire = None
             if self.host_count > 1:
-                wire = _Wire(self.gloo_group("wire", range(self.world_size), timeout_s))
+                carriers = [self.host_of.index(host) for host in range(self.host_count)]
+                if self.rank in carriers:
+                    others = _sockets()
+                    gloo = self.gloo_group("wire", carriers, timeout_s)
+                    wire = _Wire(gloo, carriers, _sockets() - others)
             self.comm.connect(addresses, secret, self.hosts, host_of=self.host_of, pids=pids, wire=wire)
         except (RuntimeError, MemoryError, OSError) as error:
             failure = error
@@ -316,26 +321,100 @@ def group_by_reach(reach: Sequence[bytes]) -> list[int]:
 
 #: longer than any deadline of ours, which is kept by those who wait for the carrier
 _FOR_EVER = timedelta(days=1000)
+#: tags of _Wire's own, among those of SW_MESSAGE_LAST (csrc/comm/bridge.h)
+_FAREWELL, _NEVER_SENT = (6 << 28) + 1, (6 << 28) + 2
+_FAREWELL_S = 0.2
 
 
 class _Wire:
-    """Moves bytes between ranks through a Gloo group of our own: what csrc/comm/bridge.h asks of a wire."""
+    """Moves bytes between the carriers of hosts through a Gloo group of our own: what csrc/comm/bridge.h asks of a wire.
+
+    Parameters
+    ----------
+    gloo : ProcessGroupGloo
+    carriers : sequence of int
+        The rank of each of its ranks.
+    sockets : set of (int, str)
+        That came with it, as _sockets() has them. A forked child lets go of them: where it lives on, the peers of a process that was
+        killed would not see its connections end.
+    """
 
     #: of gradients; over what is slower float32 blocks are packed (docs/design/hosts.md). Read once, by the engine
     slow_bytes_per_s = 300_000_000
 
-    def __init__(self, gloo: Any) -> None:
+    def __init__(self, gloo: Any, carriers: Sequence[int], sockets: set[tuple[int, str]]) -> None:
         self._group = gloo  # its timeout is for finding one another; see _FOR_EVER
+        self._place = {rank: place for place, rank in enumerate(carriers)}
+        self._sockets = sockets
+        _wires.add(self)
 
     def send(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
         """Begins; what it returns is to be waited for."""
-        return self._group.send([_bytes_at(address, nbytes)], rank, tag)
+        return self._group.send([_bytes_at(address, nbytes)], self._place[rank], tag)
 
     def receive(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
-        return self._group.recv([_bytes_at(address, nbytes)], rank, tag)
+        return self._group.recv([_bytes_at(address, nbytes)], self._place[rank], tag)
 
     def wait(self, work: Any) -> None:
         work.wait(_FOR_EVER)
+
+    def close(self, gently: bool) -> bool:
+        """Closes all connections, whoever waits for them; `gently`: after the others' farewell, or a moment.
+
+        Gloo has no call for it, but a receive that is not fulfilled in its time closes all connections of its group. At
+        exit nothing is done, and false: the kernel closes them, and who takes long to say what it has to say still can.
+        """
+        if _exits:
+            return False
+        others = [place for place in range(self._group.size()) if place != self._group.rank()]
+        if gently:
+            self._exchange_farewells(others)
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        for other in others:
+            try:
+                receiving = self._group.recv([nothing], other, _NEVER_SENT)
+            except RuntimeError:  # that connection has been closed already
+                continue
+            with contextlib.suppress(RuntimeError):
+                receiving.wait(timedelta(milliseconds=1))
+        return True
+
+    def let_go(self) -> None:
+        """In a forked child. Each number stays taken: whoever still has it would close somebody else's file."""
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for fd, _ in self._sockets & _sockets():
+            os.dup2(nothing, fd)
+        os.close(nothing)
+
+    def _exchange_farewells(self, others: Sequence[int]) -> None:
+        """What was sent to a peer has arrived when it says farewell; one that does not is about something else."""
+        word = torch.zeros(1, dtype=torch.uint8)
+        heard = [torch.zeros_like(word) for _ in others]
+        deadline_s = time.monotonic() + _FAREWELL_S
+        with contextlib.suppress(RuntimeError):  # an end of the connection is one, too
+            sending = [self._group.send([word], other, _FAREWELL) for other in others]
+            receiving = [self._group.recv([each], other, _FAREWELL) for each, other in zip(heard, others)]
+            for work in (*receiving, *sending):
+                work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
+
+
+#: that live
+_wires: weakref.WeakSet[_Wire] = weakref.WeakSet()
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """Of this process: descriptors, and what the kernel calls what is behind each."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # the folder's own has gone
+            found.add((int(fd), os.readlink(f"/proc/self/fd/{fd}")))
+    return {(fd, name) for fd, name in found if name.startswith("socket:")}
+
+
+def _forked() -> None:
+    forked()
+    for wire in _wires:
+        wire.let_go()
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
@@ -439,10 +518,16 @@ def host_group(group: Any, timeout_s: float) -> HostGroup:
 @functools.cache
 def _register_ends() -> None:
     atexit.register(_close_all)
-    os.register_at_fork(after_in_child=forked)
+    os.register_at_fork(after_in_child=_forked)
+
+
+#: once the process is about to end
+_exits = False
 
 
 def _close_all() -> None:
+    global _exits
+    _exits = True
     for group in live_groups():
         group.close()
 

@@ -127,13 +127,40 @@ static void test_packets(void)
     }
 }
 
-static bool learns(sw_packing *packing, double mb_per_s, double share)
+static bool learns_of(sw_packing *packing, uint64_t plain, double mb_per_s, double share)
 {
-    const uint64_t plain = 32 << 20;
-    packing->plain_bytes = plain;
-    packing->sent_bytes = (uint64_t)((double)plain * (packing->on ? share : 1));
+    packing->batch.plain_bytes = plain;
+    packing->batch.sent_bytes = (uint64_t)((double)plain * (packing->on ? share : 1));
     sw_packing_learn(packing, packing->on, 300000000, (int64_t)((double)plain / mb_per_s * 1e3));
     return packing->on;
+}
+
+static bool learns(sw_packing *packing, double mb_per_s, double share)
+{
+    return learns_of(packing, 32 << 20, mb_per_s, share);
+}
+
+/* A model of 3 MB has two or three batches a step, none of which tells by itself. */
+static void test_learning_from_short_batches(void)
+{
+    sw_packing packing = {.on = false};
+    check(!learns_of(&packing, 1 << 20, 119, 0.88) && !learns_of(&packing, 2 << 20, 119, 0.88) &&
+              learns_of(&packing, 1 << 20, 119, 0.88),
+          "4 MiB of batches on a slow wire tell together");
+    check(learns_of(&packing, 3 << 20, 900, 0.88) && !learns_of(&packing, 1 << 20, 900, 0.88),
+          "and on a fast one");
+    check(!learns_of(&packing, 3 << 20, 900, 0.88) && !learns_of(&packing, 1 << 20, 119, 0.88),
+          "by their time together");
+    packing = (sw_packing){.on = true, .seen_packed = true};
+    packing.batch = (sw_packing_span){.plain_bytes = 3 << 20, .sent_bytes = 3 << 20};
+    sw_packing_learn(&packing, false, 300000000, 20000000);
+    check(packing.seen.plain_bytes == 3 << 20 && !packing.seen_packed && packing.on,
+          "what was sent before the decision does not count as packed");
+    check(learns_of(&packing, 3 << 20, 119, 0.88) && packing.seen.plain_bytes == 3 << 20,
+          "and kinds are not mixed");
+    packing = (sw_packing){.on = false};
+    for (int i = 0; i < 100; ++i)
+        check(!learns_of(&packing, 500 << 10, 10, 0.88), "latency is no rate");
 }
 
 static void test_learning(void)
@@ -143,9 +170,9 @@ static void test_learning(void)
     check(learns(&packing, 119, 0.88) && learns(&packing, 135, 0.88), "a slow one gets packets");
     check(learns(&packing, 340, 0.88), "and still does where they alone make it fast");
     check(!learns(&packing, 900, 0.88), "but not on a fast one");
-    packing = (sw_packing){.plain_bytes = 1000, .sent_bytes = 1000};
+    packing = (sw_packing){.batch = {.plain_bytes = 1000, .sent_bytes = 1000}};
     sw_packing_learn(&packing, false, 300000000, 1000000000);
-    check(!packing.on && packing.plain_bytes == 0, "a little tells nothing");
+    check(!packing.on && packing.batch.plain_bytes == 0, "a little tells nothing");
     check(learns(&packing, 119, 1.0) && !learns(&packing, 119, 1.0), "what gains nothing stops");
     int tries = 0;
     while (tries < 1000 && !learns(&packing, 119, 1.0))
@@ -162,5 +189,6 @@ int main(void)
     test_round_trips();
     test_packets();
     test_learning();
+    test_learning_from_short_batches();
     return check_result();
 }

@@ -4,7 +4,8 @@
  * reduce_scatter: owners of a slice have the same bits of it, and with contributions that stand on
  * the results before, those of sums rounded before the fold. Law of all_gather: every part has
  * every owner's slice. Law of a wire that breaks, or never answers: every rank gets an error, and
- * all ends. Packed blocks change no bit of this. */
+ * all ends, also where the waiting call is not told. Law of waiting: whoever is asked whether it is
+ * still there does not keep the questions. Packed blocks change no bit of this. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,6 +14,7 @@
 #include "check.h"
 #include "comm/hier.h"
 #include "comm/local.h"
+#include "platform/clock.h"
 #include "platform/thread.h"
 #include "ranks.h"
 
@@ -35,19 +37,41 @@ typedef struct pending_work {
 
 typedef struct box {
     pending_work *works; /* owned */
+    bool closed[RANKS_MAX], released[RANKS_MAX];
     pthread_mutex_t lock;
     pthread_cond_t changed;
     message messages[BOX];
-    void *kept[64];
-    int kept_count, sent;
+    int sent;
     int breaks_after; /* messages; 0: never */
-    bool broken, silent, packs;
+    bool in_part;     /* and who waits then is not told, as of a message that has come in part */
+    bool broken, silent, packs, probed;
 } box;
 
 typedef struct wire_end { /* one a rank */
     box *box;
     int rank;
 } wire_end;
+
+static bool is_of(sw_message what, uint32_t tag)
+{
+    return tag >> 28 == (uint32_t)what;
+}
+
+/* A last word arrives without anybody's waiting for it, while others look at its place; so does
+ * nothing for who has closed. Under the lock. */
+static void deliver_last_word(box *b, message *m)
+{
+    for (pending_work *w = b->works; w && m->data && is_of(SW_MESSAGE_LAST, m->tag); w = w->next) {
+        if (!w->data || w->from != m->from || w->to != m->to || w->tag != m->tag ||
+            b->closed[m->to])
+            continue;
+        _Atomic uint32_t *to = w->data;
+        for (size_t i = 0; i < m->size_bytes / sizeof(uint32_t); ++i)
+            atomic_store_explicit(&to[i], ((const uint32_t *)m->data)[i], memory_order_relaxed);
+        free(m->data);
+        m->data = NULL;
+    }
+}
 
 /* Under the lock. */
 static pending_work *new_work(box *b)
@@ -76,6 +100,8 @@ static sw_status box_send(void *context, int rank, uint32_t tag, const void *dat
         b->messages[i] = (message){
             .from = end->rank, .to = rank, .tag = tag, .data = malloc(bytes), .size_bytes = bytes};
         memcpy(b->messages[i].data, data, bytes);
+        b->probed |= is_of(SW_MESSAGE_PROBE, tag);
+        deliver_last_word(b, &b->messages[i]);
         *work = new_work(b);
     }
     pthread_cond_broadcast(&b->changed);
@@ -95,6 +121,9 @@ static sw_status box_receive(void *context, int rank, uint32_t tag, void *data, 
     made->tag = tag;
     made->data = data;
     made->size_bytes = bytes;
+    for (int i = 0; i < BOX && is_of(SW_MESSAGE_LAST, tag); ++i)
+        if (end->box->messages[i].data)
+            deliver_last_word(end->box, &end->box->messages[i]);
     pthread_mutex_unlock(&end->box->lock);
     *work = made;
     return SW_OK;
@@ -118,12 +147,13 @@ static bool take(box *b, const pending_work *work)
 
 static sw_status box_wait(void *context, void *argument, sw_error *err)
 {
-    box *b = ((wire_end *)context)->box;
+    const wire_end *end = context;
+    box *b = end->box;
     pending_work *work = argument;
     sw_status status = SW_OK;
     pthread_mutex_lock(&b->lock);
     while (work->data && status == SW_OK && (b->silent || !take(b, work))) {
-        if (b->broken)
+        if (b->closed[end->rank] || (b->broken && !b->in_part))
             status = sw_error_set(err, SW_E_COMM, -1, "the wire broke");
         else
             pthread_cond_wait(&b->changed, &b->lock);
@@ -132,13 +162,30 @@ static sw_status box_wait(void *context, void *argument, sw_error *err)
     return status;
 }
 
-static void box_keep(void *context, void *memory)
+/* What is sent to it afterwards stays in the box. */
+static bool box_close(void *context, bool gently)
 {
-    box *b = ((wire_end *)context)->box;
-    pthread_mutex_lock(&b->lock);
-    check(b->kept_count < 64, "few things outlive a communicator");
-    b->kept[b->kept_count++] = memory;
-    pthread_mutex_unlock(&b->lock);
+    wire_end *end = context;
+    (void)gently;
+    pthread_mutex_lock(&end->box->lock);
+    check(!end->box->closed[end->rank], "a wire is closed once");
+    end->box->closed[end->rank] = true;
+    pthread_cond_broadcast(&end->box->changed);
+    pthread_mutex_unlock(&end->box->lock);
+    return true;
+}
+
+static void box_drop(void *context, void *work)
+{
+    const wire_end *end = context;
+    check(end->box->closed[end->rank] && work, "works are dropped after the wire is closed");
+}
+
+static void box_release(void *context)
+{
+    wire_end *end = context;
+    check(!end->box->released[end->rank], "a wire is released once");
+    end->box->released[end->rank] = true;
 }
 
 typedef struct scene {
@@ -170,7 +217,9 @@ static sw_comm *join(rank_context *self, scene *s, wire_end *end, sw_wire *wire)
                       .send = box_send,
                       .receive = box_receive,
                       .wait = box_wait,
-                      .keep = box_keep,
+                      .close = box_close,
+                      .drop = box_drop,
+                      .release = box_release,
                       .slow_bytes_per_s = s->box.packs ? UINT64_MAX : 0};
     if (!check(sw_local_comm_create(s->hosts[host], local, &inside, &self->err) == SW_OK, "inside"))
         return NULL;
@@ -436,10 +485,6 @@ static void slices_meet_a_bad_wire(rank_context *self)
     }
     check(status == SW_E_COMM || status == SW_E_TIMEOUT, "a bad wire is an error: %d", (int)status);
     ranks_meet(self);
-    pthread_mutex_lock(&s->box.lock);
-    s->box.broken = true;
-    pthread_cond_broadcast(&s->box.changed);
-    pthread_mutex_unlock(&s->box.lock);
     comm->ops->arena_destroy(comm, arena);
     comm->ops->destroy(comm);
     ranks_meet(self);
@@ -452,6 +497,7 @@ static void meets_a_bad_wire(rank_context *self)
     sw_wire wire;
     sw_comm *comm = join(self, s, &end, &wire);
     float *data = calloc(100000, sizeof *data);
+    int64_t begun_ns = sw_clock_now_ns();
     sw_op op = {.kind = SW_OP_ALL_REDUCE,
                 .dtype = SW_DTYPE_FLOAT32,
                 .redop = SW_REDOP_SUM,
@@ -463,14 +509,44 @@ static void meets_a_bad_wire(rank_context *self)
         status = comm->ops->run(comm, &op, &self->err);
     check(status == SW_E_COMM || status == SW_E_TIMEOUT, "a bad wire is an error: %d", (int)status);
     check(comm->ops->run(comm, &op, &self->err) == status, "and stays one");
+    check(!s->box.in_part || (status == SW_E_COMM && sw_clock_now_ns() - begun_ns < 5000000000),
+          "who waits for the rest of a message learns that nobody sends it");
     ranks_meet(self);
-    pthread_mutex_lock(&s->box.lock); /* lets go who is inside a call, so that all ends */
-    s->box.broken = true;
-    pthread_cond_broadcast(&s->box.changed);
-    pthread_mutex_unlock(&s->box.lock);
     comm->ops->destroy(comm);
     ranks_meet(self);
     free(data);
+}
+
+/* Others ask whether it is still there, again and again, and nothing of that piles up. */
+static void one_takes_its_time(rank_context *self)
+{
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    float data[32] = {0};
+    sw_op op = {.kind = SW_OP_ALL_REDUCE,
+                .dtype = SW_DTYPE_FLOAT32,
+                .redop = SW_REDOP_SUM,
+                .numel = 32,
+                .data = data,
+                .label = "private"};
+    for (int step = 0; step < 4; ++step) {
+        if (step < 2 && self->rank == self->world_size - 1)
+            sw_thread_sleep_ns(900 * 1000 * 1000);
+        check(comm->ops->run(comm, &op, &self->err) == SW_OK, "it is waited for: %s",
+              self->err.message);
+    }
+    ranks_meet(self);
+    int probes = 0;
+    pthread_mutex_lock(&s->box.lock);
+    for (int i = 0; i < BOX; ++i)
+        probes += s->box.messages[i].data && is_of(SW_MESSAGE_PROBE, s->box.messages[i].tag);
+    pthread_mutex_unlock(&s->box.lock);
+    check(probes == 0, "%d probes were not taken in", probes);
+    check(s->box.probed, "and there were some");
+    ranks_meet(self);
+    comm->ops->destroy(comm);
 }
 
 /* What was complete before a rank left is complete for those that look after it only then. */
@@ -556,16 +632,18 @@ static void disagrees_in_a_batch(rank_context *self)
     comm->ops->destroy(comm);
 }
 
-/* Whether blocks of the scenes that follow are packets. */
-static bool packs;
+/* Of the scenes that follow: blocks are packets; who waits is not told that the wire broke. */
+static bool packs, in_part;
 
 static void run_sliced(rank_body *body, const int *host_of, int world_size, const sw_slices *slices,
                        int breaks_after, bool silent)
 {
-    scene s = {.host_of = host_of,
-               .slices = slices,
-               .timeout_ns = (silent ? INT64_C(300) : INT64_C(30000)) * 1000000,
-               .box = {.breaks_after = breaks_after, .silent = silent, .packs = packs}};
+    scene s = {
+        .host_of = host_of,
+        .slices = slices,
+        .timeout_ns = (silent ? INT64_C(300) : INT64_C(30000)) * 1000000,
+        .box = {
+            .breaks_after = breaks_after, .in_part = in_part, .silent = silent, .packs = packs}};
     sw_error err;
     pthread_mutex_init(&s.box.lock, NULL);
     pthread_cond_init(&s.box.changed, NULL);
@@ -579,8 +657,8 @@ static void run_sliced(rank_body *body, const int *host_of, int world_size, cons
         sw_local_group_destroy(s.hosts[h]);
     for (int i = 0; i < BOX; ++i)
         free(s.box.messages[i].data);
-    for (int i = 0; i < s.box.kept_count; ++i)
-        free(s.box.kept[i]);
+    for (int r = 0; r < world_size && s.host_count > 1; ++r)
+        check(s.box.released[r], "the wire of rank %d was released", r);
     while (s.box.works) {
         pending_work *next = s.box.works->next;
         free(s.box.works);
@@ -644,5 +722,9 @@ int main(void)
     for (int after = 1; after < 40; after += 3)
         run(meets_a_bad_wire, uneven, 5, after, false);
     run(meets_a_bad_wire, even, 4, 0, true);
+    run(one_takes_its_time, apart, 3, 0, false);
+    in_part = true;
+    for (int after = 10; after < 40; after += 13)
+        run(meets_a_bad_wire, uneven, 5, after, false);
     return check_result();
 }

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import sys
 import time
 
 import pytest
@@ -19,7 +20,14 @@ AT_ONCE_S = 1.5
 LATE_S = 2.5
 
 
-def trains_until_an_error(rank, world_size):
+def lives_as_long_as(folder):
+    while folder.exists():
+        time.sleep(0.05)
+    os._exit(0)
+
+
+def trains_until_an_error(rank, world_size, parent=-1):
+    """`parent` is the rank that forks a child, which lives on."""
     torch.manual_seed(0)
     model = sw.wrap(torch.nn.Linear(200, 200), timeout_s=TIMEOUT_S)
     begun = pathlib.Path(os.environ["SW_TEST_FOLDER"], f"begun-{rank}")
@@ -28,18 +36,25 @@ def trains_until_an_error(rank, world_size):
             model(torch.ones(2, 200)).sum().backward()
         except sw.CommError as error:
             return type(error).__name__, error.rank, error.host, str(error), time.monotonic()
+        if rank == parent and not begun.exists() and not os.fork():
+            lives_as_long_as(begun.parent)
         begun.touch()
         time.sleep(0.01)
     return None
+
+
+def exits_when_told(rank, world_size):
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0))
+    return trains_until_an_error(rank, world_size)
 
 
 def exits(rank, world_size):
     raise SystemExit(0)
 
 
-def survivors_of(lab, fault, dead=(), deadline_s=30):
+def survivors_of(lab, fault, dead=(), deadline_s=20, body=trains_until_an_error, **arguments):
     """What each survivor saw of the fault, and how long after it: {rank: (type, rank, host, text, seconds)}."""
-    lab.team.start(trains_until_an_error)
+    lab.team.start(body, **arguments)
     folder = pathlib.Path(lab.team._folder.name)
     end = time.monotonic() + 20
     while len(list(folder.glob("begun-*"))) < lab.team.world_size:
@@ -83,7 +98,26 @@ def test_one_rank_that_is_killed_is_named_on_every_host(hosts, victim):
         fault = lambda: lab.team.signal(victim, signal.SIGKILL)  # noqa: E731
         for kind, rank, name, text, seconds in survivors_of(lab, fault, [victim]).values():
             assert kind == "CommError" and rank == victim and name == f"host{lab.host_of(victim)}", text
-            assert f"rank {victim}" in text and seconds < AT_ONCE_S, (text, seconds)
+            assert f"rank {victim} (pid {lab.team.pids[victim]} on host" in text and "all_reduce" in text, text
+            assert seconds < AT_ONCE_S, (text, seconds)
+
+
+@pytest.mark.parametrize("victim", [2, pytest.param(0, marks=long_form)])
+def test_a_child_that_outlives_its_rank_hides_nothing(hosts, victim):
+    """Also of the ranks that are connected to other hosts."""
+    with hosts(2, 1) as lab:
+        fault = lambda: lab.team.signal(victim, signal.SIGKILL)  # noqa: E731
+        for kind, rank, name, text, seconds in survivors_of(lab, fault, [victim], parent=victim).values():
+            assert kind == "CommError" and rank == victim and name == f"host{lab.host_of(victim)}", text
+            assert seconds < AT_ONCE_S, (text, seconds)
+
+
+def test_a_rank_that_exits_is_named_on_every_host(hosts):
+    with hosts(2, 1) as lab:
+        fault = lambda: lab.team.signal(2, signal.SIGUSR2)  # noqa: E731
+        for kind, rank, name, text, seconds in survivors_of(lab, fault, [2], body=exits_when_told).values():
+            assert kind == "CommError" and (rank, name) == (2, "host1"), text
+            assert seconds < AT_ONCE_S, (text, seconds)
 
 
 def test_a_rank_that_is_stopped_is_an_error_at_the_deadline(hosts):

@@ -144,6 +144,46 @@ def test_a_host_that_ends_in_the_middle_and_lives_on_is_named_long_before_the_de
         assert raised - when < 4.0
 
 
+@pytest.mark.parametrize("after_s", [0.45, *([0.2, 0.7, 0.95, 1.2] if LONG else [])])
+def test_a_host_that_is_killed_in_the_middle_of_a_message_is_named_long_before_the_deadline(hosts, tmp_path, after_s):
+    """Gloo tells nobody who waits for a message of which a part has come that the rest will not."""
+    with hosts(1, 1, rate="200mbit") as lab:
+        lab.team.start(trains_until_interrupted, folder=str(tmp_path))
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        time.sleep(after_s)
+        when = time.monotonic()
+        lab.team.signal(1, signal.SIGKILL)
+        assert_lost(lab, lab.team.wait(15, ignore=[1], patient=True), when)
+
+
+def assert_lost(lab, outcomes, when):
+    if not outcomes[0].ok:
+        raise RanksFailed(outcomes)
+    culprit, host, text, raised = outcomes[0].value
+    assert (culprit, host) == (1, "host1") and "rank 1" in text and "waited" not in text, text
+    assert raised - when < 4.0, (raised - when, text)
+
+
+def test_a_host_whose_last_packet_is_lost_is_named_long_before_the_deadline(hosts, tmp_path):
+    """What a killed process has not read becomes a reset, which is sent once; who only receives would wait for ever."""
+    with hosts(1, 1) as lab:
+
+        def is_killed_unheard():
+            lab.team.signal(1, signal.SIGSTOP)
+            time.sleep(0.3)  # what it was sent lies there unread
+            lab.network.unplug(1)
+            lab.team.signal(1, signal.SIGKILL)
+            time.sleep(0.2)
+            lab.network.plug(1)
+
+        lab.team.start(trains_until_an_error, folder=str(tmp_path), timeout_s=20)
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        is_killed_unheard()
+        assert_lost(lab, lab.team.wait(15, ignore=[1], patient=True), time.monotonic())
+
+
 def trains_slowly(rank, world_size, timeout_s):
     """Gradients of one step on every rank, over a link on which a step takes longer than a healthy one, and no deadline."""
     torch.manual_seed(0)
