@@ -1,10 +1,10 @@
-/* save_ahead.c - a lazy save leaves live memory to be copied when the optimizer is about to step, and
- * the training waits for that copy. Where a core is idle until then, a thread makes it sooner.
+/* save_ahead.c - a lazy save leaves live memory to be copied when the optimizer is about to step,
+ * and the training waits for that copy. Where a core is idle until then, a thread makes it sooner.
  *
  * It copies what the writers will not have reached: from the last block backwards, and as many as
  * the save before had left at its step. So it takes no memory that the step would not have taken
- * (slots come from those at hand, and no more are made), and copies little in vain. Its thread yields
- * to all others. Of a first save nothing is known, and nothing is copied ahead. */
+ * (slots come from those at hand, and no more are made), and copies little in vain. Its thread
+ * yields to all others. Of a first save nothing is known, and nothing is copied ahead. */
 #include <stdlib.h>
 
 #include "checkpoint/save_job.h"

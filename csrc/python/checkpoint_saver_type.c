@@ -348,7 +348,8 @@ static PyMethodDef saver_methods[] = {
     {"cancel", saver_cancel, METH_VARARGS,
      "cancel(message)\n--\n\nMakes a running save fail soon."},
     {"progress", saver_progress, METH_NOARGS,
-     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, busy."},
+     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, "
+     "busy."},
     {"close", saver_close, METH_NOARGS,
      "close()\n--\n\nGives up a running save and frees everything."},
     {NULL, NULL, 0, NULL},
