@@ -1,8 +1,9 @@
 /* save.c - the saver: one save at a time, and the life of its threads.
  *
  * Thread 0 coordinates: it starts the others, opens the folder, writes too, acknowledges and
- * concludes. The others help the caller's thread to copy, and write. Threads live as long as their
- * save: an idle saver has none, so that a fork between saves copies none. */
+ * concludes. The others help the caller's thread to copy, and write; one more may copy ahead.
+ * Threads live as long as their save: an idle saver has none, so that a fork between saves copies
+ * none. */
 #include "checkpoint/save.h"
 
 #include <errno.h>
@@ -127,12 +128,16 @@ static sw_status write_together(sw_saver *saver, sw_error *err)
     sw_status status = SW_OK;
     for (int t = 1; t < saver->options.thread_count && status == SW_OK; ++t)
         status = sw_thread_start(&saver->threads[t], help, saver, "sw-save", err);
+    if (status == SW_OK && saver->ahead.goal > 0)
+        status =
+            sw_thread_start(&saver->ahead_thread, sw_save_copy_ahead, saver, "sw-save-ahead", err);
     if (status == SW_OK)
         status = open_and_write(saver, err);
     if (status != SW_OK)
         record_failure(saver, err); /* which ends the helpers, and a caller's wait in protect() */
     for (int t = 1; t < saver->options.thread_count; ++t)
         sw_thread_join(&saver->threads[t]);
+    sw_thread_join(&saver->ahead_thread);
     return sw_save_check(saver, err);
 }
 
@@ -194,7 +199,9 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
                         err));
     SW_TRY(copy_strings(request->retired, request->retired_count, &saver->retired,
                         &saver->retired_count, err));
-    return sw_save_list_blocks(saver, request, err);
+    SW_TRY(sw_save_list_blocks(saver, request, err));
+    sw_save_ahead_prepare(saver, request->is_lazy);
+    return SW_OK;
 }
 
 /* A flag a source of the shared plan, from a flag a range; NULL when everything is copied at once.
@@ -320,6 +327,7 @@ void sw_saver_progress(sw_saver *saver, sw_save_progress *progress)
                            .bytes_written = saver->bytes_written,
                            .staging_bytes = saver->stage.slot_count * (uint64_t)SW_BLOCK_BYTES,
                            .direct_bytes = saver->direct_bytes,
+                           .ahead_bytes = saver->ahead.copied * (uint64_t)SW_BLOCK_BYTES,
                            .is_busy = saver->is_running && !saver->is_over};
     pthread_mutex_unlock(&saver->mutex);
 }

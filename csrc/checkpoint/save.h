@@ -63,6 +63,7 @@ typedef struct sw_save_progress {
     uint64_t bytes_total, bytes_written; /* of this rank, in the present or last save */
     uint64_t staging_bytes;              /* memory held */
     uint64_t direct_bytes;               /* written past the page cache, in all saves */
+    uint64_t ahead_bytes; /* of the present or last save, copied before protect() asked for it */
     bool is_busy;
 } sw_save_progress;
 

@@ -2,6 +2,7 @@
  *
  * save.c           the saver and its threads' life
  * save_snapshot.c  from live memory to bytes of blocks
+ * save_ahead.c     copies what the next step would have to wait for
  * save_write.c     from blocks to files
  * save_agree.c     READY, acknowledgements, the verdict
  *
@@ -38,6 +39,16 @@ typedef struct sw_save_block {
     uint8_t *slot; /* of the stage; NULL: none */
 } sw_save_block;
 
+typedef struct sw_save_ahead { /* what a lazy save copies before protect() asks for it */
+    size_t goal;               /* blocks: as many as the save before met */
+    size_t met;                /* blocks that protect() found not written nor begun */
+    size_t begin;              /* looked at from here on; goes down */
+    size_t copied;
+    uint8_t **slots; /* owned list while the thread runs; the slots are the stage's */
+    size_t slot_count;
+    bool is_over; /* protect() has come */
+} sw_save_ahead;
+
 struct sw_saver {
     sw_board *board; /* borrowed */
     sw_saver_options options;
@@ -53,12 +64,13 @@ struct sw_saver {
     sw_save_block *blocks;   /* owned; in the order of writing */
     size_t block_count;
     sw_manifest manifest; /* what this rank wrote; on rank 0 in the end all */
-    sw_thread threads[SW_SAVER_THREADS_MAX];
+    sw_thread threads[SW_SAVER_THREADS_MAX], ahead_thread;
 
     /* shared */
     pthread_mutex_t mutex;
     pthread_cond_t changed; /* on the monotonic clock */
     sw_stage stage;
+    sw_save_ahead ahead;
     size_t next_block;
     size_t copying_count;
     int64_t next_write_ns; /* bandwidth */
@@ -96,6 +108,13 @@ bool sw_save_help_copy_locked(sw_saver *saver);
 void sw_save_claim_fini(sw_save_claim *claim);
 /* Waits until no writing thread reads the caller's memory. */
 void sw_save_await_copies(sw_saver *saver);
+
+/* save_ahead.c. Before the threads start: */
+void sw_save_ahead_prepare(sw_saver *saver, bool is_lazy);
+/* A thread's body, until the goal is reached, the writers are met, or protect() comes. */
+void *sw_save_copy_ahead(void *saver);
+/* protect() has come, and claims `claimed` blocks: what follows is its. */
+void sw_save_ahead_end_locked(sw_saver *saver, size_t claimed);
 
 /* save_write.c: one writing thread's work, until no block is left or some thread failed. A helper
  * copies first, whenever the caller's thread does. */

@@ -214,6 +214,8 @@ sw_status sw_save_claim_live(sw_saver *saver, const bool *is_eager, sw_save_clai
     }
     pthread_mutex_lock(&saver->mutex);
     made.count = claim_live_locked(saver, is_eager, made.wanted);
+    if (!is_eager)
+        sw_save_ahead_end_locked(saver, made.count);
     if (made.count)
         status = sw_stage_take(&saver->stage, made.count, made.slots, err);
     pthread_mutex_unlock(&saver->mutex);

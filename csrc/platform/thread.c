@@ -4,6 +4,7 @@
 
 #include <signal.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -42,6 +43,11 @@ void sw_thread_join(sw_thread *thread)
 void sw_thread_lower_io_priority(void)
 {
     syscall(SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, IOPRIO_CLASS_IDLE << IOPRIO_CLASS_SHIFT);
+}
+
+void sw_thread_lower_priority(void)
+{
+    (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 19); /* of Linux: of one thread */
 }
 
 void sw_thread_sleep_ns(long nanoseconds)

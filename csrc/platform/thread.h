@@ -24,6 +24,9 @@ void sw_thread_join(sw_thread *thread);
  * priorities. */
 void sw_thread_lower_io_priority(void);
 
+/* The calling thread runs where others leave a core idle, for good. A hint. */
+void sw_thread_lower_priority(void);
+
 /* Sleeps; a hint, may end early. */
 void sw_thread_sleep_ns(long nanoseconds);
 

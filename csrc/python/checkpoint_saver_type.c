@@ -330,10 +330,11 @@ static PyObject *saver_progress(PyObject *op, PyObject *unused)
         return NULL;
     sw_saver_progress(self->saver, &progress);
     return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:N}", "bytes_total", (unsigned long long)progress.bytes_total,
+        "{s:K,s:K,s:K,s:K,s:K,s:N}", "bytes_total", (unsigned long long)progress.bytes_total,
         "bytes_written", (unsigned long long)progress.bytes_written, "staging_bytes",
         (unsigned long long)progress.staging_bytes, "direct_bytes",
-        (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
+        (unsigned long long)progress.direct_bytes, "ahead_bytes",
+        (unsigned long long)progress.ahead_bytes, "busy", PyBool_FromLong(progress.is_busy));
 }
 
 static PyMethodDef saver_methods[] = {
@@ -347,7 +348,8 @@ static PyMethodDef saver_methods[] = {
     {"cancel", saver_cancel, METH_VARARGS,
      "cancel(message)\n--\n\nMakes a running save fail soon."},
     {"progress", saver_progress, METH_NOARGS,
-     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
+     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, "
+     "busy."},
     {"close", saver_close, METH_NOARGS,
      "close()\n--\n\nGives up a running save and frees everything."},
     {NULL, NULL, 0, NULL},

@@ -632,7 +632,7 @@ class CheckpointSaver:
     def cancel(self, message: str) -> None:
         """Makes a running save fail soon, with this reason."""
     def progress(self) -> dict[str, int]:
-        """bytes_total, bytes_written, staging_bytes, direct_bytes, busy."""
+        """bytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, busy."""
     def close(self) -> None:
         """Gives up a running save, waits for its threads and frees everything. Idempotent."""
 

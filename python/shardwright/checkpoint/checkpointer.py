@@ -258,7 +258,8 @@ class Checkpointer:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, busy. No communication."""
+        """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, ahead_bytes (of a lazy
+        save, copied before the optimizer's step asked for it), busy. No communication."""
         self._check_open()
         return self._writer.progress()
 

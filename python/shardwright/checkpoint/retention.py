@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
-import json
 import os
 import re
+import shutil
 from collections.abc import Sequence
 
-from .._engine import CheckpointError
+from .._engine import CheckpointError, CheckpointFolder
 
 _STEP = re.compile(r"step-(\d{6,15})\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}\.[0-9a-z]{1,64}\.(partial|trash)\Z")
@@ -49,12 +49,18 @@ def left_overs(directory: str) -> list[str]:
 
 
 def _metric(path: str) -> float | None:
-    try:
-        with open(os.path.join(path, MANIFEST), encoding="utf-8") as file:
-            value = json.load(file).get("metric")
-    except (OSError, ValueError, AttributeError):
+    try:  # the engine's reader: no link, no pipe, no manifest without end
+        return CheckpointFolder(path).metric
+    except (CheckpointError, OSError):
         return None
-    return value if isinstance(value, (int, float)) else None
+
+
+def remove(path: str) -> None:
+    """A checkpoint's folder or a left-over, whatever lies in its place; what a link names stays."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
+    else:
+        shutil.rmtree(path)
 
 
 def to_retire(

@@ -40,6 +40,16 @@ class Training:
     user_state: Any = None
     extra: Any = None
 
+    def __post_init__(self) -> None:
+        from ..diloco import DiLoCo
+
+        if isinstance(self.optimizer, DiLoCo):
+            raise ValueError(
+                "optimizer is a DiLoCo, whose ranks differ between exchanges: save after its synchronise(), with the DiLoCo in "
+                "user_state={'trainer': ...}, which any number of ranks takes back, and in dataloader=[...], which holds each "
+                "rank's own"
+            )
+
 
 #: tensors, buffers unlike rank 0's, content, plan, sources, the tree of optimizer.json
 _Parts = tuple[ModelTensors, dict[str, torch.Tensor], Content, Any, list[Any], dict[str, Any] | None]

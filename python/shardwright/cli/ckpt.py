@@ -7,6 +7,7 @@ import ctypes
 import functools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,10 +58,9 @@ def add_parser(commands: Any) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, got {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
@@ -68,16 +68,20 @@ def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Name
 
     try:
         return action(options)
-    except Nothing as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (CheckpointError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
+    except (Nothing, CheckpointError, OSError) as error:
+        if options.json:
+            print(json.dumps({"ok": False, "error": str(error)}, indent=2))
+        print(_printable(str(error)), file=sys.stderr)
+        return 2 if isinstance(error, Nothing) else 1
 
 
 def _print(options: argparse.Namespace, found: Any, lines: Sequence[str]) -> None:
-    print(json.dumps(found, indent=2) if options.json else "\n".join(lines))
+    print(json.dumps(found, indent=2) if options.json else "\n".join(map(_printable, lines)))
+
+
+def _printable(line: str) -> str:
+    """Names are somebody else's: what would steer a terminal is shown as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def _size(count: int) -> str:
@@ -281,23 +285,42 @@ def _cast(folder: Any, entry: dict[str, Any], source: str, target: Any) -> Any:
 
 def run_export(options: argparse.Namespace) -> int:
     """Writes model files."""
+    folder = _open(options.checkpoint)
+    if os.path.lexists(options.output):
+        raise Nothing(f"'{options.output}' exists already: name a new folder")
+    paths = [p for p in folder.files if p.startswith("model") and p.endswith(".safetensors")]
+    if not any(folder.tensors(path)[1] for path in paths):
+        raise Nothing(f"'{options.checkpoint}' holds no model")
+    made = f"{options.output.rstrip('/')}.{os.getpid()}.partial"
+    os.makedirs(made)
+    try:
+        tensors, total = _export(folder, paths, made, options)
+        os.rename(made, options.output)  # whole, or not there
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    found = {"output": options.output, "tensors": tensors, "bytes": total}
+    _print(options, found, [f"{options.output}: {tensors} tensors, {_size(total)}"])
+    return 0
+
+
+def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Namespace) -> tuple[int, int]:
+    """Model files to the folder `output`; counts of tensors and bytes."""
     import torch
 
     from ..checkpoint.names import TORCH_DTYPES
 
-    folder = _open(options.checkpoint)
-    if os.path.lexists(options.output):
-        raise Nothing(f"'{options.output}' exists already: name a new folder")
     target = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
     target_name = next((name for name, dtype in TORCH_DTYPES.items() if dtype == target), "")
-    os.makedirs(options.output)
     total, weight_map = 0, {}
-    for path in [p for p in folder.files if p.startswith("model") and p.endswith(".safetensors")]:
+    for path in paths:
         metadata, stored = folder.tensors(path)
         entries: dict[str, tuple[str, list[int], Callable[[], Any]]] = {}
         for name, dtype, shape, begin, nbytes in stored:
             entry = {"file": path, "begin": begin, "nbytes": nbytes}
-            casts = target is not None and TORCH_DTYPES[dtype].is_floating_point and not dtype.startswith("F8")
+            is_real = f"complex.{name}" not in metadata
+            is_float = TORCH_DTYPES[dtype].is_floating_point and not dtype.startswith("F8")
+            casts = target is not None and is_float and is_real
             if casts:
                 entries[name] = (
                     target_name,
@@ -308,21 +331,17 @@ def run_export(options: argparse.Namespace) -> int:
                 entries[name] = (dtype, list(shape), functools.partial(_values, folder, entry))
             weight_map[name] = path
         ordered = dict(sorted(entries.items(), key=lambda item: -TORCH_DTYPES[item[1][0]].itemsize))
-        total += _write_safetensors(os.path.join(options.output, path), ordered, metadata)
+        total += _write_safetensors(os.path.join(output, path), ordered, metadata)
     if len(set(weight_map.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        with open(os.path.join(options.output, "model.safetensors.index.json"), "x", encoding="utf-8") as file:
+        with open(os.path.join(output, "model.safetensors.index.json"), "x", encoding="utf-8") as file:
             json.dump(index, file, indent=2, sort_keys=True)
-    found = {"output": options.output, "tensors": len(weight_map), "bytes": total}
-    _print(options, found, [f"{options.output}: {len(weight_map)} tensors, {_size(total)}"])
-    return 0
+    return len(weight_map), total
 
 
 def run_prune(options: argparse.Namespace) -> int:
     """Removes what no rule keeps."""
-    import shutil
-
-    from ..checkpoint.retention import DirectoryLock, left_overs, list_checkpoints, to_retire
+    from ..checkpoint.retention import DirectoryLock, left_overs, list_checkpoints, remove, to_retire
 
     if options.keep_last is None and options.keep_every is None and options.keep_best is None:
         raise Nothing("name what to keep: --keep-last, --keep-every or --keep-best")
@@ -339,17 +358,17 @@ def run_prune(options: argparse.Namespace) -> int:
         ]
         left = left_overs(options.directory)
         if options.yes:
+            for path in left:  # first: what another prune has left may have a name that this one needs
+                remove(path)
             for path in goes:  # its name goes first: half a checkpoint must not be called one
                 os.rename(path, f"{path}.prune.trash")
-                left.append(f"{path}.prune.trash")
-            for path in left:
-                shutil.rmtree(path)
+                remove(f"{path}.prune.trash")
     finally:
         lock.release()
     done = "removed" if options.yes else "would remove"
-    names = [*goes, *(path for path in left if not path.endswith(".prune.trash"))]
+    names = [*goes, *left]
     lines = [f"{done} {path}" for path in names] or ["nothing to remove"]
     if names and not options.yes:
         lines.append("say --yes to do it")
-    _print(options, {"removed": options.yes, "checkpoints": goes, "left_over": names[len(goes) :]}, lines)
+    _print(options, {"removed": options.yes, "checkpoints": goes, "left_over": left}, lines)
     return 0

@@ -1,0 +1,199 @@
+"""Law: whatever lies in a directory of checkpoints, `shardwright ckpt` ends, with exit code 1 and one sentence for what is damaged
+and 2 for what is nothing to look at; it follows no link, and leaves nothing half made."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import shardwright as sw
+import torch
+from shardwright import _engine
+from shardwright.cli import main
+from torch import nn
+
+pytestmark = pytest.mark.timeout(30)  # a pipe in a file's place must not be waited for
+
+
+class Kinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(30, 40)
+        self.tied = self.layer.weight
+        self.wave = nn.Parameter(torch.randn(5, 6, dtype=torch.complex64))
+        self.register_parameter("steers\x1b[2J", nn.Parameter(torch.ones(2)))
+        self.register_buffer("count", torch.arange(3))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Three checkpoints of equal metrics."""
+    torch.manual_seed(0)
+    model = Kinds()
+    with sw.Checkpointer(tmp_path / "c", model) as checkpoints:
+        for step in range(3):
+            checkpoints.save(step, metric=1.0)
+    return tmp_path / "c"
+
+
+def rewritten(manifest: Path, old: bytes, new: bytes) -> None:
+    """With a checksum that is right."""
+    body, _, _ = manifest.read_bytes().rpartition(b',"self_crc32c"')
+    assert old in body
+    body = body.replace(old, new)
+    crc = 0xFFFFFFFF
+    for byte in body:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    manifest.write_bytes(body + b',"self_crc32c":"%08x"}\n' % (crc ^ 0xFFFFFFFF))
+
+
+def as_link(path: Path) -> None:
+    path.rename(path.parent.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent.parent / "elsewhere")
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_hole(path: Path) -> None:
+    size = path.stat().st_size
+    os.truncate(path, 0)
+    os.truncate(path, size)
+
+
+MANIFEST, MODEL = "MANIFEST.json", "model.safetensors"
+#: what was done to a file -> (file, how, what is said, whether verify alone sees it)
+DAMAGE = {
+    "a link": (MANIFEST, as_link, "symbolic link", False),
+    "a pipe": (MANIFEST, as_pipe, "is not a regular file", False),
+    "a folder": (MANIFEST, as_folder, "is not a regular file", False),
+    "without end": (MANIFEST, lambda p: os.truncate(p, 400 << 20), "more than the 268435456 allowed", False),
+    "newer": (MANIFEST, lambda p: rewritten(p, b'"version":1', b'"version":2'), "version", False),
+    "a name that leads out": (MANIFEST, lambda p: rewritten(p, b'"model.', b'"../mod.'), "../mod", False),
+    "a linked file": (MODEL, as_link, "symbolic link", False),
+    "a pipe of data": (MODEL, as_pipe, "is not a regular file", False),
+    "a hole": (MODEL, as_hole, "was changed or did not survive: block 0", True),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_one_sentence_and_exit_code_1(
+    directory: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    name, harm, said, hidden = DAMAGE[damage]
+    first, last, out = directory / "step-000001", directory / "step-000003", directory.parent / "out"
+    harm(first / name)
+    looks_sound = 0 if hidden else 1
+
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main(["ckpt", *map(str, words)])
+        return code, *capsys.readouterr()
+
+    code, listing, _ = run("ls", directory)
+    assert code == looks_sound and ("DAMAGED" in listing and said in listing) == (not hidden)
+    code, verdict, _ = run("verify", directory)
+    assert code == 1 and verdict.count("DAMAGED") == 1 and verdict.count("ok  ") == 2 and said in verdict
+    for words in (("inspect", first), ("diff", first, last), ("diff", last, first), ("export", first, out)):
+        code, _, sentence = run(*words)
+        assert code == 1 and said in sentence and sentence.count("\n") == 1, words
+        code, found, _ = run(*words, "--json")
+        assert code == 1 and json.loads(found)["ok"] is False and said in json.loads(found)["error"], words
+    assert not out.exists() and sorted(p.name for p in directory.parent.iterdir() if "out" in p.name) == []
+    code, pruned, _ = run("prune", directory, "--keep-best", "1", "--yes")
+    assert code == 0 and str(first) in pruned and not first.exists() and last.exists()
+    if harm is as_link:
+        assert (directory.parent / "elsewhere").exists()
+
+
+def test_prune_takes_what_others_have_left_in_any_form(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = directory.parent / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("x")
+    shutil.copytree(directory / "step-000001", directory / "step-000001.prune.trash")  # of a prune that died
+    (directory / "step-000011.abc.partial").symlink_to("/nowhere")
+    (directory / "step-000012.abc.partial").symlink_to(kept)
+    (directory / "step-000013.abc.trash").write_text("x")
+    (directory / "step-000014").symlink_to(kept)
+    (directory / "mine").write_text("x")
+    assert main(["ckpt", "prune", str(directory), "--keep-last", "1", "--yes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["checkpoints"]) == 2 and len(found["left_over"]) == 4
+    assert sorted(p.name for p in directory.iterdir()) == [".lock", "mine", "step-000003", "step-000014"]
+    assert (kept / "file").exists()
+
+
+def test_what_is_nothing_to_look_at_is_exit_code_2(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    top = directory.parent
+    (top / "file").write_text("x")
+    sw.save(top / "bare", nn.Module())
+    for words, said in (
+        (("ls", top / "file"), "is no directory"),
+        (("ls", ""), "is no directory"),
+        (("verify", top / "none"), "is no directory"),
+        (("verify", top), "holds no checkpoint"),
+        (("inspect", top), "has no MANIFEST.json"),
+        (("diff", directory / "step-000001", top), "has no MANIFEST.json"),
+        (("export", directory / "step-000001", top), "exists already"),
+        (("export", top / "bare", top / "out"), "holds no model"),
+        (("prune", top / "none", "--keep-last", "1"), "is no directory"),
+        (("prune", directory), "name what to keep"),
+    ):
+        assert main(["ckpt", *map(str, words), "--json"]) == 2, words
+        out, sentence = capsys.readouterr()
+        assert said in sentence and sentence.count("\n") == 1 and said in json.loads(out)["error"], words
+    assert not (top / "out").exists()
+    for words in (("frob",), (), ("prune", str(directory), "--keep-last", "x")):
+        with pytest.raises(SystemExit) as wrong:
+            main(["ckpt", *words])
+        assert wrong.value.code == 2
+    assert "must be an integer of at least 1, got 'x'" in capsys.readouterr().err
+
+
+def test_a_name_does_not_steer_the_terminal(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "inspect", str(directory / "step-000001"), "--tensors"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"model:steers\x1b[2J" in out
+
+
+def test_an_exported_model_is_read_by_safetensors_and_torch(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    first, out = directory / "step-000001", directory.parent / "out"
+    assert main(["ckpt", "export", str(first), str(out), "--dtype", "bf16"]) == 0
+    stored, exported = (safetensors.load_file(folder / MODEL) for folder in (first, out))
+    assert exported.keys() == stored.keys()
+    for name, value in exported.items():
+        as_it_was = name in ("wave", "count")  # complex as a real view, integers
+        expected = stored[name] if as_it_was else stored[name].to(torch.bfloat16)
+        assert value.dtype == expected.dtype and torch.equal(value, expected), name
+    with pytest.raises(_engine.CheckpointError):
+        _engine.CheckpointFolder(str(out))  # model files alone are no checkpoint
+
+
+def test_from_pretrained_reads_what_was_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    sw.save(tmp_path / "saved", model, max_file_bytes=60_000)
+    assert main(["ckpt", "export", str(tmp_path / "saved"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    config.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
+    for name, value in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value.to(torch.bfloat16)), name
+    assert re.search(r"\d+ tensors", capsys.readouterr().out)

@@ -1,0 +1,123 @@
+"""Law: the threads of a save yield: their writes are of the idle class, what copies ahead of the optimizer's step runs on idle cores;
+and copying ahead changes neither what is saved nor how much memory it takes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import platform
+import time
+
+import pytest
+import shardwright as sw
+import torch
+
+MIB = 1 << 20
+IDLE_CLASS = 3 << 13
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
+
+
+class Training:
+    """24 MiB of parameters that every step overwrites, saved at 40 MB/s."""
+
+    def __init__(self, folder: pathlib.Path, **options) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.ParameterList([torch.randn(6, MIB // 4) for _ in range(4)])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        for parameter in self.model:
+            parameter.grad = torch.ones_like(parameter)
+        options = {"snapshot": "lazy", "threads": 1, "bandwidth_bytes_per_s": 40_000_000} | options
+        self.checkpoints = sw.Checkpointer(folder, self.model, self.optimizer, **options)
+
+
+def save_threads() -> dict[str, list[int]]:
+    """Name -> ids, of this process's threads that save."""
+    found: dict[str, list[int]] = {}
+    for task in os.listdir("/proc/self/task"):
+        try:
+            name = pathlib.Path("/proc/self/task", task, "comm").read_text().strip()
+        except OSError:  # it has ended
+            continue
+        if name.startswith("sw-save"):
+            found.setdefault(name, []).append(int(task))
+    return found
+
+
+def wait_for(condition, seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.002)
+    return bool(condition())
+
+
+@pytest.mark.skipif(_IOPRIO_GET is None, reason="the number of ioprio_get is not known here")
+def test_what_writes_is_of_the_idle_class(tmp_path: pathlib.Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    training = Training(tmp_path, threads=3)
+    with training.checkpoints as checkpoints:
+        checkpoints.save(0)
+
+        def classes() -> list[int]:
+            return [libc.syscall(_IOPRIO_GET, 1, task) for task in save_threads().get("sw-save", [])]
+
+        assert wait_for(lambda: checkpoints.progress["bytes_written"] > 0)
+        assert wait_for(lambda: classes() == [IDLE_CLASS] * 3), classes()
+        assert libc.syscall(_IOPRIO_GET, 1, 0) != IDLE_CLASS, "the training's own"
+
+
+def test_what_the_last_step_had_to_copy_is_copied_ahead_of_the_next(tmp_path: pathlib.Path) -> None:
+    training = Training(tmp_path)
+    with training.checkpoints as checkpoints:
+        checkpoints.save(0)
+        assert wait_for(lambda: checkpoints.progress["bytes_written"] > 0)  # the writer has begun
+        training.optimizer.step()
+        checkpoints.wait()
+        first = checkpoints.progress
+        assert first["ahead_bytes"] == 0 and first["staging_bytes"] >= 8 * MIB
+        for step in (1, 2, 3):
+            values = [parameter.detach().clone() for parameter in training.model]
+            checkpoints.save(step)
+            assert wait_for(lambda: checkpoints.progress["ahead_bytes"] >= 8 * MIB), checkpoints.progress
+            assert wait_for(lambda: checkpoints.progress["bytes_written"] > 0)  # as before
+            training.optimizer.step()
+            checkpoints.wait()
+            assert checkpoints.progress["staging_bytes"] <= first["staging_bytes"]
+            assert checkpoints.restore() == step + 1
+            assert all(torch.equal(a, b) for a, b in zip(training.model, values))
+            with torch.no_grad():
+                training.model[0].mul_(2)
+
+
+def test_nothing_is_copied_ahead_where_no_step_had_to_wait(tmp_path: pathlib.Path) -> None:
+    training = Training(tmp_path)
+    with training.checkpoints as checkpoints:
+        for step in range(3):
+            checkpoints.save(step)
+            checkpoints.wait()
+            training.optimizer.step()
+            assert checkpoints.progress["ahead_bytes"] == 0
+        assert checkpoints.progress["staging_bytes"] <= 8 * MIB  # rank 0's own small files
+
+
+@pytest.mark.parametrize("when", ["at once", "in its midst"])
+def test_a_save_that_is_given_up_leaves_live_memory_alone(tmp_path: pathlib.Path, when: str) -> None:
+    training = Training(tmp_path)
+    with training.checkpoints as checkpoints:
+        checkpoints.save(0)
+        training.optimizer.step()
+        checkpoints.wait()
+        checkpoints.save(1)
+        if when == "in its midst":
+            assert wait_for(lambda: checkpoints.progress["ahead_bytes"] > 0)
+        with torch.no_grad():
+            training.model[0].mul_(2)  # not by the optimizer: the save cannot go on
+        training.optimizer.step()
+        with pytest.raises(sw.CheckpointError, match="was changed before the optimizer's step"):
+            checkpoints.wait()
+        values = [parameter.detach().clone() for parameter in training.model]
+        checkpoints.save(2)
+        training.optimizer.step()
+        checkpoints.wait()
+        assert checkpoints.restore() == 3
+        assert all(torch.equal(a, b) for a, b in zip(training.model, values))
