@@ -70,6 +70,42 @@ def test_a_rank_that_could_not_join_and_lives_on_is_not_waited_for(rank, world_s
     assert all("rank 1" in text or "rank 0" in text for rank, text in enumerate(texts) if rank != 1), texts
 
 
+class Poor:
+    """A HostComm whose process may map no more memory while it joins."""
+
+    def __init__(self, *arguments, **options):
+        self._comm = engine.HostComm(*arguments, **options)
+
+    def connect(self, *arguments, **options):
+        with with_address_space(0):
+            self._comm.connect(*arguments, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+
+@pytest.mark.parametrize("poor", [0, 1, 2])
+@on_every_rank(at_least=3, spoils=True)
+def test_what_keeps_one_rank_from_joining_is_one_sentence_on_every_rank(rank, world_size, poor):
+    from shardwright import process_group
+
+    kept = process_group.HostComm
+    process_group.HostComm = Poor if rank == poor else kept
+    begin_s = time.monotonic()
+    try:
+        with pytest.raises(engine.CommError) as raised:
+            data_parallel(Mlp(), process_group=dist.new_group(range(world_size)), timeout_s=20.0)
+    finally:
+        process_group.HostComm = kept
+    seconds = time.monotonic() - begin_s
+    texts = gather(str(raised.value))
+    assert texts == [texts[0]] * world_size
+    assert f"joining failed on rank {poor} on host" in texts[0] and "mapping the control page" in texts[0], texts
+    assert seconds < 3, texts
+    wrapped, naive = pair(Mlp)  # the group itself goes on
+    compare_step(wrapped, naive, lambda model: model(batch(rank, 4, 7)).square().sum().backward())
+
+
 def test_the_self_test_ends_when_a_thread_cannot_be_started():
     """In a process that may map room for no, one or two stacks of threads."""
     program = """
