@@ -83,6 +83,8 @@ class HostGroup:
         except BaseException:
             self.comm.close()
             raise
+        if self.rank == self.home:
+            self._warn_of_threads()
         self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
         self._leave.atexit = False  # _close_all does it
 
@@ -109,13 +111,26 @@ class HostGroup:
         host = socket.gethostname()
         secret = secrets.token_bytes(_SECRET_BYTES)
         address = "" if failure else self.comm.address
-        mine = (address, secret if self.rank == 0 else b"", host, os.getpid(), _place(), failure)
+        threads = (torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+        mine = (address, secret if self.rank == 0 else b"", host, os.getpid(), _place(), threads, failure)
         everyone = self._everyone(group, mine)
-        addresses, secrets_, hosts, pids, places, failures = (list(column) for column in zip(*everyone))
+        addresses, secrets_, hosts, pids, places, self._threads, failures = (list(column) for column in zip(*everyone))
         for rank, reason in enumerate(failures):
             if reason:
                 raise MemoryError(f"rank {rank} on host {hosts[rank]} cannot join the others: {reason}")
         return addresses, secrets_[0], hosts, pids, places
+
+    def _warn_of_threads(self) -> None:
+        """Where this host's ranks compute on more threads than they have cores: as a rule nobody has meant that."""
+        here = [threads for threads, host in zip(self._threads, self.host_of) if host == self.host_of[self.rank]]
+        cores, threads = len({core for _, own in here for core in own}), sum(count for count, _ in here)
+        if len(here) > 1 and threads > cores and max(count for count, _ in here) > 1:
+            _logger.warning(
+                "the %d ranks on host %s compute on %d threads, and have %d cores: threads of torch's that wait for one another spin, "
+                "and steps take many times as long; set OMP_NUM_THREADS=%d (torchrun sets it to 1) or call torch.set_num_threads(%d)",
+                *(len(here), self.hosts[self.rank], threads, cores),
+                *[max(1, cores // len(here))] * 2,
+            )
 
     def _everyone(self, group: Any, mine: Any) -> list[Any]:
         if self.world_size == 1:
