@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from test_csrc import BUILDERS, CSRC, ROOT, compile_object, run_checked
+from test_csrc import BUILDERS, CSRC, ROOT, run_checked
 from test_fake_gpu import FAKE, SHARED, libraries
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
