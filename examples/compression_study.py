@@ -22,6 +22,7 @@ import torch
 from gpt import data, ranks
 from gpt.loss import summed_loss, validate
 from gpt.model import GPT
+from gpt.threads import Threads
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 import shardwright as sw
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="no seed is begun after this; half of it for SGD")
     parser.add_argument("--out", type=Path, default=Path("runs/compression_study"), help="folder of the results")
     options = parser.parse_args()
-    ranks.use_own_cores()
+    Threads()
     sw.wrap(torch.nn.Linear(1, 1))  # joins the ranks
     rank, world_size = ranks.rank_and_world_size()
     corpus, started = data.load_corpus(), time.monotonic()

@@ -18,6 +18,7 @@ from gpt.loss import summed_loss, validate
 from gpt.model import GPT
 from gpt.options import COMPRESSORS, parse_options
 from gpt.report import Reporter, draw_loss_curve, printable
+from gpt.threads import Threads
 
 import shardwright as sw
 
@@ -34,7 +35,7 @@ def learning_rate_at(step: int, peak: float) -> float:
 
 def main() -> None:
     options = parse_options()
-    ranks.use_own_cores()
+    threads = Threads()
     torch.manual_seed(options.seed)
     shape = dict(layers=options.layers, width=options.width, heads=options.heads)
     model = GPT(context=options.context, **shape)
@@ -70,6 +71,8 @@ def main() -> None:
         optimizer.zero_grad()
         unreported.append(loss.item())
         step += 1
+        if said := threads.after_step(time.monotonic() - step_started):
+            reporter.say(said)
         training_s += time.monotonic() - step_started
 
         if step % REPORT_EVERY == 0 or step == options.steps:

@@ -1,9 +1,9 @@
 """Runs the C tests: each tests/csrc/test_*.c, linked with the engine's sources that need no Python, and with the
 other files of that folder, which the tests share (one of them fails allocations in turn: hence --wrap).
 
-Modes: plain (gcc, the shipped flags) and asan (address and undefined behaviour, the pass of the quick form);
-the long form (SW_TEST_LONG=1) adds tsan and clang. Objects are compiled once a mode, under build/csrc-tests,
-and again only if they, a header or the flags changed. A C test passes if it exits with 0.
+Modes: plain (what is shipped: the very objects of `make build`, where they are up to date) and asan (address and undefined
+behaviour, the pass of the quick form); the long form (SW_TEST_LONG=1) adds tsan and clang. Other objects are compiled once a
+mode, under build/csrc-tests, and again only if they, a header or the flags changed. A C test passes if it exits with 0.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Mode:
     flags: tuple[str, ...]
     compiler: str = os.environ.get("CC", "gcc")
     long: bool = False
+    shipped: bool = False
 
 
 SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer")
 MODES = [
-    Mode("plain", ("-g",)),
+    Mode("plain", ("-g",), shipped=True),
     Mode("asan", (*SANITIZED, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")),
     Mode("tsan", (*SANITIZED, "-fsanitize=thread"), long=True),
     Mode("clang", ("-g",), compiler=os.environ.get("SW_CLANG", "clang"), long=True),
@@ -58,19 +59,26 @@ def engine_sources() -> list[Path]:
     return sorted(path for path in CSRC.rglob("*.c") if path.relative_to(CSRC).parts[0] != "python")
 
 
+def shipped_object(compiler: str, source: Path) -> Path | None:
+    """What setup.py has made of an engine source with this compiler and without sanitizers; None if it is out of date."""
+    newest = max(source.stat().st_mtime, newest_header(tests=False))
+    for flags in sorted(ROOT.glob("build/temp.*/flags.txt")):
+        made = (flags.parent / source.relative_to(ROOT)).with_suffix(".o")
+        text = flags.read_text()
+        if made.exists() and made.stat().st_mtime > newest and "-fsanitize" not in text and f"'{compiler}'" in text:
+            return made
+    return None
+
+
 def run_checked(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
 
 
-def newest_header() -> float:
-    headers = [
-        *CSRC.rglob("*.h"),
-        *CSRC.rglob("*.cu*"),
-        *(ROOT / "tests" / "csrc").glob("*.h"),
-        ROOT / "setup.py",
-        Path(__file__),
-    ]
+def newest_header(tests: bool = True) -> float:
+    headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cu*"), ROOT / "setup.py"]
+    if tests:
+        headers += [*(ROOT / "tests" / "csrc").glob("*.h"), Path(__file__)]
     return max(header.stat().st_mtime for header in headers)
 
 
@@ -115,7 +123,8 @@ class Builder:
         return program
 
     def compile(self, source: Path) -> Path:
-        return compile_object(self.mode, source, self.folder, self.command)
+        shipped = shipped_object(self.mode.compiler, source) if self.mode.shipped and CSRC in source.parents else None
+        return shipped or compile_object(self.mode, source, self.folder, self.command)
 
 
 BUILDERS = {mode.name: Builder(mode) for mode in MODES}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from test_csrc import BUILDERS, CSRC, ROOT, compile_object, run_checked
+from test_csrc import BUILDERS, CSRC, ROOT, run_checked
 from test_fake_gpu import FAKE, SHARED, libraries
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
@@ -82,7 +82,7 @@ def test_without_this_wait_a_test_fails(mutation: Mutation, tmp_path: Path) -> N
     made = tmp_path / "mutated.o"
     relaxed = [flag for flag in builder.command if flag != "-Werror"]
     run_checked([builder.mode.compiler, *relaxed, "-c", str(changed), "-o", str(made)])
-    own = str(compile_object(builder.mode, mutation.file, builder.folder, builder.command))
+    own = str(builder.compile(mutation.file))
     objects = [str(made) if str(path) == own else str(path) for path in builder.objects or []]
     assert str(made) in objects
     program = tmp_path / "program"

@@ -1,17 +1,23 @@
 """Laws of the main job: it runs unchanged under torchrun, as one process and under accelerate; the loss falls; a resumed
 or killed run goes on with the losses of the uninterrupted one; neither depends on what ranks slice; the last line is the one that README
-quotes."""
+quotes; the number of threads is one that the machine has cores for.
+
+Programs start slowly: what is not about a launcher runs in ranks that are forked from one process with all imports done.
+"""
 
 import contextlib
 import json
 import os
 import re
+import select
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -34,17 +40,76 @@ LAUNCHERS = {
 }
 
 
+def environment():
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1", "PYTHONPATH": path}
+    return {**os.environ, **settings}
+
+
 def start(launcher, *arguments):
     """The process: in a session of its own, the launcher and its ranks, nobody else."""
     command = LAUNCHERS[launcher]
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), environment.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [*command, EXAMPLE, *SMALL, *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
     )  # fmt: skip
+
+
+_FORGE = """
+import contextlib, importlib, json, os, runpy, sys
+for name in ("torch._dynamo", "torch.distributed", "shardwright", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+for line in sys.stdin:
+    request, pids = json.loads(line), []
+    for rank in range(request["world"]):
+        pid = os.fork()
+        if pid == 0:
+            ranks = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=request["world"], LOCAL_WORLD_SIZE=request["world"])
+            os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
+            os.environ["MASTER_PORT"] = str(request["port"])
+            out = os.open(request["output"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            os.dup2(out, 1), os.dup2(out, 2)
+            sys.argv = request["arguments"]
+            sys.path.insert(0, os.path.dirname(sys.argv[0]))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            sys.exit()
+        pids.append(pid)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """forked(program, *arguments): what two ranks printed, which see what torchrun would set."""
+    folder = tmp_path_factory.mktemp("forked")
+    forge = subprocess.Popen(
+        [sys.executable, "-c", _FORGE],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
+    )  # fmt: skip
+
+    def run_forked(program, *arguments):
+        output = folder / f"{len(os.listdir(folder))}.txt"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        request = dict(world=2, port=port, output=str(output), arguments=[str(program), *map(str, arguments)])
+        print(json.dumps(request), file=forge.stdin, flush=True)
+        assert select.select([forge.stdout], [], [], 150)[0], output.read_text()
+        codes = json.loads(forge.stdout.readline())
+        assert codes == [0, 0], output.read_text()
+        return output.read_text()
+
+    yield run_forked
+    os.killpg(forge.pid, 9)
+    forge.communicate()
+
+
+@pytest.fixture
+def train(forked):
+    """train(*arguments): what the main job printed."""
+    return lambda *arguments: forked(EXAMPLE, *SMALL, *arguments)
 
 
 def children_of(pid):
@@ -86,17 +151,16 @@ def test_the_loss_falls_under_every_launcher(tmp_path, launcher, ranks):
     assert newest(tmp_path) == "step-000060"
 
 
-def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path):
-    whole = run("torchrun", "--steps", "20", "--out", str(tmp_path / "whole"))
-    run("torchrun", "--steps", "10", "--out", str(tmp_path / "halves"))
-    resumed = run("torchrun", "--steps", "20", "--resume", "--out", str(tmp_path / "halves"))
-    assert losses(whole)[-1] == losses(resumed)[-1]
-    assert losses(whole)[-1][0] == "20", json.dumps([whole, resumed])
+def test_a_resumed_run_goes_on_where_the_first_stopped(tmp_path, train, whole):
+    train("--steps", "10", "--out", tmp_path)
+    resumed = train("--steps", "20", "--resume", "--out", tmp_path)
+    assert losses(whole[0])[-1] == losses(resumed)[-1]
+    assert losses(whole[0])[-1][0] == "20", json.dumps([whole, resumed])
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, train):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run("torchrun", "--steps", "300", "--out", str(whole))
+    train("--steps", "300", "--out", whole)
     process = start("torchrun", "--steps", "300", "--out", str(killed))
     try:
         deadline = time.monotonic() + 60
@@ -131,53 +195,98 @@ def saved_losses(folder):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, forked):
     """20 steps with nothing sliced: what was printed, and the losses."""
     folder = tmp_path_factory.mktemp("whole")
-    output = run("torchrun", "--steps", "20", "--zero", "0", "--out", str(folder))
+    output = forked(EXAMPLE, *SMALL, "--steps", "20", "--zero", "0", "--out", folder)
     assert "step    20" in output
     return report_without_speed(output), saved_losses(folder)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_the_losses_are_the_same_at_every_stage(tmp_path, whole, zero):
-    output = run("torchrun", "--steps", "20", "--zero", str(zero), "--out", str(tmp_path))
+def test_the_losses_are_the_same_at_every_stage(tmp_path, train, whole, zero):
+    output = train("--steps", "20", "--zero", zero, "--out", tmp_path)
     assert report_without_speed(output) == whole[0]
     assert saved_losses(tmp_path) == whole[1]
 
 
-def test_a_run_stopped_at_one_stage_goes_on_at_another(tmp_path, whole):
+def test_a_run_stopped_at_one_stage_goes_on_at_another(tmp_path, train, whole):
     for steps, zero in ((5, 2), (10, 0), (15, 3), (20, 1)):
         resume = ["--resume"] if steps > 5 else []
-        run("torchrun", "--steps", str(steps), "--zero", str(zero), "--out", str(tmp_path), *resume)
-    train, validation = saved_losses(tmp_path)
-    assert [step for step, _ in train] == list(range(1, 21))
-    assert (train, validation[-1]) == (whole[1][0], whole[1][1][-1])
+        train("--steps", steps, "--zero", zero, "--out", tmp_path, *resume)
+    train_losses, validation = saved_losses(tmp_path)
+    assert [step for step, _ in train_losses] == list(range(1, 21))
+    assert (train_losses, validation[-1]) == (whole[1][0], whole[1][1][-1])
 
 
 @pytest.mark.parametrize("compress", ["bf16", "int4"])
-def test_the_loss_falls_with_compressed_gradients(tmp_path, compress):
-    output = run("torchrun", "--steps", "40", "--compress", compress, "--zero", "2", "--out", str(tmp_path))
+def test_the_loss_falls_with_compressed_gradients(tmp_path, train, compress):
+    output = train("--steps", "40", "--compress", compress, "--zero", "2", "--out", tmp_path)
     first, last, *_ = LAST_LINE.fullmatch(output.strip().splitlines()[-1]).groups()
     assert float(last) < 0.85 * float(first), output
 
 
-def test_the_compression_study_in_its_short_form(tmp_path):
-    study = str(ROOT / "examples" / "compression_study.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), environment.get("PYTHONPATH", "")])
-    short = ["--seeds", "1", "--steps", "20", "--width", "32", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*LAUNCHERS["torchrun"], study, *short],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_compression_study_in_its_short_form(tmp_path, forked):
+    short = ["--seeds", "1", "--steps", "20", "--width", "32", "--out", tmp_path]
+    forked(ROOT / "examples" / "compression_study.py", *short)
     head, *rows = [json.loads(line) for line in (tmp_path / "compression_study.jsonl").read_text().splitlines()]
     assert head["seeds"] == 1 and len(rows) == 14
     for row in rows:
         wide = {"none": 0.0, "bf16": 1.0, "fp16": 1.0, "int8": 3.0}.get(row["arm"], 15.0)
         assert abs(row["difference"]) <= wide, row
+
+
+@pytest.fixture
+def gpt_threads(monkeypatch):
+    """The example's module; this process has its number of threads again afterwards."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from gpt import threads
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    before = torch.get_num_threads()
+    yield threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("user", [{"OMP_NUM_THREADS": "2"}, {"LOCAL_WORLD_SIZE": "2"}])
+def test_where_the_user_has_chosen_or_cores_are_few_nothing_is_timed(gpt_threads, monkeypatch, user):
+    monkeypatch.setattr(gpt_threads, "seconds_with", lambda *_: pytest.fail("was timed"))
+    monkeypatch.setenv(*next(iter(user.items())))
+    before = torch.get_num_threads()
+    chosen = gpt_threads.Threads()
+    assert [chosen.after_step(seconds) for seconds in (1.0, 1.0, 50.0)] == ["", "", ""]
+    assert torch.get_num_threads() == before
+
+
+def test_threads_are_as_many_as_there_are_free_cores(gpt_threads, monkeypatch):
+    """Chosen at once, after a slow step, and again some time after it went back to one."""
+    costs = {1: 1.0, 2: 0.6}
+    asked = []
+    monkeypatch.setattr(gpt_threads, "seconds_with", lambda n, enough_s: asked.append(n) or costs[n])
+    chosen = gpt_threads.Threads()
+    assert torch.get_num_threads() == 2 and chosen.after_step(1.0) == chosen.after_step(1.9) == ""
+    assert asked == [1, 2]
+    costs[2] = 9.0  # somebody else comes
+    sentence = chosen.after_step(2.1)
+    assert "1 thread instead of 2" in sentence and "9.0 times" in sentence and "OMP_NUM_THREADS" in sentence
+    assert torch.get_num_threads() == 1 and asked == [1, 2, 1, 2]
+    costs[2] = 0.6  # and goes; nobody looks at each step
+    assert [chosen.after_step(9.0) for _ in range(gpt_threads.AGAIN_AFTER - 1)] == [""] * (gpt_threads.AGAIN_AFTER - 1)
+    assert torch.get_num_threads() == 1 and len(asked) == 4
+    chosen.after_step(1.0)
+    assert torch.get_num_threads() == 2 and len(asked) == 6
+    costs[2] = 9.0
+    assert chosen.after_step(1.0) == "" and "" == chosen.after_step(2.1)  # it was said
+    assert torch.get_num_threads() == 1
+
+
+def test_timing_too_many_threads_costs_no_more_than_one_does(gpt_threads, monkeypatch):
+    """A slow operator ends it."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(gpt_threads.time, "perf_counter", lambda: float(next(clock)))  # a second an operator
+    assert gpt_threads.seconds_with(1, float("inf")) == gpt_threads.OPERATORS
+    used = next(clock)
+    assert gpt_threads.seconds_with(1, 2.5) == gpt_threads.OPERATORS
+    assert next(clock) - used == 5  # the beginning and three operators, and this look

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import torch
 import torch.distributed as dist
-
-
-def use_own_cores() -> None:
-    """Give each rank of this host an equal share of its cores, unless the user chose."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -34,7 +34,7 @@ from .process_group import HostGroup, host_group, is_default_group, mesh_rows, r
 from .replica import Replica, live_replicas
 from .slicing import Slicing
 from .table import verify
-from .units import check_marks
+from .units import check_marks, comparable
 
 _RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", "_drift", "_retire", "__weakref__")
 
@@ -127,6 +127,8 @@ class DistributedDataParallel(TorchDDP):
             ),
             also_known=[name for name in given if name not in ("self", "options", "module")],
         )
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"DistributedDataParallel needs a torch.nn.Module, got {type(module).__name__}")
         if isinstance(module, TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
         check_zero(zero)
@@ -144,7 +146,9 @@ class DistributedDataParallel(TorchDDP):
         self._inputs_to = self.device if device_ids else None
         try:
             self._build(
-                init_sync=init_sync, sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers
+                init_sync=init_sync,
+                sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers,
+                compress=compress,
             )
         except BaseException:
             if self._precision is not None:
@@ -226,7 +230,7 @@ class DistributedDataParallel(TorchDDP):
         ignored.update(name for name, p in self.module.named_parameters(remove_duplicate=False) if id(p) in identities)
         return ignored
 
-    def _build(self, *, init_sync: bool, sync_buffers: bool) -> None:
+    def _build(self, *, init_sync: bool, sync_buffers: bool, compress: Any = None) -> None:
         """Makes the engine. Collective."""
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh)
@@ -242,6 +246,9 @@ class DistributedDataParallel(TorchDDP):
             "device_mesh": slicing.rows(),
             "share_parameters": options.share_parameters,
             "gather": options.gather,
+            "units": comparable(options.units),
+            "reshard_after_forward": options.reshard_after_forward,
+            "compress": compress,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),

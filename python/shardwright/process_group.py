@@ -36,6 +36,8 @@ from .slicing import Slicing
 
 _logger = logging.getLogger("shardwright")
 _SECRET_BYTES = 16
+#: how long a rank that could not join waits for what the others say of it: those that live fail in the same moment
+_REASONS_S = 0.5
 
 
 #: A test's entry: the host of each rank, instead of what the handshake finds, whatever the group.
@@ -77,12 +79,14 @@ class HostGroup:
         try:
             self.host_of = self._find_hosts(group, addresses, places)
             if self.host_count == 1 and (_forced_hosts is None or self.world_size == 1):
-                self.comm.connect(addresses, secret, self.hosts)
+                self._join_one_host(addresses, secret)
             else:
                 self._join_hosts(group, addresses, secret, pids, timeout_s)
         except BaseException:
             self.comm.close()
             raise
+        if self.rank == self.home:
+            self._warn_of_threads()
         self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
         self._leave.atexit = False  # _close_all does it
 
@@ -113,13 +117,26 @@ class HostGroup:
         host = socket.gethostname()
         secret = secrets.token_bytes(_SECRET_BYTES)
         address = "" if failure else self.comm.address
-        mine = (address, secret if self.rank == 0 else b"", host, os.getpid(), _place(), failure)
+        threads = (torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+        mine = (address, secret if self.rank == 0 else b"", host, os.getpid(), _place(), threads, failure)
         everyone = self._everyone(group, mine)
-        addresses, secrets_, hosts, pids, places, failures = (list(column) for column in zip(*everyone))
+        addresses, secrets_, hosts, pids, places, self._threads, failures = (list(column) for column in zip(*everyone))
         for rank, reason in enumerate(failures):
             if reason:
                 raise MemoryError(f"rank {rank} on host {hosts[rank]} cannot join the others: {reason}")
         return addresses, secrets_[0], hosts, pids, places
+
+    def _warn_of_threads(self) -> None:
+        """Where this host's ranks compute on more threads than they have cores: as a rule nobody has meant that."""
+        here = [threads for threads, host in zip(self._threads, self.host_of) if host == self.host_of[self.rank]]
+        cores, threads = len({core for _, own in here for core in own}), sum(count for count, _ in here)
+        if len(here) > 1 and threads > cores and max(count for count, _ in here) > 1:
+            _logger.warning(
+                "the %d ranks on host %s compute on %d threads, and have %d cores: threads of torch's that wait for one another spin, "
+                "and steps take many times as long; set OMP_NUM_THREADS=%d (torchrun sets it to 1) or call torch.set_num_threads(%d)",
+                *(len(here), self.hosts[self.rank], threads, cores),
+                *[max(1, cores // len(here))] * 2,
+            )
 
     def _everyone(self, group: Any, mine: Any) -> list[Any]:
         if self.world_size == 1:
@@ -139,6 +156,38 @@ class HostGroup:
         if places[0] and len(set(places)) == 1:
             return [0] * self.world_size
         return group_by_reach(self._everyone(group, self.comm.probe(addresses)))
+
+    def _join_one_host(self, addresses: list[str], secret: bytes) -> None:
+        """Joins through memory. What fails on one rank fails on all; with one sentence, as far as they live and have a store."""
+        try:
+            self.comm.connect(addresses, secret, self.hosts)
+            if self.world_size > 1:
+                self.comm.barrier("joining")  # nobody goes on alone
+        except TimeoutError:
+            raise
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise self._first_cause(error) from error
+
+    def _first_cause(self, error: Exception) -> Exception:
+        """What all ranks raise instead of each its own `error`: a rank's own trouble before what is heard of others'."""
+        mine = {"text": str(error), "heard": isinstance(error, CommError), "at": getattr(error, "rank", self.rank)}
+        said, deadline_s = {self.rank: mine}, time.monotonic() + _REASONS_S
+        try:
+            store = dist.PrefixStore(f"{self._store_name}/not joined", dist.distributed_c10d._get_default_store())
+            store.set(str(self.rank), json.dumps(mine))
+            for rank in range(self.world_size):
+                left_s = max(deadline_s - time.monotonic(), 0.001)
+                try:
+                    store.wait([str(rank)], timedelta(seconds=left_s))
+                    said[rank] = json.loads(store.get(str(rank)))
+                except RuntimeError:  # it does not live, or does not know yet
+                    continue
+        except (RuntimeError, ValueError):  # no store any more
+            return error
+        rank = min(said, key=lambda each: (said[each]["heard"], each))
+        at = said[rank]["at"]
+        text = f"joining failed on rank {rank} on host {self.hosts[rank]}: {said[rank]['text']}"
+        return comm_error(text, at, self.hosts[at] if 0 <= at < self.world_size else "")
 
     def _join_hosts(self, group: Any, addresses: list[str], secret: bytes, pids: list[int], timeout_s: float) -> None:
         """Joins over a map of hosts. What fails on one rank fails on all, with its sentence."""

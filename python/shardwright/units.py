@@ -70,6 +70,12 @@ def check_units(units: Any) -> None:
         raise ValueError(f"units, as a number of MiB, must be above 0, got {units!r}")
 
 
+def comparable(units: Any) -> Any:
+    """The option as ranks compare it: types by their names, in whatever order they were given."""
+    types = _types(units)
+    return sorted(f"{each.__module__}.{each.__qualname__}" for each in types) if types else units
+
+
 def _types(units: Any) -> tuple[type, ...]:
     found = (units,) if isinstance(units, type) else tuple(units) if isinstance(units, Collection) else ()
     return found if all(isinstance(each, type) and issubclass(each, torch.nn.Module) for each in found) else ()

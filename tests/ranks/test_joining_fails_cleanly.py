@@ -1,6 +1,7 @@
 """What fails while ranks join, or map one another's memory, is everybody's news at once, and nothing of it is left over."""
 
 import contextlib
+import logging
 import os
 import resource
 import socket
@@ -68,6 +69,72 @@ def test_a_rank_that_could_not_join_and_lives_on_is_not_waited_for(rank, world_s
     assert seconds < 3, texts
     assert "mapping" in texts[1] and "rank 2" in texts[1], texts
     assert all("rank 1" in text or "rank 0" in text for rank, text in enumerate(texts) if rank != 1), texts
+
+
+class Poor:
+    """A HostComm whose process may map no more memory while it joins."""
+
+    def __init__(self, *arguments, **options):
+        self._comm = engine.HostComm(*arguments, **options)
+
+    def connect(self, *arguments, **options):
+        with with_address_space(0):
+            self._comm.connect(*arguments, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+
+@pytest.mark.parametrize("poor", [0, 1, 2])
+@on_every_rank(at_least=3, spoils=True)
+def test_what_keeps_one_rank_from_joining_is_one_sentence_on_every_rank(rank, world_size, poor):
+    from shardwright import process_group
+
+    kept = process_group.HostComm
+    process_group.HostComm = Poor if rank == poor else kept
+    begin_s = time.monotonic()
+    try:
+        with pytest.raises(engine.CommError) as raised:
+            data_parallel(Mlp(), process_group=dist.new_group(range(world_size)), timeout_s=20.0)
+    finally:
+        process_group.HostComm = kept
+    seconds = time.monotonic() - begin_s
+    texts = gather(str(raised.value))
+    assert texts == [texts[0]] * world_size
+    assert f"joining failed on rank {poor} on host" in texts[0] and "mapping the control page" in texts[0], texts
+    assert seconds < 3, texts
+    wrapped, naive = pair(Mlp)  # the group itself goes on
+    compare_step(wrapped, naive, lambda model: model(batch(rank, 4, 7)).square().sum().backward())
+
+
+@on_every_rank(at_least=3)
+def test_ranks_with_more_threads_than_cores_are_told_so_once(rank, world_size):
+    """Of two cores for three ranks, and of three cores."""
+    cores = os.sched_getaffinity(0)
+
+    def said(own, threads):
+        heard = []
+        handler = logging.Handler()
+        handler.emit = lambda record: heard.append(record.getMessage())
+        logging.getLogger("shardwright").addHandler(handler)
+        os.sched_getaffinity = lambda _: own
+        torch.set_num_threads(threads)
+        try:
+            data_parallel(Mlp(), process_group=dist.new_group(range(world_size)))
+        finally:
+            os.sched_getaffinity = real
+            torch.set_num_threads(1)
+            logging.getLogger("shardwright").removeHandler(handler)
+        return [text for text in heard if "threads" in text]
+
+    real = os.sched_getaffinity
+    texts = gather(said({0, 1}, 2))
+    assert len(texts[0]) == 1 and texts[1:] == [[]] * (world_size - 1), texts
+    assert f"{world_size} ranks" in texts[0][0] and f"on {2 * world_size} threads" in texts[0][0], texts
+    assert "2 cores" in texts[0][0] and "OMP_NUM_THREADS=1" in texts[0][0], texts
+    assert gather(said({0, 1}, 1)) == [[]] * world_size  # one thread a rank is as few as there are
+    assert gather(said({2 * rank, 2 * rank + 1}, 2)) == [[]] * world_size  # cores of its own
+    assert os.sched_getaffinity(0) == cores
 
 
 def test_the_self_test_ends_when_a_thread_cannot_be_started():

@@ -131,9 +131,48 @@ def test_modules_that_differ_get_one_sentence_naming_both_sides(rank, world_size
     assert same_everywhere([parameter.grad.tolist() for parameter in wrapped.parameters()])
 
 
+_PRIVATE = dict(zero=3, share_parameters=False)
+#: what all ranks but the last say, what that one says, and a word of either
+OPTIONS = dict(
+    bucket_cap_mb=(dict(bucket_cap_mb=1), dict(bucket_cap_mb=25), ("1", "25")),
+    zero=(dict(zero=1), dict(zero=2), ("zero 1", "zero 2")),
+    compress=(dict(), dict(compress="bf16"), ("None", "Bf16")),
+    auto=(dict(), dict(compress="auto"), ("None", "'auto'")),
+    reduce=(dict(), dict(reduce="sum"), ("mean", "sum")),
+    precision=(dict(), dict(precision="bf16"), ("None", "bfloat16")),
+    broadcast_buffers=(dict(), dict(broadcast_buffers=False), ("True", "False")),
+    units=(dict(units="size", **_PRIVATE), dict(units=torch.nn.Linear, **_PRIVATE), ("'size'", "Linear")),
+    reshard=(dict(**_PRIVATE), dict(reshard_after_forward=False, **_PRIVATE), ("True", "reshard_after_forward False")),
+)
+
+
 @pytest.mark.skipif(PEER == "torch", reason="torch trains on")
+@pytest.mark.parametrize("option", OPTIONS)
 @on_every_rank(at_least=2)
-def test_a_bucket_cap_that_differs_is_named(rank, world_size):
-    with pytest.raises(engine.Error, match="bucket_cap_mb") as raised:
-        data_parallel(Mlp(), bucket_cap_mb=25 if rank else 1)
+def test_an_option_that_differs_is_named(rank, world_size, option):
+    import shardwright as sw
+
+    usual, odd, words = OPTIONS[option]
+    given = dict(odd if rank == world_size - 1 else usual)
+    if given.get("compress") == "bf16":
+        given["compress"] = sw.Bf16()
+    with pytest.raises(engine.Error, match="ranks disagree about the wrapped Mlp") as raised:
+        data_parallel(Mlp(), **given)
     assert same_everywhere(str(raised.value))
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.skipif(PEER == "torch", reason="an AttributeError there")
+@on_every_rank()
+def test_what_is_no_module_is_refused_by_its_type(rank, world_size):
+    for given, name in ((None, "NoneType"), (Mlp, "type"), ([Mlp()], "list")):
+        with pytest.raises(TypeError, match=f"needs a torch.nn.Module, got {name}"):
+            data_parallel(given)
+
+
+@pytest.mark.skipif(PEER == "torch", reason="our sentence")
+@on_every_rank(at_least=2)
+def test_units_of_the_same_types_in_another_order_are_the_same(rank, world_size):
+    types = [torch.nn.Linear, torch.nn.Tanh]
+    wrapped = data_parallel(Mlp(), units=types[::-1] if rank else tuple(types), **_PRIVATE)
+    wrapped(batch(rank, 6, 7)).sum().backward()
