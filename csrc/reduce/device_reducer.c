@@ -25,6 +25,7 @@ struct sw_device_reducer {
     sw_device_comm *comm; /* borrowed */
     sw_device *device;    /* the comm's */
     sw_redop op;
+    int divisor; /* of means */
     bool sliced;
     sw_dtype wire;    /* SW_DTYPE_COUNT: buckets travel as they are */
     void *compressed; /* owned device memory; only with `wire` */
@@ -145,6 +146,7 @@ sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
     *made = (sw_device_reducer){.comm = config->comm,
                                 .device = config->comm->device,
                                 .op = config->op,
+                                .divisor = sw_nccl_world_size(config->comm->nccl),
                                 .sliced = config->sliced,
                                 .wire = config->wire,
                                 .gradient_count = config->gradient_count};
@@ -206,6 +208,26 @@ sw_status sw_device_reducer_adopt(sw_device_reducer *r, size_t index, void *data
     return SW_OK;
 }
 
+sw_status sw_device_reducer_divide_by(sw_device_reducer *r, int count, sw_error *err)
+{
+    int world_size = sw_nccl_world_size(r->comm->nccl);
+    if (count < 1 || count > world_size)
+        SW_FAIL(err, SW_E_INVALID, "device reducer: means divide by a count in [1, %d], not %d",
+                world_size, count);
+    if (count != world_size && (r->sliced || r->wire != SW_DTYPE_COUNT))
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "device reducer: means that are sliced, or travel narrower, divide by the world "
+                "size %d, not by %d",
+                world_size, count);
+    r->divisor = count;
+    return SW_OK;
+}
+
+size_t sw_device_reducer_bucket_count(const sw_device_reducer *r)
+{
+    return r->bucket_count;
+}
+
 bool sw_device_reducer_takes_part(const sw_device_reducer *r, size_t index)
 {
     return index < r->bucket_count && r->bucket[index].data;
@@ -262,7 +284,7 @@ static sw_fold_args fold_of(const sw_device_reducer *r, const device_bucket *buc
                           .rest = r->contributions,
                           .numel = slice_numel(r, bucket),
                           .stride_bytes = slice_bytes,
-                          .scale = 1.0 / world_size,
+                          .scale = 1.0 / r->divisor,
                           .dtype = (int)bucket->dtype,
                           .op = is_ours ? (int)op : (int)SW_REDOP_SUM,
                           .own_index = is_ours ? rank : 0,
@@ -283,6 +305,24 @@ static sw_status reduce_in_rank_order(sw_device_reducer *r, const device_bucket 
                                    stream, err));
     SW_TRY(sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &fold, stream, err));
     return sw_nccl_all_gather(nccl, bucket->data, numel, bucket->dtype, stream, err);
+}
+
+/* NCCL's own order. Its mean knows one divisor; another one scales the sum, on the comm stream. */
+static sw_status reduce_by_nccl(sw_device_reducer *r, const device_bucket *bucket, sw_error *err)
+{
+    bool is_own = r->op != SW_REDOP_MEAN || r->divisor == sw_nccl_world_size(r->comm->nccl);
+    sw_fold_args scaled = {.to = bucket->data,
+                           .own = bucket->data,
+                           .numel = bucket->numel,
+                           .scale = 1.0 / r->divisor,
+                           .dtype = (int)bucket->dtype,
+                           .op = (int)SW_REDOP_MEAN,
+                           .source_count = 1};
+    SW_TRY(sw_nccl_all_reduce(r->comm->nccl, bucket->data, bucket->numel, bucket->dtype,
+                              is_own ? r->op : SW_REDOP_SUM, r->comm->stream, err));
+    return is_own ? SW_OK
+                  : sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &scaled, r->comm->stream,
+                                     err);
 }
 
 static bool is_narrow(sw_dtype dtype)
@@ -382,8 +422,7 @@ sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *
     else if (r->contributions)
         SW_TRY(reduce_in_rank_order(r, bucket, r->op, err));
     else
-        SW_TRY(sw_nccl_all_reduce(r->comm->nccl, bucket->data, bucket->numel, bucket->dtype, r->op,
-                                  r->comm->stream, err));
+        SW_TRY(reduce_by_nccl(r, bucket, err));
     SW_TRY(r->device->ops->event_record(r->device, bucket->done, r->comm->stream, err));
     r->next = next_due(r, index + 1);
     return SW_OK;
@@ -450,7 +489,8 @@ static size_t find_use(const sw_device_reducer *r, const uint8_t *used, size_t f
 }
 
 /* The rank's use bytes and tag, by fills: no host memory has to outlive the call. */
-static sw_status write_use(sw_device_reducer *r, const uint8_t *used, uint64_t tag, sw_error *err)
+static sw_status write_use(sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
+                           sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
     sw_stream *stream = r->comm->stream;
@@ -460,8 +500,11 @@ static sw_status write_use(sw_device_reducer *r, const uint8_t *used, uint64_t t
         SW_TRY(ops->fill_async(r->device, (char *)r->used + i, 0, end - i, stream, err));
         i = find_use(r, used, end, false);
     }
+    if (!tag) /* less than any rank's */
+        return ops->fill_async(r->device, (char *)r->used + r->gradient_count, 0, TAG_BYTES, stream,
+                               err);
     for (size_t k = 0; k < TAG_BYTES; ++k) {
-        unsigned char part = (unsigned char)(tag >> 8 * (k / 2));
+        unsigned char part = (unsigned char)(*tag >> 8 * (k / 2));
         SW_TRY(ops->fill_async(r->device, (char *)r->used + r->gradient_count + k,
                                k % 2 ? (unsigned char)(TAG_GREATEST - part) : part, 1, stream,
                                err));
@@ -507,7 +550,7 @@ sw_status sw_device_reducer_check(sw_device_reducer *r, uint64_t *tag, uint64_t 
             (unsigned long long)r->tag);
 }
 
-sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, uint64_t tag,
+sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
                                    sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
@@ -522,7 +565,8 @@ sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, ui
         SW_TRY(write_use(r, used, tag, err));
         SW_TRY(sw_nccl_all_reduce(r->comm->nccl, r->used, r->gradient_count + TAG_BYTES,
                                   SW_DTYPE_UINT8, SW_REDOP_MAX, stream, err));
-        SW_TRY(send_tags(r, tag, err));
+        if (tag)
+            SW_TRY(send_tags(r, *tag, err));
     }
     if (r->is_gathered) {
         SW_TRY(ops->copy_async(r->device, r->any, r->used, r->gradient_count, stream, err));

@@ -93,6 +93,7 @@ void sw_device_reducer_destroy(sw_device_reducer *reducer);
 SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t index, void *data,
                                               sw_error *err);
 
+size_t sw_device_reducer_bucket_count(const sw_device_reducer *reducer);
 bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index);
 
 /* A step's gradients will be written on `producer` (call once for each such stream). SW_E_STATE
@@ -124,10 +125,16 @@ SW_MUST_USE sw_status sw_device_reducer_post_slice(sw_device_reducer *reducer, s
 SW_MUST_USE sw_status sw_device_reducer_take(sw_device_reducer *reducer, size_t index,
                                              sw_stream *consumer, sw_error *err);
 
-/* All buckets are posted. used[i]: whether this rank used gradient i. `tag` is what must be equal
- * on all ranks: see check. */
+/* All buckets are posted. used[i]: whether this rank used gradient i. *tag is what must be equal on
+ * all ranks: see check. NULL: this rank has no say, since it takes part without contributing. */
 SW_MUST_USE sw_status sw_device_reducer_finish(sw_device_reducer *reducer, const uint8_t *used,
-                                               uint64_t tag, sw_error *err);
+                                               const uint64_t *tag, sw_error *err);
+
+/* Means of buckets posted from now on divide by `count`, in [1, world_size], alike on all ranks; at
+ * first by the world size. The other ranks contribute -0.0, to which every sum is indifferent. Not
+ * with `sliced`, nor `wire`. */
+SW_MUST_USE sw_status sw_device_reducer_divide_by(sw_device_reducer *reducer, int count,
+                                                  sw_error *err);
 
 /* SW_E_MISMATCH when ranks finished a step with different tags, *tag being this rank's, and of
  * *unlike the bytes set in which they differ. Never waits: what has not come yet is seen later, or,

@@ -282,8 +282,11 @@ class DeviceReducer:
     def post_slice(self, bucket: int, address: int, standing: list[tuple[int, int]], stream: int, /) -> None:
         """Sliced: the bucket is complete at `address`, the reserved place. `standing`: elements [begin, end) of this rank's slice where
         contributions are on top of the mean that stands there, alike on all ranks."""
-    def finish(self, used: bytearray, tag: int, /) -> None:
-        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 64 bits, to be equal on all ranks."""
+    def finish(self, used: bytearray, tag: int | None, /) -> None:
+        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 64 bits, to be equal on all ranks; None: this
+        rank has no say."""
+    def divide_by(self, count: int, /) -> None:
+        """Means of buckets posted from now on divide by `count`, in [1, world_size]; the other ranks contribute -0.0."""
     def check(self) -> tuple[int, int] | None:
         """(this rank's tag, bytes set where ranks' tags differ) of a step that they finished with different ones; None if none is
         known. Does not wait."""

@@ -406,15 +406,24 @@ class DistributedDataParallel(TorchDDP):
         return ShadowHook(self, divide_by_initial_world_size)
 
     def _check_join(self, divide_by_initial_world_size: bool) -> None:
+        if self._zero and self._replica is not None and self._replica.link is not None:
+            raise NotImplementedError(
+                f"join at zero={self._zero} on GPUs is not there yet: use zero=0, or give every rank the same number of inputs"
+            )
         if self._replica is not None and self._replica.compression is not None and not divide_by_initial_world_size:
             raise NotImplementedError(
                 f"join(divide_by_initial_world_size=False) under compress={self._replica.compression[0]} is not there yet: "
                 "compressed gradients are divided by the world size"
             )
 
-    def _agree_on_sync(self, required: bool) -> bool:
+    def _agree_on_sync(self, required: bool, *, trains: bool = True) -> bool:
         """Whether some rank that still trains synchronises in its next backward. Collective."""
-        return self._engine().group.highest_rank_where(required, "whether this backward synchronises") >= 0
+        replica = self._engine()
+        mine = bytes([trains, required])
+        said = replica.group.comm.all_gather_bytes(mine, "whether this backward synchronises")
+        if replica.link is not None:  # on the host the round itself says who contributes
+            replica.reducer.set_active(sum(each[0] for each in said))
+        return any(each[1] for each in said)
 
     # communication hooks ------------------------------------------------------------------------------------------
 
@@ -441,9 +450,9 @@ class DistributedDataParallel(TorchDDP):
         self._run_buckets_by(state, hook)
 
     def _run_buckets_by(self, state: object, hook: Callable[..., Any]) -> None:
-        if self._comm_hooks:
-            raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
+        if self._comm_hooks or replica.compression is not None:
+            raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         runner = replica.hook_runner(state, hook)
         replica.reducer.set_bucket_callback(runner)
         self._comm_hooks.append((hook, state))

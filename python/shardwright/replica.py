@@ -227,10 +227,6 @@ class Replica:
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
         """What calls a communication hook for every bucket."""
-        if self.link is not None:
-            raise NotImplementedError(
-                "communication hooks are not there yet on GPUs: compress=sw.Fp16() and sw.Bf16() are"
-            )
         if self.zero >= 2 and self.reducer.transport == "pool":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
             return SlicedHookRunner(

@@ -6,6 +6,7 @@ The laws of the CPU's stages are run body for body, with modules on simulated GP
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -19,8 +20,7 @@ from harness import at_least_two, gather, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from simulated_gpus import POLICIES, SimulatedGpus, build, stats, sw
-from test_modules_on_simulated_gpus import meet
+from simulated_gpus import POLICIES, SimulatedGpus, build, run, stats, sw
 
 from shardwright import device as sw_device
 
@@ -40,20 +40,12 @@ def paths() -> dict[str, str]:
     return build()
 
 
-def run(
-    teams: Any, world_size: int, paths: dict[str, str], scene: Any, *arguments: Any, policy: str = "random"
-) -> None:
-    """`scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it."""
-    given = {"paths": paths, "policy": policy, "scene": scene.__name__, "given": arguments}
-    teams.run(world_size, simulate, spoils=False, deadline_s=60, arguments=given)
-
-
-def simulate(
-    rank: int, world_size: int, paths: dict[str, str], policy: str, scene: str, given: tuple[Any, ...]
-) -> None:
-    with SimulatedGpus(paths, meet(rank), policy) as gpus, pytest.MonkeyPatch.context() as patch:
+@contextlib.contextmanager
+def inside(gpus: SimulatedGpus) -> Any:
+    """The laws of the CPU's stages wrap modules on simulated GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "sw", OnGpu(gpus))
-        globals()[scene](gpus, rank, world_size, *given)
+        yield
 
 
 class OnGpu:
