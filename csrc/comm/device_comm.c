@@ -5,7 +5,7 @@
 
 #include "platform/clock.h"
 
-enum { CALLS_PER_GROUP = 32, EVERY_RANK = -1 };
+enum { CALLS_PER_GROUP = 32, EVERY_RANK = -1, EACH_ITS_SLICE = -2 };
 static const size_t norm_numel_max = (size_t)1 << 31;
 
 /* ---- life ---- */
@@ -89,18 +89,20 @@ sw_status sw_device_comm_follow(sw_device_comm *c, sw_stream *later, sw_stream *
     return SW_OK;
 }
 
-/* A collective of one range: broadcast from `root`, or the gathering of its slices. */
+/* A collective of one range: broadcast from `root`, or the gathering or exchange of its slices. */
 static sw_status move_range(sw_device_comm *c, const sw_device_range *range, int root,
                             sw_error *err)
 {
+    size_t slice_numel = range->numel / (size_t)sw_nccl_world_size(c->nccl);
     if (range->numel == 0)
         return SW_OK;
+    if (root == EACH_ITS_SLICE)
+        return sw_nccl_exchange_slices(c->nccl, range->data, range->received, slice_numel,
+                                       range->dtype, c->stream, err);
     if (root != EVERY_RANK)
         return sw_nccl_broadcast(c->nccl, range->data, range->numel, range->dtype, root, c->stream,
                                  err);
-    return sw_nccl_all_gather(c->nccl, range->data,
-                              range->numel / (size_t)sw_nccl_world_size(c->nccl), range->dtype,
-                              c->stream, err);
+    return sw_nccl_all_gather(c->nccl, range->data, slice_numel, range->dtype, c->stream, err);
 }
 
 static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, size_t count, int root,
@@ -135,17 +137,29 @@ sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ran
     return move_all(c, ranges, count, root, user, err);
 }
 
-sw_status sw_device_comm_all_gather(sw_device_comm *c, const sw_device_range *ranges, size_t count,
-                                    sw_stream *user, sw_error *err)
+/* Of slices; one rank has nothing to move. */
+static sw_status move_slices(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                             int kind, const char *what, sw_stream *user, sw_error *err)
 {
     size_t world_size = (size_t)sw_nccl_world_size(c->nccl);
     for (size_t i = 0; i < count; ++i)
         if (ranges[i].numel % world_size != 0)
             SW_FAIL(err, SW_E_INVALID,
-                    "device all_gather: numel of range %zu must be a multiple of world_size %zu, "
-                    "not %zu",
-                    i, world_size, ranges[i].numel);
-    return world_size == 1 ? SW_OK : move_all(c, ranges, count, EVERY_RANK, user, err);
+                    "device %s: numel of range %zu must be a multiple of world_size %zu, not %zu",
+                    what, i, world_size, ranges[i].numel);
+    return world_size == 1 ? SW_OK : move_all(c, ranges, count, kind, user, err);
+}
+
+sw_status sw_device_comm_all_gather(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                                    sw_stream *user, sw_error *err)
+{
+    return move_slices(c, ranges, count, EVERY_RANK, "all_gather", user, err);
+}
+
+sw_status sw_device_comm_exchange(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                                  sw_stream *user, sw_error *err)
+{
+    return move_slices(c, ranges, count, EACH_ITS_SLICE, "exchange", user, err);
 }
 
 /* ---- the norm ---- */

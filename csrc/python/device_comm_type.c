@@ -205,6 +205,7 @@ typedef struct range_call {
     range_list ranges;
     sw_stream *stream;
     int root;
+    void *received;  /* of exchange */
     sw_norm_sum sum; /* the result of norm_sum */
 } range_call;
 
@@ -256,6 +257,27 @@ static PyObject *device_all_gather(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO:all_gather", &list, &stream))
         return NULL;
     return call_on_ranges((device_comm_object *)op, list, stream, &given, all_gather);
+}
+
+static sw_status exchange(sw_device_comm *comm, range_call *given, sw_error *err)
+{
+    given->ranges.range[0].received = given->received;
+    return sw_device_comm_exchange(comm, given->ranges.range, given->ranges.count, given->stream,
+                                   err);
+}
+
+static PyObject *device_exchange(PyObject *op, PyObject *args)
+{
+    PyObject *range, *received, *stream;
+    range_call given;
+    if (!PyArg_ParseTuple(args, "OOO:exchange", &range, &received, &stream))
+        return NULL;
+    given.received = PyLong_AsVoidPtr(received);
+    PyObject *list = PyErr_Occurred() ? NULL : PyTuple_Pack(1, range);
+    PyObject *done =
+        list ? call_on_ranges((device_comm_object *)op, list, stream, &given, exchange) : NULL;
+    Py_XDECREF(list);
+    return done;
 }
 
 static sw_status norm_sum(sw_device_comm *comm, range_call *given, sw_error *err)
@@ -411,6 +433,8 @@ static PyMethodDef device_methods[] = {
      "broadcast(ranges, root, stream)\n--\n\nOf (address, numel, dtype) ranges."},
     {"all_gather", device_all_gather, METH_VARARGS,
      "all_gather(ranges, stream)\n--\n\nOf each range the slices, one a rank."},
+    {"exchange", device_exchange, METH_VARARGS,
+     "exchange(range, received, stream)\n--\n\nEach rank gets its slice of everybody's."},
     {"norm_sum", device_norm, METH_VARARGS,
      "norm_sum(ranges, stream)\n--\n\nThe exact sum of squares, as norm_sum()'s bytes; waits."},
     {"follow", device_follow, METH_VARARGS,

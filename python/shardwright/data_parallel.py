@@ -26,7 +26,6 @@ from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments, check_devi
 from .drift import DriftCheck
 from .exchange import Exchange
 from .join import ShadowHook
-from .levels import levels_of
 from .offload import offload_kind
 from .options import Options, check_zero
 from .precision import PrecisionPlan, remove_plan
@@ -475,7 +474,7 @@ class DistributedDataParallel(TorchDDP):
         if replica.link is not None and replica.reducer.wire is not None:  # the reducer's own
             replica.compression = (repr(compress), None)
             return
-        levels = levels_of(replica.group)
+        levels = replica.levels()
         state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))

@@ -16,11 +16,12 @@ from torch.utils.dlpack import from_dlpack
 from . import _hooks
 from ._engine import Error, Reducer, norm_sum
 from .comm_hook import HookRunner, SlicedHookRunner
-from .compress import Bf16, Compressor, Fp16
+from .compress import Bf16, Compressor, Fp16, Int4, Int8
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
 from .gradients import as_real, copy_gradient, gradient_view, norm_over_ranks
+from .levels import Levels, levels_of
 from .options import Options
 from .parameter_memory import ParameterMemory
 from .parameter_slices import memory_order
@@ -224,6 +225,14 @@ class Replica:
             )
             for i, p in enumerate(like)
         ]
+
+    def levels(self) -> Levels:
+        """Over what a compressor's hook exchanges. Collective at first use across hosts."""
+        if self.link is None:
+            return levels_of(self.group)
+        from .device_exchange import DeviceExchange
+
+        return Levels(DeviceExchange(self.link, self.table.parameters[0]))
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
         """What calls a communication hook for every bucket."""
@@ -603,10 +612,12 @@ def _wire_of(compress: Compressor | None, zero: int, table: ParameterTable) -> s
     """In what gradients travel between GPUs; None: as they are."""
     if compress is None:
         return None
-    if not isinstance(compress, (Fp16, Bf16)) or zero > 1:
+    if not isinstance(compress, (Fp16, Bf16, Int8, Int4)) or zero > 1:
         raise NotImplementedError(
-            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() at zero=0 and 1 are"
+            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16(), sw.Bf16(), sw.Int8() and sw.Int4() at zero=0 and 1 are"
         )
+    if isinstance(compress, (Int8, Int4)):  # a hook's: see device_exchange.py
+        return None
     for name, parameter in zip(table.names, table.parameters):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NotImplementedError(

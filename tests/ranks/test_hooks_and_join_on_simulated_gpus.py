@@ -40,7 +40,11 @@ PROMISES: list[tuple[str, str, dict[str, Any]]] = [
     (_HOOKS, "an_exception_in_a_hook_comes_out_of_the_backward", {}),
     (_HOOKS, "a_second_hook_and_a_wrong_one_are_refused", {}),
     *[
-        (_JOIN, "each_gradient_is_the_mean_that_was_asked_for", {"cap": cap, "initial": initial, "through_join": through})
+        (
+            _JOIN,
+            "each_gradient_is_the_mean_that_was_asked_for",
+            {"cap": cap, "initial": initial, "through_join": through},
+        )
         for cap, initial, through in ((0.001, True, False), (25, False, True), (0.001, False, False))
     ],
     (_JOIN, "training_goes_on_after_the_join", {}),
@@ -93,7 +97,10 @@ def quiet_hook(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> No
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     after = stats(wrapped)
-    assert after["host_waits"] == before["host_waits"] and after["allocations"] == before["allocations"], (before, after)
+    assert after["host_waits"] == before["host_waits"] and after["allocations"] == before["allocations"], (
+        before,
+        after,
+    )
     assert same_everywhere([p.tolist() for p in module.parameters()])
 
 
