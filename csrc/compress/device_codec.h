@@ -1,4 +1,5 @@
-/* device_codec.h - codec.h's blocks on a device: each function enqueued on a stream, none waited for.
+/* device_codec.h - codec.h's blocks on a device: each function enqueued on a stream, none waited
+ * for.
  *
  * Idea: the host decides after a fold whether errors are kept, by looking at the records. Here
  * nobody waits to look: a verdict in device memory says it to the kernels that would keep them.

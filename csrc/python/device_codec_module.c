@@ -1,5 +1,6 @@
-/* device_codec_module.c - the module's functions that make GPU gradients small (compress/device_codec.h). Addresses are
- * integers; each call is enqueued on the stream given, and none waits. */
+/* device_codec_module.c - the module's functions that make GPU gradients small
+ * (compress/device_codec.h). Addresses are integers; each call is enqueued on the stream given, and
+ * none waits. */
 #include <stdlib.h>
 
 #include "compress/device_codec.h"
@@ -25,9 +26,9 @@ static bool begin(PyObject *module, PyObject *comm, Py_ssize_t block, int bits,
         return false;
     }
     call->comm = (device_comm_object *)comm;
-    call->blocks = (sw_device_blocks){
-        .codec = {.block = block < 0 ? 0 : (size_t)block, .bits = bits},
-        .stream = address_of(stream)};
+    call->blocks =
+        (sw_device_blocks){.codec = {.block = block < 0 ? 0 : (size_t)block, .bits = bits},
+                           .stream = address_of(stream)};
     if (sw_block_codec_check(&call->blocks.codec, &err) != SW_OK) {
         sw_py_raise(PyModule_GetState(module), &err, NULL);
         return false;
@@ -116,12 +117,12 @@ static PyObject *block_decode(PyObject *module, PyObject *args)
                           &records, &error, &own, &verdict, &numel, &stream) ||
         !begin(module, comm, block, bits, stream, &call))
         return NULL;
-    return sw_py_device_finish(
-        call.comm,
-        sw_device_block_decode(&call.blocks, address_of(out), address_of(records),
-                               address_of(error), address_of(own), address_of(verdict),
-                               (size_t)numel, &err),
-        &err);
+    return sw_py_device_finish(call.comm,
+                               sw_device_block_decode(&call.blocks, address_of(out),
+                                                      address_of(records), address_of(error),
+                                                      address_of(own), address_of(verdict),
+                                                      (size_t)numel, &err),
+                               &err);
 }
 
 static PyObject *block_owe(PyObject *module, PyObject *args)

@@ -261,9 +261,7 @@ static PyObject *device_all_gather(PyObject *op, PyObject *args)
 
 static sw_status exchange(sw_device_comm *comm, range_call *given, sw_error *err)
 {
-    given->ranges.range[0].received = given->received;
-    return sw_device_comm_exchange(comm, given->ranges.range, given->ranges.count, given->stream,
-                                   err);
+    return sw_device_comm_exchange(comm, given->ranges.range, given->received, given->stream, err);
 }
 
 static PyObject *device_exchange(PyObject *op, PyObject *args)

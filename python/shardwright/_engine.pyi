@@ -320,7 +320,7 @@ class DeviceReducer:
         sliced: bool = False,
         wire: str | None = None,
     ) -> None:
-        """`wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel; not with `sliced`."""
+        """`wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel."""
     def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
     def bucket_parameters(self, bucket: int, /) -> list[int]:

@@ -474,7 +474,7 @@ class DistributedDataParallel(TorchDDP):
         if replica.link is not None and replica.reducer.wire is not None:  # the reducer's own
             replica.compression = (repr(compress), None)
             return
-        levels = replica.levels()
+        levels = replica.levels(compress)
         state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))

@@ -109,7 +109,7 @@ class SlicedDeviceRounds(DeviceRounds):
         _, begin, numel = self._places[index]
         memory = flat[begin : begin + numel].as_strided(view.shape, view.stride())
         if source is None:
-            if stands:
+            if stands and self.wire is None:
                 fill_with_nothing(memory)
             else:
                 memory.zero_()

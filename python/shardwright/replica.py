@@ -226,12 +226,16 @@ class Replica:
             for i, p in enumerate(like)
         ]
 
-    def levels(self) -> Levels:
+    def levels(self, compress: Compressor) -> Levels:
         """Over what a compressor's hook exchanges. Collective at first use across hosts."""
         if self.link is None:
             return levels_of(self.group)
         from .device_exchange import DeviceExchange
 
+        if _wire_of(compress, self.zero, self.table) is not None:
+            raise NotImplementedError(
+                f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
+            )
         return Levels(DeviceExchange(self.link, self.table.parameters[0]))
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any]) -> HookRunner:
@@ -612,11 +616,13 @@ def _wire_of(compress: Compressor | None, zero: int, table: ParameterTable) -> s
     """In what gradients travel between GPUs; None: as they are."""
     if compress is None:
         return None
-    if not isinstance(compress, (Fp16, Bf16, Int8, Int4)) or zero > 1:
+    halves = isinstance(compress, (Fp16, Bf16))
+    if not halves and (not isinstance(compress, (Int8, Int4)) or zero > 1):
         raise NotImplementedError(
-            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16(), sw.Bf16(), sw.Int8() and sw.Int4() at zero=0 and 1 are"
+            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() at zero=0, 1 and 2 are, sw.Int8() and "
+            "sw.Int4() at zero=0 and 1"
         )
-    if isinstance(compress, (Int8, Int4)):  # a hook's: see device_exchange.py
+    if not halves:  # a hook's: see device_exchange.py
         return None
     for name, parameter in zip(table.names, table.parameters):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):

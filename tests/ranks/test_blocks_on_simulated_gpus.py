@@ -161,6 +161,10 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         sw.wrap(gpus.adopt_module(Mlp()), compress=sw.PowerSGD())
     with pytest.raises(NotImplementedError, match=r"compress=Int8.* at zero=2 is not there yet on GPUs"):
         sw.wrap(gpus.adopt_module(Mlp()), zero=2, compress=sw.Int8())
+    wrapped = sw.wrap(gpus.adopt_module(Mlp()))
+    for compress, why in ((sw.Fp16(), "on GPUs is the reducer's own"), (sw.PowerSGD(), "is not there yet on GPUs")):
+        with pytest.raises(NotImplementedError, match=why):
+            wrapped.compress_gradients(compress)
     for state, hook in (
         (None, sw.hooks.fp16_compress_hook),
         (None, sw.hooks.int8_compress_hook),
