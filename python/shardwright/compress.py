@@ -65,13 +65,15 @@ class _Block(Compressor):
             raise TypeError(f"{type(self).__name__}: error_feedback must be True or False, got {self.error_feedback!r}")
 
     def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
+        from .block_compression import BlockState
         from .hooks import int4_compress_hook, int8_compress_hook
 
+        kind = BlockState
         if exchange.on_device:
-            from .device_exchange import DeviceBlockState as BlockState
-        else:
-            from .block_compression import BlockState
-        state = BlockState(None, self.bits, self.block, self.error_feedback)
+            from .device_exchange import DeviceBlockState
+
+            kind = DeviceBlockState
+        state = kind(None, self.bits, self.block, self.error_feedback)
         state.use_exchange(exchange)
         return state, int8_compress_hook if self.bits == 8 else int4_compress_hook
 
