@@ -89,39 +89,45 @@ sw_status sw_device_comm_follow(sw_device_comm *c, sw_stream *later, sw_stream *
     return SW_OK;
 }
 
-/* A collective of one range: broadcast from `root`, or the gathering of its slices. */
-static sw_status move_range(sw_device_comm *c, const sw_device_range *range, int root,
+typedef struct move {
+    int root;       /* broadcast; EVERY_RANK: slices */
+    void *received; /* slices are exchanged, to here; NULL: gathered */
+} move;
+
+static sw_status move_range(sw_device_comm *c, const sw_device_range *range, const move *how,
                             sw_error *err)
 {
+    size_t slice_numel = range->numel / (size_t)sw_nccl_world_size(c->nccl);
     if (range->numel == 0)
         return SW_OK;
-    if (root != EVERY_RANK)
-        return sw_nccl_broadcast(c->nccl, range->data, range->numel, range->dtype, root, c->stream,
-                                 err);
-    return sw_nccl_all_gather(c->nccl, range->data,
-                              range->numel / (size_t)sw_nccl_world_size(c->nccl), range->dtype,
-                              c->stream, err);
+    if (how->root != EVERY_RANK)
+        return sw_nccl_broadcast(c->nccl, range->data, range->numel, range->dtype, how->root,
+                                 c->stream, err);
+    if (how->received)
+        return sw_nccl_exchange_slices(c->nccl, range->data, how->received, slice_numel,
+                                       range->dtype, c->stream, err);
+    return sw_nccl_all_gather(c->nccl, range->data, slice_numel, range->dtype, c->stream, err);
 }
 
-static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, size_t count, int root,
-                           sw_error *err)
+static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                           const move *how, sw_error *err)
 {
     sw_status status = SW_OK;
     SW_TRY(sw_nccl_group_begin(c->nccl, err));
     for (size_t i = 0; i < count && status == SW_OK; ++i)
-        status = move_range(c, &ranges[i], root, err);
+        status = move_range(c, &ranges[i], how, err);
     /* The group is closed all the same: the thread's next one is another. */
     sw_status ended = sw_nccl_group_end(c->nccl, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
 
-static sw_status move_all(sw_device_comm *c, const sw_device_range *ranges, size_t count, int root,
-                          sw_stream *user, sw_error *err)
+static sw_status move_all(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                          const move *how, sw_stream *user, sw_error *err)
 {
     SW_TRY(sw_device_comm_follow(c, c->stream, user, err));
     for (size_t i = 0; i < count; i += CALLS_PER_GROUP)
         SW_TRY(move_some(c, ranges + i, count - i < CALLS_PER_GROUP ? count - i : CALLS_PER_GROUP,
-                         root, err));
+                         how, err));
     SW_TRY(sw_device_comm_mark(c, err));
     return sw_device_comm_follow(c, user, c->stream, err);
 }
@@ -132,20 +138,33 @@ sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ran
     if (root < 0)
         SW_FAIL(err, SW_E_INVALID, "device broadcast: root must be in [0, %d), not %d",
                 sw_nccl_world_size(c->nccl), root);
-    return move_all(c, ranges, count, root, user, err);
+    return move_all(c, ranges, count, &(move){.root = root}, user, err);
+}
+
+/* One rank has nothing to move. */
+static sw_status move_slices(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                             void *received, const char *what, sw_stream *user, sw_error *err)
+{
+    size_t world_size = (size_t)sw_nccl_world_size(c->nccl);
+    move how = {.root = EVERY_RANK, .received = received};
+    for (size_t i = 0; i < count; ++i)
+        if (ranges[i].numel % world_size != 0)
+            SW_FAIL(err, SW_E_INVALID,
+                    "device %s: numel of range %zu must be a multiple of world_size %zu, not %zu",
+                    what, i, world_size, ranges[i].numel);
+    return world_size == 1 ? SW_OK : move_all(c, ranges, count, &how, user, err);
 }
 
 sw_status sw_device_comm_all_gather(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                                     sw_stream *user, sw_error *err)
 {
-    size_t world_size = (size_t)sw_nccl_world_size(c->nccl);
-    for (size_t i = 0; i < count; ++i)
-        if (ranges[i].numel % world_size != 0)
-            SW_FAIL(err, SW_E_INVALID,
-                    "device all_gather: numel of range %zu must be a multiple of world_size %zu, "
-                    "not %zu",
-                    i, world_size, ranges[i].numel);
-    return world_size == 1 ? SW_OK : move_all(c, ranges, count, EVERY_RANK, user, err);
+    return move_slices(c, ranges, count, NULL, "all_gather", user, err);
+}
+
+sw_status sw_device_comm_exchange(sw_device_comm *c, const sw_device_range *range, void *received,
+                                  sw_stream *user, sw_error *err)
+{
+    return move_slices(c, range, 1, received, "exchange", user, err);
 }
 
 /* ---- the norm ---- */

@@ -82,6 +82,12 @@ SW_MUST_USE sw_status sw_device_comm_broadcast(sw_device_comm *comm, const sw_de
 SW_MUST_USE sw_status sw_device_comm_all_gather(sw_device_comm *comm, const sw_device_range *ranges,
                                                 size_t count, sw_stream *user, sw_error *err);
 
+/* Of a range cut into world_size slices: place r of `received`, which has as many elements
+ * elsewhere, becomes rank r's copy of this rank's slice, but the own one, which stays where it is.
+ * In the order of `user`. SW_E_INVALID for a numel that does not divide. */
+SW_MUST_USE sw_status sw_device_comm_exchange(sw_device_comm *comm, const sw_device_range *range,
+                                              void *received, sw_stream *user, sw_error *err);
+
 /* The exact sum of squares of the ranges, carried: the bits of the host's norm. In the order of
  * `user`; waits for it on the host, under the deadline. SW_E_INVALID for a dtype without squares
  * here, or more than 2^31 elements in all. */

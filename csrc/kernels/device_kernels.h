@@ -8,11 +8,16 @@
  *   CAST        to[i] = round(from[i] * scale) to to_dtype; float32, float16 and bfloat16 each way
  *   PACK        copies up to SW_PACK_SEGMENT_MAX segments: tensors into a bucket, or back
  *   FOLD        kernels.h's fold over contributions in rank order: the same bits as on the host;
- * with an addend, over the sums of that and each contribution, rounded to the dtype ADAM, SGD
- * optim_kernels.h's steps on up to SW_RUNS_MAX runs: the same bits as on the host NORM        *sum
- * += squares, exactly: equal to the host's sum once both are carried. At most 2^31 elements between
- * two carries QUANTIZE, DEQUANTIZE, RESIDUAL   compress_kernels.h's block records, 8 or 4 bits;
- * records on a 4-byte boundary
+ *               with an addend, over the sums of that and each contribution, rounded to the dtype
+ *   ADAM, SGD   optim_kernels.h's steps on up to SW_RUNS_MAX runs: the same bits as on the host
+ *   NORM        *sum += squares, exactly: equal to the host's sum once both are carried. At most
+ *               2^31 elements between two carries
+ *   QUANTIZE, DEQUANTIZE, RESIDUAL   compress_kernels.h's block records, 8 or 4 bits; records on a
+ *               4-byte boundary
+ *   VERDICT     *verdict becomes 1 if one of the records has met something that is not finite;
+ *               else it stays
+ *   OWE         error += rest * scale, unless *verdict: what a round left out is kept only if all
+ *               of the round was finite, and the host does not wait to know
  *
  * Memory is the caller's and must live until the stream has passed the launch. Cost: the bytes that
  * the contract declares, once each (QUANTIZE reads its source twice, the second time from L2).
@@ -40,6 +45,8 @@ typedef enum sw_kernel {
     SW_KERNEL_QUANTIZE,
     SW_KERNEL_DEQUANTIZE,
     SW_KERNEL_RESIDUAL,
+    SW_KERNEL_VERDICT,
+    SW_KERNEL_OWE,
     SW_KERNEL_COUNT,
 } sw_kernel;
 

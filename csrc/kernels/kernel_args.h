@@ -113,8 +113,24 @@ typedef struct sw_residual_args {
     void *error;        /* float32 */
     const void *source; /* float32 */
     const void *records;
+    const void *verdict; /* int32: nothing is done unless it is 0; or NULL */
     sw_u64 numel, block;
     int bits;
 } sw_residual_args;
+
+typedef struct sw_verdict_args {
+    void *verdict; /* int32 */
+    const void *records;
+    sw_u64 count, block; /* of records; elements of each */
+    int bits;
+} sw_verdict_args;
+
+typedef struct sw_owe_args {
+    void *error;         /* float32 */
+    const void *rest;    /* float32 */
+    const void *verdict; /* int32: nothing is done unless it is 0 */
+    sw_u64 numel;
+    float scale;
+} sw_owe_args;
 
 #endif

@@ -487,11 +487,15 @@ static void residual_accesses(const void *args, sw_access_fn *report, void *cont
     report(context, a->records, records_bytes(a->numel, a->block, a->bits), SW_ACCESS_READ);
     report(context, a->source, (size_t)a->numel * sizeof(float), SW_ACCESS_READ);
     report(context, a->error, (size_t)a->numel * sizeof(float), SW_ACCESS_BOTH);
+    if (a->verdict)
+        report(context, a->verdict, sizeof(int32_t), SW_ACCESS_READ);
 }
 
 static void residual_reference(const void *args)
 {
     const sw_residual_args *a = args;
+    if (a->verdict && *(const int32_t *)a->verdict != 0)
+        return;
     sw_kernels()->compress->block_residual(a->error, a->source, a->records, (size_t)a->numel,
                                            (size_t)a->block, a->bits);
 }
@@ -500,6 +504,69 @@ static sw_grid residual_grid(const void *args, int processor_count)
 {
     const sw_residual_args *a = args;
     return record_grid(a->numel, a->block, processor_count);
+}
+
+static sw_status verdict_check(const void *args, sw_error *err)
+{
+    const sw_verdict_args *a = args;
+    return block_check(a->block, a->bits, a->records, err);
+}
+
+static void verdict_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_verdict_args *a = args;
+    size_t bytes = records_bytes(a->count * a->block, a->block, a->bits);
+    report(context, a->records, bytes, SW_ACCESS_READ);
+    report(context, a->verdict, sizeof(int32_t), SW_ACCESS_BOTH);
+}
+
+static void verdict_reference(const void *args)
+{
+    const sw_verdict_args *a = args;
+    size_t bytes = records_bytes(a->block, a->block, a->bits);
+    for (sw_u64 r = 0; r < a->count; ++r) {
+        float scale;
+        memcpy(&scale, (const char *)a->records + r * bytes, sizeof scale);
+        if (scale != scale)
+            *(int32_t *)a->verdict = 1;
+    }
+}
+
+static sw_grid verdict_grid(const void *args, int processor_count)
+{
+    return grid_for(((const sw_verdict_args *)args)->count, processor_count);
+}
+
+static sw_status owe_check(const void *args, sw_error *err)
+{
+    const sw_owe_args *a = args;
+    if (!a->verdict)
+        SW_FAIL(err, SW_E_INVALID, "owe: verdict must not be NULL");
+    return SW_OK;
+}
+
+static void owe_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_owe_args *a = args;
+    report(context, a->rest, (size_t)a->numel * sizeof(float), SW_ACCESS_READ);
+    report(context, a->error, (size_t)a->numel * sizeof(float), SW_ACCESS_BOTH);
+    report(context, a->verdict, sizeof(int32_t), SW_ACCESS_READ);
+}
+
+static void owe_reference(const void *args)
+{
+    const sw_owe_args *a = args;
+    float *error = a->error;
+    const float *rest = a->rest;
+    if (*(const int32_t *)a->verdict != 0)
+        return;
+    for (sw_u64 i = 0; i < a->numel; ++i)
+        error[i] += rest[i] * a->scale;
+}
+
+static sw_grid owe_grid(const void *args, int processor_count)
+{
+    return grid_for(((const sw_owe_args *)args)->numel, processor_count);
 }
 
 #define CONTRACT(noun)                       \
@@ -515,7 +582,8 @@ static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {
     [SW_KERNEL_FOLD] = CONTRACT(fold),         [SW_KERNEL_ADAM] = CONTRACT(adam),
     [SW_KERNEL_SGD] = CONTRACT(sgd),           [SW_KERNEL_NORM] = CONTRACT(norm),
     [SW_KERNEL_QUANTIZE] = CONTRACT(quantize), [SW_KERNEL_DEQUANTIZE] = CONTRACT(dequantize),
-    [SW_KERNEL_RESIDUAL] = CONTRACT(residual),
+    [SW_KERNEL_RESIDUAL] = CONTRACT(residual), [SW_KERNEL_VERDICT] = CONTRACT(verdict),
+    [SW_KERNEL_OWE] = CONTRACT(owe),
 };
 
 const sw_kernel_contract *sw_kernel_contracts(void)

@@ -200,74 +200,99 @@ static bool read_ranges(PyObject *sequence, range_list *out)
     return false;
 }
 
-static PyObject *device_broadcast(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    PyObject *list, *stream_value;
-    int root;
+/* What broadcast, all_gather and norm_sum have in common; each reads of `given` what is its own. */
+typedef struct range_call {
     range_list ranges;
     sw_stream *stream;
+    int root;
+    void *received;  /* of exchange */
+    sw_norm_sum sum; /* the result of norm_sum */
+} range_call;
+
+typedef sw_status range_call_fn(sw_device_comm *comm, range_call *given, sw_error *err);
+
+static PyObject *call_on_ranges(device_comm_object *self, PyObject *list, PyObject *stream_value,
+                                range_call *given, range_call_fn *call)
+{
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "OiO:broadcast", &list, &root, &stream_value) ||
-        !sw_py_device_stream(stream_value, &stream) || !read_ranges(list, &ranges))
+    if (!sw_py_device_stream(stream_value, &given->stream) || !read_ranges(list, &given->ranges))
         return NULL;
     if (!sw_py_device_enter(self)) {
-        free(ranges.range);
+        free(given->ranges.range);
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_broadcast(self->comm, ranges.range, ranges.count, root, stream, &err);
+    status = call(self->comm, given, &err);
     Py_END_ALLOW_THREADS
-    free(ranges.range);
+    free(given->ranges.range);
     return sw_py_device_finish(self, status, &err);
+}
+
+static sw_status broadcast(sw_device_comm *comm, range_call *given, sw_error *err)
+{
+    return sw_device_comm_broadcast(comm, given->ranges.range, given->ranges.count, given->root,
+                                    given->stream, err);
+}
+
+static PyObject *device_broadcast(PyObject *op, PyObject *args)
+{
+    PyObject *list, *stream;
+    range_call given;
+    if (!PyArg_ParseTuple(args, "OiO:broadcast", &list, &given.root, &stream))
+        return NULL;
+    return call_on_ranges((device_comm_object *)op, list, stream, &given, broadcast);
+}
+
+static sw_status all_gather(sw_device_comm *comm, range_call *given, sw_error *err)
+{
+    return sw_device_comm_all_gather(comm, given->ranges.range, given->ranges.count, given->stream,
+                                     err);
 }
 
 static PyObject *device_all_gather(PyObject *op, PyObject *args)
 {
-    device_comm_object *self = (device_comm_object *)op;
-    PyObject *list, *stream_value;
-    range_list ranges;
-    sw_stream *stream;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OO:all_gather", &list, &stream_value) ||
-        !sw_py_device_stream(stream_value, &stream) || !read_ranges(list, &ranges))
+    PyObject *list, *stream;
+    range_call given;
+    if (!PyArg_ParseTuple(args, "OO:all_gather", &list, &stream))
         return NULL;
-    if (!sw_py_device_enter(self)) {
-        free(ranges.range);
+    return call_on_ranges((device_comm_object *)op, list, stream, &given, all_gather);
+}
+
+static sw_status exchange(sw_device_comm *comm, range_call *given, sw_error *err)
+{
+    return sw_device_comm_exchange(comm, given->ranges.range, given->received, given->stream, err);
+}
+
+static PyObject *device_exchange(PyObject *op, PyObject *args)
+{
+    PyObject *range, *received, *stream;
+    range_call given;
+    if (!PyArg_ParseTuple(args, "OOO:exchange", &range, &received, &stream))
         return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_all_gather(self->comm, ranges.range, ranges.count, stream, &err);
-    Py_END_ALLOW_THREADS
-    free(ranges.range);
-    return sw_py_device_finish(self, status, &err);
+    given.received = PyLong_AsVoidPtr(received);
+    PyObject *list = PyErr_Occurred() ? NULL : PyTuple_Pack(1, range);
+    PyObject *done =
+        list ? call_on_ranges((device_comm_object *)op, list, stream, &given, exchange) : NULL;
+    Py_XDECREF(list);
+    return done;
+}
+
+static sw_status norm_sum(sw_device_comm *comm, range_call *given, sw_error *err)
+{
+    return sw_device_comm_norm(comm, given->ranges.range, given->ranges.count, given->stream,
+                               &given->sum, err);
 }
 
 static PyObject *device_norm(PyObject *op, PyObject *args)
 {
-    device_comm_object *self = (device_comm_object *)op;
-    PyObject *list, *stream_value;
-    range_list ranges;
-    sw_norm_sum sum;
-    sw_stream *stream;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OO:norm_sum", &list, &stream_value) ||
-        !sw_py_device_stream(stream_value, &stream) || !read_ranges(list, &ranges))
+    PyObject *list, *stream;
+    range_call given;
+    if (!PyArg_ParseTuple(args, "OO:norm_sum", &list, &stream))
         return NULL;
-    if (!sw_py_device_enter(self)) {
-        free(ranges.range);
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_norm(self->comm, ranges.range, ranges.count, stream, &sum, &err);
-    Py_END_ALLOW_THREADS
-    free(ranges.range);
-    PyObject *done = sw_py_device_finish(self, status, &err);
+    PyObject *done = call_on_ranges((device_comm_object *)op, list, stream, &given, norm_sum);
     Py_XDECREF(done);
-    return done ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum) : NULL;
+    return done ? PyBytes_FromStringAndSize((const char *)&given.sum, sizeof given.sum) : NULL;
 }
 
 static PyObject *device_follow(PyObject *op, PyObject *args)
@@ -406,6 +431,8 @@ static PyMethodDef device_methods[] = {
      "broadcast(ranges, root, stream)\n--\n\nOf (address, numel, dtype) ranges."},
     {"all_gather", device_all_gather, METH_VARARGS,
      "all_gather(ranges, stream)\n--\n\nOf each range the slices, one a rank."},
+    {"exchange", device_exchange, METH_VARARGS,
+     "exchange(range, received, stream)\n--\n\nEach rank gets its slice of everybody's."},
     {"norm_sum", device_norm, METH_VARARGS,
      "norm_sum(ranges, stream)\n--\n\nThe exact sum of squares, as norm_sum()'s bytes; waits."},
     {"follow", device_follow, METH_VARARGS,

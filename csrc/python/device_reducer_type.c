@@ -182,7 +182,10 @@ static PyObject *reducer_adopt(PyObject *op, PyObject *args)
 
 /* ---- a step ---- */
 
-static PyObject *reducer_begin(PyObject *op, PyObject *stream_value)
+/* A call that takes nothing but a stream. */
+typedef sw_status stream_call(sw_device_reducer *reducer, sw_stream *stream, sw_error *err);
+
+static PyObject *call_on_stream(PyObject *op, PyObject *stream_value, stream_call *call)
 {
     device_reducer_object *self = (device_reducer_object *)op;
     sw_stream *stream;
@@ -190,19 +193,41 @@ static PyObject *reducer_begin(PyObject *op, PyObject *stream_value)
     if (!check_made(self) || !sw_py_device_stream(stream_value, &stream) ||
         !sw_py_device_enter(self->comm))
         return NULL;
-    return sw_py_device_finish(self->comm, sw_device_reducer_begin(self->reducer, stream, &err),
-                               &err);
+    return sw_py_device_finish(self->comm, call(self->reducer, stream, &err), &err);
 }
 
-static PyObject *reducer_release(PyObject *op, PyObject *stream_value)
+static PyObject *reducer_begin(PyObject *op, PyObject *stream)
+{
+    return call_on_stream(op, stream, sw_device_reducer_begin);
+}
+
+static PyObject *reducer_release(PyObject *op, PyObject *stream)
+{
+    return call_on_stream(op, stream, sw_device_reducer_release);
+}
+
+/* Every bucket that takes part. */
+static sw_status take_all(sw_device_reducer *reducer, sw_stream *stream, sw_error *err)
+{
+    for (size_t b = 0; b < sw_device_reducer_bucket_count(reducer); ++b)
+        if (sw_device_reducer_takes_part(reducer, b))
+            SW_TRY(sw_device_reducer_take(reducer, b, stream, err));
+    return SW_OK;
+}
+
+static PyObject *reducer_take(PyObject *op, PyObject *stream)
+{
+    return call_on_stream(op, stream, take_all);
+}
+
+static PyObject *reducer_divide_by(PyObject *op, PyObject *value)
 {
     device_reducer_object *self = (device_reducer_object *)op;
-    sw_stream *stream;
     sw_error err;
-    if (!check_made(self) || !sw_py_device_stream(stream_value, &stream) ||
-        !sw_py_device_enter(self->comm))
+    int count = (int)PyLong_AsLong(value);
+    if (PyErr_Occurred() || !check_made(self) || !sw_py_device_enter(self->comm))
         return NULL;
-    return sw_py_device_finish(self->comm, sw_device_reducer_release(self->reducer, stream, &err),
+    return sw_py_device_finish(self->comm, sw_device_reducer_divide_by(self->reducer, count, &err),
                                &err);
 }
 
@@ -293,11 +318,13 @@ static PyObject *reducer_post_slice(PyObject *op, PyObject *args)
 static PyObject *reducer_finish(PyObject *op, PyObject *args)
 {
     device_reducer_object *self = (device_reducer_object *)op;
-    PyObject *used;
-    unsigned long long tag;
+    PyObject *used, *value;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "OK:finish", &used, &tag) || !check_made(self))
+    if (!PyArg_ParseTuple(args, "OO:finish", &used, &value) || !check_made(self))
+        return NULL;
+    const uint64_t tag = value == Py_None ? 0 : (uint64_t)PyLong_AsUnsignedLongLong(value);
+    if (PyErr_Occurred())
         return NULL;
     if (!PyByteArray_Check(used) || (size_t)PyByteArray_Size(used) != self->layout.param_count) {
         PyErr_Format(PyExc_ValueError, "finish: used must be a bytearray of %zu",
@@ -309,7 +336,7 @@ static PyObject *reducer_finish(PyObject *op, PyObject *args)
     Py_INCREF(used);
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_reducer_finish(self->reducer, (const uint8_t *)PyByteArray_AsString(used),
-                                      (uint64_t)tag, &err);
+                                      value == Py_None ? NULL : &tag, &err);
     Py_END_ALLOW_THREADS
     Py_DECREF(used);
     return sw_py_device_finish(self->comm, status, &err);
@@ -330,22 +357,6 @@ static PyObject *reducer_check(PyObject *op, PyObject *unused)
         return done;
     Py_DECREF(done);
     return Py_BuildValue("KK", (unsigned long long)tag, (unsigned long long)unlike);
-}
-
-/* Every bucket that takes part. */
-static PyObject *reducer_take(PyObject *op, PyObject *stream_value)
-{
-    device_reducer_object *self = (device_reducer_object *)op;
-    sw_stream *stream;
-    sw_error err;
-    sw_status status = SW_OK;
-    if (!check_made(self) || !sw_py_device_stream(stream_value, &stream) ||
-        !sw_py_device_enter(self->comm))
-        return NULL;
-    for (size_t b = 0; b < self->layout.bucket_count && status == SW_OK; ++b)
-        if (sw_device_reducer_takes_part(self->reducer, b))
-            status = sw_device_reducer_take(self->reducer, b, stream, &err);
-    return sw_py_device_finish(self->comm, status, &err);
 }
 
 static PyObject *reducer_used_by_any(PyObject *op, PyObject *unused)
@@ -381,6 +392,8 @@ static PyMethodDef reducer_methods[] = {
      "place(index)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
     {"adopt", reducer_adopt, METH_VARARGS,
      "adopt(bucket, address)\n--\n\nIts memory; it takes part from the next step on."},
+    {"divide_by", reducer_divide_by, METH_O,
+     "divide_by(count)\n--\n\nMeans divide by so many ranks."},
     {"begin", reducer_begin, METH_O, "begin(stream)\n--\n\nGradients will be written on it."},
     {"post", reducer_post, METH_VARARGS, "post(bucket, stream)\n--\n\nIt is complete on it."},
     {"reserve", reducer_reserve, METH_VARARGS,

@@ -208,6 +208,9 @@ extern PyType_Spec sw_py_device_reducer_type_spec;
 /* device_module.c */
 int sw_py_device_functions_add(PyObject *module);
 
+/* device_codec_module.c */
+int sw_py_device_codec_functions_add(PyObject *module);
+
 /* Drops *object into NULL first, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                          \
     do {                                              \

@@ -24,16 +24,13 @@ typedef struct device_bucket {
 struct sw_device_reducer {
     sw_device_comm *comm; /* borrowed */
     sw_device *device;    /* the comm's */
-    sw_redop op;
+    sw_device_mean mean;
     bool sliced;
-    sw_dtype wire;    /* SW_DTYPE_COUNT: buckets travel as they are */
-    void *compressed; /* owned device memory; only with `wire` */
     phase phase;
     size_t next;           /* bucket that is due */
     uint64_t steps;        /* begun */
     device_bucket *bucket; /* owned */
     size_t bucket_count;
-    void *contributions;   /* owned device memory; only where the fold is ours, not NCCL's */
     size_t gradient_count; /* of use bytes */
     void *used;            /* owned device memory: use bytes */
     uint8_t *any;          /* owned, pinned: use bytes of all ranks, if `is_gathered` */
@@ -65,10 +62,9 @@ static sw_status check_config(const sw_device_reducer_config *config, sw_error *
                 (int)config->op);
     if (config->wire != SW_DTYPE_COUNT &&
         ((config->wire != SW_DTYPE_FLOAT16 && config->wire != SW_DTYPE_BFLOAT16) ||
-         config->sliced || config->op != SW_REDOP_MEAN))
+         config->op != SW_REDOP_MEAN))
         SW_FAIL(err, SW_E_INVALID,
-                "device reducer: wire must be float16 or bfloat16, for a mean that is not sliced, "
-                "not %s",
+                "device reducer: wire must be float16 or bfloat16, for a mean, not %s",
                 sw_dtype_name(config->wire));
     for (size_t b = 0; b < config->bucket_count; ++b) {
         const sw_device_bucket_spec *spec = &config->buckets[b];
@@ -87,9 +83,7 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
                                 sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
-    bool is_compressed = config->wire != SW_DTYPE_COUNT;
-    bool is_ours =
-        config->deterministic || is_compressed || (config->sliced && config->op == SW_REDOP_SUM);
+    bool folds = config->deterministic || (config->sliced && config->op == SW_REDOP_SUM);
     size_t largest = 0, most = 0;
     for (size_t b = 0; b < r->bucket_count; ++b) {
         device_bucket *bucket = &r->bucket[b];
@@ -104,10 +98,8 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
     }
     for (int p = 0; r->sliced && p < SW_DEVICE_PLACES; ++p)
         SW_TRY(ops->event_create(r->device, &r->left[p], err));
-    if (is_compressed)
-        SW_TRY(
-            ops->memory_alloc(r->device, most * sw_dtype_size_bytes(r->wire), &r->compressed, err));
-    return is_ours ? ops->memory_alloc(r->device, largest, &r->contributions, err) : SW_OK;
+    return sw_device_mean_init(&r->mean, r->comm, config->op, config->wire, folds, most, largest,
+                               err);
 }
 
 static sw_status create_all(sw_device_reducer *r, const sw_device_reducer_config *config,
@@ -144,9 +136,7 @@ sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
         SW_FAIL(err, SW_E_MEMORY, "device reducer: no memory for %zu bytes", sizeof *made);
     *made = (sw_device_reducer){.comm = config->comm,
                                 .device = config->comm->device,
-                                .op = config->op,
                                 .sliced = config->sliced,
-                                .wire = config->wire,
                                 .gradient_count = config->gradient_count};
     sw_status status = create_all(made, config, err);
     if (status != SW_OK) {
@@ -181,8 +171,7 @@ void sw_device_reducer_destroy(sw_device_reducer *r)
         ops->event_destroy(r->device, r->bucket[b].ready);
         ops->event_destroy(r->device, r->bucket[b].done);
     }
-    ops->memory_free(r->device, r->contributions);
-    ops->memory_free(r->device, r->compressed);
+    sw_device_mean_fini(&r->mean);
     ops->memory_free(r->device, r->used);
     ops->pinned_free(r->device, r->any);
     ops->pinned_free(r->device, r->tags);
@@ -201,9 +190,29 @@ sw_status sw_device_reducer_adopt(sw_device_reducer *r, size_t index, void *data
     if (r->phase == PHASE_OPEN || index >= r->bucket_count || r->bucket[index].data)
         SW_FAIL(err, SW_E_STATE, "device reducer: bucket %zu of %zu cannot be adopted %s", index,
                 r->bucket_count, r->phase == PHASE_OPEN ? "inside a step" : "again");
-    SW_TRY(sw_redop_check(r->op, r->bucket[index].dtype, err));
+    SW_TRY(sw_redop_check(r->mean.op, r->bucket[index].dtype, err));
     r->bucket[index].data = data;
     return SW_OK;
+}
+
+sw_status sw_device_reducer_divide_by(sw_device_reducer *r, int count, sw_error *err)
+{
+    int world_size = sw_nccl_world_size(r->comm->nccl);
+    if (count < 1 || count > world_size)
+        SW_FAIL(err, SW_E_INVALID, "device reducer: means divide by a count in [1, %d], not %d",
+                world_size, count);
+    if (count != world_size && (r->sliced || r->mean.wire != SW_DTYPE_COUNT))
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "device reducer: means that are sliced, or travel narrower, divide by the world "
+                "size %d, not by %d",
+                world_size, count);
+    r->mean.divisor = count;
+    return SW_OK;
+}
+
+size_t sw_device_reducer_bucket_count(const sw_device_reducer *r)
+{
+    return r->bucket_count;
 }
 
 bool sw_device_reducer_takes_part(const sw_device_reducer *r, size_t index)
@@ -249,105 +258,6 @@ static size_t slice_numel(const sw_device_reducer *r, const device_bucket *bucke
     return bucket->numel / (size_t)sw_nccl_world_size(r->comm->nccl);
 }
 
-/* What turns this rank's slice of the bucket in `data` into the mean in `to`: out of the slices
- * that were exchanged, or, where NCCL has reduced them, out of that one. */
-static sw_fold_args fold_of(const sw_device_reducer *r, const device_bucket *bucket, sw_redop op,
-                            void *data, void *to)
-{
-    int rank = sw_nccl_rank(r->comm->nccl), world_size = sw_nccl_world_size(r->comm->nccl);
-    size_t slice_bytes = slice_numel(r, bucket) * sw_dtype_size_bytes(bucket->dtype);
-    bool is_ours = r->contributions;
-    return (sw_fold_args){.to = to,
-                          .own = (char *)data + (size_t)rank * slice_bytes,
-                          .rest = r->contributions,
-                          .numel = slice_numel(r, bucket),
-                          .stride_bytes = slice_bytes,
-                          .scale = 1.0 / world_size,
-                          .dtype = (int)bucket->dtype,
-                          .op = is_ours ? (int)op : (int)SW_REDOP_SUM,
-                          .own_index = is_ours ? rank : 0,
-                          .source_count = is_ours ? world_size : 1};
-}
-
-/* The fold in rank order, on the comm stream: exchange slices, fold the own one, gather. */
-static sw_status reduce_in_rank_order(sw_device_reducer *r, const device_bucket *bucket,
-                                      sw_redop op, sw_error *err)
-{
-    sw_nccl *nccl = r->comm->nccl;
-    sw_stream *stream = r->comm->stream;
-    size_t numel = slice_numel(r, bucket);
-    char *own = (char *)bucket->data +
-                (size_t)sw_nccl_rank(nccl) * numel * sw_dtype_size_bytes(bucket->dtype);
-    sw_fold_args fold = fold_of(r, bucket, op, bucket->data, own);
-    SW_TRY(sw_nccl_exchange_slices(nccl, bucket->data, r->contributions, numel, bucket->dtype,
-                                   stream, err));
-    SW_TRY(sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &fold, stream, err));
-    return sw_nccl_all_gather(nccl, bucket->data, numel, bucket->dtype, stream, err);
-}
-
-static bool is_narrow(sw_dtype dtype)
-{
-    return dtype == SW_DTYPE_FLOAT32 || dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16;
-}
-
-/* Divided and rounded, summed in rank order, widened: all on the comm stream. */
-static sw_status reduce_compressed(sw_device_reducer *r, const device_bucket *bucket, sw_error *err)
-{
-    const sw_kernel_set *kernels = &r->comm->kernels;
-    device_bucket wire = {.data = r->compressed, .numel = bucket->numel, .dtype = r->wire};
-    sw_cast_args narrow = {.to = wire.data,
-                           .from = bucket->data,
-                           .numel = bucket->numel,
-                           .scale = (float)(1.0 / sw_nccl_world_size(r->comm->nccl)),
-                           .to_dtype = (int)wire.dtype,
-                           .from_dtype = (int)bucket->dtype};
-    sw_cast_args widen = {.to = bucket->data,
-                          .from = wire.data,
-                          .numel = bucket->numel,
-                          .scale = 1.0f,
-                          .to_dtype = (int)bucket->dtype,
-                          .from_dtype = (int)wire.dtype};
-    SW_TRY(sw_kernel_launch(kernels, SW_KERNEL_CAST, &narrow, r->comm->stream, err));
-    SW_TRY(reduce_in_rank_order(r, &wire, SW_REDOP_SUM, err));
-    return sw_kernel_launch(kernels, SW_KERNEL_CAST, &widen, r->comm->stream, err);
-}
-
-/* `fold` of [begin, end) alone. */
-static sw_status fold_run(sw_device_reducer *r, sw_fold_args fold, size_t begin, size_t end,
-                          bool is_standing, sw_error *err)
-{
-    size_t offset = begin * sw_dtype_size_bytes((sw_dtype)fold.dtype);
-    if (begin >= end)
-        return SW_OK;
-    fold.to = (char *)fold.to + offset;
-    fold.own = (const char *)fold.own + offset;
-    fold.rest = fold.rest ? (const char *)fold.rest + offset : NULL;
-    fold.numel = end - begin;
-    fold.addend = is_standing ? fold.to : NULL;
-    return sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &fold, r->comm->stream, err);
-}
-
-static sw_status reduce_to_slice(sw_device_reducer *r, const device_bucket *bucket, void *data,
-                                 const sw_device_run *standing, size_t standing_count,
-                                 sw_error *err)
-{
-    sw_stream *stream = r->comm->stream;
-    sw_fold_args fold = fold_of(r, bucket, r->op, data, bucket->data);
-    size_t numel = slice_numel(r, bucket), at = 0;
-    if (r->contributions)
-        SW_TRY(sw_nccl_exchange_slices(r->comm->nccl, data, r->contributions, numel, bucket->dtype,
-                                       stream, err));
-    else
-        SW_TRY(
-            sw_nccl_reduce_scatter(r->comm->nccl, data, numel, bucket->dtype, r->op, stream, err));
-    for (size_t i = 0; i < standing_count; ++i) {
-        SW_TRY(fold_run(r, fold, at, standing[i].begin, false, err));
-        SW_TRY(fold_run(r, fold, standing[i].begin, standing[i].end, true, err));
-        at = standing[i].end;
-    }
-    return fold_run(r, fold, at, numel, false, err);
-}
-
 static sw_status check_due(const sw_device_reducer *r, size_t index, bool is_slice, sw_error *err)
 {
     if (r->phase != PHASE_OPEN || index != r->next || index >= r->bucket_count)
@@ -376,14 +286,9 @@ sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *
 {
     SW_TRY(check_due(r, index, false, err));
     device_bucket *bucket = &r->bucket[index];
+    sw_device_range whole = {.data = bucket->data, .numel = bucket->numel, .dtype = bucket->dtype};
     SW_TRY(meet(r, bucket, producer, err));
-    if (r->wire != SW_DTYPE_COUNT && is_narrow(bucket->dtype))
-        SW_TRY(reduce_compressed(r, bucket, err));
-    else if (r->contributions)
-        SW_TRY(reduce_in_rank_order(r, bucket, r->op, err));
-    else
-        SW_TRY(sw_nccl_all_reduce(r->comm->nccl, bucket->data, bucket->numel, bucket->dtype, r->op,
-                                  r->comm->stream, err));
+    SW_TRY(sw_device_mean_whole(&r->mean, &whole, err));
     SW_TRY(r->device->ops->event_record(r->device, bucket->done, r->comm->stream, err));
     r->next = next_due(r, index + 1);
     return SW_OK;
@@ -414,6 +319,7 @@ sw_status sw_device_reducer_post_slice(sw_device_reducer *r, size_t index, void 
     const sw_device_ops *ops = r->device->ops;
     SW_TRY(check_due(r, index, true, err));
     device_bucket *bucket = &r->bucket[index];
+    sw_device_range whole = {.data = data, .numel = bucket->numel, .dtype = bucket->dtype};
     for (size_t i = 0, least = 0; i < standing_count; least = standing[i++].end)
         if (standing[i].begin < least || standing[i].end < standing[i].begin ||
             standing[i].end > slice_numel(r, bucket))
@@ -422,7 +328,7 @@ sw_status sw_device_reducer_post_slice(sw_device_reducer *r, size_t index, void 
                     "the one before, in a slice of %zu elements",
                     i, index, standing[i].begin, standing[i].end, slice_numel(r, bucket));
     SW_TRY(meet(r, bucket, producer, err));
-    SW_TRY(reduce_to_slice(r, bucket, data, standing, standing_count, err));
+    SW_TRY(sw_device_mean_slice(&r->mean, &whole, bucket->data, standing, standing_count, err));
     SW_TRY(ops->event_record(r->device, bucket->done, r->comm->stream, err));
     SW_TRY(ops->event_record(r->device, r->left[r->place], r->comm->stream, err));
     r->is_reserved = false;
@@ -450,7 +356,8 @@ static size_t find_use(const sw_device_reducer *r, const uint8_t *used, size_t f
 }
 
 /* The rank's use bytes and tag, by fills: no host memory has to outlive the call. */
-static sw_status write_use(sw_device_reducer *r, const uint8_t *used, uint64_t tag, sw_error *err)
+static sw_status write_use(sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
+                           sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
     sw_stream *stream = r->comm->stream;
@@ -460,8 +367,11 @@ static sw_status write_use(sw_device_reducer *r, const uint8_t *used, uint64_t t
         SW_TRY(ops->fill_async(r->device, (char *)r->used + i, 0, end - i, stream, err));
         i = find_use(r, used, end, false);
     }
+    if (!tag) /* less than any rank's */
+        return ops->fill_async(r->device, (char *)r->used + r->gradient_count, 0, TAG_BYTES, stream,
+                               err);
     for (size_t k = 0; k < TAG_BYTES; ++k) {
-        unsigned char part = (unsigned char)(tag >> 8 * (k / 2));
+        unsigned char part = (unsigned char)(*tag >> 8 * (k / 2));
         SW_TRY(ops->fill_async(r->device, (char *)r->used + r->gradient_count + k,
                                k % 2 ? (unsigned char)(TAG_GREATEST - part) : part, 1, stream,
                                err));
@@ -507,7 +417,7 @@ sw_status sw_device_reducer_check(sw_device_reducer *r, uint64_t *tag, uint64_t 
             (unsigned long long)r->tag);
 }
 
-sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, uint64_t tag,
+sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
                                    sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
@@ -522,7 +432,8 @@ sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, ui
         SW_TRY(write_use(r, used, tag, err));
         SW_TRY(sw_nccl_all_reduce(r->comm->nccl, r->used, r->gradient_count + TAG_BYTES,
                                   SW_DTYPE_UINT8, SW_REDOP_MAX, stream, err));
-        SW_TRY(send_tags(r, tag, err));
+        if (tag)
+            SW_TRY(send_tags(r, *tag, err));
     }
     if (r->is_gathered) {
         SW_TRY(ops->copy_async(r->device, r->any, r->used, r->gradient_count, stream, err));

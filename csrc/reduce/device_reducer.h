@@ -20,21 +20,17 @@
  *     take(b, optimizer's stream), optimizer kernels on bucket b, for each b
  *     release(optimizer's stream)
  *
- * The mean is NCCL's own, or with `deterministic` the two-shot fold whose bits are those of every
- * stage, transport and bucket size (design.md, "Same bits"): slices are exchanged, each owner folds
- * in rank order, slices are gathered. Use bits are one byte a gradient in an all-reduce of their
+ * The mean is NCCL's own, or with `deterministic` the two-shot fold, or the fold of what was made
+ * narrower (`wire`): device_mean.h. Use bits are one byte a gradient in an all-reduce of their
  * own behind the last bucket: they are written by fills, so no host memory is read by the GPU, and
  * a step in which every gradient was used waits on the host not once.
  *
  * Sliced (zero >= 2), a bucket is memory only while it travels: it is written into one of two
  * places (reserve), and this rank's slice of the mean is folded out of it into memory that stays.
  * Where a contribution is on top of the mean that stands in the slice, the fold adds that mean to
- * each rank's: whether it is so must be alike on all ranks, which the caller lets `tag` say. A sum
- * that is not `deterministic` takes this road too, since NCCL's own could not add it.
- *
- * Compressed (`wire`), a contribution is divided by the world size and rounded to 16 bits on its
- * way into memory of its own, what travels is folded by two shots, and the sum is widened into the
- * bucket: the bits of the host's halves (docs/design/compress.md).
+ * each rank's (with `wire` to the mean): whether it is so must be alike on all ranks, which the
+ * caller lets `tag` say. A sum that is not `deterministic` takes this road too, since NCCL's own
+ * could not add it.
  *
  * What it leaves out: which gradient lies where (tensor/layout.h and the caller), where parameters
  * are gathered (sw_device_comm_all_gather), graph capture (refused by name).
@@ -50,6 +46,7 @@
 
 #include "base/status.h"
 #include "comm/device_comm.h"
+#include "reduce/device_mean.h"
 
 enum { SW_DEVICE_PLACES = 2 }; /* of the ring */
 
@@ -70,12 +67,8 @@ typedef struct sw_device_reducer_config {
     bool deterministic;
     bool sliced;
     sw_dtype wire; /* FLOAT16 or BFLOAT16: in what means of float32, float16 and bfloat16 travel.
-                      SW_DTYPE_COUNT: as they are. Not with `sliced`, MEAN only */
+                      SW_DTYPE_COUNT: as they are. MEAN only */
 } sw_device_reducer_config;
-
-typedef struct sw_device_run { /* elements of a slice */
-    size_t begin, end;
-} sw_device_run;
 
 typedef struct sw_device_reducer sw_device_reducer;
 
@@ -93,6 +86,7 @@ void sw_device_reducer_destroy(sw_device_reducer *reducer);
 SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t index, void *data,
                                               sw_error *err);
 
+size_t sw_device_reducer_bucket_count(const sw_device_reducer *reducer);
 bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index);
 
 /* A step's gradients will be written on `producer` (call once for each such stream). SW_E_STATE
@@ -124,10 +118,16 @@ SW_MUST_USE sw_status sw_device_reducer_post_slice(sw_device_reducer *reducer, s
 SW_MUST_USE sw_status sw_device_reducer_take(sw_device_reducer *reducer, size_t index,
                                              sw_stream *consumer, sw_error *err);
 
-/* All buckets are posted. used[i]: whether this rank used gradient i. `tag` is what must be equal
- * on all ranks: see check. */
+/* All buckets are posted. used[i]: whether this rank used gradient i. *tag is what must be equal on
+ * all ranks: see check. NULL: this rank has no say, since it takes part without contributing. */
 SW_MUST_USE sw_status sw_device_reducer_finish(sw_device_reducer *reducer, const uint8_t *used,
-                                               uint64_t tag, sw_error *err);
+                                               const uint64_t *tag, sw_error *err);
+
+/* Means of buckets posted from now on divide by `count`, in [1, world_size], alike on all ranks; at
+ * first by the world size. The other ranks contribute -0.0, to which every sum is indifferent. Not
+ * with `sliced`, nor `wire`. */
+SW_MUST_USE sw_status sw_device_reducer_divide_by(sw_device_reducer *reducer, int count,
+                                                  sw_error *err);
 
 /* SW_E_MISMATCH when ranks finished a step with different tags, *tag being this rank's, and of
  * *unlike the bytes set in which they differ. Never waits: what has not come yet is seen later, or,

@@ -181,6 +181,60 @@ def device_kernel_image(
     Looked for in this order: the folder `packaged`, the folder `cache`, the compiler library `nvrtc`.
     """
 
+def device_block_encode(
+    comm: DeviceComm, block: int, bits: int, records: int, source: int, error: int, numel: int, stream: int, /
+) -> None:
+    """As block_encode, on the GPU of `comm`, enqueued on `stream`; so are those below."""
+
+def device_block_fold(
+    comm: DeviceComm,
+    block: int,
+    bits: int,
+    out: int,
+    wires: list[int],
+    count: int,
+    scale: float,
+    sum: int,
+    rest: int,
+    stream: int,
+    /,
+) -> None:
+    """As block_fold; `sum`: count * block floats of scratch. `rest` is NaN where a record is not finite."""
+
+def device_block_verdict(
+    comm: DeviceComm, block: int, bits: int, verdict: int, records: int, count: int, stream: int, /
+) -> None:
+    """The int32 at `verdict` becomes 0 if all records are of finite values, else 1."""
+
+def device_block_decode(
+    comm: DeviceComm,
+    block: int,
+    bits: int,
+    out: int,
+    records: int,
+    error: int,
+    own: int,
+    verdict: int,
+    numel: int,
+    stream: int,
+    /,
+) -> None:
+    """As block_decode; the error is changed unless the int32 at `verdict` is 1."""
+
+def device_block_owe(
+    comm: DeviceComm,
+    block: int,
+    bits: int,
+    error: int,
+    rest: int,
+    verdict: int,
+    numel: int,
+    scale: float,
+    stream: int,
+    /,
+) -> None:
+    """error += rest * scale, unless the int32 at `verdict` is 1."""
+
 def device_tensor(
     ordinal: int,
     owner: object,
@@ -227,6 +281,9 @@ class DeviceComm:
         """(address, numel, dtype) of `root` to all, in the order of `stream`. Waits for nothing."""
     def all_gather(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> None:
         """Slice r of each (address, numel, dtype) becomes rank r's, in the order of `stream`. Waits for nothing."""
+    def exchange(self, range: tuple[int, int, str], received: int, stream: int, /) -> None:
+        """Of a range (address, numel, dtype) cut into one slice a rank: place r at `received` becomes rank r's copy of this rank's slice, but
+        the own one, which stays where it is. In the order of `stream`."""
     def norm_sum(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> bytes:
         """The exact sum of squares, as norm_sum() gives it, of at most 2^31 elements. Waits on the host."""
     def follow(self, later: int, earlier: int, /) -> None:
@@ -263,7 +320,7 @@ class DeviceReducer:
         sliced: bool = False,
         wire: str | None = None,
     ) -> None:
-        """`wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel; not with `sliced`."""
+        """`wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel."""
     def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
     def bucket_parameters(self, bucket: int, /) -> list[int]:
@@ -282,8 +339,11 @@ class DeviceReducer:
     def post_slice(self, bucket: int, address: int, standing: list[tuple[int, int]], stream: int, /) -> None:
         """Sliced: the bucket is complete at `address`, the reserved place. `standing`: elements [begin, end) of this rank's slice where
         contributions are on top of the mean that stands there, alike on all ranks."""
-    def finish(self, used: bytearray, tag: int, /) -> None:
-        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 64 bits, to be equal on all ranks."""
+    def finish(self, used: bytearray, tag: int | None, /) -> None:
+        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 64 bits, to be equal on all ranks; None: this
+        rank has no say."""
+    def divide_by(self, count: int, /) -> None:
+        """Means of buckets posted from now on divide by `count`, in [1, world_size]; the other ranks contribute -0.0."""
     def check(self) -> tuple[int, int] | None:
         """(this rank's tag, bytes set where ranks' tags differ) of a step that they finished with different ones; None if none is
         known. Does not wait."""

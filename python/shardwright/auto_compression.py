@@ -34,6 +34,8 @@ def begin_auto(wrapped: DistributedDataParallel) -> None:
             group.rank,
             f"none, because all {group.world_size} ranks share one host, whose memory is faster than any codec",
         )
+    elif replica.link is not None:
+        _say(group.rank, "none, because between GPUs it is not measured")
     elif replica.zero:
         _say(group.rank, f"none, because it is measured at zero=0 alone, and this is zero={replica.zero}")
     elif wrapped._options.reduce != "mean":

@@ -9,7 +9,7 @@ import torch
 
 from ._engine import block_decode, block_encode, block_fold, block_is_finite, block_record_bytes
 from .compression_state import CompressionState
-from .exchange import Exchange, share_of
+from .exchange import Exchange, check_place, share_of
 
 
 class BlockState(CompressionState):
@@ -61,6 +61,7 @@ class BlockState(CompressionState):
     def average(self, bucket: Any) -> torch.Tensor:
         """The bucket's buffer, averaged in place."""
         buffer = bucket.buffer()
+        check_place(self.exchange, buffer)
         flat = buffer if buffer.dtype == torch.float32 else buffer.float()
         spans, first = [], 0
         for gradient, parameter in self.members(bucket):
@@ -187,14 +188,20 @@ class _Owner:
                     at = place + begin - self.begin
                     yield _Part(at, span.address + 4 * skip, error, numel, low < self.own)
 
-    def add_rest(self, rest: torch.Tensor, block: int) -> None:
-        """What rounding the folds left out is the owner's to owe; `rest` covers the records from `begin` on."""
+    def rests(self, block: int) -> Iterator[tuple[_Span, int, int, int]]:
+        """(span, begin, place, numel): what rounding the folds left out at `place` on, counted from the record `begin`, is owed by those
+        elements of the span."""
         for span in self._spans:
             start = span.first * block
             low, high = max(start, self.own * block), min(start + span.numel, self.end * block)
             if low < high and span.error is not None:
-                origin = self.begin * block
-                span.error[low - start : high - start] += rest[low - origin : high - origin]
+                yield span, low - start, low - self.begin * block, high - low
+
+    def add_rest(self, rest: torch.Tensor, block: int) -> None:
+        """What rounding the folds left out is the owner's to owe; `rest` covers the records from `begin` on."""
+        for span, begin, place, numel in self.rests(block):
+            assert span.error is not None
+            span.error[begin : begin + numel] += rest[place : place + numel]
 
 
 def _owners(

@@ -68,7 +68,12 @@ class _Block(Compressor):
         from .block_compression import BlockState
         from .hooks import int4_compress_hook, int8_compress_hook
 
-        state = BlockState(None, self.bits, self.block, self.error_feedback)
+        kind = BlockState
+        if exchange.on_device:
+            from .device_exchange import DeviceBlockState
+
+            kind = DeviceBlockState
+        state = kind(None, self.bits, self.block, self.error_feedback)
         state.use_exchange(exchange)
         return state, int8_compress_hook if self.bits == 8 else int4_compress_hook
 

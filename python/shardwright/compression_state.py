@@ -86,9 +86,12 @@ class CompressionState:
         name = self.name_of(parameter)
         if name not in self._entries:
             taken = self._taken(name, shapes)
-            self._entries[name] = taken or {
-                key: torch.zeros(shape, dtype=self.dtype_of(key)) for key, shape in shapes.items()
-            }
+            if taken is not None:
+                self._entries[name] = {key: self._placed(tensor, parameter) for key, tensor in taken.items()}
+            else:
+                self._entries[name] = {
+                    key: self._zeros(shape, self.dtype_of(key), parameter) for key, shape in shapes.items()
+                }
             return self._entries[name], taken is None
         found = self._entries[name]
         for key, shape in shapes.items():
@@ -98,6 +101,14 @@ class CompressionState:
                     f"{tuple(shape)} (rank {self.exchange.rank})"
                 )
         return found, False
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
+        """Memory of an entry, where the state of `parameter` lies."""
+        return torch.zeros(shape, dtype=dtype)
+
+    def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which is on the CPU, where the state of `parameter` lies."""
+        return tensor
 
     def _taken(self, name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor] | None:
         if self._loaded is None:
@@ -165,7 +176,7 @@ class CompressionState:
             "iter": self.iter,
             "rank": self.exchange.rank,
             "world_size": self.exchange.world_size,
-            "parameters": {name: {key: t.clone() for key, t in entry.items()} for name, entry in entries.items()},
+            "parameters": {name: {key: t.clone().cpu() for key, t in entry.items()} for name, entry in entries.items()},
             "without": sorted(known - entries.keys()),  # no bucket has had them so far
         }
 

@@ -26,7 +26,7 @@ from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments, check_devi
 from .drift import DriftCheck
 from .exchange import Exchange
 from .join import ShadowHook
-from .levels import Lease, leased_levels, levels_of
+from .levels import Lease
 from .offload import offload_kind
 from .options import Options, check_zero
 from .precision import PrecisionPlan, remove_plan
@@ -405,16 +405,27 @@ class DistributedDataParallel(TorchDDP):
         return ShadowHook(self, divide_by_initial_world_size)
 
     def _check_join(self, divide_by_initial_world_size: bool) -> None:
-        compression = self._replica.compression if self._replica is not None else None
-        if compression is not None and compression[1] is None and not divide_by_initial_world_size:
+        replica = self._replica
+        if replica is None or replica.link is None:
+            return
+        if self._zero:
             raise NotImplementedError(
-                f"join(divide_by_initial_world_size=False) under compress={compression[0]} on GPUs is not there yet: "
+                f"join at zero={self._zero} on GPUs is not there yet: use zero=0, or give every rank the same number of inputs"
+            )
+        if replica.compression is not None and not divide_by_initial_world_size:
+            raise NotImplementedError(
+                f"join(divide_by_initial_world_size=False) under compress={replica.compression[0]} on GPUs is not there yet: "
                 "compressed gradients are divided by the world size"
             )
 
-    def _agree_on_sync(self, required: bool) -> bool:
+    def _agree_on_sync(self, required: bool, *, trains: bool = True) -> bool:
         """Whether some rank that still trains synchronises in its next backward. Collective."""
-        return self._engine().group.highest_rank_where(required, "whether this backward synchronises") >= 0
+        replica = self._engine()
+        mine = bytes([trains, required])
+        said = replica.group.comm.all_gather_bytes(mine, "whether this backward synchronises")
+        if replica.link is not None:  # on the host the round itself says who contributes
+            replica.reducer.set_active(sum(each[0] for each in said))
+        return any(each[1] for each in said)
 
     # communication hooks ------------------------------------------------------------------------------------------
 
@@ -428,7 +439,7 @@ class DistributedDataParallel(TorchDDP):
         TypeError, ValueError
             Not a communication hook, by torch's own checks.
         NotImplementedError
-            torch's post-local SGD at zero >= 1, or any hook on a GPU.
+            torch's post-local SGD at zero >= 1, or on a GPU any hook at zero >= 2.
 
         Notes
         -----
@@ -450,9 +461,9 @@ class DistributedDataParallel(TorchDDP):
         self, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
     ) -> None:
         """`lease`: of what the hook exchanges over on a thread of its own, while the backward goes on. `is_ours`: see Replica.hook_runner."""
-        if self._comm_hooks:
-            raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         replica = self._engine()
+        if self._comm_hooks or replica.compression is not None:
+            raise Error("register_comm_hook can only be called once: a communication hook is registered already")
         runner = replica.hook_runner(state, hook, is_ours=is_ours)
         if lease is None:
             replica.reducer.set_bucket_callback(runner)
@@ -483,10 +494,7 @@ class DistributedDataParallel(TorchDDP):
         if replica.link is not None and replica.reducer.wire is not None:  # the reducer's own
             replica.compression = (repr(compress), None)
             return
-        if replica.overlaps_compression:
-            levels, lease = leased_levels(replica.group)
-        else:
-            levels, lease = levels_of(replica.group), None
+        levels, lease = replica.levels(compress)
         state, hook = compress.hook(levels.exchange)
         if isinstance(state, CompressionState):
             state.set_names(zip(replica.table.names, replica.table.parameters))

@@ -84,6 +84,7 @@ class DeviceRounds:
     ) -> None:
         self._link = link
         self._label = label
+        self._table = rows, bucket_cap_bytes, reduce
         self._engine = DeviceReducer(
             link.comm,
             rows,
@@ -94,6 +95,9 @@ class DeviceRounds:
             wire=wire,
         )
         self.wire = wire
+        self._callback: Callable[[int, bool], None] | None = None
+        self._divides_by_active = False
+        self._divisor = link.world_size
         self._names = [row[0] for row in rows]
         self._places = [self._engine.place(index) for index in range(len(rows))]
         self._buckets = [Bucket(self._engine, index) for index in range(self._engine.bucket_count)]
@@ -135,6 +139,16 @@ class DeviceRounds:
         """(offset_bytes, numel, dtype, trainable)."""
         return self._buckets[bucket].shape
 
+    def bucket_parameters(self, bucket: int) -> list[int]:
+        """Parameter indices of a bucket, in memory order."""
+        return self._buckets[bucket].members
+
+    def bucket(self, bucket: int) -> torch.Tensor:
+        """All of its memory, one-dimensional; it takes part."""
+        flat = self._buckets[bucket].flat
+        assert flat is not None
+        return flat
+
     def place(self, index: int) -> tuple[int, int, int]:
         """(bucket, begin, numel) of a parameter; begin in elements of its bucket."""
         return self._places[index]
@@ -169,7 +183,8 @@ class DeviceRounds:
         _, numel, dtype, _ = bucket.shape
         first = self._parameters[bucket.members[0]]
         bucket.flat = device.runtime.zeros(numel, getattr(torch, dtype), first)
-        self._engine.adopt(bucket.index, bucket.flat.data_ptr())
+        if self._callback is None:
+            self._engine.adopt(bucket.index, bucket.flat.data_ptr())
         for index in bucket.members:
             self.views[index] = self._view(bucket, index)
 
@@ -303,7 +318,7 @@ class DeviceRounds:
 
     def _advance(self) -> None:
         """Sends, in index order, what is complete. In the first round nothing: it shows who is hooked twice."""
-        while self._counts["rounds"] and self._next < len(self._buckets):
+        while self._callback is None and self._counts["rounds"] and self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if bucket.flat is not None:
                 if bucket.pending or bucket.pinned:
@@ -326,7 +341,8 @@ class DeviceRounds:
 
     def _enqueue(self, bucket: Bucket, stream: int) -> None:
         self._fill(bucket, stream)
-        self._engine.post(bucket.index, stream)
+        if self._callback is None:
+            self._engine.post(bucket.index, stream)
 
     def _fill(self, bucket: Bucket, stream: int) -> None:
         """Each gradient of the bucket comes to lie in it."""
@@ -368,20 +384,37 @@ class DeviceRounds:
         for bucket in self._buckets[self._next :]:
             if bucket.flat is not None:
                 self._send(bucket)
-        stream = self._link.current_stream()
         used = bytearray(self._used)
         for bucket in self._buckets:
             if bucket.flat is None:
                 for index in bucket.members:
                     used[index] = 1  # nobody asks
         self._round += 1
-        self._engine.finish(used, self._tag())
-        self._engine.take(stream)
-        self._finished, self._consumer = True, stream
+        self._end(used, self._tag())
         self._used_by_any = self._engine.used_by_any()
+        if self._callback is not None:
+            self._call_back(self._callback)
         self._publish()
         self._state = _State.CLOSED
         self._counts["rounds"] += 1
+
+    def _end(self, used: bytearray, tag: int | None) -> None:
+        """The engine's share of a round is enqueued, and what torch's stream is given next sees it."""
+        stream = self._link.current_stream()
+        self._engine.finish(used, tag)
+        self._engine.take(stream)
+        self._finished, self._consumer = True, stream
+
+    def _call_back(self, callback: Callable[[int, bool], None]) -> None:
+        """A communication hook averages bucket after bucket. Its exception ends the round here, and no communicator."""
+        due = [bucket.index for bucket in self._buckets if bucket.flat is not None]
+        try:
+            for index in due:
+                callback(index, index == due[-1])
+        except BaseException:
+            self._state = _State.CLOSED
+            self._counts["abandoned"] += 1
+            raise
 
     def _tag(self) -> int:
         """What must be equal on all ranks in a round."""
@@ -463,11 +496,62 @@ class DeviceRounds:
             "stepped on since, is wrong: begin again from a checkpoint, with the same number on every rank"
         )
 
-    def shadow(self) -> None:
-        raise NotImplementedError("join is not there yet on GPUs: give every rank the same number of inputs")
+    # others than the engine, and ranks that contribute nothing ---------------------------------------------------------
+
+    def set_bucket_callback(self, callback: Callable[[int, bool], None]) -> None:
+        """From now on `callback(bucket, is_last)` averages the buckets, at the end of a backward, on torch's current stream.
+
+        The engine keeps what is left: who used what, whether ranks are at the same step, and no bucket.
+        """
+        rows, cap_bytes, reduce = self._table
+        if self._finished:
+            self._engine.release(self._consumer)
+            self._finished = False
+        self._callback = callback
+        self._engine = DeviceReducer(self._link.comm, rows, cap_bytes, reduce=reduce)
 
     def set_divide_by(self, active_only: bool) -> None:
-        raise NotImplementedError("join is not there yet on GPUs: give every rank the same number of inputs")
+        """Whether means divide by the ranks that still train, of which set_active() tells."""
+        self._divides_by_active = active_only
+        self.set_active(self._link.world_size)
+
+    def set_active(self, count: int) -> None:
+        """How many ranks still train, as all know it before a round."""
+        self._divisor = count if self._divides_by_active else self._link.world_size
+        self._engine.divide_by(self._divisor)
+
+    def divisor(self) -> int:
+        """Ranks that a communication hook's mean is to be over."""
+        return self._divisor
+
+    def shadow(self) -> None:
+        """A whole round without contributing, in which this rank has no say."""
+        self._link.check()
+        self.pending_forward = False
+        stream = self._link.current_stream()
+        self._streams.clear()
+        self._arrive(stream)
+        for bucket in self._buckets:
+            if bucket.flat is None:
+                continue
+            for index in bucket.members:
+                if self._parameters[index].grad is not self.views[index]:
+                    self._writable_view(index)
+            if self._callback is not None:
+                bucket.flat.zero_()
+            else:
+                fill_with_nothing(bucket.flat)
+                self._engine.post(bucket.index, stream)
+        self._end(bytearray(len(self._used)), None)
+        if self._callback is not None:
+            self._used_by_any = self._engine.used_by_any()
+            self._call_back(self._callback)
+
+
+def fill_with_nothing(memory: torch.Tensor) -> None:
+    """What a sum does not see: of -0.0 and x it is x, for every x."""
+    real = torch.view_as_real(memory) if memory.is_complex() else memory
+    real.fill_(-0.0 if real.is_floating_point() else 0)
 
 
 def nbytes_of(bucket: Bucket) -> int:

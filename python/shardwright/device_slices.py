@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import device
-from .device_rounds import Bucket, DeviceRounds, lies_alike, nbytes_of
+from .device_rounds import Bucket, DeviceRounds, fill_with_nothing, lies_alike, nbytes_of
 from .gradients import copy_gradient, dense_strides
 from .sharded_gradient import GradientBoard, ShardedGradient
 
@@ -109,10 +109,10 @@ class SlicedDeviceRounds(DeviceRounds):
         _, begin, numel = self._places[index]
         memory = flat[begin : begin + numel].as_strided(view.shape, view.stride())
         if source is None:
-            # The sum of -0.0 and x is x, for every x.
-            memory.fill_(-0.0 if stands and memory.is_floating_point() else 0)
-            if stands and memory.is_complex():
-                torch.view_as_real(memory).fill_(-0.0)
+            if stands and self.wire is None:
+                fill_with_nothing(memory)
+            else:
+                memory.zero_()
             return
         self._counts["copies"] += 1
         if lies_alike(source, memory):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
+from . import device
 from ._engine import HostComm, fold
 from .process_group import comm_error
 
@@ -35,7 +36,11 @@ class Exchange:
         The same of each bucket of the last complete round.
     takes_part : bool
         False on a rank whose contributions another one exchanges: it owes nothing.
+    on_device : bool
+        Whether messages lie on a GPU, where nothing of them is read by the host.
     """
+
+    on_device = False
 
     def __init__(self, rank: int, world_size: int, *, takes_part: bool = True) -> None:
         self.takes_part = takes_part
@@ -63,8 +68,11 @@ class Exchange:
         """The message, uint8, world_size slices of slice_bytes; what was in it is anything."""
         self._slice_bytes = slice_bytes
         if self._whole.numel() < slice_bytes * self.world_size:
-            self._whole = torch.empty(slice_bytes * self.world_size, dtype=torch.uint8)
+            self._whole = self._memory(slice_bytes * self.world_size)
         return self._message(slice_bytes)
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
 
     def scatter(self) -> list[torch.Tensor]:
         """Own slice of every rank's message, in rank order."""
@@ -305,6 +313,14 @@ class _RealBucket:
     def __getattr__(self, name: str) -> Any:  # what a bucket does not have, this one does not either
         found = getattr(self._bucket, name)
         return (lambda: 2 * found()) if name == "slice_numel" else found
+
+
+def check_place(exchange: Exchange, buffer: torch.Tensor) -> None:
+    """Raises NotImplementedError for a bucket that is not where an exchange works."""
+    if device.runtime.holds(buffer) and not exchange.on_device:
+        raise NotImplementedError(
+            "hooks of shardwright.hooks work on the CPU, and this bucket is on a GPU: there sw.wrap(..., compress=...) is, and torch's own hooks"
+        )
 
 
 def real_bucket(bucket: Any) -> Any:

@@ -22,7 +22,16 @@ import torch.distributed as dist
 from ._engine import half_decode, half_encode
 from .block_compression import BlockState
 from .compression_state import reshard_state
-from .exchange import Exchange, fold_message, fold_slice, group_exchange, real_bucket, share_of, slice_numel
+from .exchange import (
+    Exchange,
+    check_place,
+    fold_message,
+    fold_slice,
+    group_exchange,
+    real_bucket,
+    share_of,
+    slice_numel,
+)
 from .fsdp_compression import compress_all_reduce
 from .powersgd import PowerSGDState
 
@@ -67,6 +76,7 @@ def run_half(exchange: Exchange, bucket: Any, dtype: torch.dtype) -> torch.futur
     """One bucket of any floating or complex dtype."""
     real = real_bucket(bucket)
     buffer = real.buffer()
+    check_place(exchange, buffer)
     flat = buffer if buffer.dtype == torch.float32 else buffer.float()
     average_half(exchange, flat, dtype, *share_of(real))
     if flat is not buffer:

@@ -58,7 +58,7 @@ class ShadowHook(JoinHook):
                 return
         if wrapper._check_sync_bufs_pre_fwd():
             wrapper._sync_buffers(candidate=False)
-        synchronises = wrapper._agree_on_sync(False)
+        synchronises = wrapper._agree_on_sync(False, trains=False)
         wrapper.require_forward_param_sync = synchronises
         if synchronises:
             replica.shadow()

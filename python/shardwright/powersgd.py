@@ -18,7 +18,7 @@ from ._engine import (
     powersgd_stride,
 )
 from .compression_state import CompressionState
-from .exchange import average_plain, share_of
+from .exchange import average_plain, check_place, share_of
 from .factor_exchange import FactorExchange
 from .powersgd_in_turns import Turns
 
@@ -171,6 +171,7 @@ class PowerSGDState(CompressionState):
     def average(self, bucket: Any) -> torch.Tensor:
         """The bucket's buffer, averaged in place."""
         buffer = bucket.buffer()
+        check_place(self.exchange, buffer)
         if self.iter < self.start_powerSGD_iter:
             average_plain(self.exchange, buffer, *share_of(bucket))
         else:

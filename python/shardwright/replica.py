@@ -16,11 +16,12 @@ from torch.utils.dlpack import from_dlpack
 from . import _hooks
 from ._engine import Error, Reducer, norm_sum
 from .comm_hook import HookRunner, SlicedHookRunner, Wanted
-from .compress import Bf16, Compressor, Fp16
+from .compress import Bf16, Compressor, Fp16, Int4, Int8
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
 from .gradients import as_real, copy_gradient, gradient_view, norm_over_ranks
+from .levels import Lease, Levels, leased_levels, levels_of
 from .options import Options
 from .parameter_memory import ParameterMemory
 from .parameter_slices import memory_order
@@ -231,13 +232,23 @@ class Replica:
         at zero >= 2 buckets share slots, and leave at its end."""
         return self.group.host_count > 1 and self.zero < 2 and not self.table.is_on_gpu
 
+    def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
+        """Over what a compressor's hook exchanges, leased where that is a thread's of its own. Collective at first use across hosts."""
+        if self.overlaps_compression:
+            return leased_levels(self.group)
+        if self.link is None:
+            return levels_of(self.group), None
+        from .device_exchange import DeviceExchange
+
+        if _wire_of(compress, self.zero, self.table) is not None:
+            raise NotImplementedError(
+                f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
+            )
+        return Levels(DeviceExchange(self.link, self.table.parameters[0])), None
+
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
         """What calls a communication hook for every bucket. One of ours gives the mean over all ranks, and may leave what is
         not of this rank's slice out; a user's has the last word on both."""
-        if self.link is not None:
-            raise NotImplementedError(
-                "communication hooks are not there yet on GPUs: compress=sw.Fp16() and sw.Bf16() are"
-            )
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
         if self.zero >= 2 and self.reducer.transport == "pool":
@@ -617,10 +628,14 @@ def _wire_of(compress: Compressor | None, zero: int, table: ParameterTable) -> s
     """In what gradients travel between GPUs; None: as they are."""
     if compress is None:
         return None
-    if not isinstance(compress, (Fp16, Bf16)) or zero > 1:
+    halves = isinstance(compress, (Fp16, Bf16))
+    if not halves and (not isinstance(compress, (Int8, Int4)) or zero > 1):
         raise NotImplementedError(
-            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() at zero=0 and 1 are"
+            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() at zero=0, 1 and 2 are, sw.Int8() and "
+            "sw.Int4() at zero=0 and 1"
         )
+    if not halves:  # a hook's: see device_exchange.py
+        return None
     for name, parameter in zip(table.names, table.parameters):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NotImplementedError(

@@ -22,7 +22,7 @@
 extern "C" bool run_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads)
 {
     static void (*const bodies[])(const void *) = {RUN(cast), RUN(pack),     RUN(fold),       RUN(adam),    RUN(sgd),
-                                                   RUN(norm), RUN(quantize), RUN(dequantize), RUN(residual)};
+                                                   RUN(norm), RUN(quantize), RUN(dequantize), RUN(residual), RUN(verdict), RUN(owe)};
     if (kernel < 0 || kernel >= static_cast<int>(sizeof bodies / sizeof *bodies))
         return false;
     cuda_run(bodies[kernel], args, blocks, threads);

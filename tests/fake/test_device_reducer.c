@@ -20,7 +20,7 @@
 #include "optim/norm.h"
 #include "reduce/device_reducer.h"
 
-enum { BUCKETS = 3, STEPS = 4, NUMEL_MAX = 384, SEEDS = 5, FAILURE = 999, GRADIENTS = 7 };
+enum { BUCKETS = 3, STEPS = 4, LONE_STEP = 3, NUMEL_MAX = 384, SEEDS = 5, FAILURE = 999, GRADIENTS = 7 };
 static const int64_t TIMEOUT_NS = 2000000000;
 
 static const sw_dtype dtypes[BUCKETS] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT32};
@@ -35,12 +35,14 @@ typedef struct model { /* one bucket's share of the training */
 typedef struct training {
     int stage; /* 1: the optimizer steps on slices; 2: means are slices too */
     bool deterministic;
+    bool narrowed; /* means travel as bfloat16 */
     int steps;
     long fail_nth;      /* the call of rank 0 that fails; 0: none */
     bool stop_in_step;  /* destroys with buckets on their way */
     bool leave_at_once; /* destroys with the last step still running, nothing read */
     float result[GPU_RANKS_MAX][BUCKETS][NUMEL_MAX]; /* parameters at the end */
     double norm[GPU_RANKS_MAX];                      /* of the last step */
+    bool joins;                                      /* the last rank has run out of inputs in LONE_STEP */
     uint64_t host_waits; /* of the steps in which rank 0 used every gradient */
     int wrong_use;       /* use bytes that are not the union */
     bool failed[GPU_RANKS_MAX];
@@ -61,6 +63,12 @@ static float value_of(int rank, int step, size_t bucket, size_t i)
 static bool is_used(int rank, int step, int gradient)
 {
     return step == 1 || (gradient + rank + step) % 4 != 0;
+}
+
+/* It takes part, contributes nothing, and has no say; means divide by the others. */
+static bool has_joined(const training *run, int rank, int world_size, int step)
+{
+    return run->joins && step == LONE_STEP && rank == world_size - 1;
 }
 
 /* At stage 2, step 2 is on top of the mean of step 1 in a part of each slice. */
@@ -138,15 +146,16 @@ static double oracle(const training *run, int world_size, int steps,
             float wide[NUMEL_MAX], gradient[GPU_RANKS_MAX][NUMEL_MAX];
             const void *source[GPU_RANKS_MAX];
             void *to = mean[b];
+            int active = 0;
             sw_device_run standing = standing_of(run, numels[b] / (size_t)world_size, step);
-            for (int r = 0; r < world_size; ++r) {
+            for (int r = 0; r < world_size && !has_joined(run, r, world_size, step); ++r) {
                 for (size_t i = 0; i < numels[b]; ++i)
                     wide[i] = value_of(r, step, b, i);
                 narrow(gradient[r], wide, numels[b], dtypes[b]);
                 add_standing(gradient[r], mean[b], standing, b, world_size);
-                source[r] = gradient[r];
+                source[active++] = gradient[r];
             }
-            sw_kernels()->fold[dtypes[b]](&to, 1, source, world_size, numels[b], 1.0 / world_size,
+            sw_kernels()->fold[dtypes[b]](&to, 1, source, active, numels[b], 1.0 / active,
                                           SW_REDOP_MEAN);
             sw_norm_array array = {.data = mean[b], .numel = numels[b], .dtype = dtypes[b]};
             check(sw_norm_add(&sum, &array, 1, NULL) == SW_OK, "norm");
@@ -232,7 +241,9 @@ static sw_status produce(loop *l, void *to, size_t b, int step)
 {
     float wide[NUMEL_MAX];
     for (size_t i = 0; i < numels[b]; ++i)
-        wide[i] = value_of(l->self->rank, step, b, i);
+        wide[i] = has_joined(l->run, l->self->rank, l->self->world_size, step)
+                      ? -0.0f
+                      : value_of(l->self->rank, step, b, i);
     SW_TRY(upload(l, l->part[b].source, wide, numels[b], (int)b));
     sw_cast_args cast = {.to = to,
                          .from = l->part[b].source,
@@ -252,7 +263,7 @@ static sw_status read_use(loop *l, int step)
     for (int i = 0; i < GRADIENTS; ++i) {
         bool expected = false;
         for (int r = 0; r < l->self->world_size; ++r)
-            expected |= is_used(r, step, i);
+            expected |= !has_joined(l->run, r, l->self->world_size, step) && is_used(r, step, i);
         l->run->wrong_use += (any[i] != 0) != expected;
     }
     return SW_OK;
@@ -309,6 +320,10 @@ static sw_status train_step(loop *l, int step)
     uint8_t used[GRADIENTS];
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err;
+    bool joined = has_joined(l->run, l->self->rank, l->self->world_size, step);
+    if (l->run->joins)
+        SW_TRY(sw_device_reducer_divide_by(
+            l->reducer, l->self->world_size - (step == LONE_STEP), err));
     SW_TRY(sw_device_reducer_begin(l->reducer, l->backward, err));
     if (step > 0) /* the pinned sources of the step before have been read: the test's own wait */
         SW_TRY(device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's sources", err));
@@ -319,9 +334,9 @@ static sw_status train_step(loop *l, int step)
     }
     SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
     for (int i = 0; i < GRADIENTS; ++i)
-        used[i] = is_used(l->self->rank, step, i);
+        used[i] = !joined && is_used(l->self->rank, step, i);
     uint64_t tag = 0x102030405060708u * (uint64_t)step;
-    SW_TRY(sw_device_reducer_finish(l->reducer, used, tag, err));
+    SW_TRY(sw_device_reducer_finish(l->reducer, used, joined ? NULL : &tag, err));
     SW_TRY(read_use(l, step));
     SW_TRY(check_tags(l, tag));
     for (size_t b = 0; b < BUCKETS; ++b)
@@ -367,7 +382,8 @@ static sw_status train(loop *l)
                                        .op = SW_REDOP_MEAN,
                                        .deterministic = l->run->deterministic,
                                        .sliced = l->run->stage == 2,
-                                       .wire = SW_DTYPE_COUNT};
+                                       .wire = l->run->narrowed ? SW_DTYPE_BFLOAT16
+                                                                : SW_DTYPE_COUNT};
     SW_TRY(prepare(l));
     specs[0].data = l->part[0].bucket;
     specs[1].data = l->part[1].bucket;
@@ -435,15 +451,23 @@ static bool train_rank(gpu_rank *self)
     return status == SW_OK;
 }
 
-static void check_training(int world_size, int stage, bool deterministic, sim_policy policy,
-                           uint64_t seed)
+typedef enum way { NCCLS_MEAN, DETERMINISTIC, NARROWED, WAYS } way;
+static const char *const way_names[WAYS] = {"NCCL's mean", "deterministic", "narrowed"};
+
+static void check_training(int world_size, int stage, way how, sim_policy policy, uint64_t seed)
 {
+    bool deterministic = how == DETERMINISTIC;
+    bool joins = stage == 0 && world_size > 1 && seed % 2 == 0 && how != NARROWED;
     static training run;
     static float expected[BUCKETS][NUMEL_MAX];
     char what[96];
     snprintf(what, sizeof what, "W = %d, stage %d, %s, policy %d, seed %d", world_size, stage,
-             deterministic ? "deterministic" : "NCCL's mean", (int)policy, (int)seed);
-    run = (training){.stage = stage, .deterministic = deterministic, .steps = STEPS};
+             way_names[how], (int)policy, (int)seed);
+    run = (training){.stage = stage,
+                     .deterministic = deterministic,
+                     .narrowed = how == NARROWED,
+                     .steps = STEPS,
+                     .joins = joins};
     check(gpu_ranks_run(world_size, policy, seed, train_rank, &run), "%s: %s", what,
           run.message[0]);
     double norm = oracle(&run, world_size, STEPS, expected);
@@ -483,13 +507,16 @@ static void check_early_end(int world_size, int stage, sim_policy policy, bool i
 }
 
 /* Every counted call of rank 0 fails once; one rank, so that nobody waits for it. */
-static void check_failing_calls(int stage, bool deterministic)
+static void check_failing_calls(int stage, way how)
 {
     static training run;
     long failed = 0;
     for (long nth = 1; nth < 4000; ++nth) {
-        run =
-            (training){.stage = stage, .deterministic = deterministic, .steps = 2, .fail_nth = nth};
+        run = (training){.stage = stage,
+                         .deterministic = how == DETERMINISTIC,
+                         .narrowed = how == NARROWED,
+                         .steps = 2,
+                         .fail_nth = nth};
         bool ok = gpu_ranks_run(1, SIM_EAGER, 1, train_rank, &run);
         const char *name = gpu_sim->failed_call();
         if (!*name) { /* the run has fewer calls */
@@ -513,15 +540,18 @@ int main(int argc, char **argv)
         for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
             for (uint64_t seed = 1; seed <= SEEDS; ++seed)
                 for (int stage = 0; stage <= 2; ++stage) {
-                    check_training(world_size, stage, true, (sim_policy)policy, seed);
-                    check_training(world_size, stage, false, (sim_policy)policy, seed);
+                    check_training(world_size, stage, DETERMINISTIC, (sim_policy)policy, seed);
+                    check_training(world_size, stage, NCCLS_MEAN, (sim_policy)policy, seed);
+                    if (seed == 1)
+                        check_training(world_size, stage, NARROWED, (sim_policy)policy, seed);
                 }
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (int in_step = 0; in_step < 2; ++in_step)
             for (int stage = 0; stage <= 2; stage += 2)
                 check_early_end(3, stage, (sim_policy)policy, in_step);
     for (int stage = 0; stage <= 2; ++stage)
-        check_failing_calls(stage, stage != 1);
-    check_failing_calls(2, false);
+        check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN);
+    check_failing_calls(2, NCCLS_MEAN);
+    check_failing_calls(2, NARROWED);
     return check_result();
 }

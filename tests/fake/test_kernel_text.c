@@ -282,6 +282,13 @@ static void check_blocks(size_t numel)
                                      .bits = bits};
         compare(SW_KERNEL_QUANTIZE, &quantize, bits == 8 ? "int8" : "int4", NULL);
         sw_kernel_contracts()[SW_KERNEL_QUANTIZE].reference(&quantize);
+        sw_verdict_args verdict = {.verdict = region(4, 0),
+                                   .records = region(0, 4),
+                                   .count = (numel + block - 1) / block,
+                                   .block = block,
+                                   .bits = bits};
+        memset(verdict.verdict, 0, sizeof(int));
+        compare(SW_KERNEL_VERDICT, &verdict, form & 8 ? "wild" : "finite", NULL);
         if (form & 8)
             continue; /* a NaN scale: the sign of a computed NaN is the processor's */
         sw_dequantize_args dequantize = {.out = region(3, 0),
@@ -295,9 +302,20 @@ static void check_blocks(size_t numel)
         sw_residual_args residual = {.error = region(2, 0),
                                      .source = region(1, 0),
                                      .records = region(0, 4),
+                                     .verdict = form & 4 ? verdict.verdict : NULL,
                                      .numel = numel,
                                      .block = block,
                                      .bits = bits};
+        sw_owe_args owe = {.error = region(2, 0),
+                           .rest = region(1, 0),
+                           .verdict = verdict.verdict,
+                           .numel = numel,
+                           .scale = 3.0f};
+        for (int refused = 0; refused < 2; ++refused) {
+            *(int *)verdict.verdict = refused;
+            compare(SW_KERNEL_OWE, &owe, refused ? "refused" : "kept", NULL);
+        }
+        *(int *)verdict.verdict = form & 1;
         compare(SW_KERNEL_RESIDUAL, &residual, bits == 8 ? "int8" : "int4", NULL);
     }
 }

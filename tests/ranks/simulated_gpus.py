@@ -12,12 +12,15 @@ import bisect
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import DEADLINE_S, gather
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,6 +51,34 @@ def build() -> dict[str, str]:
     mode = BUILDERS["plain"].mode
     made = {"cuda": libraries(mode)["libcuda.so.1"], "nccl": libraries(mode)["libnccl.so.2"]}
     return {name: str(path) for name, path in {**made, "kernels": reference_kernels(mode)}.items()}
+
+
+def run(
+    teams: Any, world_size: int, paths: dict[str, str], scene: Any, *arguments: Any, policy: str = "random"
+) -> None:
+    """`scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it.
+
+    A test's module may have inside(gpus), a context around its scenes.
+    """
+    place = {"module": scene.__module__, "scene": scene.__name__}
+    given = {"paths": paths, "policy": policy, "given": arguments, **place}
+    teams.run(world_size, _simulate, spoils=False, deadline_s=DEADLINE_S, arguments=given)
+
+
+def _simulate(
+    rank: int, world_size: int, paths: dict[str, str], policy: str, module: str, scene: str, given: tuple[Any, ...]
+) -> None:
+    found = importlib.import_module(module)
+    inside = getattr(found, "inside", lambda gpus: contextlib.nullcontext())
+    with SimulatedGpus(paths, meet(rank), policy) as gpus, inside(gpus):
+        getattr(found, scene)(gpus, rank, world_size, *given)
+
+
+def meet(rank: int) -> str:
+    """A new folder that all ranks know."""
+    made = tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]) if rank == 0 else ""
+    folder: str = gather(made)[0]
+    return folder
 
 
 class _Access(ctypes.Structure):
@@ -148,7 +179,7 @@ class SimulatedGpus:
         self._close_groups()
         self._write_image()
         os.environ["SIM_NCCL_FOLDER"] = str(self.folder)
-        count = 9  # SW_KERNEL_COUNT
+        count = 11  # SW_KERNEL_COUNT
         self._cuda.sim_torch_begin(self._policy, self._seed, self._kernels.sim_kernel_contracts(), count)
         self.stream = self._cuda.sim_torch_stream()
         self._before = sw_device.runtime
@@ -288,4 +319,4 @@ def stats(wrapped: Any) -> dict[str, int]:
     return counts
 
 
-__all__ = ["POLICIES", "SimulatedGpus", "build", "stats", "sw"]
+__all__ = ["POLICIES", "SimulatedGpus", "build", "run", "stats", "sw"]

@@ -7,20 +7,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import os
 import pathlib
 import sys
-import tempfile
 from typing import Any
 
 import peer
 import pytest
 import torch
-from harness import DEADLINE_S, at_least_two, gather, same_everywhere
+from harness import at_least_two, gather, same_everywhere
 from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
-from simulated_gpus import POLICIES, SimulatedGpus, build, stats, sw
+from simulated_gpus import POLICIES, SimulatedGpus, build, run, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
@@ -28,27 +26,6 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 @pytest.fixture(scope="module")
 def paths() -> dict[str, str]:
     return build()
-
-
-def run(
-    teams: Any, world_size: int, paths: dict[str, str], scene: Any, *arguments: Any, policy: str = "random"
-) -> None:
-    """`scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it."""
-    given = {"paths": paths, "policy": policy, "scene": scene.__name__, "given": arguments}
-    teams.run(world_size, simulate, spoils=False, deadline_s=DEADLINE_S, arguments=given)
-
-
-def simulate(
-    rank: int, world_size: int, paths: dict[str, str], policy: str, scene: str, given: tuple[Any, ...]
-) -> None:
-    with SimulatedGpus(paths, meet(rank), policy) as gpus:
-        globals()[scene](gpus, rank, world_size, *given)
-
-
-def meet(rank: int) -> str:
-    """A new folder that all ranks know."""
-    made = tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]) if rank == 0 else ""
-    return gather(made)[0]
 
 
 def on_gpu(gpus: SimulatedGpus, build_module: Any, **options: Any) -> Any:
@@ -294,14 +271,10 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD((module := gpus.adopt_module(Mlp())).parameters(), lr=0.1)
     with pytest.raises(NotImplementedError, match="zero=3 on GPUs is not there yet"):
         sw.wrap(module, optimizer, zero=3)
-    with pytest.raises(NotImplementedError, match=r"compress=Int8.* is not there yet on GPUs"):
-        sw.wrap(gpus.adopt_module(Mlp()), compress=sw.Int8())
     wrapped = sw.wrap(module)
-    with pytest.raises(NotImplementedError, match="communication hooks"):
-        wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     if world_size > 1:
-        with pytest.raises(NotImplementedError, match="join is not there yet on GPUs"), wrapped.join():
-            pass
+        with pytest.raises(NotImplementedError, match="join at zero=1 on GPUs is not there yet"):
+            sw.wrap(gpus.adopt_module(Mlp()), zero=1).join()
     with pytest.raises(ValueError, match="must name the one GPU that the module is on"):
         sw.DistributedDataParallel(module, device_ids=[1])
 

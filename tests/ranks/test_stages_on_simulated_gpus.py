@@ -6,6 +6,7 @@ The laws of the CPU's stages are run body for body, with modules on simulated GP
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -19,8 +20,7 @@ from harness import at_least_two, gather, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from simulated_gpus import POLICIES, SimulatedGpus, build, stats, sw
-from test_modules_on_simulated_gpus import meet
+from simulated_gpus import POLICIES, SimulatedGpus, build, run, stats, sw
 
 from shardwright import device as sw_device
 
@@ -40,20 +40,12 @@ def paths() -> dict[str, str]:
     return build()
 
 
-def run(
-    teams: Any, world_size: int, paths: dict[str, str], scene: Any, *arguments: Any, policy: str = "random"
-) -> None:
-    """`scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it."""
-    given = {"paths": paths, "policy": policy, "scene": scene.__name__, "given": arguments}
-    teams.run(world_size, simulate, spoils=False, deadline_s=60, arguments=given)
-
-
-def simulate(
-    rank: int, world_size: int, paths: dict[str, str], policy: str, scene: str, given: tuple[Any, ...]
-) -> None:
-    with SimulatedGpus(paths, meet(rank), policy) as gpus, pytest.MonkeyPatch.context() as patch:
+@contextlib.contextmanager
+def inside(gpus: SimulatedGpus) -> Any:
+    """The laws of the CPU's stages wrap modules on simulated GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "sw", OnGpu(gpus))
-        globals()[scene](gpus, rank, world_size, *given)
+        yield
 
 
 class OnGpu:
@@ -446,12 +438,17 @@ def halves(gpus: SimulatedGpus, rank: int, world_size: int, half: str) -> None:
         }
         with gpus.torch_on_cpu():
             expected = stages.run(0, steps, rank, deterministic=False, **given)
-        for zero in (0, 1):
+        for zero in (0, *SLICED):
             sent = stages.run(zero, steps, rank, **given)
             assert sent.losses[1] == 3 * sent.losses[0] > 0 or world_size == 1
             sent.losses = expected.losses
             sent.assert_equals(expected, f"{half}, {dtype}, zero={zero}")
-    with pytest.raises(NotImplementedError, match="at zero=2 is not there yet on GPUs"):
-        sw.wrap(gpus.adopt_module(Mlp()), zero=2, compress=sw.Fp16())
+    if half == "Bf16":
+        return
+    for body, build in ((stages.never_cleared, Mlp), (stages.some_heads, Heads)):  # on top of means that stand
+        given = {"build": build, "bucket_cap_mb": 0.001, "compress": sw.Fp16(), "optimizer": "SGD"}
+        with gpus.torch_on_cpu():
+            expected = stages.run(2, body, rank, deterministic=False, **given)
+        stages.run(2, body, rank, **given).assert_equals(expected, f"{body.__name__}, sliced")
     with pytest.raises(NotImplementedError, match="must be float32, float16 or bfloat16, not torch.float64"):
         sw.wrap(gpus.adopt_module(Mlp().double()), compress=sw.Bf16())

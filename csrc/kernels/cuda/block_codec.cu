@@ -1,5 +1,5 @@
-/* block_codec.cu - QUANTIZE, DEQUANTIZE, RESIDUAL: host/block_body.h's records, one block of threads
- * a record.
+/* block_codec.cu - QUANTIZE, DEQUANTIZE, RESIDUAL, VERDICT, OWE: host/block_body.h's records, one block of
+ * threads a record where it is made.
  */
 
 SW_INLINE float sw_value(const sw_quantize_args &a, sw_u64 i)
@@ -86,7 +86,30 @@ SW_KERNEL sw_dequantize(const sw_dequantize_args a)
 SW_KERNEL sw_residual(const sw_residual_args a)
 {
     float *error = (float *)a.error;
+    if (a.verdict && *(const int *)a.verdict != 0)
+        return;
     SW_EACH(i, a.numel)
     error[i] = (((const float *)a.source)[i] + error[i]) -
                sw_decoded(a.records, i, a.block, a.bits);
+}
+
+/* Whoever finds one writes the same. */
+SW_KERNEL sw_verdict(const sw_verdict_args a)
+{
+    const sw_u64 bytes = sw_record_bytes(a.block, a.bits);
+    SW_EACH(r, a.count)
+    {
+        const unsigned scale = *(const unsigned *)((const unsigned char *)a.records + r * bytes);
+        if ((scale & 0x7fffffffu) > 0x7f800000u)
+            *(int *)a.verdict = 1;
+    }
+}
+
+SW_KERNEL sw_owe(const sw_owe_args a)
+{
+    float *error = (float *)a.error;
+    if (*(const int *)a.verdict != 0)
+        return;
+    SW_EACH(i, a.numel)
+    error[i] = error[i] + ((const float *)a.rest)[i] * a.scale;
 }

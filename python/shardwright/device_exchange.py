@@ -1,0 +1,130 @@
+"""The two-shot exchange of wire bytes between GPUs, and blocks over it.
+
+Everything is enqueued: arithmetic on torch's current stream, which the collectives on the communicator's stream follow and are
+followed by. Nothing of a message is read by the host; what it decides on the CPU, whether errors are kept, a verdict in the
+GPU's memory says to the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import device
+from ._engine import (
+    device_block_decode,
+    device_block_encode,
+    device_block_fold,
+    device_block_owe,
+    device_block_verdict,
+)
+from .block_compression import BlockState, _Owner
+from .device import DeviceLink
+from .exchange import Exchange
+
+
+class DeviceExchange(Exchange):
+    """Over the communicator of a link. `like`: any tensor on its GPU."""
+
+    on_device = True
+
+    def __init__(self, link: DeviceLink, like: torch.Tensor) -> None:
+        super().__init__(link.rank, link.world_size)
+        self.link = link
+        self._like = like.detach().new_empty(0)
+        self._said = self._received = self._like
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the GPU, which collectives may use."""
+        made: torch.Tensor = device.runtime.zeros(numel, dtype, self._like)
+        return made
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        return self.zeros(size_bytes, torch.uint8)
+
+    def _message(self, slice_bytes: int) -> torch.Tensor:
+        size = slice_bytes * self.world_size
+        if self._said.numel() < size:  # the streams have met since a collective used the old ones
+            self._said, self._received = self._memory(size), self._memory(size)
+        return self._said[:size]
+
+    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
+        size, own = slice_bytes * self.world_size, self.rank
+        message, received = self._said[:size], self._received[:size]
+        stream = self.link.current_stream()
+        self.link.comm.exchange((message.data_ptr(), size, "uint8"), received.data_ptr(), stream)
+        pieces = list(received.split(slice_bytes))
+        pieces[own] = message[own * slice_bytes :][:slice_bytes]
+        return pieces
+
+    def _result(self, slice_bytes: int) -> torch.Tensor:
+        return self._whole[self.rank * slice_bytes :][:slice_bytes]
+
+    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
+        self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
+
+
+class DeviceBlockState(BlockState):
+    """BlockState whose exchange, errors and scratch memory are a GPU's."""
+
+    _sums = _verdict = torch.empty(0)
+
+    @property
+    def _device(self) -> DeviceExchange:
+        exchange = self.exchange
+        assert isinstance(exchange, DeviceExchange)
+        return exchange
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
+        return self._device.zeros(max(torch.Size(shape).numel(), 1), dtype)[: torch.Size(shape).numel()].view(shape)
+
+    def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return self._zeros(tuple(tensor.shape), tensor.dtype, parameter).copy_(tensor)
+
+    def _exchange_records(self, exchange: Exchange, owners: list[_Owner], keeps_slice: bool) -> None:
+        device_exchange = self._device
+        comm, stream = device_exchange.link.comm, device_exchange.link.current_stream()
+        size, world, codec = self._record_bytes, exchange.world_size, (self.block, self.bits)
+        count = max(1, *(owner.end - owner.begin for owner in owners))
+        message = exchange.begin(count * size)
+        parts = [part for rank, owner in enumerate(owners) for part in owner.parts(rank * count, self.block)]
+        base = message.data_ptr()
+        for part in parts:
+            device_block_encode(comm, *codec, base + part.at * size, part.address, part.error, part.numel, stream)
+        for rank, owner in enumerate(owners):  # records of zeros
+            message[(rank * count + owner.end - owner.begin) * size : (rank + 1) * count * size].zero_()
+        wires = [piece.data_ptr() for piece in exchange.scatter()]
+        sums, rest, verdict = self._scratch(device_exchange, count)
+        result = exchange.result().data_ptr()
+        device_block_fold(comm, *codec, result, wires, count, 1.0 / world, sums, rest, stream)
+        whole = exchange.gather().data_ptr()
+        if self.error_feedback:
+            device_block_verdict(comm, *codec, verdict, whole, count * world, stream)
+        for part in parts:
+            at = part.at * size
+            device_block_decode(
+                comm, *codec, part.address, whole + at, part.error, base + at, verdict, part.numel, stream
+            )
+        for span, begin, place, numel in owners[exchange.rank].rests(self.block) if self.error_feedback else ():
+            device_block_owe(
+                comm,
+                *codec,
+                span.error_address + 4 * begin,
+                rest + 4 * place,
+                verdict,
+                numel,
+                float(world),
+                stream,
+            )
+
+    def _scratch(self, exchange: DeviceExchange, count: int) -> tuple[int, int, int]:
+        """Addresses of sums, of what rounding left out of them, and of the verdict; 0 for what is not needed."""
+        numel = count * self.block
+        if self._sums.numel() < numel:
+            self._sums = exchange.zeros(numel, torch.float32)
+        if not self.error_feedback:
+            return self._sums.data_ptr(), 0, 0
+        if self._rest.numel() < numel:
+            self._rest = exchange.zeros(numel, torch.float32)
+        if not self._verdict.numel():
+            self._verdict = exchange.zeros(1, torch.int32)
+        return self._sums.data_ptr(), self._rest.data_ptr(), self._verdict.data_ptr()
