@@ -285,6 +285,15 @@ sw_status sw_nccl_all_gather(sw_nccl *comm, void *data, size_t slice_numel, sw_d
     return SW_OK;
 }
 
+sw_status sw_nccl_gather_slices(sw_nccl *comm, const void *slice, void *data, size_t slice_bytes,
+                                sw_stream *stream, sw_error *err)
+{
+    NCCL_CALL(comm, err, "all_gather",
+              ncclAllGather(slice, data, slice_bytes, SW_NCCL_UINT8, comm->handle,
+                            cuda_stream(stream)));
+    return SW_OK;
+}
+
 static sw_status exchange_with(sw_nccl *comm, int peer, const char *data, char *contributions,
                                size_t slice_bytes, sw_stream *stream, sw_error *err)
 {

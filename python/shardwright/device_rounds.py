@@ -151,9 +151,14 @@ class DeviceRounds:
         *,
         open: Callable[[], bool],
         task_id: Callable[[], int],
+        layouts: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor | None]:
-        """Binds the parameters; returns what their `.grad` will be, None where frozen. The list must hold the only references."""
+        """Binds the parameters; returns what their `.grad` will be, None where frozen. The list must hold the only references.
+
+        `layouts`: tensors with their shapes and strides, where they themselves are released.
+        """
         self._parameters = parameters
+        self._layouts = parameters if layouts is None else layouts
         self._open_callback, self._task_id = open, task_id
         self._hook_tables: list[tuple[dict[int, Any], int] | None] = [None] * len(parameters)
         self.views: list[torch.Tensor | None] = [None] * len(parameters)

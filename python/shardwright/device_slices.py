@@ -1,4 +1,4 @@
-"""Rounds on a GPU in which this rank keeps its slices of the means alone (zero=2).
+"""Rounds on a GPU in which this rank keeps its slices of the means alone (zero 2 and 3).
 
 As sliced_gradients.c on the host: `.grad` is None, a tensor of autograd's own, or the parameter's ShardedGradient, which may
 hold what backwards have added since the last round. When a bucket is complete its contributions are copied into one of
@@ -12,6 +12,7 @@ a digest of what it did travels with the round's tag: where they differ, all are
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class SlicedDeviceRounds(DeviceRounds):
         self._ring: list[torch.Tensor] = []  # bytes: of the largest bucket that takes part, and of the next
         self._turn = 0
         self._standing = bytearray(len(self._names))
+        #: digest of the units that were gathered so far
+        self.order: Callable[[], int] = int
 
     @property
     def planned_bytes(self) -> int:
@@ -61,7 +64,7 @@ class SlicedDeviceRounds(DeviceRounds):
         self._make_ring(like)
         for index in bucket.members:
             low, high = self._run(bucket, index)
-            self.views[index] = ShardedGradient(_dense(self._parameters[index]), bucket.flat[low:high], self.board)
+            self.views[index] = ShardedGradient(_dense(self._layouts[index]), bucket.flat[low:high], self.board)
 
     def _make_ring(self, like: torch.Tensor) -> None:
         sizes = sorted(nbytes_of(bucket) for bucket in self._buckets if bucket.flat is not None)[-2:][::-1]
@@ -141,14 +144,14 @@ class SlicedDeviceRounds(DeviceRounds):
         return runs
 
     def _tag(self) -> int:
-        return super()._tag() | zlib.crc32(self._standing) << 32
+        return super()._tag() | zlib.crc32(self._standing, self.order()) << 32
 
     def _explain(self, tag: int, unlike: int) -> str:
         if unlike & _NUMBERS:
             return super()._explain(tag, unlike)
         return (
-            f"ranks cleared different gradients of {self._label} (zero_grad, or .grad = None, on some ranks only): at zero=2 on GPUs all "
-            f"clear the same; the average of backward {tag & 0xFFFF} after step {tag >> 16 & 0xFFFF}, and what was stepped on since, is "
+            f"ranks cleared different gradients of {self._label} (zero_grad, or .grad = None, on some ranks only), or at zero=3 ran different "
+            f"units or the same in another order: on GPUs all do the same; the average of backward {tag & 0xFFFF} after step {tag >> 16 & 0xFFFF}, and what was stepped on since, is "
             "wrong: begin again from a checkpoint"
         )
 
