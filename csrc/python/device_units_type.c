@@ -188,8 +188,8 @@ static PyObject *units_take(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "nO:take", &index, &stream_value) ||
         !sw_py_device_stream(stream_value, &stream) || !enter_unit(self, index))
         return NULL;
-    return sw_py_device_finish(
-        self->comm, sw_device_unit_take(self->units, (size_t)index, stream, &err), &err);
+    return sw_py_device_finish(self->comm,
+                               sw_device_unit_take(self->units, (size_t)index, stream, &err), &err);
 }
 
 static PyObject *units_release(PyObject *op, PyObject *args)

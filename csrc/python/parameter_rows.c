@@ -38,11 +38,10 @@ int sw_py_rows_init(sw_py_rows *s, PyObject *sequence)
                                 "a parameter is a tuple (name, numel, dtype, requires_grad)");
             return -1;
         }
-        s->params[i] = (sw_layout_param){
-            .numel = (size_t)numel,
-            .dtype = sw_dtype_from_name(dtype),
-            .trainable = trainable,
-            .group = (size_t)group};
+        s->params[i] = (sw_layout_param){.numel = (size_t)numel,
+                                         .dtype = sw_dtype_from_name(dtype),
+                                         .trainable = trainable,
+                                         .group = (size_t)group};
         if (numel < 0 || s->params[i].dtype == SW_DTYPE_COUNT) {
             PyErr_Format(
                 PyExc_ValueError,

@@ -1,19 +1,18 @@
 /* device_units.h - units of parameters on a GPU: gathered by NCCL into places that units share.
  *
- * Idea: a place is device memory of the largest unit that uses it, and a unit always comes to lie in
- * the same one, so a view of a parameter that autograd saved in the forward reads the same values
- * again in the backward, once the unit is gathered again. Places are few, a ring: while one unit is
- * computed with, the next is gathered into another place. Order is said with events alone:
+ * Idea: a place is device memory of the largest unit that uses it, and a unit always comes to lie
+ * in the same one, so a view of a parameter that autograd saved in the forward reads the same
+ * values again in the backward, once the unit is gathered again. Places are few, a ring: while one
+ * unit is computed with, the next is gathered into another place. Order is said with events alone:
  *
- *   user --left[place]--> comm    a place is written again after what computed with the unit that lay
- *                                 there
- *   comm --whole[unit]--> user    a unit is computed with after it was gathered, while others are
- *                                 gathered
- *   user --> comm (update)        slices are sent after the optimizer has stepped on them
+ *   user --left[place]--> comm    a place is written again after what computed with the unit that
+ * lay there comm --whole[unit]--> user    a unit is computed with after it was gathered, while
+ * others are gathered user --> comm (update)        slices are sent after the optimizer has stepped
+ * on them
  *
- * What it leaves out: when to gather, which is the schedule's (Python's hooks); which unit has which
- * place, and that it is free (SW_E_STATE otherwise); the optimizer's own order behind gathers that
- * read the slices, which have all been taken by then.
+ * What it leaves out: when to gather, which is the schedule's (Python's hooks); which unit has
+ * which place, and that it is free (SW_E_STATE otherwise); the optimizer's own order behind gathers
+ * that read the slices, which have all been taken by then.
  *
  * Thread rule: one at a time a communicator; every rank gathers the same units in one order.
  */

@@ -41,11 +41,12 @@ static size_t draw_params(sw_layout_param *params)
 {
     static const size_t sizes[] = {0, 1, 2, 31, 32, 33, 127, 128, 129, 1000, 4097};
     size_t count = random_below(PARAMS_MAX), dtypes = 1 + random_below(SW_DTYPE_COUNT);
-    size_t frozen_in = 1 + random_below(4);
+    size_t frozen_in = 1 + random_below(4), group_size = 1 + random_below(PARAMS_MAX);
     for (size_t i = 0; i < count; ++i)
         params[i] = (sw_layout_param){.numel = sizes[random_below(sizeof sizes / sizeof sizes[0])],
                                       .dtype = (sw_dtype)random_below(dtypes),
-                                      .trainable = random_below(frozen_in) == 0};
+                                      .trainable = random_below(frozen_in) == 0,
+                                      .group = i / group_size};
     return count;
 }
 
@@ -60,13 +61,15 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
 {
     const sw_layout_bucket *bucket = &layout->bucket[b];
     size_t element_bytes = sw_dtype_size_bytes(bucket->dtype), end = 0;
+    size_t group = params[layout->order[bucket->first]].group;
     for (size_t k = 0; k < bucket->count; ++k) {
         size_t p = layout->order[bucket->first + k];
         const sw_layout_place *place = &layout->place[p];
         listed[p]++;
         check(place->bucket == b && place->numel == params[p].numel,
               "L1: parameter %zu is not where order says", p);
-        check(params[p].dtype == bucket->dtype && params[p].trainable == bucket->trainable,
+        check(params[p].dtype == bucket->dtype && params[p].trainable == bucket->trainable &&
+                  params[p].group == group,
               "L2: parameter %zu", p);
         check(k == 0 || p < layout->order[bucket->first + k - 1],
               "L3: parameter %zu is out of order", p);
@@ -79,8 +82,10 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
     }
     bool last_of_kind = true;
     for (size_t other = b + 1; other < layout->bucket_count; ++other)
-        last_of_kind = last_of_kind && (layout->bucket[other].dtype != bucket->dtype ||
-                                        layout->bucket[other].trainable != bucket->trainable);
+        last_of_kind =
+            last_of_kind && (layout->bucket[other].dtype != bucket->dtype ||
+                             layout->bucket[other].trainable != bucket->trainable ||
+                             params[layout->order[layout->bucket[other].first]].group != group);
     check(last_of_kind || end >= cap_bytes, "L7: bucket %zu was closed below the cap", b);
 }
 
