@@ -26,7 +26,10 @@ struct sw_device_reducer {
     sw_device *device;    /* the comm's */
     sw_redop op;
     bool sliced;
-    sw_dtype wire;    /* SW_DTYPE_COUNT: buckets travel as they are */
+    int slice_count; /* of a bucket */
+    int *piece;    /* owned, a number a rank: of the world_size pieces of a bucket, who folds it */
+    int *owners;   /* owned: the ranks of this rank's slice, in the order of its pieces */
+    sw_dtype wire; /* SW_DTYPE_COUNT: buckets travel as they are */
     void *compressed; /* owned device memory; only with `wire` */
     phase phase;
     size_t next;           /* bucket that is due */
@@ -88,8 +91,9 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
 {
     const sw_device_ops *ops = r->device->ops;
     bool is_compressed = config->wire != SW_DTYPE_COUNT;
-    bool is_ours =
-        config->deterministic || is_compressed || (config->sliced && config->op == SW_REDOP_SUM);
+    bool is_shared = r->slice_count < sw_nccl_world_size(r->comm->nccl);
+    bool is_ours = config->deterministic || is_compressed || is_shared ||
+                   (config->sliced && config->op == SW_REDOP_SUM);
     size_t largest = 0, most = 0;
     for (size_t b = 0; b < r->bucket_count; ++b) {
         device_bucket *bucket = &r->bucket[b];
@@ -110,11 +114,30 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
     return is_ours ? ops->memory_alloc(r->device, largest, &r->contributions, err) : SW_OK;
 }
 
+/* Slice s of a bucket is pieces s * replicas and those behind it, one for each of its owners. */
+static sw_status create_pieces(sw_device_reducer *r, const sw_slices *slices, sw_error *err)
+{
+    int world_size = sw_nccl_world_size(r->comm->nccl), rank = sw_nccl_rank(r->comm->nccl);
+    r->slice_count = slices ? slices->count : world_size;
+    int replicas = world_size / r->slice_count;
+    r->piece = calloc((size_t)world_size, sizeof *r->piece);
+    r->owners = calloc((size_t)replicas, sizeof *r->owners);
+    if (!r->piece || !r->owners)
+        SW_FAIL(err, SW_E_MEMORY, "device reducer: no memory for %d ranks", world_size);
+    for (int k = 0; k < world_size; ++k)
+        r->piece[k] = slices ? slices->of_rank[k] * replicas + slices->replica_of_rank[k] : k;
+    for (int k = 0; k < world_size; ++k)
+        if (r->piece[k] / replicas == r->piece[rank] / replicas)
+            r->owners[r->piece[k] % replicas] = k;
+    return SW_OK;
+}
+
 static sw_status create_all(sw_device_reducer *r, const sw_device_reducer_config *config,
                             sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
     void *pinned;
+    SW_TRY(create_pieces(r, config->slices, err));
     r->bucket = calloc(config->bucket_count ? config->bucket_count : 1, sizeof *r->bucket);
     if (!r->bucket)
         SW_FAIL(err, SW_E_MEMORY, "device reducer: no memory for %zu buckets",
@@ -192,6 +215,8 @@ void sw_device_reducer_destroy(sw_device_reducer *r)
     ops->event_destroy(r->device, r->consumed);
     ops->event_destroy(r->device, r->gathered);
     free(r->own);
+    free(r->piece);
+    free(r->owners);
     free(r->bucket);
     free(r);
 }
@@ -246,22 +271,28 @@ sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_
 
 static size_t slice_numel(const sw_device_reducer *r, const device_bucket *bucket)
 {
+    return bucket->numel / (size_t)r->slice_count;
+}
+
+/* What a rank folds: a slice, or a part of one that has several owners. */
+static size_t piece_numel(const sw_device_reducer *r, const device_bucket *bucket)
+{
     return bucket->numel / (size_t)sw_nccl_world_size(r->comm->nccl);
 }
 
-/* What turns this rank's slice of the bucket in `data` into the mean in `to`: out of the slices
+/* What turns this rank's piece of the bucket in `data` into the mean in `to`: out of the pieces
  * that were exchanged, or, where NCCL has reduced them, out of that one. */
 static sw_fold_args fold_of(const sw_device_reducer *r, const device_bucket *bucket, sw_redop op,
                             void *data, void *to)
 {
     int rank = sw_nccl_rank(r->comm->nccl), world_size = sw_nccl_world_size(r->comm->nccl);
-    size_t slice_bytes = slice_numel(r, bucket) * sw_dtype_size_bytes(bucket->dtype);
+    size_t piece_bytes = piece_numel(r, bucket) * sw_dtype_size_bytes(bucket->dtype);
     bool is_ours = r->contributions;
     return (sw_fold_args){.to = to,
-                          .own = (char *)data + (size_t)rank * slice_bytes,
+                          .own = (char *)data + (size_t)r->piece[rank] * piece_bytes,
                           .rest = r->contributions,
-                          .numel = slice_numel(r, bucket),
-                          .stride_bytes = slice_bytes,
+                          .numel = piece_numel(r, bucket),
+                          .stride_bytes = piece_bytes,
                           .scale = 1.0 / world_size,
                           .dtype = (int)bucket->dtype,
                           .op = is_ours ? (int)op : (int)SW_REDOP_SUM,
@@ -279,7 +310,7 @@ static sw_status reduce_in_rank_order(sw_device_reducer *r, const device_bucket 
     char *own = (char *)bucket->data +
                 (size_t)sw_nccl_rank(nccl) * numel * sw_dtype_size_bytes(bucket->dtype);
     sw_fold_args fold = fold_of(r, bucket, op, bucket->data, own);
-    SW_TRY(sw_nccl_exchange_slices(nccl, bucket->data, r->contributions, numel, bucket->dtype,
+    SW_TRY(sw_nccl_exchange_slices(nccl, bucket->data, r->contributions, numel, bucket->dtype, NULL,
                                    stream, err));
     SW_TRY(sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &fold, stream, err));
     return sw_nccl_all_gather(nccl, bucket->data, numel, bucket->dtype, stream, err);
@@ -327,25 +358,38 @@ static sw_status fold_run(sw_device_reducer *r, sw_fold_args fold, size_t begin,
     return sw_kernel_launch(&r->comm->kernels, SW_KERNEL_FOLD, &fold, r->comm->stream, err);
 }
 
+/* Of [begin, begin + numel), where `at` lies; its ends otherwise. From `begin`. */
+static size_t place_within(size_t at, size_t begin, size_t numel)
+{
+    return at < begin ? 0 : at - begin < numel ? at - begin : numel;
+}
+
 static sw_status reduce_to_slice(sw_device_reducer *r, const device_bucket *bucket, void *data,
                                  const sw_device_run *standing, size_t standing_count,
                                  sw_error *err)
 {
+    sw_nccl *nccl = r->comm->nccl;
     sw_stream *stream = r->comm->stream;
-    sw_fold_args fold = fold_of(r, bucket, r->op, data, bucket->data);
-    size_t numel = slice_numel(r, bucket), at = 0;
+    int owner_count = sw_nccl_world_size(nccl) / r->slice_count;
+    size_t numel = piece_numel(r, bucket), element_bytes = sw_dtype_size_bytes(bucket->dtype);
+    size_t first = (size_t)(r->piece[sw_nccl_rank(nccl)] % owner_count) * numel, at = 0;
+    char *to = (char *)bucket->data + first * element_bytes;
+    sw_fold_args fold = fold_of(r, bucket, r->op, data, to);
     if (r->contributions)
-        SW_TRY(sw_nccl_exchange_slices(r->comm->nccl, data, r->contributions, numel, bucket->dtype,
+        SW_TRY(sw_nccl_exchange_slices(nccl, data, r->contributions, numel, bucket->dtype, r->piece,
                                        stream, err));
     else
-        SW_TRY(
-            sw_nccl_reduce_scatter(r->comm->nccl, data, numel, bucket->dtype, r->op, stream, err));
+        SW_TRY(sw_nccl_reduce_scatter(nccl, data, numel, bucket->dtype, r->op, stream, err));
     for (size_t i = 0; i < standing_count; ++i) {
-        SW_TRY(fold_run(r, fold, at, standing[i].begin, false, err));
-        SW_TRY(fold_run(r, fold, standing[i].begin, standing[i].end, true, err));
-        at = standing[i].end;
+        size_t begin = place_within(standing[i].begin, first, numel);
+        size_t end = place_within(standing[i].end, first, numel);
+        SW_TRY(fold_run(r, fold, at, begin, false, err));
+        SW_TRY(fold_run(r, fold, begin, end, true, err));
+        at = end;
     }
-    return fold_run(r, fold, at, numel, false, err);
+    SW_TRY(fold_run(r, fold, at, numel, false, err));
+    return sw_nccl_gather_among(nccl, bucket->data, numel * element_bytes, r->owners, owner_count,
+                                stream, err);
 }
 
 static sw_status check_due(const sw_device_reducer *r, size_t index, bool is_slice, sw_error *err)

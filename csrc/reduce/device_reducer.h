@@ -30,7 +30,9 @@
  * places (reserve), and this rank's slice of the mean is folded out of it into memory that stays.
  * Where a contribution is on top of the mean that stands in the slice, the fold adds that mean to
  * each rank's: whether it is so must be alike on all ranks, which the caller lets `tag` say. A sum
- * that is not `deterministic` takes this road too, since NCCL's own could not add it.
+ * that is not `deterministic` takes this road too, since NCCL's own could not add it. Where several
+ * ranks own a slice (`slices`), each folds a piece of it, as of a bucket of world_size slices, and
+ * they exchange their pieces: the bits stay, and the owners' are equal.
  *
  * Compressed (`wire`), a contribution is divided by the world size and rounded to 16 bits on its
  * way into memory of its own, what travels is folded by two shots, and the sum is widened into the
@@ -49,13 +51,14 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "comm/comm.h"
 #include "comm/device_comm.h"
 
 enum { SW_DEVICE_PLACES = 2 }; /* of the ring */
 
 typedef struct sw_device_bucket_spec {
-    void *data;   /* device memory, all of it written; borrowed until destroy. Sliced: numel /
-                     world_size elements, this rank's slice of the mean. NULL: the bucket takes no
+    void *data;   /* device memory, all of it written; borrowed until destroy. Sliced: this rank's
+                     slice of the mean, numel / slices.count elements. NULL: the bucket takes no
                      part until it is adopted */
     size_t numel; /* a multiple of the world size */
     sw_dtype dtype;
@@ -69,6 +72,7 @@ typedef struct sw_device_reducer_config {
     sw_redop op;           /* MEAN or SUM */
     bool deterministic;
     bool sliced;
+    const sw_slices *slices; /* borrowed for the call; NULL: one a rank. Only with `sliced` */
     sw_dtype wire; /* FLOAT16 or BFLOAT16: in what means of float32, float16 and bfloat16 travel.
                       SW_DTYPE_COUNT: as they are. Not with `sliced`, MEAN only */
 } sw_device_reducer_config;

@@ -262,8 +262,9 @@ class DeviceReducer:
         deterministic: bool = False,
         sliced: bool = False,
         wire: str | None = None,
+        slices: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> None:
-        """`wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel; not with `sliced`. A parameter's
+        """`slices`: (of_rank, replica_of_rank) where a slice has several owners; with `sliced`. `wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel; not with `sliced`. A parameter's
         fifth value, if it has one, is a group: those of different groups share no bucket."""
     def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""

@@ -21,6 +21,7 @@ from . import device
 from ._engine import DeviceReducer, Error
 from .device import DeviceLink
 from .gradients import copy_gradient, dense_strides
+from .slicing import Slicing
 
 
 class _State(enum.Enum):
@@ -65,6 +66,8 @@ class DeviceRounds:
         Of the model, in messages.
     wire : {"float16", "bfloat16"}, optional
         In what the mean travels.
+    slicing : Slicing, optional
+        Who owns what, where slices are kept. Default: each rank one.
     """
 
     transport = "nccl"
@@ -81,8 +84,10 @@ class DeviceRounds:
         deterministic: bool,
         label: str,
         wire: str | None = None,
+        slicing: Slicing | None = None,
     ) -> None:
         self._link = link
+        self._slicing = slicing or Slicing.one_a_rank(link.rank, link.world_size)
         self._label = label
         self._engine = DeviceReducer(
             link.comm,
@@ -92,6 +97,7 @@ class DeviceRounds:
             deterministic=deterministic,
             sliced=self._sliced,
             wire=wire,
+            slices=self._slicing.for_engine() if self._sliced else None,
         )
         self.wire = wire
         self._names = [row[0] for row in rows]

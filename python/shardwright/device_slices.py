@@ -48,18 +48,18 @@ class SlicedDeviceRounds(DeviceRounds):
     @property
     def planned_bytes(self) -> int:
         sizes = [nbytes_of(bucket) for bucket in self._buckets if bucket.shape[3] or bucket.flat is not None]
-        return sum(sizes) // self._link.world_size + sum(sorted(sizes)[-2:])
+        return sum(sizes) // self._slicing.count + sum(sorted(sizes)[-2:])
 
     # tensors --------------------------------------------------------------------------------------------------------
 
     def _attach_views(self) -> None:
-        self.board = GradientBoard(self._link.host, self, self._label)
+        self.board = GradientBoard(self._link.host, self, self._label, speaks=self._slicing.speaks)
         super()._attach_views()
 
     def _adopt(self, bucket: Bucket) -> None:
         _, numel, dtype, _ = bucket.shape
         like = self._parameters[bucket.members[0]]
-        bucket.flat = device.runtime.zeros(numel // self._link.world_size, getattr(torch, dtype), like)
+        bucket.flat = device.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
         self._engine.adopt(bucket.index, bucket.flat.data_ptr())
         self._make_ring(like)
         for index in bucket.members:
@@ -76,10 +76,10 @@ class SlicedDeviceRounds(DeviceRounds):
 
     def _run(self, bucket: Bucket, index: int) -> tuple[int, int]:
         """[begin, end) of a parameter in this rank's slice of its bucket; an empty one where it has none."""
-        width = bucket.shape[1] // self._link.world_size
+        width = bucket.shape[1] // self._slicing.count
         _, begin, numel = self._places[index]
-        low = max(begin - self._link.rank * width, 0)
-        return low, max(low, min(begin + numel - self._link.rank * width, width))
+        low = max(begin - self._slicing.own * width, 0)
+        return low, max(low, min(begin + numel - self._slicing.own * width, width))
 
     # a round --------------------------------------------------------------------------------------------------------
 

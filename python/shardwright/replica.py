@@ -100,7 +100,7 @@ class Replica:
         try:
             self.table = ParameterTable.of(module, ignored)
             if self.table.is_on_gpu:
-                _check_gpu(zero, self.slicing, settings["offload"], options)
+                _check_gpu(zero, settings["offload"], options)
                 self._wire = _wire_of(compress, zero, self.table)
             self._supersede(module)
             description = self.table.description(settings)
@@ -154,6 +154,7 @@ class Replica:
                 deterministic=options.deterministic,
                 label=self.label,
                 wire=self._wire,
+                slicing=self.slicing,
             )
         return Reducer(
             self.group.comm,
@@ -190,10 +191,12 @@ class Replica:
         from .device_parameters import DeviceParameters
         from .device_units import DeviceUnitMemory
 
+        row = link
+        if plans is not None or self.slicing.is_replicated:
+            # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
+            row = device_link(self.group, self.table.parameters[0], options.timeout_s, self.slicing.rows())
         if plans is None:
-            return DeviceParameters(link, link, self.reducer, self.table, self.label, self.slicing)
-        # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
-        row = device_link(self.group, self.table.parameters[0], options.timeout_s, self.slicing.rows())
+            return DeviceParameters(link, row, self.reducer, self.table, self.label, self.slicing)
         memory = DeviceUnitMemory(link, row, self.reducer, self.table, plans, self.label, self.slicing)
         self.reducer.order = _digest_of(weakref.ref(memory))
         return memory
@@ -616,14 +619,10 @@ class Replica:
         self._handles.clear()
 
 
-def _check_gpu(zero: int, slicing: Slicing, offload: str | None, options: Options) -> None:
+def _check_gpu(zero: int, offload: str | None, options: Options) -> None:
     if zero == 3 and (options.share_parameters is True or options.gather is not None):
         raise NotImplementedError(
             "share_parameters=True and gather='int8' are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
-        )
-    if zero and slicing.is_replicated:
-        raise NotImplementedError(
-            f"device_mesh of two dimensions at zero={zero} on GPUs is not there yet: use one dimension, or zero=0"
         )
     if offload is not None:
         raise NotImplementedError(

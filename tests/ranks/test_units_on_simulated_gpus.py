@@ -11,17 +11,19 @@ import itertools
 from typing import Any
 
 import pytest
+import test_every_stage_has_the_same_bits as stages
 import test_fully_shard_composes_zero_3_in_place as by_hand
 import test_units_are_whole_only_while_they_run as units
 import torch
-from harness import at_least_two, gather
-from models import Heads
+from harness import LONG, at_least_two, gather, same_everywhere
+from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, build, stats, sw
 from test_modules_on_simulated_gpus import meet
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.device_units import choose_places
 from shardwright.units import UnitPlan
@@ -263,3 +265,32 @@ def evaluated(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert units.steps(other, second, rank, 2) == losses
     for mine, theirs in zip(units.parameters_of(model), units.parameters_of(other), strict=True):
         assert bits_equal(mine, theirs)
+
+
+ROWS = {"rows": [[0, 1], [2, 3]], "turned": [[3, 1], [0, 2]], "replicas only": [[0], [1], [2], [3]]}
+
+
+def on_a_mesh(
+    rank: int, world_size: int, paths: dict[str, str], policy: str, rows: list[list[int]], deterministic: bool
+) -> None:
+    mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
+    with SimulatedGpus(paths, meet(rank), policy) as gpus, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "sw", OnGpu(gpus))
+        for training, made in [(stages.accumulating_onto_the_average, Mlp), (stages.clipped_by_ours, stages.Odd)]:
+            options = {"build": made, "bucket_cap_mb": 0.001}
+            whole = stages.run(0, training, rank, **options)
+            for zero in (1, 2, 3):
+                given = {**options, "device_mesh": mesh, "deterministic": deterministic or zero > 1}
+                sliced = stages.run(zero, training, rank, **given)
+                if given["deterministic"]:
+                    sliced.assert_equals(whole, (training.__name__, zero))
+        assert same_everywhere([p.tolist() for p in sliced.parameters])
+
+
+@pytest.mark.parametrize(("case", "policy"), [*zip([*ROWS] if LONG else ["turned"], POLICIES)])
+def test_on_a_mesh_of_two_dimensions_every_stage_has_the_bits_of_stage_0(
+    fresh_ranks: Any, paths: dict[str, str], case: str, policy: str
+) -> None:
+    rows = ROWS[case]
+    with fresh_ranks(4) as team:
+        team.run(on_a_mesh, paths=paths, policy=policy, rows=rows, deterministic=case != "rows")
