@@ -159,7 +159,7 @@ static void test_first_buckets_are_small(void)
     sw_layout layout;
     sw_error err = {.message = ""};
     for (size_t i = 0; i < COUNT; ++i)
-        params[i] = (sw_layout_param){256, SW_DTYPE_FLOAT32, true};
+        params[i] = (sw_layout_param){256, SW_DTYPE_FLOAT32, true, 0};
     sw_layout_caps graded = {.bytes = 8192, .first_bytes = 1024};
     if (!check(sw_layout_init(&layout, params, COUNT, 1, graded, &err) == SW_OK, "%s", err.message))
         return;
@@ -177,10 +177,10 @@ static void test_first_buckets_are_small(void)
 /* The example of layout.h, number by number. */
 static void test_example(void)
 {
-    const sw_layout_param params[] = {{200, SW_DTYPE_FLOAT32, true}, /* fc1.weight */
-                                      {20, SW_DTYPE_FLOAT32, true},  /* fc1.bias */
-                                      {300, SW_DTYPE_FLOAT32, true}, /* fc2.weight */
-                                      {10, SW_DTYPE_FLOAT32, true}}; /* fc2.bias */
+    const sw_layout_param params[] = {{200, SW_DTYPE_FLOAT32, true, 0}, /* fc1.weight */
+                                      {20, SW_DTYPE_FLOAT32, true, 0},  /* fc1.bias */
+                                      {300, SW_DTYPE_FLOAT32, true, 0}, /* fc2.weight */
+                                      {10, SW_DTYPE_FLOAT32, true, 0}}; /* fc2.bias */
     sw_layout layout;
     sw_error err = {.message = ""};
     if (!check(sw_layout_init(&layout, params, 4, 3, caps(1024), &err) == SW_OK, "%s", err.message))
@@ -219,7 +219,7 @@ static void test_overflow(void)
 {
     const size_t all =
         SIZE_MAX / 4 - 31; /* float32 elements of the largest multiple of 128 bytes */
-    sw_layout_param params[2] = {{all, SW_DTYPE_FLOAT32, true}};
+    sw_layout_param params[2] = {{all, SW_DTYPE_FLOAT32, true, 0}};
     sw_layout layout;
     sw_error err = {.message = ""};
     if (check(sw_layout_init(&layout, params, 1, 1, caps(1), &err) == SW_OK,
@@ -235,11 +235,11 @@ static void test_overflow(void)
     check_refused(params, 1, 7, "SIZE_MAX elements");
     params[0].numel = all;
     check_refused(params, 1, 5, "W slices that overflow, though each one does not");
-    params[0] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, true};
-    params[1] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, false};
+    params[0] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, true, 0};
+    params[1] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, false, 0};
     check_refused(params, 2, 1, "two buckets that overflow together");
-    params[0] = (sw_layout_param){SIZE_MAX - 100, SW_DTYPE_UINT8, true};
-    params[1] = (sw_layout_param){100, SW_DTYPE_UINT8, true};
+    params[0] = (sw_layout_param){SIZE_MAX - 100, SW_DTYPE_UINT8, true, 0};
+    params[1] = (sw_layout_param){100, SW_DTYPE_UINT8, true, 0};
     check_refused(params, 2, 1, "a parameter that ends beyond the address space");
     params[0].numel = 100;
     params[1].numel = SIZE_MAX - 100;
@@ -250,7 +250,7 @@ static void test_dtypes(void)
 {
     const sw_dtype illegal[] = {SW_DTYPE_COUNT, (sw_dtype)-1, (sw_dtype)1000};
     for (size_t i = 0; i < sizeof illegal / sizeof illegal[0]; ++i) {
-        sw_layout_param params[2] = {{1, SW_DTYPE_INT8, true}, {1, illegal[i], true}};
+        sw_layout_param params[2] = {{1, SW_DTYPE_INT8, true, 0}, {1, illegal[i], true, 0}};
         sw_layout layout;
         sw_error err = {.message = ""};
         check(sw_layout_init(&layout, params, 2, 3, caps(1), &err) == SW_E_INVALID &&
@@ -274,7 +274,7 @@ static void test_dtypes(void)
 
 static void test_memory(void)
 {
-    const sw_layout_param params[] = {{7, SW_DTYPE_FLOAT32, true}, {7, SW_DTYPE_FLOAT64, false}};
+    const sw_layout_param params[] = {{7, SW_DTYPE_FLOAT32, true, 0}, {7, SW_DTYPE_FLOAT64, false, 0}};
     sw_layout layout;
     sw_error err;
     for (long nth = 1; nth <= 3; ++nth) {
