@@ -274,7 +274,8 @@ static void test_dtypes(void)
 
 static void test_memory(void)
 {
-    const sw_layout_param params[] = {{7, SW_DTYPE_FLOAT32, true, 0}, {7, SW_DTYPE_FLOAT64, false, 0}};
+    const sw_layout_param params[] = {{7, SW_DTYPE_FLOAT32, true, 0},
+                                      {7, SW_DTYPE_FLOAT64, false, 0}};
     sw_layout layout;
     sw_error err;
     for (long nth = 1; nth <= 3; ++nth) {

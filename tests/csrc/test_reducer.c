@@ -38,9 +38,9 @@ static void make_params(void)
                                             {2200, SW_DTYPE_FLOAT32, true, 0},
                                             {2100, SW_DTYPE_FLOAT32, true, 0}};
     for (size_t p = 0; p < PARAMS; ++p) {
-        params[p] = p < FROZEN
-                        ? (sw_layout_param){p == ACROSS ? 700 : 1 + p % 5, SW_DTYPE_FLOAT32, true, 0}
-                        : large[p - FROZEN];
+        params[p] =
+            p < FROZEN ? (sw_layout_param){p == ACROSS ? 700 : 1 + p % 5, SW_DTYPE_FLOAT32, true, 0}
+                       : large[p - FROZEN];
         snprintf(name_text[p], sizeof name_text[p], "param%zu", p);
         names[p] = name_text[p];
     }
