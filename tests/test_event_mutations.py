@@ -17,7 +17,8 @@ from test_csrc import BUILDERS, CSRC, ROOT, run_checked
 from test_fake_gpu import FAKE, SHARED, libraries
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
-PROGRAM = FAKE / "test_device_reducer.c"
+#: the program that must fail without a wait of a file; the first one's for those of other files
+PROGRAMS = {"device_reducer.c": FAKE / "test_device_reducer.c", "device_units.c": FAKE / "test_device_units.c"}
 CALL = r"(?:ops->(?:stream_wait|event_wait)|sw_nccl_wait|sw_device_comm_follow)\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
 OTHERS = ("device", "python")
@@ -76,7 +77,8 @@ def test_without_this_wait_a_test_fails(mutation: Mutation, tmp_path: Path) -> N
     builder = BUILDERS["plain"]
     fakes = libraries(builder.mode)
     shared = [str(builder.compile(path)) for path in SHARED]
-    builder.program(PROGRAM, [*shared, "-ldl"])  # as it is: all objects are made
+    source = PROGRAMS.get(mutation.file.name, PROGRAMS["device_reducer.c"])
+    builder.program(source, [*shared, "-ldl"])  # as it is: all objects are made
     changed = tmp_path / mutation.file.name
     changed.write_text(mutation.mutated())
     made = tmp_path / "mutated.o"
@@ -86,7 +88,7 @@ def test_without_this_wait_a_test_fails(mutation: Mutation, tmp_path: Path) -> N
     objects = [str(made) if str(path) == own else str(path) for path in builder.objects or []]
     assert str(made) in objects
     program = tmp_path / "program"
-    test = str(builder.compile(PROGRAM))
+    test = str(builder.compile(source))
     wrapped = "-Wl," + ",".join(f"--wrap={name}" for name in ("malloc", "calloc", "realloc", "mmap", "munmap"))
     run_checked(
         [builder.mode.compiler, "-pthread", wrapped, test, *objects, *shared, "-lm", "-ldl", "-o", str(program)]

@@ -105,7 +105,7 @@ static sw_status move_range(sw_device_comm *c, const sw_device_range *range, con
                                  c->stream, err);
     if (how->received)
         return sw_nccl_exchange_slices(c->nccl, range->data, how->received, slice_numel,
-                                       range->dtype, c->stream, err);
+                                       range->dtype, NULL, c->stream, err);
     return sw_nccl_all_gather(c->nccl, range->data, slice_numel, range->dtype, c->stream, err);
 }
 

@@ -285,36 +285,73 @@ sw_status sw_nccl_all_gather(sw_nccl *comm, void *data, size_t slice_numel, sw_d
     return SW_OK;
 }
 
-static sw_status exchange_with(sw_nccl *comm, int peer, const char *data, char *contributions,
-                               size_t slice_bytes, sw_stream *stream, sw_error *err)
+sw_status sw_nccl_gather_slices(sw_nccl *comm, const void *slice, void *data, size_t slice_bytes,
+                                sw_stream *stream, sw_error *err)
 {
-    NCCL_CALL(comm, err, "send of a slice",
-              ncclSend(data + (size_t)peer * slice_bytes, slice_bytes, SW_NCCL_UINT8, peer,
-                       comm->handle, cuda_stream(stream)));
-    NCCL_CALL(comm, err, "receive of a slice",
-              ncclRecv(contributions + (size_t)peer * slice_bytes, slice_bytes, SW_NCCL_UINT8, peer,
-                       comm->handle, cuda_stream(stream)));
+    NCCL_CALL(
+        comm, err, "all_gather",
+        ncclAllGather(slice, data, slice_bytes, SW_NCCL_UINT8, comm->handle, cuda_stream(stream)));
     return SW_OK;
 }
 
+/* One slice to a peer, one from it. */
+static sw_status exchange_with(sw_nccl *comm, int peer, const char *to_send, char *to_receive,
+                               size_t slice_bytes, sw_stream *stream, sw_error *err)
+{
+    NCCL_CALL(
+        comm, err, "send of a slice",
+        ncclSend(to_send, slice_bytes, SW_NCCL_UINT8, peer, comm->handle, cuda_stream(stream)));
+    NCCL_CALL(
+        comm, err, "receive of a slice",
+        ncclRecv(to_receive, slice_bytes, SW_NCCL_UINT8, peer, comm->handle, cuda_stream(stream)));
+    return SW_OK;
+}
+
+/* The group is closed all the same: the thread's next one is another. */
+static sw_status end_exchange(sw_nccl *comm, sw_status status, sw_error *err)
+{
+    if (status == SW_OK)
+        return sw_nccl_group_end(comm, err);
+    comm->grouped = false;
+    (void)comm->library->call.ncclGroupEnd();
+    return status;
+}
+
 sw_status sw_nccl_exchange_slices(sw_nccl *comm, const void *data, void *contributions,
-                                  size_t slice_numel, sw_dtype dtype, sw_stream *stream,
-                                  sw_error *err)
+                                  size_t slice_numel, sw_dtype dtype, const int *slice_of_rank,
+                                  sw_stream *stream, sw_error *err)
 {
     size_t slice_bytes = slice_numel * sw_dtype_size_bytes(dtype);
     sw_status status = SW_OK;
     if (comm->world_size == 1 || slice_bytes == 0)
         return comm->handle ? SW_OK : refuse_failed(comm, err);
     SW_TRY(sw_nccl_group_begin(comm, err));
-    for (int peer = 0; peer < comm->world_size && status == SW_OK; ++peer)
+    for (int peer = 0; peer < comm->world_size && status == SW_OK; ++peer) {
+        size_t slice = (size_t)(slice_of_rank ? slice_of_rank[peer] : peer);
         if (peer != comm->rank)
-            status = exchange_with(comm, peer, data, contributions, slice_bytes, stream, err);
-    if (status != SW_OK) { /* the group is closed all the same: the thread's next one is another */
-        comm->grouped = false;
-        (void)comm->library->call.ncclGroupEnd();
-        return status;
+            status = exchange_with(comm, peer, (const char *)data + slice * slice_bytes,
+                                   (char *)contributions + (size_t)peer * slice_bytes, slice_bytes,
+                                   stream, err);
     }
-    return sw_nccl_group_end(comm, err);
+    return end_exchange(comm, status, err);
+}
+
+sw_status sw_nccl_gather_among(sw_nccl *comm, void *data, size_t slice_bytes, const int *ranks,
+                               int count, sw_stream *stream, sw_error *err)
+{
+    const char *own = NULL;
+    sw_status status = SW_OK;
+    for (int k = 0; k < count; ++k)
+        if (ranks[k] == comm->rank)
+            own = (char *)data + (size_t)k * slice_bytes;
+    if (count == 1 || slice_bytes == 0)
+        return comm->handle ? SW_OK : refuse_failed(comm, err);
+    SW_TRY(sw_nccl_group_begin(comm, err));
+    for (int k = 0; k < count && status == SW_OK; ++k)
+        if (ranks[k] != comm->rank)
+            status = exchange_with(comm, ranks[k], own, (char *)data + (size_t)k * slice_bytes,
+                                   slice_bytes, stream, err);
+    return end_exchange(comm, status, err);
 }
 
 sw_status sw_nccl_broadcast(sw_nccl *comm, void *data, size_t numel, sw_dtype dtype, int root,

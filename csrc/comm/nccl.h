@@ -5,8 +5,8 @@
  * what NCCL leaves open: creation that cannot hang (non-blocking, polled under a deadline), one
  * named error where a call fails, and an abort that lets every later call repeat it.
  *
- * All operations are in place. Memory and stream belong to the communicator's device and must live
- * until the stream has passed the operation.
+ * Operations are in place, but for gather_slices. Memory and stream belong to the communicator's
+ * device and must live until the stream has passed the operation.
  *
  * Thread rule: one at a time a communicator; every rank issues the same operations in one order.
  */
@@ -70,12 +70,25 @@ SW_MUST_USE sw_status sw_nccl_reduce_scatter(sw_nccl *comm, void *data, size_t s
 SW_MUST_USE sw_status sw_nccl_all_gather(sw_nccl *comm, void *data, size_t slice_numel,
                                          sw_dtype dtype, sw_stream *stream, sw_error *err);
 
+/* The same out of memory that is not part of `data`, and in bytes: place r of `data` (world_size *
+ * slice_bytes) becomes rank r's `slice`. */
+SW_MUST_USE sw_status sw_nccl_gather_slices(sw_nccl *comm, const void *slice, void *data,
+                                            size_t slice_bytes, sw_stream *stream, sw_error *err);
+
 /* Place r of `contributions` (world_size * slice_numel elements) becomes rank r's copy of this
- * rank's slice; the own place is left as it is, since the own copy is in `data`. The first half of
- * the deterministic reduction: FOLD (device_kernels.h) is the second. */
+ * rank's slice; the own place is left as it is, since the own copy is in `data`. Rank r's slice is
+ * number slice_of_rank[r] of `data`; NULL: number r. The first half of the deterministic reduction:
+ * FOLD (device_kernels.h) is the second. */
 SW_MUST_USE sw_status sw_nccl_exchange_slices(sw_nccl *comm, const void *data, void *contributions,
-                                              size_t slice_numel, sw_dtype dtype, sw_stream *stream,
+                                              size_t slice_numel, sw_dtype dtype,
+                                              const int *slice_of_rank, sw_stream *stream,
                                               sw_error *err);
+
+/* Place k of `data` (count * slice_bytes) becomes what ranks[k] has in that place of its own; this
+ * rank is one of them, and each of them names the same. */
+SW_MUST_USE sw_status sw_nccl_gather_among(sw_nccl *comm, void *data, size_t slice_bytes,
+                                           const int *ranks, int count, sw_stream *stream,
+                                           sw_error *err);
 
 SW_MUST_USE sw_status sw_nccl_broadcast(sw_nccl *comm, void *data, size_t numel, sw_dtype dtype,
                                         int root, sw_stream *stream, sw_error *err);

@@ -57,19 +57,19 @@ static int create(device_reducer_object *self, const sw_py_rows *rows, size_t ca
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "comm", "parameters", "bucket_cap_bytes", "reduce", "deterministic", "sliced",
-        "wire", NULL};
+    static char *names[] = {"comm",   "parameters", "bucket_cap_bytes", "reduce", "deterministic",
+                            "sliced", "wire",       "slices",           NULL};
     device_reducer_object *self = (device_reducer_object *)op;
-    PyObject *comm, *parameters;
+    PyObject *comm, *parameters, *owners = Py_None;
     Py_ssize_t cap;
     const char *reduce = "mean";
     int deterministic = 0, sliced = 0;
     const char *wire = NULL;
     bool sums;
     sw_py_rows rows;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sppz:DeviceReducer", names, &comm,
-                                     &parameters, &cap, &reduce, &deterministic, &sliced, &wire))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sppzO:DeviceReducer", names, &comm,
+                                     &parameters, &cap, &reduce, &deterministic, &sliced, &wire,
+                                     &owners))
         return -1;
     if (self->comm || !PyObject_TypeCheck(comm, sw_py_state_of(op)->device_comm_type)) {
         PyErr_SetString(PyExc_TypeError, "DeviceReducer: comm must be a DeviceComm, and a "
@@ -89,10 +89,16 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
                                        .deterministic = deterministic != 0,
                                        .sliced = sliced != 0,
                                        .wire = wire ? sw_dtype_from_name(wire) : SW_DTYPE_COUNT};
+    sw_py_slices slices;
+    sw_nccl *nccl = self->comm->comm ? self->comm->comm->nccl : NULL;
+    if (sw_py_slices_init(&slices, owners, nccl ? sw_nccl_world_size(nccl) : 0) < 0)
+        return -1;
+    config.slices = sw_py_slices_get(&slices);
     int result = sw_py_rows_init(&rows, parameters);
     if (result == 0)
         result = create(self, &rows, (size_t)cap, &config);
     sw_py_rows_fini(&rows);
+    sw_py_slices_fini(&slices);
     return result;
 }
 

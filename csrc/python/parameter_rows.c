@@ -1,5 +1,5 @@
-/* parameter_rows.c - what a reducer is made from: (name, numel, dtype, requires_grad) a parameter.
- */
+/* parameter_rows.c - what a reducer is made from: (name, numel, dtype, requires_grad) a parameter,
+ * and as a fifth, if it has one, the group whose buckets it shares. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -28,17 +28,20 @@ int sw_py_rows_init(sw_py_rows *s, PyObject *sequence)
         Py_ssize_t numel;
         const char *dtype;
         int trainable;
+        Py_ssize_t group = 0;
         PyObject *item = PyList_GetItem(s->list, (Py_ssize_t)i);
         if (!PyTuple_Check(item) ||
-            !PyArg_ParseTuple(item, "snsp;a parameter is (name, numel, dtype, requires_grad)",
-                              &s->names[i], &numel, &dtype, &trainable)) {
+            !PyArg_ParseTuple(item, "snsp|n;a parameter is (name, numel, dtype, requires_grad)",
+                              &s->names[i], &numel, &dtype, &trainable, &group)) {
             if (!PyErr_Occurred())
                 PyErr_SetString(PyExc_TypeError,
                                 "a parameter is a tuple (name, numel, dtype, requires_grad)");
             return -1;
         }
-        s->params[i] = (sw_layout_param){
-            .numel = (size_t)numel, .dtype = sw_dtype_from_name(dtype), .trainable = trainable};
+        s->params[i] = (sw_layout_param){.numel = (size_t)numel,
+                                         .dtype = sw_dtype_from_name(dtype),
+                                         .trainable = trainable,
+                                         .group = (size_t)group};
         if (numel < 0 || s->params[i].dtype == SW_DTYPE_COUNT) {
             PyErr_Format(
                 PyExc_ValueError,

@@ -1,20 +1,42 @@
 /* device_mean.c - see device_mean.h. */
 #include "reduce/device_mean.h"
 
+#include <stdlib.h>
+
 /* ---- life ---- */
 
-sw_status sw_device_mean_init(sw_device_mean *m, sw_device_comm *comm, sw_redop op, sw_dtype wire,
-                              bool folds, size_t numel, size_t size_bytes, sw_error *err)
+/* Slice s of a bucket is pieces s * replicas and those behind it, one for each of its owners. */
+static sw_status create_pieces(sw_device_mean *m, const sw_slices *slices, sw_error *err)
 {
-    const sw_device_ops *ops = comm->device->ops;
-    bool is_compressed = wire != SW_DTYPE_COUNT;
+    int world_size = sw_nccl_world_size(m->comm->nccl), rank = sw_nccl_rank(m->comm->nccl);
+    m->slice_count = slices ? slices->count : world_size;
+    int replicas = world_size / m->slice_count;
+    m->piece = calloc((size_t)world_size, sizeof *m->piece);
+    m->owners = calloc((size_t)replicas, sizeof *m->owners);
+    if (!m->piece || !m->owners)
+        SW_FAIL(err, SW_E_MEMORY, "device reducer: no memory for %d ranks", world_size);
+    for (int k = 0; k < world_size; ++k)
+        m->piece[k] = slices ? slices->of_rank[k] * replicas + slices->replica_of_rank[k] : k;
+    for (int k = 0; k < world_size; ++k)
+        if (m->piece[k] / replicas == m->piece[rank] / replicas)
+            m->owners[m->piece[k] % replicas] = k;
+    return SW_OK;
+}
+
+sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *config, sw_error *err)
+{
+    sw_device *device = config->comm->device;
+    const sw_device_ops *ops = device->ops;
+    int world_size = sw_nccl_world_size(config->comm->nccl);
     *m = (sw_device_mean){
-        .comm = comm, .op = op, .divisor = sw_nccl_world_size(comm->nccl), .wire = wire};
+        .comm = config->comm, .op = config->op, .divisor = world_size, .wire = config->wire};
+    SW_TRY(create_pieces(m, config->slices, err));
+    bool is_compressed = m->wire != SW_DTYPE_COUNT;
     if (is_compressed)
-        SW_TRY(ops->memory_alloc(comm->device, numel * sw_dtype_size_bytes(wire), &m->compressed,
-                                 err));
-    return folds || is_compressed
-               ? ops->memory_alloc(comm->device, size_bytes, &m->contributions, err)
+        SW_TRY(ops->memory_alloc(device, config->numel * sw_dtype_size_bytes(m->wire),
+                                 &m->compressed, err));
+    return config->folds || is_compressed || m->slice_count < world_size
+               ? ops->memory_alloc(device, config->bytes, &m->contributions, err)
                : SW_OK;
 }
 
@@ -24,19 +46,22 @@ void sw_device_mean_fini(sw_device_mean *m)
         return;
     m->comm->device->ops->memory_free(m->comm->device, m->contributions);
     m->comm->device->ops->memory_free(m->comm->device, m->compressed);
+    free(m->piece);
+    free(m->owners);
 }
 
 /* ---- what all ways share ---- */
 
-static size_t slice_numel(const sw_device_mean *m, const sw_device_range *bucket)
+/* What a rank folds: a slice, or its part of one that has several owners. */
+static size_t piece_numel(const sw_device_mean *m, const sw_device_range *bucket)
 {
     return bucket->numel / (size_t)sw_nccl_world_size(m->comm->nccl);
 }
 
-static void *own_slice(const sw_device_mean *m, const sw_device_range *bucket)
+static void *own_piece(const sw_device_mean *m, const sw_device_range *bucket)
 {
-    size_t slice_bytes = slice_numel(m, bucket) * sw_dtype_size_bytes(bucket->dtype);
-    return (char *)bucket->data + (size_t)sw_nccl_rank(m->comm->nccl) * slice_bytes;
+    size_t piece_bytes = piece_numel(m, bucket) * sw_dtype_size_bytes(bucket->dtype);
+    return (char *)bucket->data + (size_t)m->piece[sw_nccl_rank(m->comm->nccl)] * piece_bytes;
 }
 
 static sw_status launch(const sw_device_mean *m, sw_kernel kernel, const void *args, sw_error *err)
@@ -47,21 +72,22 @@ static sw_status launch(const sw_device_mean *m, sw_kernel kernel, const void *a
 static sw_status exchange(const sw_device_mean *m, const sw_device_range *bucket, sw_error *err)
 {
     return sw_nccl_exchange_slices(m->comm->nccl, bucket->data, m->contributions,
-                                   slice_numel(m, bucket), bucket->dtype, m->comm->stream, err);
+                                   piece_numel(m, bucket), bucket->dtype, m->piece, m->comm->stream,
+                                   err);
 }
 
-/* What turns this rank's slice of the bucket into its reduction at `to`: out of the slices that
+/* What turns this rank's piece of the bucket into its reduction at `to`: out of the pieces that
  * were exchanged, or, where NCCL has reduced them, out of that one. */
 static sw_fold_args fold_of(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                             void *to)
 {
     bool is_ours = m->contributions;
     return (sw_fold_args){.to = to,
-                          .own = own_slice(m, bucket),
+                          .own = own_piece(m, bucket),
                           .rest = m->contributions,
-                          .numel = slice_numel(m, bucket),
+                          .numel = piece_numel(m, bucket),
                           .stride_bytes =
-                              slice_numel(m, bucket) * sw_dtype_size_bytes(bucket->dtype),
+                              piece_numel(m, bucket) * sw_dtype_size_bytes(bucket->dtype),
                           .scale = 1.0 / m->divisor,
                           .dtype = (int)bucket->dtype,
                           .op = is_ours ? (int)op : (int)SW_REDOP_SUM,
@@ -69,11 +95,11 @@ static sw_fold_args fold_of(const sw_device_mean *m, const sw_device_range *buck
                           .source_count = is_ours ? sw_nccl_world_size(m->comm->nccl) : 1};
 }
 
-/* Exchange slices, fold the own one where it lies. */
+/* Exchange pieces, fold the own one where it lies. */
 static sw_status fold_in_place(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                                sw_error *err)
 {
-    sw_fold_args fold = fold_of(m, bucket, op, own_slice(m, bucket));
+    sw_fold_args fold = fold_of(m, bucket, op, own_piece(m, bucket));
     SW_TRY(exchange(m, bucket, err));
     return launch(m, SW_KERNEL_FOLD, &fold, err);
 }
@@ -111,7 +137,7 @@ static sw_status reduce_in_rank_order(const sw_device_mean *m, const sw_device_r
                                       sw_redop op, sw_error *err)
 {
     SW_TRY(fold_in_place(m, bucket, op, err));
-    return sw_nccl_all_gather(m->comm->nccl, bucket->data, slice_numel(m, bucket), bucket->dtype,
+    return sw_nccl_all_gather(m->comm->nccl, bucket->data, piece_numel(m, bucket), bucket->dtype,
                               m->comm->stream, err);
 }
 
@@ -155,10 +181,10 @@ sw_status sw_device_mean_whole(const sw_device_mean *m, const sw_device_range *b
 
 typedef struct slicing {
     const sw_device_mean *mean; /* borrowed */
-    sw_fold_args fold;          /* of the slice, or with `wire` of what was folded there */
-    void *slice;
-    sw_dtype dtype;       /* of the slice */
-    const void *narrowed; /* the slice's sum in the wire's dtype; NULL: `fold` makes it */
+    sw_fold_args fold;          /* of the piece, or with `wire` of what was folded there */
+    void *piece;                /* in the slice */
+    sw_dtype dtype;             /* of the slice */
+    const void *narrowed;       /* the piece's sum in the wire's dtype; NULL: `fold` makes it */
 } slicing;
 
 static void *behind(const void *at, size_t numel, sw_dtype dtype)
@@ -171,7 +197,7 @@ static sw_status fold_run(const slicing *s, size_t begin, size_t end, bool is_st
                           sw_error *err)
 {
     sw_fold_args fold = s->fold;
-    fold.to = behind(s->slice, begin, s->dtype);
+    fold.to = behind(s->piece, begin, s->dtype);
     fold.own = behind(fold.own, begin, s->dtype);
     fold.rest = behind(fold.rest, begin, s->dtype);
     fold.numel = end - begin;
@@ -184,7 +210,7 @@ static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_s
                            sw_error *err)
 {
     const sw_device_mean *m = s->mean;
-    void *to = behind(s->slice, begin, s->dtype);
+    void *to = behind(s->piece, begin, s->dtype);
     void *wide = is_standing ? m->contributions : to; /* they have been folded */
     sw_fold_args sum = {.to = to,
                         .own = to,
@@ -214,26 +240,38 @@ static sw_status collect(slicing *s, const sw_device_range *bucket, sw_error *er
     if (is_narrowed(m, bucket->dtype)) {
         sw_device_range wire;
         SW_TRY(narrow(m, bucket, &wire, err));
-        s->narrowed = own_slice(m, &wire);
+        s->narrowed = own_piece(m, &wire);
         return fold_in_place(m, &wire, SW_REDOP_SUM, err);
     }
-    s->fold = fold_of(m, bucket, m->op, s->slice);
+    s->fold = fold_of(m, bucket, m->op, s->piece);
     if (m->contributions)
         return exchange(m, bucket, err);
-    return sw_nccl_reduce_scatter(m->comm->nccl, bucket->data, slice_numel(m, bucket),
+    return sw_nccl_reduce_scatter(m->comm->nccl, bucket->data, piece_numel(m, bucket),
                                   bucket->dtype, m->op, m->comm->stream, err);
+}
+
+/* Of [begin, begin + numel), where `at` lies; its ends otherwise. From `begin`. */
+static size_t place_within(size_t at, size_t begin, size_t numel)
+{
+    return at < begin ? 0 : at - begin < numel ? at - begin : numel;
 }
 
 sw_status sw_device_mean_slice(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
                                const sw_device_run *standing, size_t standing_count, sw_error *err)
 {
-    slicing s = {.mean = m, .slice = slice, .dtype = bucket->dtype};
-    size_t at = 0;
+    int owner_count = sw_nccl_world_size(m->comm->nccl) / m->slice_count;
+    size_t numel = piece_numel(m, bucket), at = 0;
+    size_t first = (size_t)(m->piece[sw_nccl_rank(m->comm->nccl)] % owner_count) * numel;
+    slicing s = {.mean = m, .piece = behind(slice, first, bucket->dtype), .dtype = bucket->dtype};
     SW_TRY(collect(&s, bucket, err));
     for (size_t i = 0; i < standing_count; ++i) {
-        SW_TRY(make_run(&s, at, standing[i].begin, false, err));
-        SW_TRY(make_run(&s, standing[i].begin, standing[i].end, true, err));
-        at = standing[i].end;
+        size_t begin = place_within(standing[i].begin, first, numel);
+        size_t end = place_within(standing[i].end, first, numel);
+        SW_TRY(make_run(&s, at, begin, false, err));
+        SW_TRY(make_run(&s, begin, end, true, err));
+        at = end;
     }
-    return make_run(&s, at, slice_numel(m, bucket), false, err);
+    SW_TRY(make_run(&s, at, numel, false, err));
+    return sw_nccl_gather_among(m->comm->nccl, slice, numel * sw_dtype_size_bytes(bucket->dtype),
+                                m->owners, owner_count, m->comm->stream, err);
 }

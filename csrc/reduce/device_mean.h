@@ -4,7 +4,9 @@
  * every stage, transport and bucket size; and that fold of 16 bits an element, divided and rounded
  * on their way into memory of their own: the bits of the host's halves (docs/design/compress.md).
  * Each ends in the whole bucket, or in this rank's slice alone, which lies elsewhere and where the
- * mean of a round before may stand.
+ * mean of a round before may stand. Where several ranks own a slice (`slices`), each folds a piece
+ * of it, as of a bucket of world_size slices, and they exchange their pieces: the bits stay, and
+ * the owners' are equal.
  *
  * When the stream comes to a bucket, and who comes after it, is device_reducer.h's affair.
  *
@@ -17,26 +19,37 @@
 #include <stddef.h>
 
 #include "base/status.h"
+#include "comm/comm.h"
 #include "comm/device_comm.h"
 
 typedef struct sw_device_run { /* elements of a slice */
     size_t begin, end;
 } sw_device_run;
 
+typedef struct sw_device_mean_config {
+    sw_device_comm *comm;    /* borrowed */
+    sw_redop op;             /* MEAN or SUM */
+    sw_dtype wire;           /* SW_DTYPE_COUNT: buckets travel as they are */
+    bool folds;              /* in rank order; `wire` and shared slices do in any case */
+    const sw_slices *slices; /* borrowed for the call; NULL: rank r owns slice r alone */
+    size_t numel, bytes;     /* of the largest buckets */
+} sw_device_mean_config;
+
 typedef struct sw_device_mean {
     sw_device_comm *comm; /* borrowed */
-    sw_redop op;          /* MEAN or SUM */
-    int divisor;          /* of means */
-    sw_dtype wire;        /* SW_DTYPE_COUNT: buckets travel as they are */
-    void *contributions;  /* owned device memory; only where the fold is ours, not NCCL's */
-    void *compressed;     /* owned device memory; only with `wire` */
+    sw_redop op;
+    int divisor; /* of means */
+    sw_dtype wire;
+    int slice_count;     /* of a bucket */
+    int *piece;          /* owned, a number a rank: of a bucket's world_size pieces, who folds it */
+    int *owners;         /* owned: the ranks of this rank's slice, in the order of its pieces */
+    void *contributions; /* owned device memory; only where the fold is ours, not NCCL's */
+    void *compressed;    /* owned device memory; only with `wire` */
 } sw_device_mean;
 
-/* Memory for buckets of at most `numel` elements and `size_bytes`. `folds`: in rank order, which
- * `wire` does in any case. On failure fini is still to be called. */
-SW_MUST_USE sw_status sw_device_mean_init(sw_device_mean *mean, sw_device_comm *comm, sw_redop op,
-                                          sw_dtype wire, bool folds, size_t numel,
-                                          size_t size_bytes, sw_error *err);
+/* On failure fini is still to be called. */
+SW_MUST_USE sw_status sw_device_mean_init(sw_device_mean *mean, const sw_device_mean_config *config,
+                                          sw_error *err);
 /* The stream has passed what was enqueued. */
 void sw_device_mean_fini(sw_device_mean *mean);
 

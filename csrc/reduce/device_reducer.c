@@ -98,8 +98,14 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
     }
     for (int p = 0; r->sliced && p < SW_DEVICE_PLACES; ++p)
         SW_TRY(ops->event_create(r->device, &r->left[p], err));
-    return sw_device_mean_init(&r->mean, r->comm, config->op, config->wire, folds, most, largest,
-                               err);
+    sw_device_mean_config mean = {.comm = r->comm,
+                                  .op = config->op,
+                                  .wire = config->wire,
+                                  .folds = folds,
+                                  .slices = config->slices,
+                                  .numel = most,
+                                  .bytes = largest};
+    return sw_device_mean_init(&r->mean, &mean, err);
 }
 
 static sw_status create_all(sw_device_reducer *r, const sw_device_reducer_config *config,
@@ -255,7 +261,7 @@ sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_
 
 static size_t slice_numel(const sw_device_reducer *r, const device_bucket *bucket)
 {
-    return bucket->numel / (size_t)sw_nccl_world_size(r->comm->nccl);
+    return bucket->numel / (size_t)r->mean.slice_count;
 }
 
 static sw_status check_due(const sw_device_reducer *r, size_t index, bool is_slice, sw_error *err)

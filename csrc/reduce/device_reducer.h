@@ -45,14 +45,15 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "comm/comm.h"
 #include "comm/device_comm.h"
 #include "reduce/device_mean.h"
 
 enum { SW_DEVICE_PLACES = 2 }; /* of the ring */
 
 typedef struct sw_device_bucket_spec {
-    void *data;   /* device memory, all of it written; borrowed until destroy. Sliced: numel /
-                     world_size elements, this rank's slice of the mean. NULL: the bucket takes no
+    void *data;   /* device memory, all of it written; borrowed until destroy. Sliced: this rank's
+                     slice of the mean, numel / slices.count elements. NULL: the bucket takes no
                      part until it is adopted */
     size_t numel; /* a multiple of the world size */
     sw_dtype dtype;
@@ -66,6 +67,7 @@ typedef struct sw_device_reducer_config {
     sw_redop op;           /* MEAN or SUM */
     bool deterministic;
     bool sliced;
+    const sw_slices *slices; /* borrowed for the call; NULL: one a rank. Only with `sliced` */
     sw_dtype wire; /* FLOAT16 or BFLOAT16: in what means of float32, float16 and bfloat16 travel.
                       SW_DTYPE_COUNT: as they are. MEAN only */
 } sw_device_reducer_config;

@@ -12,7 +12,8 @@ enum { KEYS = SW_DTYPE_COUNT * 2 };
 typedef struct cutter {
     const sw_layout_param *params;
     sw_layout *layout;
-    size_t open[KEYS]; /* bucket being filled, plus 1; 0: none */
+    size_t open[KEYS];  /* bucket being filled, plus 1; 0: none */
+    size_t group[KEYS]; /* of that bucket */
     sw_layout_caps caps;
 } cutter;
 
@@ -44,8 +45,9 @@ static bool cut(cutter *c)
     sw_layout *layout = c->layout;
     for (size_t i = layout->param_count; i-- > 0;) {
         const sw_layout_param *param = &c->params[i];
-        size_t *open = &c->open[(size_t)param->dtype * 2 + param->trainable];
-        if (*open == 0) {
+        size_t key = (size_t)param->dtype * 2 + param->trainable, *open = &c->open[key];
+        if (*open == 0 || c->group[key] != param->group) {
+            c->group[key] = param->group;
             layout->bucket[layout->bucket_count] =
                 (sw_layout_bucket){.dtype = param->dtype, .trainable = param->trainable};
             *open = ++layout->bucket_count;

@@ -1,7 +1,8 @@
 /* layout.h - where every gradient lies: arithmetic only, no memory, no ranks' state.
  *
  * Parameters in reverse registration order are cut into buckets of one dtype, trainable and frozen
- * apart; every bucket is W equal rank slices, every parameter and every cut on a 128-byte boundary:
+ * apart, and different groups too; every bucket is W equal rank slices, every parameter and every
+ * cut on a 128-byte boundary:
  *
  *     W = 3, cap 1 KiB, float32: fc2.bias 10, fc2.weight 300 | fc1.bias 20, fc1.weight 200
  *     bucket 0: fc2.bias at element 0, fc2.weight at 32, 332 elements -> slices of 128, 384 in all
@@ -22,6 +23,7 @@ typedef struct sw_layout_param {
     size_t numel;
     sw_dtype dtype;
     bool trainable;
+    size_t group; /* those of different groups share no bucket */
 } sw_layout_param;
 
 typedef struct sw_layout_place { /* of one parameter */

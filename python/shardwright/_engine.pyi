@@ -312,15 +312,17 @@ class DeviceReducer:
     def __init__(
         self,
         comm: DeviceComm,
-        parameters: Sequence[tuple[str, int, str, bool]],
+        parameters: Sequence[tuple[str, int, str, bool] | tuple[str, int, str, bool, int]],
         bucket_cap_bytes: int,
         *,
         reduce: str = "mean",
         deterministic: bool = False,
         sliced: bool = False,
         wire: str | None = None,
+        slices: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> None:
-        """`wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel."""
+        """`slices`: (of_rank, replica_of_rank) where a slice has several owners; with `sliced`. `wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel. A parameter's
+        fifth value, if it has one, is a group: those of different groups share no bucket."""
     def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
     def bucket_parameters(self, bucket: int, /) -> list[int]:
@@ -353,6 +355,32 @@ class DeviceReducer:
         """A byte a parameter: whether some rank used it. Waits on the host if this rank left one unused."""
     def release(self, stream: int, /) -> None:
         """`stream` has been given all that reads the means of this step."""
+
+@final
+class DeviceUnits:
+    """Units of parameters that are gathered into a GPU's places, ordered by events. See csrc/zero/device_units.h."""
+
+    def __init__(
+        self, comm: DeviceComm, place_count: int, units: list[tuple[str, int, int, list[tuple[int, int, int]]]]
+    ) -> None:
+        """`units`: (name, place, address there, runs), runs (address of this rank's slice, offset_bytes in the unit, nbytes of a
+        slice). ValueError for a place that does not exist."""
+    def gather(self, unit: int, /) -> None:
+        """Enqueued, once its place was left; waits for nothing. Error where another unit lies there. Alike on all ranks, in one order."""
+    def take(self, unit: int, stream: int, /) -> None:
+        """`stream` sees the unit, which is being gathered, from now on."""
+    def release(self, unit: int, stream: int, /) -> None:
+        """`stream` has been given all that uses the unit."""
+    def gather_apart(self, unit: int, address: int, stream: int, /) -> None:
+        """Into other memory, in the order of `stream`; its place is not touched."""
+    def update(self, stream: int, /) -> None:
+        """Slices were written on `stream`. Error where a unit is not sharded."""
+    def state(self, unit: int, /) -> str:
+        """ "sharded", "gathering" or "unsharded"."""
+    def holder(self, place: int, /) -> int | None:
+        """The unit that lies, or is being gathered, in a place."""
+    def stats(self) -> dict[str, int]:
+        """gathers, releases, gathered_bytes (of whole units)."""
 
 #: gradient, memory, left, right, basis (addresses), rows, cols, rank, seed, the memory's dtype ("float32" or "bfloat16")
 _Matrix = tuple[int, int, int, int, int, int, int, int, int, str]

@@ -219,7 +219,7 @@ class DistributedDataParallel(TorchDDP):
         check_compressor(plan.compressor(), self._options.reduce)
         for replica in live_replicas():  # what an earlier wrapper released is whole again
             if replica.wraps(self.module) and replica.releases_parameters:
-                replica.retire()
+                replica.retire(together=True)
         plan.install()
         return plan
 

@@ -113,12 +113,22 @@ def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
 class DeviceLink:
     """A rank's GPU among its peers'. Making it is collective.
 
+    Parameters
+    ----------
+    group : HostGroup
+    ordinal : int
+    timeout_s : float
+    rows : sequence of sequence of int, optional
+        Each rank is linked to the ranks of its row alone, in their order. Default: one row of all.
+    main : DeviceLink, optional
+        Of the whole group: what ends it ends this one, and the other way round.
+
     Attributes
     ----------
     comm : DeviceComm
     ordinal : int
     rank, world_size : int
-        Inside the group.
+        Inside the row.
     host : HostComm
         The group's, between the ranks' hosts.
 
@@ -130,15 +140,24 @@ class DeviceLink:
         A rank did not come.
     """
 
-    def __init__(self, group: HostGroup, ordinal: int, timeout_s: float) -> None:
-        self.ordinal, self.rank, self.world_size = ordinal, group.rank, group.world_size
+    def __init__(
+        self,
+        group: HostGroup,
+        ordinal: int,
+        timeout_s: float,
+        rows: Sequence[Sequence[int]] | None = None,
+        main: DeviceLink | None = None,
+    ) -> None:
+        self._main = main
+        row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
+        self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
         self.host = group.comm  # the group holds its links, not the other way round
         libraries = runtime.libraries()
         failure: Exception | None = None
         said = {"failure": "", "id": ""}
         try:
             self.comm = DeviceComm(ordinal, **libraries)
-            if group.rank == 0:
+            if self.rank == 0:
                 said["id"] = nccl_unique_id(libraries.get("libnccl")).hex()
         except (NotImplementedError, MemoryError, ValueError, OSError, Error) as error:
             failure, said["failure"] = error, str(error) or type(error).__name__
@@ -149,7 +168,7 @@ class DeviceLink:
         for rank, each in enumerate(everyone):
             if each["failure"]:
                 raise NotImplementedError(f"rank {rank} cannot use its GPU: {each['failure']}")
-        self.comm.connect(bytes.fromhex(everyone[0]["id"]), group.rank, group.world_size, timeout_s)
+        self.comm.connect(bytes.fromhex(everyone[row[0]]["id"]), self.rank, self.world_size, timeout_s)
         self._failure: str | None = None
         if runtime.watches:
             _Watch(self).start()
@@ -160,8 +179,13 @@ class DeviceLink:
 
     def check(self) -> None:
         """Raises what has ended the communicator, if anything has. No driver call otherwise."""
-        if not self.host.is_alive:
-            self.comm.abort(self._failure or self._reason_of_host())
+        if self._main is not None:
+            if not self._main.comm.is_alive:
+                self._failure = self._failure or self._main._failure
+                self.comm.abort(self._failure or "the communicator of the group's GPUs was closed")
+        elif not self.host.is_alive:
+            self._failure = self._failure or self._reason_of_host()
+            self.comm.abort(self._failure)
         if not self.comm.is_alive:
             self.comm.watch()
             raise comm_error(self._failure or "the communicator of the GPUs was closed")
@@ -177,7 +201,9 @@ class DeviceLink:
     def fail(self, reason: str) -> None:
         """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
         self._failure = reason
-        if self.host.is_alive:
+        if self._main is not None:
+            self._main.fail(reason)
+        elif self.host.is_alive:
             with contextlib.suppress(Error):  # the program's own thread is inside: it sees for itself
                 self.host.abort(reason)
         self.comm.abort(reason)
@@ -252,10 +278,17 @@ class _Watch(threading.Thread):
             del link
 
 
-def device_link(group: HostGroup, tensor: torch.Tensor, timeout_s: float) -> DeviceLink:
-    """The link of a group's GPUs, made at its first use (collective then) and shared afterwards."""
+def device_link(
+    group: HostGroup, tensor: torch.Tensor, timeout_s: float, rows: Sequence[Sequence[int]] | None = None
+) -> DeviceLink:
+    """The link of a group's GPUs, made at its first use (collective then) and shared afterwards.
+
+    `rows`: the link inside this rank's row, which has a stream of its own; also where the one row is the group.
+    """
     ordinal = runtime.ordinal(tensor)
-    found: DeviceLink | None = group.links.get(ordinal)
+    key = (ordinal, None if rows is None else tuple(map(tuple, rows)))
+    found: DeviceLink | None = group.links.get(key)
     if found is None:
-        found = group.links[ordinal] = DeviceLink(group, ordinal, timeout_s)
+        main = None if rows is None else device_link(group, tensor, timeout_s)
+        found = group.links[key] = DeviceLink(group, ordinal, timeout_s, rows, main)
     return found

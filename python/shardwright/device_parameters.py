@@ -1,4 +1,4 @@
-"""Parameters on a GPU of which a rank updates its slices (zero 1 and 2): in buckets, whose slices are gathered after a step.
+"""Parameters on a GPU of which a rank updates its slices, and keeps all (zero 1 and 2): in buckets, whose slices are gathered after a step.
 
 Order is said with events alone: the communicator's stream comes after what the optimizer's was given, and what that stream is
 given next, such as the next forward, after the gathering.
@@ -28,10 +28,13 @@ class DeviceParameters(ParameterSlices):
     Parameters
     ----------
     link : DeviceLink
+    row : DeviceLink
+        Of the ranks that own all slices together: the same, but on a mesh of two dimensions.
     rounds : DeviceRounds
     table : ParameterTable
     label : str
         Of the model, in messages.
+    slicing : Slicing
 
     Notes
     -----
@@ -39,9 +42,17 @@ class DeviceParameters(ParameterSlices):
     a storage of exactly its bytes; its data moves. Memory: the layout's size a rank.
     """
 
-    def __init__(self, link: DeviceLink, rounds: DeviceRounds, table: ParameterTable, label: str) -> None:
-        super().__init__(rounds, table, Slicing.one_a_rank(link.rank, link.world_size), label)
-        self._link = link
+    def __init__(
+        self,
+        link: DeviceLink,
+        row: DeviceLink,
+        rounds: DeviceRounds,
+        table: ParameterTable,
+        label: str,
+        slicing: Slicing,
+    ) -> None:
+        super().__init__(rounds, table, slicing, label)
+        self._link, self._row = link, row
         self._buckets: dict[int, torch.Tensor] = {}
         for index, parameter in enumerate(table.parameters):
             if parameter.requires_grad:
@@ -66,7 +77,7 @@ class DeviceParameters(ParameterSlices):
         parameter.data = moved
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
 
-    def give_back(self) -> None:
+    def give_back(self, together: bool = False) -> None:
         """Nothing: parameters are this rank's own."""
 
     def publish(self) -> None:
@@ -80,7 +91,8 @@ class DeviceParameters(ParameterSlices):
             for bucket in sorted(self._stepped)
             for _, numel, dtype, _ in (self._reducer.bucket_shape(bucket),)
         ]
-        self._link.comm.all_gather(ranges, self._link.current_stream())
+        if ranges:
+            self._row.comm.all_gather(ranges, self._link.current_stream())
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:

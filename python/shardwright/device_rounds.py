@@ -21,6 +21,7 @@ from . import device
 from ._engine import DeviceReducer, Error
 from .device import DeviceLink
 from .gradients import copy_gradient, dense_strides
+from .slicing import Slicing
 
 
 class _State(enum.Enum):
@@ -65,6 +66,8 @@ class DeviceRounds:
         Of the model, in messages.
     wire : {"float16", "bfloat16"}, optional
         In what the mean travels.
+    slicing : Slicing, optional
+        Who owns what, where slices are kept. Default: each rank one.
     """
 
     transport = "nccl"
@@ -81,8 +84,10 @@ class DeviceRounds:
         deterministic: bool,
         label: str,
         wire: str | None = None,
+        slicing: Slicing | None = None,
     ) -> None:
         self._link = link
+        self._slicing = slicing or Slicing.one_a_rank(link.rank, link.world_size)
         self._label = label
         self._table = rows, bucket_cap_bytes, reduce
         self._engine = DeviceReducer(
@@ -93,6 +98,7 @@ class DeviceRounds:
             deterministic=deterministic,
             sliced=self._sliced,
             wire=wire,
+            slices=self._slicing.for_engine() if self._sliced else None,
         )
         self.wire = wire
         self._callback: Callable[[int, bool], None] | None = None
@@ -165,9 +171,14 @@ class DeviceRounds:
         *,
         open: Callable[[], bool],
         task_id: Callable[[], int],
+        layouts: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor | None]:
-        """Binds the parameters; returns what their `.grad` will be, None where frozen. The list must hold the only references."""
+        """Binds the parameters; returns what their `.grad` will be, None where frozen. The list must hold the only references.
+
+        `layouts`: tensors with their shapes and strides, where they themselves are released.
+        """
         self._parameters = parameters
+        self._layouts = parameters if layouts is None else layouts
         self._open_callback, self._task_id = open, task_id
         self._hook_tables: list[tuple[dict[int, Any], int] | None] = [None] * len(parameters)
         self.views: list[torch.Tensor | None] = [None] * len(parameters)

@@ -1,4 +1,4 @@
-"""Rounds on a GPU in which this rank keeps its slices of the means alone (zero=2).
+"""Rounds on a GPU in which this rank keeps its slices of the means alone (zero 2 and 3).
 
 As sliced_gradients.c on the host: `.grad` is None, a tensor of autograd's own, or the parameter's ShardedGradient, which may
 hold what backwards have added since the last round. When a bucket is complete its contributions are copied into one of
@@ -12,6 +12,7 @@ a digest of what it did travels with the round's tag: where they differ, all are
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,27 +42,29 @@ class SlicedDeviceRounds(DeviceRounds):
         self._ring: list[torch.Tensor] = []  # bytes: of the largest bucket that takes part, and of the next
         self._turn = 0
         self._standing = bytearray(len(self._names))
+        #: digest of the units that were gathered so far
+        self.order: Callable[[], int] = int
 
     @property
     def planned_bytes(self) -> int:
         sizes = [nbytes_of(bucket) for bucket in self._buckets if bucket.shape[3] or bucket.flat is not None]
-        return sum(sizes) // self._link.world_size + sum(sorted(sizes)[-2:])
+        return sum(sizes) // self._slicing.count + sum(sorted(sizes)[-2:])
 
     # tensors --------------------------------------------------------------------------------------------------------
 
     def _attach_views(self) -> None:
-        self.board = GradientBoard(self._link.host, self, self._label)
+        self.board = GradientBoard(self._link.host, self, self._label, speaks=self._slicing.speaks)
         super()._attach_views()
 
     def _adopt(self, bucket: Bucket) -> None:
         _, numel, dtype, _ = bucket.shape
         like = self._parameters[bucket.members[0]]
-        bucket.flat = device.runtime.zeros(numel // self._link.world_size, getattr(torch, dtype), like)
+        bucket.flat = device.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
         self._engine.adopt(bucket.index, bucket.flat.data_ptr())
         self._make_ring(like)
         for index in bucket.members:
             low, high = self._run(bucket, index)
-            self.views[index] = ShardedGradient(_dense(self._parameters[index]), bucket.flat[low:high], self.board)
+            self.views[index] = ShardedGradient(_dense(self._layouts[index]), bucket.flat[low:high], self.board)
 
     def _make_ring(self, like: torch.Tensor) -> None:
         sizes = sorted(nbytes_of(bucket) for bucket in self._buckets if bucket.flat is not None)[-2:][::-1]
@@ -73,10 +76,10 @@ class SlicedDeviceRounds(DeviceRounds):
 
     def _run(self, bucket: Bucket, index: int) -> tuple[int, int]:
         """[begin, end) of a parameter in this rank's slice of its bucket; an empty one where it has none."""
-        width = bucket.shape[1] // self._link.world_size
+        width = bucket.shape[1] // self._slicing.count
         _, begin, numel = self._places[index]
-        low = max(begin - self._link.rank * width, 0)
-        return low, max(low, min(begin + numel - self._link.rank * width, width))
+        low = max(begin - self._slicing.own * width, 0)
+        return low, max(low, min(begin + numel - self._slicing.own * width, width))
 
     # a round --------------------------------------------------------------------------------------------------------
 
@@ -141,14 +144,14 @@ class SlicedDeviceRounds(DeviceRounds):
         return runs
 
     def _tag(self) -> int:
-        return super()._tag() | zlib.crc32(self._standing) << 32
+        return super()._tag() | zlib.crc32(self._standing, self.order()) << 32
 
     def _explain(self, tag: int, unlike: int) -> str:
         if unlike & _NUMBERS:
             return super()._explain(tag, unlike)
         return (
-            f"ranks cleared different gradients of {self._label} (zero_grad, or .grad = None, on some ranks only): at zero=2 on GPUs all "
-            f"clear the same; the average of backward {tag & 0xFFFF} after step {tag >> 16 & 0xFFFF}, and what was stepped on since, is "
+            f"ranks cleared different gradients of {self._label} (zero_grad, or .grad = None, on some ranks only), or at zero=3 ran different "
+            f"units or the same in another order: on GPUs all do the same; the average of backward {tag & 0xFFFF} after step {tag >> 16 & 0xFFFF}, and what was stepped on since, is "
             "wrong: begin again from a checkpoint"
         )
 

@@ -101,7 +101,7 @@ class ParameterMemory(ParameterSlices):
         parameter.data = moved
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
 
-    def give_back(self) -> None:
+    def give_back(self, together: bool = False) -> None:
         """Parameters that the host shares become this rank's own again."""
         for index in self._flat if self.shared else ():
             parameter = self._table.parameters[index]

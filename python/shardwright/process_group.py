@@ -75,7 +75,7 @@ class HostGroup:
         self._store_name = f"shardwright/{hashlib.sha256(secret).hexdigest()}"
         self._children: list[HostComm] = []
         #: DeviceLinks by GPU; they end before the host's communicator
-        self.links: dict[int, Any] = {}
+        self.links: dict[Any, Any] = {}
         try:
             self.host_of = self._find_hosts(group, addresses, places)
             if self.host_count == 1 and (_forced_hosts is None or self.world_size == 1):
@@ -85,7 +85,7 @@ class HostGroup:
         except BaseException:
             self.comm.close()
             raise
-        if self.rank == self.home:
+        if self.rank == self.host_of.index(self.host_of[self.rank]):  # the host's lowest
             self._warn_of_threads()
         self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
         self._leave.atexit = False  # _close_all does it
@@ -581,7 +581,7 @@ def _close_all() -> None:
         group.close()
 
 
-def _close_comms(comm: HostComm, children: list[HostComm], links: dict[int, Any], pid: int) -> None:
+def _close_comms(comm: HostComm, children: list[HostComm], links: dict[Any, Any], pid: int) -> None:
     if os.getpid() == pid:  # a forked child must not take leave in its parent's name
         for each in (*links.values(), *children, comm):
             each.close()

@@ -26,15 +26,17 @@ from .options import Options
 from .parameter_memory import ParameterMemory
 from .parameter_slices import memory_order
 from .process_group import HostGroup
+from .released_parameters import ReleasedParameters
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .slicing import Slicing
 from .table import ParameterTable, verify
 from .unit_memory import UnitMemory
-from .units import cut
+from .units import UnitPlan, cut
 
 if TYPE_CHECKING:
     from .auto_compression import AutoCompression
     from .device_parameters import DeviceParameters
+    from .device_units import DeviceUnitMemory
     from .join import Announcer
     from .offload import StateStore
     from .precision import PrecisionPlan
@@ -99,7 +101,7 @@ class Replica:
         try:
             self.table = ParameterTable.of(module, ignored)
             if self.table.is_on_gpu:
-                _check_gpu(zero, self.slicing, settings["offload"])
+                _check_gpu(zero, settings["offload"], options)
                 self._wire = _wire_of(compress, zero, self.table)
             self._supersede(module)
             description = self.table.description(settings)
@@ -108,11 +110,14 @@ class Replica:
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
         self.link: DeviceLink | None = None
         self.deterministic = options.deterministic or not self.table.is_on_gpu
-        self.reducer = self._make_reducer(options, sends_early=compress is None or self.overlaps_compression)
+        plans = None
+        if zero == 3 and (self.table.is_on_gpu or options.share_parameters is False):
+            plans = cut(module, self.table, options.units, options.reshard_after_forward)
+        self.reducer = self._make_reducer(options, plans, sends_early=compress is None or self.overlaps_compression)
         self._parameters: ParameterMemory | UnitMemory | DeviceParameters | None = None
         self._board: GradientBoard | None = None
         if zero:
-            self._parameters = self._make_parameters(module, options)
+            self._parameters = self._make_parameters(options, plans)
         try:
             self._attach(synchronises)
         except BaseException as error:  # of this rank alone: the others must not wait for it
@@ -132,23 +137,25 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
-    def _make_reducer(self, options: Options, sends_early: bool) -> Any:
-        """A Reducer, or on a GPU what has its methods there."""
+    def _make_reducer(self, options: Options, plans: list[UnitPlan] | None, sends_early: bool) -> Any:
+        """A Reducer, or on a GPU what has its methods there. `plans`: of the units, if there are any."""
         over_hosts = self.group.host_count > 1 and sends_early
         cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.zero, over_hosts)
         if self.table.is_on_gpu:
             from .device_rounds import DeviceRounds
             from .device_slices import SlicedDeviceRounds
+            from .device_units import rows_in_groups
 
             self.link = device_link(self.group, self.table.parameters[0], options.timeout_s)
-            return (SlicedDeviceRounds if self.zero == 2 else DeviceRounds)(
+            return (SlicedDeviceRounds if self.zero >= 2 else DeviceRounds)(
                 self.link,
-                self.table.rows(),
+                self.table.rows() if plans is None else rows_in_groups(self.table, plans),
                 bucket_cap_bytes=options.bucket_cap_bytes,
                 reduce=options.reduce,
                 deterministic=options.deterministic,
                 label=self.label,
                 wire=self._wire,
+                slicing=self.slicing,
             )
         return Reducer(
             self.group.comm,
@@ -163,17 +170,14 @@ class Replica:
         )
 
     def _make_parameters(
-        self, module: torch.nn.Module, options: Options
+        self, options: Options, plans: list[UnitPlan] | None
     ) -> ParameterMemory | UnitMemory | DeviceParameters:
         if self.link is not None:
-            from .device_parameters import DeviceParameters
-
-            return DeviceParameters(self.link, self.reducer, self.table, self.label)
-        if self.zero < 3 or options.share_parameters is not False:
+            return self._make_device_parameters(self.link, options, plans)
+        if plans is None:
             return ParameterMemory(
                 self.group, self.reducer, self.table, self.label, slicing=self.slicing, shared=self.zero == 3
             )
-        plans = cut(module, self.table, options.units, options.reshard_after_forward)
         coded = options.gather == "int8"
         if coded and (self.group.host_count > 1 or self.slicing.is_replicated):
             raise NotImplementedError(
@@ -182,20 +186,42 @@ class Replica:
             )
         return UnitMemory(self.group, self.reducer, self.table, plans, self.label, self.slicing, coded=coded)
 
+    def _make_device_parameters(
+        self, link: DeviceLink, options: Options, plans: list[UnitPlan] | None
+    ) -> DeviceParameters:
+        from .device_parameters import DeviceParameters
+        from .device_units import DeviceUnitMemory
+
+        row = link
+        if plans is not None or self.slicing.is_replicated:
+            # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
+            row = device_link(self.group, self.table.parameters[0], options.timeout_s, self.slicing.rows())
+        if plans is None:
+            return DeviceParameters(link, row, self.reducer, self.table, self.label, self.slicing)
+        memory = DeviceUnitMemory(link, row, self.reducer, self.table, plans, self.label, self.slicing)
+        self.reducer.order = _digest_of(weakref.ref(memory))
+        return memory
+
     def _places(self) -> Callable[[], list[int]] | None:
         """What tells where data should be, if it moves."""
-        return self._parameters.addresses if isinstance(self._parameters, UnitMemory) else None
+        return self._parameters.addresses if isinstance(self._parameters, ReleasedParameters) else None
 
     def layout_of(self, index: int) -> torch.Tensor:
         """A tensor with the strides of a parameter, which itself may be released. Not to be read."""
         memory = self._parameters
-        return memory.like(index) if isinstance(memory, UnitMemory) else self.table.parameters[index]
+        return memory.like(index) if isinstance(memory, ReleasedParameters) else self.table.parameters[index]
 
     def _attach(self, synchronises: Callable[[], bool]) -> None:
         opener = _opener(weakref.ref(self), synchronises)
         if self.link is not None:
-            self.views = self.reducer.attach(self.table.parameters, open=opener, task_id=_hooks.graph_task_id)
-            self._board = self.reducer.board if self.zero == 2 else None
+            released = isinstance(self._parameters, ReleasedParameters)
+            self.views = self.reducer.attach(
+                self.table.parameters,
+                open=opener,
+                task_id=_hooks.graph_task_id,
+                layouts=self._parameters.layouts() if released else None,
+            )
+            self._board = self.reducer.board if self.zero >= 2 else None
         else:
             self.views = self._make_views()
             self.reducer.attach(
@@ -205,7 +231,7 @@ class Replica:
                 open=opener,
                 renew=_renewer(weakref.ref(self)),
                 task_id=_hooks.graph_task_id,
-                layouts=self._parameters.layouts() if isinstance(self._parameters, UnitMemory) else None,
+                layouts=self._parameters.layouts() if isinstance(self._parameters, ReleasedParameters) else None,
             )
         self._handles: list[Any] = []
         self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
@@ -270,7 +296,7 @@ class Replica:
                     f"parameter {shared!r} belongs to a wrapped {other.label} already: "
                     "wrap one module that contains both"
                 )
-            other.retire()
+            other.retire(together=True)
 
     def wraps(self, module: torch.nn.Module) -> bool:
         """Whether it is of this very module."""
@@ -356,7 +382,7 @@ class Replica:
         """For describe()."""
         if self._parameters is None:
             return {}
-        units = self._parameters if isinstance(self._parameters, UnitMemory) else None
+        units = self._parameters if isinstance(self._parameters, ReleasedParameters) else None
         on_host = units.one_copy if units is not None else self._parameters.shared
         plan: dict[str, Any] = {
             "shared_parameter_bytes" if on_host else "parameter_bytes": self._parameters.bytes_held,
@@ -371,7 +397,7 @@ class Replica:
         W - 1 slices read (and at zero 0 and 1 as many written).
         """
         counts = self.reducer.stats()
-        if isinstance(self._parameters, UnitMemory):
+        if isinstance(self._parameters, ReleasedParameters):
             counts = {**counts, **self._parameters.schedule.stats()}
         name, exchange = self.compression or ("", None)
         if exchange is None:
@@ -437,7 +463,7 @@ class Replica:
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
         """Where parameters are released, low-precision copies are made while they are whole."""
-        if isinstance(self._parameters, UnitMemory):
+        if isinstance(self._parameters, ReleasedParameters):
             schedule = self._parameters.schedule
             precision.follow(schedule.holds_whole)
             schedule.on_release = weakref.WeakMethod(precision.forget)
@@ -445,16 +471,18 @@ class Replica:
     @property
     def releases_parameters(self) -> bool:
         """Whether parameters are whole only while they are used."""
-        return isinstance(self._parameters, UnitMemory)
+        return isinstance(self._parameters, ReleasedParameters)
 
     def arrange_hooks(self) -> None:
         """Parameters are whole in all hooks of the user's modules, whenever they were registered."""
-        if isinstance(self._parameters, UnitMemory):
+        if isinstance(self._parameters, ReleasedParameters):
             self._parameters.schedule.arrange_hooks()
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """See full_parameters."""
-        return self._parameters.whole() if isinstance(self._parameters, UnitMemory) else contextlib.nullcontext()
+        return (
+            self._parameters.whole() if isinstance(self._parameters, ReleasedParameters) else contextlib.nullcontext()
+        )
 
     def gradient_factors(self) -> list[list[Any]]:
         """What sliced gradients were scaled by since the last round."""
@@ -515,7 +543,7 @@ class Replica:
         drift = self._drift_check()
         if drift is not None:
             drift.accept_writes()
-        if isinstance(self._parameters, UnitMemory):
+        if isinstance(self._parameters, ReleasedParameters):
             self._parameters.schedule.accept_writes()
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
@@ -597,26 +625,25 @@ class Replica:
         else:
             self.group.broadcast(tensors, root, label)
 
-    def retire(self) -> None:
-        """Takes the hooks off the parameters. Gradients stay where they are."""
+    def retire(self, together: bool = False) -> None:
+        """Takes the hooks off the parameters. Gradients stay where they are. `together`: all ranks do so at once, which is what
+        lets a GPU's released parameters be gathered."""
         _live.discard(self)
         _hooks.ignore_steps(self)
         for parameter in self.table.parameters if self.zero >= 2 else ():
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
         if self._parameters is not None:
-            self._parameters.give_back()
+            self._parameters.give_back(together)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
-def _check_gpu(zero: int, slicing: Slicing, offload: str | None) -> None:
-    if zero == 3:
-        raise NotImplementedError("zero=3 on GPUs is not there yet: zero=0, 1 and 2 are")
-    if zero and slicing.is_replicated:
+def _check_gpu(zero: int, offload: str | None, options: Options) -> None:
+    if zero == 3 and (options.share_parameters is True or options.gather is not None):
         raise NotImplementedError(
-            f"device_mesh of two dimensions at zero={zero} on GPUs is not there yet: use one dimension, or zero=0"
+            "share_parameters=True and gather='int8' are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
         )
     if offload is not None:
         raise NotImplementedError(
@@ -653,6 +680,16 @@ def _cap_bytes(asked: int, zero: int, over_hosts: bool) -> int:
 def live_replicas() -> list[Replica]:
     """Every wrapped module of this process that has an engine, in order of wrapping."""
     return sorted(_live, key=lambda replica: replica.serial)
+
+
+def _digest_of(memory: weakref.ref[DeviceUnitMemory]) -> Callable[[], int]:
+    """What the reducer asks for the order of units. Weak: the memory holds the reducer."""
+
+    def digest() -> int:
+        alive = memory()
+        return 0 if alive is None else alive.digest
+
+    return digest
 
 
 def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> Callable[[], bool]:

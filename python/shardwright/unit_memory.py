@@ -20,6 +20,7 @@ from ._engine import Arena, Reducer, Units, block_encode, block_record_bytes
 from .gradients import dense_strides, dtype_name
 from .parameter_slices import memory_order
 from .process_group import HostGroup
+from .released_parameters import ReleasedParameters
 from .slicing import Slicing
 from .table import ParameterTable
 from .unit_schedule import UnitSchedule
@@ -34,7 +35,7 @@ _SMALL_BYTES = 128
 _BLOCK, _BITS = 32, 8
 
 
-class UnitMemory:
+class UnitMemory(ReleasedParameters):
     """Slices the parameters of a table and releases them. Making it is collective; values are rank 0's.
 
     Parameters
@@ -59,9 +60,6 @@ class UnitMemory:
     Memory a rank: its slices, and their records; the pages of units that are whole at once; and, kept warm between uses, pages for the outermost
     unit and the largest other one.
     """
-
-    shared = False
-    reason = ""
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class UnitMemory:
                 parameter.data = parameter.data.contiguous()
         self._slices = {index: self._slice(index) for index in range(len(table.parameters))}
         self._write_slices()
-        members = [[i for i in plan.indices if _can_be_released(table.parameters[i])] for plan in plans]
+        members = [[i for i in plan.indices if can_be_released(table.parameters[i])] for plan in plans]
         released = {index for each in members for index in each}
         self._refreshed = [
             (p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
@@ -227,9 +225,6 @@ class UnitMemory:
                     runs.append((target + (low - begin) * item, part, source, (high - low) * item, coded))
         return size, runs, offsets
 
-    def _members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
-        return [(i, self._table.names[i], self._table.parameters[i], self._whole[i]) for i in indices]
-
     # what the optimizer and the replica ask of either kind of memory ----------------------------------------------------
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
@@ -249,19 +244,6 @@ class UnitMemory:
 
     def is_moved(self, index: int) -> bool:
         return True
-
-    def like(self, index: int) -> torch.Tensor:
-        """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""
-        return self._whole.get(index, self._table.parameters[index])
-
-    def layouts(self) -> list[torch.Tensor]:
-        """like() of every parameter."""
-        return [self.like(index) for index in range(len(self._table.parameters))]
-
-    def addresses(self) -> list[int]:
-        """Where the data of every parameter should be now."""
-        expected = self.schedule.addresses()
-        return [expected.get(i, p.data_ptr()) for i, p in enumerate(self._table.parameters)]
 
     def slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter; None if it owns none. Parameters without elements are of the first slice."""
@@ -326,15 +308,6 @@ class UnitMemory:
         }
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, all parameters are whole."""
-        try:
-            with self.schedule.everything():
-                yield
-        finally:
-            self.schedule.gather_pinned()
-
-    @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
         """Inside, each rank has whole parameters of its own to write to; afterwards all have rank 0's. Collective.
 
@@ -352,12 +325,13 @@ class UnitMemory:
         comm.barrier(label)
         self.schedule.gather_pinned()
 
-    def give_back(self) -> None:
+    def give_back(self, together: bool = False) -> None:
         """The parameters become this rank's own again, whole. Not collective: slices are read where they are."""
         self.schedule.surrender()
 
 
-def _can_be_released(parameter: torch.Tensor) -> bool:
+def can_be_released(parameter: torch.Tensor) -> bool:
+    """Whether anything is gained, and a NaN can stand for it meanwhile."""
     floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
     return floating and parameter.numel() * parameter.element_size() > _SMALL_BYTES
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from . import _hooks
-from ._engine import Error, Units
+from ._engine import Error
 from .units import UnitPlan
 
 _NO_TASK = -1
@@ -134,6 +134,7 @@ class UnitSchedule:
     Parameters
     ----------
     units : Units
+        Or what has its methods.
     plans : sequence of UnitPlan
         The outermost unit first.
     members : sequence of list
@@ -144,9 +145,11 @@ class UnitSchedule:
         What runs sees parameters as their records say; inside everything() they are exact.
     """
 
+    unit_class = Unit
+
     def __init__(
         self,
-        units: Units,
+        units: Any,
         plans: Sequence[UnitPlan],
         members: Sequence[list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]],
         abort: Callable[[str], None],
@@ -156,7 +159,7 @@ class UnitSchedule:
         self._units = units
         self._coded = coded
         self._abort = abort
-        self.units = [Unit(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
+        self.units = [self.unit_class(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
         self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
         self._clock = itertools.count()
         self._tasks: set[int] = set()
@@ -174,8 +177,8 @@ class UnitSchedule:
         self._hook_states(plans[0].module)
 
     def _hook_forward(self, unit: Unit, module: torch.nn.Module) -> None:
-        before = _ModuleHook(self, UnitSchedule._before_forward, unit.number)
-        after = _ModuleHook(self, UnitSchedule._after_forward, unit.number)
+        before = _ModuleHook(self, type(self)._before_forward, unit.number)
+        after = _ModuleHook(self, type(self)._after_forward, unit.number)
         handles = [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
@@ -303,7 +306,7 @@ class UnitSchedule:
         for unit in self.units:
             self._release(unit)
 
-    def surrender(self) -> None:
+    def surrender(self, together: bool = False) -> None:
         """The parameters get memory of their own, but for those whose data was replaced; from then on nothing is ours."""
         self.detach()
         units, self.units = self.units, []

@@ -220,7 +220,7 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
     try:
         store = make_store(replica.group, folder, replica.label, nbytes)
     except OSError:
-        replica.retire()  # the module is as it was
+        replica.retire(together=True)  # the module is as it was
         raise
     inner.keep_in(store)
     replica.stores.add(store)

@@ -41,11 +41,12 @@ static size_t draw_params(sw_layout_param *params)
 {
     static const size_t sizes[] = {0, 1, 2, 31, 32, 33, 127, 128, 129, 1000, 4097};
     size_t count = random_below(PARAMS_MAX), dtypes = 1 + random_below(SW_DTYPE_COUNT);
-    size_t frozen_in = 1 + random_below(4);
+    size_t frozen_in = 1 + random_below(4), group_size = 1 + random_below(PARAMS_MAX);
     for (size_t i = 0; i < count; ++i)
         params[i] = (sw_layout_param){.numel = sizes[random_below(sizeof sizes / sizeof sizes[0])],
                                       .dtype = (sw_dtype)random_below(dtypes),
-                                      .trainable = random_below(frozen_in) == 0};
+                                      .trainable = random_below(frozen_in) == 0,
+                                      .group = i / group_size};
     return count;
 }
 
@@ -60,13 +61,15 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
 {
     const sw_layout_bucket *bucket = &layout->bucket[b];
     size_t element_bytes = sw_dtype_size_bytes(bucket->dtype), end = 0;
+    size_t group = params[layout->order[bucket->first]].group;
     for (size_t k = 0; k < bucket->count; ++k) {
         size_t p = layout->order[bucket->first + k];
         const sw_layout_place *place = &layout->place[p];
         listed[p]++;
         check(place->bucket == b && place->numel == params[p].numel,
               "L1: parameter %zu is not where order says", p);
-        check(params[p].dtype == bucket->dtype && params[p].trainable == bucket->trainable,
+        check(params[p].dtype == bucket->dtype && params[p].trainable == bucket->trainable &&
+                  params[p].group == group,
               "L2: parameter %zu", p);
         check(k == 0 || p < layout->order[bucket->first + k - 1],
               "L3: parameter %zu is out of order", p);
@@ -79,8 +82,10 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
     }
     bool last_of_kind = true;
     for (size_t other = b + 1; other < layout->bucket_count; ++other)
-        last_of_kind = last_of_kind && (layout->bucket[other].dtype != bucket->dtype ||
-                                        layout->bucket[other].trainable != bucket->trainable);
+        last_of_kind =
+            last_of_kind && (layout->bucket[other].dtype != bucket->dtype ||
+                             layout->bucket[other].trainable != bucket->trainable ||
+                             params[layout->order[layout->bucket[other].first]].group != group);
     check(last_of_kind || end >= cap_bytes, "L7: bucket %zu was closed below the cap", b);
 }
 
@@ -154,7 +159,7 @@ static void test_first_buckets_are_small(void)
     sw_layout layout;
     sw_error err = {.message = ""};
     for (size_t i = 0; i < COUNT; ++i)
-        params[i] = (sw_layout_param){256, SW_DTYPE_FLOAT32, true};
+        params[i] = (sw_layout_param){256, SW_DTYPE_FLOAT32, true, 0};
     sw_layout_caps graded = {.bytes = 8192, .first_bytes = 1024};
     if (!check(sw_layout_init(&layout, params, COUNT, 1, graded, &err) == SW_OK, "%s", err.message))
         return;
@@ -172,10 +177,10 @@ static void test_first_buckets_are_small(void)
 /* The example of layout.h, number by number. */
 static void test_example(void)
 {
-    const sw_layout_param params[] = {{200, SW_DTYPE_FLOAT32, true}, /* fc1.weight */
-                                      {20, SW_DTYPE_FLOAT32, true},  /* fc1.bias */
-                                      {300, SW_DTYPE_FLOAT32, true}, /* fc2.weight */
-                                      {10, SW_DTYPE_FLOAT32, true}}; /* fc2.bias */
+    const sw_layout_param params[] = {{200, SW_DTYPE_FLOAT32, true, 0}, /* fc1.weight */
+                                      {20, SW_DTYPE_FLOAT32, true, 0},  /* fc1.bias */
+                                      {300, SW_DTYPE_FLOAT32, true, 0}, /* fc2.weight */
+                                      {10, SW_DTYPE_FLOAT32, true, 0}}; /* fc2.bias */
     sw_layout layout;
     sw_error err = {.message = ""};
     if (!check(sw_layout_init(&layout, params, 4, 3, caps(1024), &err) == SW_OK, "%s", err.message))
@@ -214,7 +219,7 @@ static void test_overflow(void)
 {
     const size_t all =
         SIZE_MAX / 4 - 31; /* float32 elements of the largest multiple of 128 bytes */
-    sw_layout_param params[2] = {{all, SW_DTYPE_FLOAT32, true}};
+    sw_layout_param params[2] = {{all, SW_DTYPE_FLOAT32, true, 0}};
     sw_layout layout;
     sw_error err = {.message = ""};
     if (check(sw_layout_init(&layout, params, 1, 1, caps(1), &err) == SW_OK,
@@ -230,11 +235,11 @@ static void test_overflow(void)
     check_refused(params, 1, 7, "SIZE_MAX elements");
     params[0].numel = all;
     check_refused(params, 1, 5, "W slices that overflow, though each one does not");
-    params[0] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, true};
-    params[1] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, false};
+    params[0] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, true, 0};
+    params[1] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, false, 0};
     check_refused(params, 2, 1, "two buckets that overflow together");
-    params[0] = (sw_layout_param){SIZE_MAX - 100, SW_DTYPE_UINT8, true};
-    params[1] = (sw_layout_param){100, SW_DTYPE_UINT8, true};
+    params[0] = (sw_layout_param){SIZE_MAX - 100, SW_DTYPE_UINT8, true, 0};
+    params[1] = (sw_layout_param){100, SW_DTYPE_UINT8, true, 0};
     check_refused(params, 2, 1, "a parameter that ends beyond the address space");
     params[0].numel = 100;
     params[1].numel = SIZE_MAX - 100;
@@ -245,7 +250,7 @@ static void test_dtypes(void)
 {
     const sw_dtype illegal[] = {SW_DTYPE_COUNT, (sw_dtype)-1, (sw_dtype)1000};
     for (size_t i = 0; i < sizeof illegal / sizeof illegal[0]; ++i) {
-        sw_layout_param params[2] = {{1, SW_DTYPE_INT8, true}, {1, illegal[i], true}};
+        sw_layout_param params[2] = {{1, SW_DTYPE_INT8, true, 0}, {1, illegal[i], true, 0}};
         sw_layout layout;
         sw_error err = {.message = ""};
         check(sw_layout_init(&layout, params, 2, 3, caps(1), &err) == SW_E_INVALID &&
@@ -269,7 +274,8 @@ static void test_dtypes(void)
 
 static void test_memory(void)
 {
-    const sw_layout_param params[] = {{7, SW_DTYPE_FLOAT32, true}, {7, SW_DTYPE_FLOAT64, false}};
+    const sw_layout_param params[] = {{7, SW_DTYPE_FLOAT32, true, 0},
+                                      {7, SW_DTYPE_FLOAT64, false, 0}};
     sw_layout layout;
     sw_error err;
     for (long nth = 1; nth <= 3; ++nth) {

@@ -217,7 +217,7 @@ int main(void)
 {
     for (size_t p = 0; p < PARAMS; ++p) {
         numel_of[p] = p == 5 ? 3 : NUMEL + p;
-        params[p] = (sw_layout_param){numel_of[p], SW_DTYPE_FLOAT32, true};
+        params[p] = (sw_layout_param){numel_of[p], SW_DTYPE_FLOAT32, true, 0};
     }
     for (int world_size = 1; world_size <= 5; ++world_size)
         ranks_run_all(slices_are_those_of_the_fold, world_size, NULL);

@@ -1,4 +1,4 @@
-"""Law: zero=1 and zero=2 on a GPU have the bits of zero=0 there and of the CPU, whatever the schedule, the training, the optimizer
+"""Law: zero=1, 2 and 3 on a GPU have the bits of zero=0 there and of the CPU, whatever the schedule, the training, the optimizer
 and the bucket cap; nothing races or leaks, and no step in which every parameter was used waits for the GPU.
 
 The laws of the CPU's stages are run body for body, with modules on simulated GPUs.
@@ -26,6 +26,7 @@ from shardwright import device as sw_device
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 SLICED = (1, 2)
+STAGES = (1, 2, 3)
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 
 
@@ -75,7 +76,7 @@ def train_at_every_stage(gpus: SimulatedGpus, rank: int, world_size: int, traini
     body = getattr(stages, training)
     with gpus.torch_on_cpu():
         expected = stages.run(0, body, rank, bucket_cap_mb=0.001, deterministic=False)
-    for zero in (0, *SLICED):
+    for zero in (0, *STAGES):
         for cap in (0.001, 25) if zero else (0.001,):
             stages.run(zero, body, rank, bucket_cap_mb=cap).assert_equals(expected, f"zero={zero}, cap={cap}")
     assert same_everywhere([p.tolist() for p in expected.parameters])
@@ -152,7 +153,7 @@ def test_every_elementwise_optimizer_of_torch(
 
 def step_with(gpus: SimulatedGpus, rank: int, world_size: int, optimizer: str) -> None:
     whole = stages.run(0, stages.plain_steps, rank, optimizer=optimizer, bucket_cap_mb=0.001)
-    for zero in SLICED:
+    for zero in STAGES:
         sliced = stages.run(zero, stages.plain_steps, rank, optimizer=optimizer, bucket_cap_mb=0.001)
         sliced.assert_equals(whole, f"zero={zero}")
 
@@ -167,7 +168,7 @@ def test_every_kind_of_parameter(teams: Any, world_size: int, paths: dict[str, s
 def odd_parameters(gpus: SimulatedGpus, rank: int, world_size: int, training: str) -> None:
     body = getattr(stages, training)
     whole = stages.run(0, body, rank, build=stages.Odd, bucket_cap_mb=0.001)
-    for zero in SLICED:
+    for zero in STAGES:
         stages.run(zero, body, rank, build=stages.Odd, bucket_cap_mb=0.001).assert_equals(whole, f"zero={zero}")
 
 
@@ -181,8 +182,8 @@ def test_parameters_that_some_or_all_ranks_leave_unused(
 def unused_heads(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     for cap in (0.0005, 25):
         whole = stages.run(0, stages.some_heads, rank, build=Heads, bucket_cap_mb=cap)
-        for zero in SLICED:
-            sliced = stages.run(zero, stages.some_heads, rank, build=Heads, bucket_cap_mb=cap)
+        for zero, options in ((1, {}), (2, {}), (3, {"units": 1.0})):  # ranks run the same units
+            sliced = stages.run(zero, stages.some_heads, rank, build=Heads, bucket_cap_mb=cap, **options)
             sliced.assert_equals(whole, f"zero={zero}")
 
 
@@ -246,7 +247,7 @@ def recomputed(gpus: SimulatedGpus, rank: int, world_size: int, training: str) -
     body = getattr(stages, training)
     whole = stages.run(0, body, rank, bucket_cap_mb=0.001)
     found = []
-    for zero in (0, *SLICED):
+    for zero in (0, *STAGES):
         stages.run(zero, body, rank, bucket_cap_mb=0.001).assert_equals(whole, f"zero={zero}")
         module = Mlp()
         module.load_state_dict({name: p * 1 for name, p in zip(dict(module.named_parameters()), whole.parameters)})
@@ -291,7 +292,7 @@ def low_precision(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         return []
 
     whole = stages.run(0, steps, rank, build=lambda: Mlp().to(torch.bfloat16))
-    for zero in SLICED:
+    for zero in STAGES:
         sliced = stages.run(zero, steps, rank, build=lambda: Mlp().to(torch.bfloat16))
         sliced.assert_equals(whole, f"zero={zero}")
 
@@ -304,7 +305,7 @@ def test_state_goes_from_any_stage_to_any_other_and_to_the_cpu(
 
 def travelling_state(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     whole = stages.run(0, stages.plain_steps, rank)
-    for first, second in [(0, 2), (1, 2), (2, 1), (2, 0)]:
+    for first, second in [(0, 2), (1, 3), (2, 1), (3, 0)]:
         torch.manual_seed(0)
         module = gpus.adopt_module(Mlp())
         made = stages.OPTIMIZERS["AdamW"](module.parameters())
@@ -368,8 +369,8 @@ def test_what_is_not_there_is_named(teams: Any, world_size: int, paths: dict[str
 def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     module = gpus.adopt_module(Mlp())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(NotImplementedError, match="zero=3 on GPUs is not there yet"):
-        sw.wrap(module, optimizer, zero=3)
+    with pytest.raises(NotImplementedError, match="share_parameters=True and gather='int8' are the host's"):
+        sw.wrap(module, optimizer, zero=3, share_parameters=True)
     with pytest.raises(NotImplementedError, match="partition='tensor' is not there yet on GPUs"):
         sw.wrap(module, optimizer, zero=1, partition="tensor")
     with pytest.raises(NotImplementedError, match="offload='cpu' is not there yet on GPUs"):
@@ -404,7 +405,7 @@ def fused_steps(gpus: SimulatedGpus, rank: int, world_size: int, low: bool) -> N
         given = {"build": lambda: Mlp().to(dtype), "optimizer": name, "bucket_cap_mb": 0.001}
         with gpus.torch_on_cpu():
             expected = stages.run(0, steps, rank, deterministic=False, **given)
-        for zero in (0, *SLICED):
+        for zero in (0, *STAGES):
             launches.clear()
             stages.run(zero, steps, rank, **given).assert_equals(expected, f"{name}, zero={zero}")
             assert launches[-1] == 1, launches  # six parameters, one step count

@@ -1,0 +1,221 @@
+/* device_units.c - see device_units.h, whose table of events this file is. */
+#include "zero/device_units.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { CALLS_PER_GROUP = 32 };
+
+typedef struct device_unit {
+    char *name; /* owned */
+    size_t place;
+    char *data;               /* borrowed */
+    sw_device_unit_run *runs; /* owned */
+    size_t run_count;
+    sw_shard_state state;
+    sw_event *whole; /* owned */
+} device_unit;
+
+typedef struct device_place {
+    size_t holder;  /* unit that is not SHARDED; SW_DEVICE_UNIT_NONE */
+    sw_event *left; /* owned */
+} device_place;
+
+struct sw_device_units {
+    sw_device_comm *comm; /* borrowed */
+    device_unit *unit;    /* owned */
+    size_t count;
+    device_place *place; /* owned */
+    size_t place_count;
+    sw_device_units_stats stats;
+};
+
+/* ---- life ---- */
+
+static sw_status create_unit(sw_device_units *u, device_unit *unit, const sw_device_unit_spec *spec,
+                             sw_error *err)
+{
+    size_t bytes = spec->run_count * sizeof *unit->runs, name_bytes = strlen(spec->name) + 1;
+    if (spec->place >= u->place_count)
+        SW_FAIL(err, SW_E_INVALID, "unit '%s': place must be in [0, %zu), not %zu", spec->name,
+                u->place_count, spec->place);
+    unit->place = spec->place;
+    unit->data = spec->data;
+    unit->name = malloc(name_bytes);
+    unit->runs = malloc(bytes + 1);
+    if (!unit->name || !unit->runs)
+        SW_FAIL(err, SW_E_MEMORY, "unit '%s': no memory for %zu runs", spec->name, spec->run_count);
+    memcpy(unit->name, spec->name, name_bytes);
+    memcpy(unit->runs, spec->runs, bytes);
+    unit->run_count = spec->run_count;
+    return u->comm->device->ops->event_create(u->comm->device, &unit->whole, err);
+}
+
+static sw_status create_all(sw_device_units *u, const sw_device_unit_spec *specs, sw_error *err)
+{
+    sw_device *device = u->comm->device;
+    u->unit = calloc(u->count + 1, sizeof *u->unit);
+    u->place = calloc(u->place_count + 1, sizeof *u->place);
+    if (!u->unit || !u->place)
+        SW_FAIL(err, SW_E_MEMORY, "device units: no memory for %zu units", u->count);
+    for (size_t p = 0; p < u->place_count; ++p) {
+        u->place[p].holder = SW_DEVICE_UNIT_NONE;
+        SW_TRY(device->ops->event_create(device, &u->place[p].left, err));
+    }
+    for (size_t i = 0; i < u->count; ++i)
+        SW_TRY(create_unit(u, &u->unit[i], &specs[i], err));
+    return SW_OK;
+}
+
+sw_status sw_device_units_create(sw_device_comm *comm, size_t place_count,
+                                 const sw_device_unit_spec *specs, size_t count,
+                                 sw_device_units **units, sw_error *err)
+{
+    if (!comm->nccl)
+        SW_FAIL(err, SW_E_STATE, "device units: the communicator is not connected");
+    sw_device_units *made = calloc(1, sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "device units: no memory for %zu bytes", sizeof *made);
+    *made = (sw_device_units){.comm = comm, .count = count, .place_count = place_count};
+    sw_status status = create_all(made, specs, err);
+    if (status != SW_OK) {
+        sw_device_units_destroy(made);
+        return status;
+    }
+    *units = made;
+    return SW_OK;
+}
+
+void sw_device_units_destroy(sw_device_units *u)
+{
+    if (!u)
+        return;
+    sw_device *device = u->comm->device;
+    for (size_t i = 0; u->unit && i < u->count; ++i) {
+        device_unit *unit = &u->unit[i];
+        if (unit->state == SW_SHARD_GATHERING) /* its place may be given to others next */
+            (void)device->ops->event_wait(device, unit->whole, u->comm->timeout_ns,
+                                          "the gathering of a unit", NULL);
+        device->ops->event_destroy(device, unit->whole);
+        free(unit->name);
+        free(unit->runs);
+    }
+    for (size_t p = 0; u->place && p < u->place_count; ++p)
+        device->ops->event_destroy(device, u->place[p].left);
+    free(u->unit);
+    free(u->place);
+    free(u);
+}
+
+/* ---- seeing ---- */
+
+size_t sw_device_units_count(const sw_device_units *u)
+{
+    return u->count;
+}
+
+sw_shard_state sw_device_unit_state(const sw_device_units *u, size_t unit)
+{
+    return u->unit[unit].state;
+}
+
+size_t sw_device_units_holder(const sw_device_units *u, size_t place)
+{
+    return u->place[place].holder;
+}
+
+sw_device_units_stats sw_device_units_get_stats(const sw_device_units *u)
+{
+    return u->stats;
+}
+
+/* ---- gathering ---- */
+
+static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *data, size_t begin,
+                             size_t end, sw_error *err)
+{
+    sw_nccl *nccl = u->comm->nccl;
+    sw_status status = SW_OK;
+    SW_TRY(sw_nccl_group_begin(nccl, err));
+    for (size_t i = begin; i < end && status == SW_OK; ++i) {
+        const sw_device_unit_run *run = &unit->runs[i];
+        status = sw_nccl_gather_slices(nccl, run->slice, data + run->offset_bytes, run->slice_bytes,
+                                       u->comm->stream, err);
+        u->stats.bytes += run->slice_bytes * (size_t)sw_nccl_world_size(nccl);
+    }
+    /* The group is closed all the same: the thread's next one is another. */
+    sw_status ended = sw_nccl_group_end(nccl, status == SW_OK ? err : NULL);
+    return status != SW_OK ? status : ended;
+}
+
+static sw_status gather_all(sw_device_units *u, const device_unit *unit, char *data, sw_error *err)
+{
+    for (size_t i = 0; i < unit->run_count; i += CALLS_PER_GROUP) {
+        size_t left = unit->run_count - i;
+        SW_TRY(gather_runs(u, unit, data, i, i + (left < CALLS_PER_GROUP ? left : CALLS_PER_GROUP),
+                           err));
+    }
+    u->stats.gathers++;
+    return sw_device_comm_mark(u->comm, err);
+}
+
+/* Into its place, after what computed with the unit that lay there. */
+static sw_status gather_in_place(sw_device_units *u, device_unit *unit, sw_error *err)
+{
+    sw_device *device = u->comm->device;
+    SW_TRY(device->ops->stream_wait(device, u->comm->stream, u->place[unit->place].left, err));
+    SW_TRY(gather_all(u, unit, unit->data, err));
+    return device->ops->event_record(device, unit->whole, u->comm->stream, err);
+}
+
+sw_status sw_device_unit_gather(sw_device_units *u, size_t index, sw_error *err)
+{
+    device_unit *unit = &u->unit[index];
+    size_t *holder = &u->place[unit->place].holder;
+    if (unit->state == SW_SHARD_SHARDED && *holder != SW_DEVICE_UNIT_NONE)
+        SW_FAIL(err, SW_E_STATE, "unit '%s' cannot be gathered: unit '%s' lies in its place",
+                unit->name, u->unit[*holder].name);
+    SW_TRY(sw_shard_move(&unit->state, SW_SHARD_GATHER, unit->name, err));
+    sw_status status = gather_in_place(u, unit, err);
+    if (status != SW_OK) { /* what was enqueued runs, or the communicator has failed */
+        (void)!sw_shard_move(&unit->state, SW_SHARD_FAIL, unit->name, NULL);
+        return status;
+    }
+    *holder = index;
+    return SW_OK;
+}
+
+sw_status sw_device_unit_take(sw_device_units *u, size_t index, sw_stream *user, sw_error *err)
+{
+    sw_device *device = u->comm->device;
+    device_unit *unit = &u->unit[index];
+    SW_TRY(sw_shard_move(&unit->state, SW_SHARD_COMPLETE, unit->name, err));
+    return device->ops->stream_wait(device, user, unit->whole, err);
+}
+
+sw_status sw_device_unit_release(sw_device_units *u, size_t index, sw_stream *user, sw_error *err)
+{
+    sw_device *device = u->comm->device;
+    device_unit *unit = &u->unit[index];
+    SW_TRY(sw_shard_move(&unit->state, SW_SHARD_RELEASE, unit->name, err));
+    u->place[unit->place].holder = SW_DEVICE_UNIT_NONE;
+    u->stats.releases++;
+    return device->ops->event_record(device, u->place[unit->place].left, user, err);
+}
+
+sw_status sw_device_unit_gather_apart(sw_device_units *u, size_t index, void *data, sw_stream *user,
+                                      sw_error *err)
+{
+    SW_TRY(sw_device_comm_follow(u->comm, u->comm->stream, user, err));
+    SW_TRY(gather_all(u, &u->unit[index], data, err));
+    return sw_device_comm_follow(u->comm, user, u->comm->stream, err);
+}
+
+sw_status sw_device_units_update(sw_device_units *u, sw_stream *user, sw_error *err)
+{
+    for (size_t i = 0; i < u->count; ++i)
+        if (u->unit[i].state != SW_SHARD_SHARDED)
+            SW_FAIL(err, SW_E_STATE, "unit '%s' is %s while its slices are written",
+                    u->unit[i].name, sw_shard_state_name(u->unit[i].state));
+    return sw_device_comm_follow(u->comm, u->comm->stream, user, err);
+}

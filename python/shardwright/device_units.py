@@ -1,0 +1,258 @@
+"""Parameters on a GPU of which a rank keeps its slices, gathered in units while they are used (zero=3).
+
+A unit's buckets hold nothing but its parameters, so gathering it is one all-gather a bucket, out of slices into a place: memory
+that units share. The outermost unit and those that stay whole after their forward have a place each; of the others, those
+inside equally many units take turns with two. A released parameter's data is one NaN, its own, expanded to its shape. What is
+never released lies as at zero=2 (DeviceParameters).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from . import device
+from ._engine import DeviceUnits, device_tensor
+from .device import DeviceLink
+from .device_parameters import DeviceParameters
+from .device_rounds import DeviceRounds
+from .device_unit_schedule import DeviceUnitSchedule, Places
+from .gradients import dense_strides, dtype_name
+from .parameter_slices import itemsize_of, memory_order
+from .released_parameters import ReleasedParameters
+from .slicing import Slicing
+from .table import ParameterTable
+from .unit_memory import can_be_released
+from .units import UnitPlan, mark_of
+
+
+def rows_in_groups(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[tuple[str, int, str, bool, int]]:
+    """Of a reducer whose buckets hold the parameters of one unit each, or such as are never released."""
+    groups = {
+        index: number
+        for number, plan in enumerate(plans, 1)
+        for index in plan.indices
+        if can_be_released(table.parameters[index])
+    }
+    return [(*row, groups.get(index, 0)) for index, row in enumerate(table.rows())]
+
+
+def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
+    """The place of each unit; those of no bytes disturb nobody."""
+    places: list[int] = []
+    shared: dict[int, list[int]] = {}  # by how many units are around: the places, and whose turn it is
+    count = 0
+    for plan, size in zip(plans, sizes):
+        depth = sum(plan.name.startswith(f"{other.name}.") for other in plans[1:])
+        turns = shared.setdefault(depth, [])
+        if not plan.reshard_after_forward or not size:
+            places.append(count)
+            count += 1
+        elif len(turns) < 2:
+            turns.append(count)
+            places.append(count)
+            count += 1
+        else:
+            turns.reverse()
+            places.append(turns[1])
+    return places
+
+
+class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
+    """Slices the parameters of a table on the GPU and releases them. Making it is collective; values are rank 0's.
+
+    Parameters
+    ----------
+    link : DeviceLink
+    row : DeviceLink
+        Inside which a unit is gathered.
+    rounds : DeviceRounds
+        Made with rows_in_groups().
+    table : ParameterTable
+    plans : sequence of UnitPlan
+    label : str
+        Of the model, in messages.
+    slicing : Slicing
+
+    Notes
+    -----
+    Memory a rank: its slices; the places; what is never released.
+    """
+
+    schedule: DeviceUnitSchedule
+
+    def __init__(
+        self,
+        link: DeviceLink,
+        row: DeviceLink,
+        rounds: DeviceRounds,
+        table: ParameterTable,
+        plans: Sequence[UnitPlan],
+        label: str,
+        slicing: Slicing,
+    ) -> None:
+        members = [[i for i in plan.indices if can_be_released(table.parameters[i])] for plan in plans]
+        self._released = {index for each in members for index in each}
+        self._pieces: dict[int, torch.Tensor] = {}  # a bucket's slice
+        self._whole = {}
+        link.broadcast(table.parameters, 0)
+        super().__init__(link, row, rounds, table, label, slicing)
+        for index in self._released:
+            parameter = table.parameters[index]
+            if dense_strides(parameter) is None:
+                parameter.data = parameter.data.contiguous()
+        self._slices = {index: self._slice(index) for index in sorted(self._released)}
+        self._write_slices()
+        engine = self._make_units(plans, members)
+        self._places = Places(engine, link.current_stream, weakref.WeakMethod(self._make_apart))
+        self._places.update()
+        self.schedule = DeviceUnitSchedule(
+            self._places, plans, [self._members(each) for each in members], _fail(link), places=self._numbers
+        )
+        for number, plan in enumerate(plans):
+            mark = mark_of(plan.module)
+            if mark is not None:
+                mark.join(self.schedule, number)
+
+    # where things lie -----------------------------------------------------------------------------------------------
+
+    def _slice(self, index: int) -> torch.Tensor:
+        """This rank's elements of a parameter; may be empty."""
+        bucket, begin, _ = self._reducer.place(index)
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        width = numel // self._slicing.count
+        if bucket not in self._pieces:
+            like = self._table.parameters[index].data
+            self._pieces[bucket] = device.runtime.zeros(width, getattr(torch, dtype), like)
+        low, high = self.own_run(index)
+        first = max(begin + low - self._slicing.own * width, 0) if low < high else 0
+        return self._pieces[bucket][first : first + high - low]
+
+    def _write_slices(self) -> None:
+        """From whole parameters to what this rank owns of them."""
+        for index, piece in self._slices.items():
+            low, high = self.own_run(index)
+            if low < high:
+                data = self._table.parameters[index].data
+                piece.copy_(memory_order(data, data)[low:high])
+
+    def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
+        self._at: list[dict[int, int]] = []  # of each unit: bucket -> first byte
+        self._sizes: list[int] = []
+        for indices in members:
+            at, size = {}, 0
+            for bucket in sorted({self._reducer.place(index)[0] for index in indices}):
+                _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+                at[bucket], size = size, size + numel * itemsize_of(dtype)
+            self._at.append(at)
+            self._sizes.append(size)
+        self._unit_members = members
+        self._names = [plan.name or self._label for plan in plans]
+        self._numbers = choose_places(plans, self._sizes)
+        spans = [0] * (max(self._numbers) + 1)
+        for place, size in zip(self._numbers, self._sizes):
+            spans[place] = max(spans[place], size)
+        self._spans = spans
+        like = self._table.parameters[0].data
+        memory = [device.runtime.zeros(span, torch.uint8, like) for span in spans]
+        specs = []
+        for number, (name, place, at) in enumerate(zip(self._names, self._numbers, self._at)):
+            for index, tensor in zip(members[number], self._tensors(number, memory[place])):
+                self._whole[index] = tensor
+            runs = [(self._pieces[b].data_ptr(), first, self._pieces[b].nbytes) for b, first in at.items()]
+            specs.append((name, place, memory[place].data_ptr(), runs))
+        return DeviceUnits(self._row.comm, len(spans), specs)
+
+    def _tensors(self, unit: int, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters of a unit that lies in `memory`, each with a storage of its own."""
+        found = []
+        for index in self._unit_members[unit]:
+            data = self._table.parameters[index].data if index not in self._whole else self._whole[index]
+            bucket, begin, _ = self._reducer.place(index)
+            address = memory.data_ptr() + self._at[unit][bucket] + begin * data.element_size()
+            ordinal = -1 if memory.device.type == "cpu" else self._link.ordinal
+            strides = dense_strides(data)
+            capsule = device_tensor(ordinal, memory, address, dtype_name(data.dtype), list(data.shape), strides)
+            found.append(from_dlpack(capsule))
+        return found
+
+    def _make_apart(self, unit: int) -> tuple[int, list[torch.Tensor]]:
+        memory = device.runtime.zeros(self._sizes[unit], torch.uint8, self._table.parameters[0].data)
+        return memory.data_ptr(), self._tensors(unit, memory)
+
+    @property
+    def digest(self) -> int:
+        """Of the units gathered so far: alike on all ranks."""
+        return self._places.digest
+
+    # what the optimizer and the replica ask of any memory ---------------------------------------------------------------
+
+    def adopt(self, index: int) -> None:
+        """What is released is sliced from the start."""
+        if index not in self._released:
+            super().adopt(index)
+
+    def is_moved(self, index: int) -> bool:
+        return index in self._released or super().is_moved(index)
+
+    def slice(self, index: int) -> torch.Tensor | None:
+        """This rank's elements of a parameter; None if it owns none."""
+        if index not in self._released:
+            return super().slice(index)
+        piece = self._slices[index]
+        return piece if piece.numel() else None
+
+    def publish(self) -> None:
+        """Every rank has updated its slices, on torch's current stream: units are gathered anew when they are used. Collective.
+
+        Cost: the bytes of what is never released, and of units that stay whole. Waits for nothing.
+        """
+        self.schedule.release_all()
+        self._places.update()
+        super().publish()
+        self.schedule.gather_pinned()
+
+    @property
+    def bytes_held(self) -> int:
+        """Of slices, and of what is never released."""
+        return super().bytes_held + sum(piece.nbytes for piece in self._pieces.values())
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "units": [f"{name}: {size} bytes" for name, size in zip(self._names, self._sizes)],
+            "unit_bytes": sum(self._spans),
+        }
+
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Inside, each rank has whole parameters of its own to write to; afterwards all have rank 0's. Collective.
+
+        Cost: the parameters' bytes a rank, and a broadcast.
+        """
+        with self.schedule.everything():
+            try:
+                yield
+            finally:
+                self._link.broadcast(self._table.parameters, 0)
+                self._write_slices()
+                self.schedule.accept_writes()
+        self.schedule.release_all()
+        self._places.update()
+        self.schedule.gather_pinned()
+
+    def give_back(self, together: bool = False) -> None:
+        """The parameters become this rank's own again: whole where all ranks do it, else as they are."""
+        self.schedule.surrender(together)
+
+
+def _fail(link: DeviceLink) -> Callable[[str], None]:
+    def fail(reason: str) -> None:
+        if link.comm.is_alive:
+            link.fail(reason)
+
+    return fail

@@ -1,0 +1,320 @@
+/* test_device_units.c - units on simulated GPUs: what is computed with is what the slices held,
+ * whatever the schedule.
+ *
+ * Laws: over 4 steps, forward and backward, one unit gathered ahead of the one that is read, every
+ * read of a unit finds the bytes that all ranks' slices got before the step; in its place and
+ * apart. What was gathered ahead and not needed disturbs nobody. No schedule gives a race, a read
+ * of what nobody wrote, or a leak; no step waits on the host or allocates; destroying lets what is
+ * being gathered end first. A unit is refused while another lies in its place, and an update while
+ * one is whole. Each driver call that fails ends in a named error and leaves nothing.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "gpu_ranks.h"
+#include "zero/device_units.h"
+
+enum { UNITS = 5, PLACES = 3, RUNS = 2, STEPS = 4, SEEDS = 5, FAILURE = 999, SLICE_MAX = 512 };
+static const int64_t TIMEOUT_NS = 2000000000;
+
+/* Unit 0 has a place of its own, as the outermost has; the others take turns. */
+static const size_t place_of[UNITS] = {0, 1, 2, 1, 2};
+static const size_t slice_bytes[UNITS][RUNS] = {
+    {128, 256}, {512, 128}, {128, 128}, {256, 0}, {384, 128}};
+
+typedef struct training {
+    long fail_nth; /* the call of rank 0 that fails; 0: none */
+    bool leave_at_once;
+    bool failed[GPU_RANKS_MAX];
+    char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
+    int wrong; /* bytes */
+} training;
+
+typedef struct loop {
+    gpu_rank *self;
+    training *run;
+    sw_device_units *units;
+    sw_stream *compute, *optimizer;
+    sw_event *read, *stepped;
+    void *slice[UNITS][RUNS], *place[PLACES], *apart;
+    unsigned char *pinned, *seen; /* of every slice; of every unit twice, and one apart */
+    size_t unit_bytes[UNITS], seen_bytes;
+} loop;
+
+static unsigned char value_of(int rank, int step, size_t unit, size_t run, size_t i)
+{
+    return (unsigned char)(1 + (size_t)rank * 59 + (size_t)step * 31 + unit * 17 + run * 7 + i * 3);
+}
+
+static size_t offset_of(size_t unit, size_t run, int world_size)
+{
+    return run == 0 ? 0 : slice_bytes[unit][0] * (size_t)world_size;
+}
+
+static sw_status allocate(loop *l, size_t bytes, void **memory)
+{
+    sw_device *device = l->self->device;
+    return device->ops->memory_alloc(device, bytes, memory, &l->self->err);
+}
+
+static sw_status prepare(loop *l)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    size_t world_size = (size_t)l->self->world_size, widest = 2 * SLICE_MAX * world_size;
+    void *memory;
+    SW_TRY(device->ops->stream_create(device, false, &l->compute, err));
+    SW_TRY(device->ops->stream_create(device, false, &l->optimizer, err));
+    SW_TRY(device->ops->event_create(device, &l->read, err));
+    SW_TRY(device->ops->event_create(device, &l->stepped, err));
+    for (int p = 0; p < PLACES; ++p)
+        SW_TRY(allocate(l, widest, &l->place[p]));
+    SW_TRY(allocate(l, widest, &l->apart));
+    SW_TRY(device->ops->pinned_alloc(device, (size_t)UNITS * RUNS * SLICE_MAX, &memory, err));
+    l->pinned = memory;
+    SW_TRY(device->ops->pinned_alloc(device, 2 * UNITS * widest, &memory, err));
+    l->seen = memory;
+    for (int u = 0; u < UNITS; ++u)
+        for (int k = 0; k < RUNS; ++k) {
+            SW_TRY(allocate(l, SLICE_MAX, &l->slice[u][k]));
+            l->unit_bytes[u] += slice_bytes[u][k] * world_size;
+        }
+    return SW_OK;
+}
+
+static sw_status create(loop *l)
+{
+    static const char *const names[UNITS] = {"", "1", "2", "3", "4"};
+    sw_device_unit_run runs[UNITS][RUNS];
+    sw_device_unit_spec specs[UNITS];
+    for (size_t u = 0; u < UNITS; ++u) {
+        for (size_t k = 0; k < RUNS; ++k)
+            runs[u][k] = (sw_device_unit_run){.slice = l->slice[u][k],
+                                              .offset_bytes = offset_of(u, k, l->self->world_size),
+                                              .slice_bytes = slice_bytes[u][k]};
+        specs[u] = (sw_device_unit_spec){.name = names[u],
+                                         .place = place_of[u],
+                                         .data = l->place[place_of[u]],
+                                         .runs = runs[u],
+                                         .run_count = slice_bytes[u][1] ? RUNS : 1};
+    }
+    return sw_device_units_create(l->self->all, PLACES, specs, UNITS, &l->units, &l->self->err);
+}
+
+/* The optimizer: slices become those of this step, on its stream. */
+static sw_status step_on_slices(loop *l, int step)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    for (size_t u = 0; u < UNITS; ++u)
+        for (size_t k = 0; k < RUNS; ++k) {
+            unsigned char *from = l->pinned + (u * RUNS + k) * SLICE_MAX;
+            for (size_t i = 0; i < slice_bytes[u][k]; ++i)
+                from[i] = value_of(l->self->rank, step, u, k, i);
+            gpu_sim->host_access(from, SLICE_MAX, SW_ACCESS_WRITE, "the test's values");
+            if (slice_bytes[u][k])
+                SW_TRY(device->ops->copy_async(device, l->slice[u][k], from, slice_bytes[u][k],
+                                               l->optimizer, err));
+        }
+    SW_TRY(device->ops->event_record(device, l->stepped, l->optimizer, err));
+    return sw_device_units_update(l->units, l->optimizer, err);
+}
+
+/* What computes with a unit: it is copied to where the host will look. */
+static sw_status read_unit(loop *l, size_t unit, const void *data)
+{
+    sw_device *device = l->self->device;
+    SW_TRY(device->ops->copy_async(device, l->seen + l->seen_bytes, data, l->unit_bytes[unit],
+                                   l->compute, &l->self->err));
+    l->seen_bytes += l->unit_bytes[unit];
+    return SW_OK;
+}
+
+static sw_status begin(loop *l, size_t unit)
+{
+    return sw_device_unit_state(l->units, unit) == SW_SHARD_SHARDED
+               ? sw_device_unit_gather(l->units, unit, &l->self->err)
+               : SW_OK;
+}
+
+static sw_status use(loop *l, size_t unit)
+{
+    SW_TRY(sw_device_unit_take(l->units, unit, l->compute, &l->self->err));
+    SW_TRY(read_unit(l, unit, l->place[place_of[unit]]));
+    return sw_device_unit_release(l->units, unit, l->compute, &l->self->err);
+}
+
+/* Forward and backward: each unit twice, the next one already on its way. */
+static sw_status pass(loop *l)
+{
+    for (size_t u = 0; u < UNITS; ++u) {
+        SW_TRY(begin(l, u));
+        if (u + 1 < UNITS)
+            SW_TRY(begin(l, u + 1));
+        SW_TRY(use(l, u));
+    }
+    for (size_t u = UNITS; u-- > 0;) {
+        SW_TRY(begin(l, u));
+        if (u > 0)
+            SW_TRY(begin(l, u - 1));
+        SW_TRY(use(l, u));
+    }
+    return SW_OK;
+}
+
+/* One that is on its way and not needed; and one apart, while another lies in its place. */
+static sw_status detours(loop *l)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err, refused;
+    SW_TRY(begin(l, 2));
+    check(sw_device_unit_gather(l->units, 4, &refused) == SW_E_STATE &&
+              strstr(refused.message, "unit '2' lies in its place"),
+          "a place was given twice: %s", refused.message);
+    check(sw_device_units_update(l->units, l->optimizer, &refused) == SW_E_STATE &&
+              strstr(refused.message, "'2' is gathering"),
+          "an update beside a whole unit: %s", refused.message);
+    check(sw_device_units_holder(l->units, 2) == 2, "the place is not held");
+    SW_TRY(device->ops->fill_async(device, l->apart, 0, l->unit_bytes[4], l->compute, err));
+    SW_TRY(sw_device_unit_gather_apart(l->units, 4, l->apart, l->compute, err));
+    SW_TRY(read_unit(l, 4, l->apart));
+    SW_TRY(sw_device_unit_take(l->units, 2, l->compute, err));
+    return sw_device_unit_release(l->units, 2, l->compute, err);
+}
+
+static void compare(loop *l, int step)
+{
+    static const size_t order[] = {0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 4};
+    const unsigned char *seen = l->seen;
+    gpu_sim->host_access(l->seen, l->seen_bytes, SW_ACCESS_READ, "the test's look");
+    for (size_t n = 0; n < sizeof order / sizeof *order; ++n)
+        for (size_t k = 0; k < RUNS; ++k)
+            for (int r = 0; r < l->self->world_size; ++r)
+                for (size_t i = 0; i < slice_bytes[order[n]][k]; ++i)
+                    l->run->wrong += *seen++ != value_of(r, step, order[n], k, i);
+    check(seen == l->seen + l->seen_bytes, "the test reads other units than it compares");
+}
+
+static sw_status train_step(loop *l, int step)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    uint64_t waits, allocations = device->stats.allocations;
+    SW_TRY(step_on_slices(l, step));
+    waits = device->stats.host_waits;
+    SW_TRY(pass(l));
+    SW_TRY(detours(l));
+    check(device->stats.host_waits == waits, "a step waits on the host");
+    check(device->stats.allocations == allocations, "a step allocates");
+    SW_TRY(device->ops->event_record(device, l->read, l->compute, err));
+    SW_TRY(device->ops->stream_wait(device, l->optimizer, l->read, err)); /* as means do */
+    SW_TRY(device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's reads", err));
+    SW_TRY(device->ops->event_wait(device, l->stepped, TIMEOUT_NS, "the test's slices", err));
+    compare(l, step);
+    l->seen_bytes = 0;
+    return SW_OK;
+}
+
+static sw_status train(loop *l)
+{
+    SW_TRY(prepare(l));
+    SW_TRY(create(l));
+    for (int step = 0; step < STEPS; ++step)
+        SW_TRY(train_step(l, step));
+    if (l->run->leave_at_once) /* the slices stay till the communicator has ended */
+        return sw_device_unit_gather(l->units, 1, &l->self->err);
+    return SW_OK;
+}
+
+/* Places are freed as soon as the units are destroyed, slices once all that was enqueued has run.
+ */
+static void tear_down(loop *l)
+{
+    sw_device *device = l->self->device;
+    sw_device_units_destroy(l->units);
+    if (l->run->failed[l->self->rank] && l->read && l->optimizer) {
+        (void)!device->ops->event_record(device, l->read, l->self->all->stream, NULL);
+        (void)!device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's end", NULL);
+        (void)!device->ops->event_record(device, l->read, l->compute, NULL);
+        (void)!device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's end", NULL);
+        (void)!device->ops->event_record(device, l->read, l->optimizer, NULL);
+        (void)!device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's end", NULL);
+    }
+    for (int p = 0; p < PLACES; ++p)
+        device->ops->memory_free(device, l->place[p]);
+    device->ops->memory_free(device, l->apart);
+    for (int u = 0; u < UNITS; ++u)
+        for (int k = 0; k < RUNS; ++k)
+            device->ops->memory_free(device, l->slice[u][k]);
+    device->ops->pinned_free(device, l->pinned);
+    device->ops->pinned_free(device, l->seen);
+    device->ops->event_destroy(device, l->read);
+    device->ops->event_destroy(device, l->stepped);
+    device->ops->stream_destroy(device, l->compute);
+    device->ops->stream_destroy(device, l->optimizer);
+}
+
+static bool train_rank(gpu_rank *self)
+{
+    training *run = self->context;
+    loop l = {.self = self, .run = run};
+    if (self->rank == 0)
+        self->sim->fail_call(0, run->fail_nth, FAILURE);
+    sw_status status = gpu_rank_open(self, TIMEOUT_NS);
+    if (status == SW_OK)
+        status = train(&l);
+    self->sim->fail_call(self->rank, 0, 0);
+    run->failed[self->rank] = status != SW_OK;
+    if (self->device)
+        tear_down(&l);
+    snprintf(run->message[self->rank], sizeof run->message[0], "%s", self->err.message);
+    gpu_rank_close(self);
+    return status == SW_OK;
+}
+
+static void check_training(int world_size, sim_policy policy, uint64_t seed, bool leave_at_once)
+{
+    static training run;
+    char what[96];
+    snprintf(what, sizeof what, "W = %d, policy %d, seed %d%s", world_size, (int)policy, (int)seed,
+             leave_at_once ? ", left at once" : "");
+    run = (training){.leave_at_once = leave_at_once};
+    check(gpu_ranks_run(world_size, policy, seed, train_rank, &run), "%s: %s", what,
+          run.message[0]);
+    check(run.wrong == 0, "%s: %d wrong bytes", what, run.wrong);
+    gpu_expect_clean(what);
+}
+
+/* Every counted call of rank 0 fails once; one rank, so that nobody waits for it. */
+static void check_failing_calls(void)
+{
+    static training run;
+    long failed = 0;
+    for (long nth = 1; nth < 4000; ++nth) {
+        run = (training){.fail_nth = nth};
+        bool ok = gpu_ranks_run(1, SIM_EAGER, 1, train_rank, &run);
+        const char *name = gpu_sim->failed_call();
+        if (!*name) { /* the run has fewer calls */
+            check(ok, "a run without a failing call: %s", run.message[0]);
+            break;
+        }
+        failed++;
+        check(!ok, "call %ld, %s, failed unseen", nth, name);
+        check(strlen(run.message[0]) > 10, "call %ld, %s: no sentence", nth, name);
+        check(*gpu_sim->leaks() == '\0', "call %ld, %s (%s) left %s", nth, name, run.message[0],
+              gpu_sim->leaks());
+    }
+    check(failed > 100, "only %ld calls failed", failed);
+}
+
+int main(int argc, char **argv)
+{
+    if (!gpu_ranks_init(argc, argv))
+        return check_result();
+    for (int world_size = 1; world_size <= 3; world_size += 2)
+        for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+            for (uint64_t seed = 1; seed <= SEEDS; ++seed)
+                check_training(world_size, (sim_policy)policy, seed, seed % 2 == 0);
+    check_failing_calls();
+    return check_result();
+}

@@ -1,0 +1,296 @@
+"""Law: at zero=3 on GPUs units are gathered into places that they share, one ahead of what runs, and the bits are those of stage 0,
+whatever shape the module and its backward have; nothing races or leaks, no step waits for the GPU, and none after the second allocates.
+
+The laws of the CPU's units are run body for body, with modules on simulated GPUs.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import test_every_stage_has_the_same_bits as stages
+import test_fully_shard_composes_zero_3_in_place as by_hand
+import test_units_are_whole_only_while_they_run as units
+import torch
+from harness import LONG, at_least_two, gather, same_everywhere
+from models import Heads, Mlp
+from oracle.fold import bits_equal
+from peer import PEER, batch
+from simulated_gpus import POLICIES, SimulatedGpus, build, stats, sw
+from test_modules_on_simulated_gpus import meet
+from test_stages_on_simulated_gpus import OnGpu, some
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.device_units import choose_places
+from shardwright.units import UnitPlan
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+
+@pytest.fixture(scope="module")
+def paths() -> dict[str, str]:
+    return build()
+
+
+class OnGpuByHand(OnGpu):
+    """And whose fully_shard() does."""
+
+    def fully_shard(self, module: Any, **options: Any) -> Any:
+        return sw.fully_shard(self._gpus.adopt_module(module), **{"deterministic": True, **options})
+
+
+def run(
+    teams: Any, world_size: int, paths: dict[str, str], scene: Any, *arguments: Any, policy: str = "random"
+) -> None:
+    """`scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it."""
+    given = {"paths": paths, "policy": policy, "scene": scene.__name__, "given": arguments}
+    teams.run(world_size, simulate, spoils=False, deadline_s=60, arguments=given)
+
+
+def simulate(
+    rank: int, world_size: int, paths: dict[str, str], policy: str, scene: str, given: tuple[Any, ...]
+) -> None:
+    with SimulatedGpus(paths, meet(rank), policy) as gpus, pytest.MonkeyPatch.context() as patch:
+        for module in (units, by_hand):
+            patch.setattr(module, "sw", OnGpuByHand(gpus))
+        globals()[scene](gpus, rank, world_size, *given)
+
+
+#: (test without "test_", its arguments); the cut of Blocks that a CPU's test takes is by name
+SHAPES = [
+    (build.__name__, cut)
+    for build in units.MODELS
+    for cut in units.CUTS
+    if (build.__name__, cut) not in (("Tied", "layers"), ("Tied", "nested"))
+]
+
+
+@pytest.mark.parametrize(("model", "cut"), some(SHAPES, 4))
+def test_every_module_has_the_bits_of_stage_0(
+    teams: Any, world_size: int, paths: dict[str, str], model: str, cut: str
+) -> None:
+    run(teams, world_size, paths, every_module, model, cut, policy=POLICIES[len(model + cut) % len(POLICIES)])
+
+
+def every_module(gpus: SimulatedGpus, rank: int, world_size: int, model: str, cut: str) -> None:
+    made = next(each for each in units.MODELS if each.__name__ == model)
+    units.test_every_module_has_the_bits_of_stage_0.body(rank, world_size, build=made, cut=cut)
+
+
+STEPS = ["several_forwards", "the_same_graph_twice", "gradients_of_inputs", "accumulating"]
+
+
+@pytest.mark.parametrize(("train", "cut"), some(itertools.product(STEPS, ["blocks", "nested"]), 3))
+def test_every_shape_of_a_step(teams: Any, world_size: int, paths: dict[str, str], train: str, cut: str) -> None:
+    run(teams, world_size, paths, every_step, train, cut, policy="late")
+
+
+def every_step(gpus: SimulatedGpus, rank: int, world_size: int, train: str, cut: str) -> None:
+    units.test_every_shape_of_a_step.body(rank, world_size, train=getattr(units, train), cut=cut)
+
+
+LAWS: list[tuple[Any, str, dict[str, Any]]] = [
+    (units, "units_that_are_kept_after_the_forward", {"build": units.Recomputed}),
+    (units, "everything_is_released_after_a_backward", {}),
+    (units, "a_parameter_read_outside_of_its_unit_is_nan_and_never_an_old_value", {}),
+    (units, "what_is_written_in_full_parameters_is_everybodys", {}),
+    (units, "copies_of_a_released_module_are_refused", {}),
+    (units, "hooks_that_are_added_later_see_whole_parameters", {}),
+    (units, "twenty_steps_of_a_gpt", {"options": {"units": nn.Linear}}),
+    (by_hand, "by_hand_as_by_wrap", {"train": units.steps, "reshard_after_forward": True}),
+    (by_hand, "by_hand_as_by_wrap", {"train": by_hand.accumulating, "reshard_after_forward": False}),
+    (by_hand, "the_class_is_a_subclass_and_a_copy_has_the_original", {}),
+    (by_hand, "unshard_and_reshard", {}),
+    (by_hand, "clipping_and_norms", {}),
+]
+
+
+@pytest.mark.parametrize("law", some(range(len(LAWS)), 2), ids=lambda law: LAWS[law][1])
+def test_the_laws_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, str], law: int) -> None:
+    run(teams, world_size, paths, keep_law, law, policy=POLICIES[law % len(POLICIES)])
+
+
+def keep_law(gpus: SimulatedGpus, rank: int, world_size: int, law: int) -> None:
+    module, name, arguments = LAWS[law]
+    getattr(module, f"test_{name}").body(rank, world_size, **arguments)
+
+
+@pytest.mark.parametrize(("policy", "cut"), some(itertools.product(POLICIES, ["blocks", "nested"]), 3))
+def test_no_step_waits_for_the_gpu_or_allocates(
+    teams: Any, world_size: int, paths: dict[str, str], policy: str, cut: str
+) -> None:
+    run(teams, world_size, paths, quiet_steps, cut, policy=policy)
+
+
+def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, cut: str) -> None:
+    model, optimizer = units.private(lambda: units.Blocks(5), units=units.CUTS[cut])
+    gc.collect()
+    before = len(gpus._held)
+    for step in range(5):
+        loss = model(batch(rank, 6, 7, step=step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            held, counts = len(gpus._held), sw.stats()["models"][-1]
+    found = sw.stats()["models"][-1]
+    assert stats(model)["host_waits"] == 0 and found["allocations"] == counts["allocations"]
+    assert len(gpus._held) == held == before, "torch's memory was asked for in a step"
+    plan = sw.describe()["models"][-1]
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert plan["unit_bytes"] < whole * (1 if cut == "nested" else 0.8), plan
+    # In the forward each but the first, in the backward each but the one that it begins with: as on the host.
+    assert found["gathers"] - counts["gathers"] == 3 * (found["units"] + found["units"] - 2), (found, counts)
+    units.assert_released(model)
+
+
+def test_places_are_few_and_no_unit_has_that_of_one_around_it() -> None:
+    def plan(name: str, reshards: bool = True) -> UnitPlan:
+        return UnitPlan(name, nn.Identity(), (0,), reshards)
+
+    names = ["", "a", "a.x", "a.y", "a.z", "b", "b.x", "c", "d"]
+    plans = [plan(name, name not in ("", "c")) for name in names]
+    found = dict(zip(names, choose_places(plans, [1] * len(plans))))
+    assert found["a"] != found["b"] and found["a"] == found["d"] and len({found[n] for n in ("", "a", "b", "c")}) == 4
+    assert found["a.x"] == found["a.z"] == found["b.x"] or found["a.x"] != found["a.y"]
+    assert not {found[n] for n in names if "." in n} & {found[n] for n in names if "." not in n}
+    assert len(set(found.values())) == 6
+    assert choose_places([plan(""), plan("a"), plan("b"), plan("c")], [0, 1, 0, 1]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("policy", some(POLICIES, 4))
+def test_units_that_run_at_once_lie_apart(teams: Any, world_size: int, paths: dict[str, str], policy: str) -> None:
+    run(teams, world_size, paths, at_once, policy=policy)
+
+
+class Crossed(units.Blocks):
+    """A block that runs inside of another that it is no part of, and has the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(lambda _, args, output: output + self.blocks[2](args[0]))
+
+
+def at_once(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    units.assert_same_training(lambda model, optimizer: units.steps(model, optimizer, rank), Crossed)
+
+
+def test_a_backward_through_a_backward_needs_units_that_are_kept(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, twice_backward)
+
+
+def twice_backward(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    def train(model: Any, optimizer: Any) -> Any:
+        return units.penalty_on_gradients(model, optimizer, rank)
+
+    units.assert_same_training(train, units.Blocks, reshard_after_forward=False)
+    model, optimizer = units.private(units.Blocks)
+    with pytest.raises(sw.Error, match="share memory on a GPU.*reshard_after_forward=False"):
+        train(model, optimizer)
+    gather(None)
+
+
+@at_least_two
+def test_ranks_that_run_different_units_are_named_a_step_later(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, different_units, policy="on demand")
+
+
+def different_units(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    gpus.watch()
+    model, optimizer = units.wrap(Heads, 3, units=nn.Linear)
+    with pytest.raises(sw.Error, match="ran different units or the same in another order"):
+        for step in range(50):
+            model(batch(rank, 6, 7, step=step), ["left", "right"][rank % 2]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    gather(None)
+
+
+def test_wrapping_again_gathers_what_was_released_and_dropping_does_not(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, wrapped_again)
+
+
+def wrapped_again(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    model, optimizer = units.private(units.Blocks)
+    units.steps(model, optimizer, rank, 2)
+    expected = sw.full_state_dict(model)
+    module = sw.unwrap(model)
+    again = units.sw.wrap(module, zero=0)
+    assert all(bits_equal(expected[name], p) for name, p in module.state_dict().items())
+    model = units.sw.wrap(module, zero=3)
+    del again
+    gc.collect()
+    units.assert_released(model)
+    del model
+    gc.collect()
+    assert all(torch.isnan(p).all() for p in module.blocks.parameters() if p.numel() > 32)
+    gather(None)
+
+
+def test_evaluation_and_checkpoints(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, evaluated)
+
+
+def evaluated(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    def train(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(3):
+            losses += units.steps(model, optimizer, rank, 1)
+            model.eval()
+            with torch.no_grad():
+                losses.append(units.loss_of(model, rank, 20 + step).item())
+                with sw.full_parameters(model):
+                    losses.append(units.loss_of(model, rank, 30 + step).item())
+            model.train()
+        return losses
+
+    units.assert_same_training(train, units.Blocks)
+    model, optimizer = units.private(units.Blocks)
+    losses = units.steps(model, optimizer, rank, 2)
+    folder = gather(str(gpus.folder / "saved"))[0]
+    sw.save(folder, model, optimizer)
+    losses = units.steps(model, optimizer, rank, 2)
+    other, second = units.private(units.Blocks, units=nn.Linear)
+    sw.load(folder, other, second)
+    assert units.steps(other, second, rank, 2) == losses
+    for mine, theirs in zip(units.parameters_of(model), units.parameters_of(other), strict=True):
+        assert bits_equal(mine, theirs)
+
+
+ROWS = {"rows": [[0, 1], [2, 3]], "turned": [[3, 1], [0, 2]], "replicas only": [[0], [1], [2], [3]]}
+
+
+def on_a_mesh(
+    rank: int, world_size: int, paths: dict[str, str], policy: str, rows: list[list[int]], deterministic: bool
+) -> None:
+    mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
+    with SimulatedGpus(paths, meet(rank), policy) as gpus, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "sw", OnGpu(gpus))
+        for training, made in [(stages.accumulating_onto_the_average, Mlp), (stages.clipped_by_ours, stages.Odd)]:
+            options = {"build": made, "bucket_cap_mb": 0.001}
+            whole = stages.run(0, training, rank, **options)
+            for zero in (1, 2, 3):
+                given = {**options, "device_mesh": mesh, "deterministic": deterministic or zero > 1}
+                sliced = stages.run(zero, training, rank, **given)
+                if given["deterministic"]:
+                    sliced.assert_equals(whole, (training.__name__, zero))
+        assert same_everywhere([p.tolist() for p in sliced.parameters])
+
+
+@pytest.mark.parametrize(("case", "policy"), [*zip([*ROWS] if LONG else ["turned"], POLICIES)])
+def test_on_a_mesh_of_two_dimensions_every_stage_has_the_bits_of_stage_0(
+    fresh_ranks: Any, paths: dict[str, str], case: str, policy: str
+) -> None:
+    rows = ROWS[case]
+    with fresh_ranks(4) as team:
+        team.run(on_a_mesh, paths=paths, policy=policy, rows=rows, deterministic=case != "rows")
