@@ -658,7 +658,7 @@ def _wire_of(compress: Compressor | None, zero: int, table: ParameterTable) -> s
     halves = isinstance(compress, (Fp16, Bf16))
     if not halves and (not isinstance(compress, (Int8, Int4)) or zero > 1):
         raise NotImplementedError(
-            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() at zero=0, 1 and 2 are, sw.Int8() and "
+            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() are, sw.Int8() and "
             "sw.Int4() at zero=0 and 1"
         )
     if not halves:  # a hook's: see device_exchange.py

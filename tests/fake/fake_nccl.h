@@ -42,7 +42,7 @@ typedef struct clique {
     bool posted;   /* this rank's part of it is in its file */
     bool loaded;   /* the peers' parts are in comm[...]->first */
     sw_nccl_comm comm[SIM_DEVICE_MAX];
-    struct clique *next;
+    struct clique *next, *next_joined;
 } clique;
 
 struct ncclComm {

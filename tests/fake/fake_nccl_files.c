@@ -21,7 +21,7 @@
 
 enum { PATH_BYTES = 256 };
 static const char MARK[] = "files:";
-static clique *joined; /* the one that the helping thread looks after */
+static clique *joined; /* list: those that the helping thread looks after */
 
 static void path_of(const clique *c, const char *name, long number, int rank, char *path)
 {
@@ -144,6 +144,19 @@ void nccl_files_next(clique *c)
 /* ---- who is there ---- */
 
 /* What a GPU does without its host: comes to the group that is due when a peer is at it. */
+static void help_one(clique *c)
+{
+    const nccl_group *g = c->comm[c->own_rank]->first;
+    bool wanted = false;
+    for (int r = 0; g && !c->posted && r < c->world_size; ++r)
+        wanted |= r != c->own_rank && exists(c, "", c->sequence, r);
+    sim_op *op = wanted ? g->stream->first : NULL;
+    while (op && op->group != g)
+        op = op->next;
+    if (op)
+        sim_drive(g->stream, op, 0);
+}
+
 static void *help(void *unused)
 {
     const struct timespec nap = {.tv_nsec = 500000};
@@ -151,16 +164,8 @@ static void *help(void *unused)
     for (;;) {
         nanosleep(&nap, NULL);
         sim_lock();
-        clique *c = joined;
-        const nccl_group *g = c ? c->comm[c->own_rank]->first : NULL;
-        bool wanted = false;
-        for (int r = 0; g && !c->posted && r < c->world_size; ++r)
-            wanted |= r != c->own_rank && exists(c, "", c->sequence, r);
-        sim_op *op = wanted ? g->stream->first : NULL;
-        while (op && op->group != g)
-            op = op->next;
-        if (op)
-            sim_drive(g->stream, op, 0);
+        for (clique *c = joined; c; c = c->next_joined)
+            help_one(c);
         sim_leave();
     }
     return NULL;
@@ -179,6 +184,7 @@ void nccl_files_join(clique *c, int rank)
             c->comm[r]->rank = r;
         }
     sim.has_peers = true;
+    c->next_joined = joined;
     joined = c;
     touch(c, "here");
     if (!is_helping && pthread_create(&thread, NULL, help, NULL) == 0)
@@ -204,6 +210,9 @@ int nccl_files_gone(const clique *c)
 void nccl_files_leave(clique *c)
 {
     touch(c, "gone");
-    if (joined == c)
-        joined = NULL;
+    clique **at = &joined;
+    while (*at && *at != c)
+        at = &(*at)->next_joined;
+    if (*at)
+        *at = c->next_joined;
 }

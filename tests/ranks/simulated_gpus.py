@@ -319,4 +319,4 @@ def stats(wrapped: Any) -> dict[str, int]:
     return counts
 
 
-__all__ = ["POLICIES", "SimulatedGpus", "build", "run", "stats", "sw"]
+__all__ = ["POLICIES", "SimulatedGpus", "build", "meet", "run", "stats", "sw"]

@@ -439,7 +439,7 @@ def halves(gpus: SimulatedGpus, rank: int, world_size: int, half: str) -> None:
         }
         with gpus.torch_on_cpu():
             expected = stages.run(0, steps, rank, deterministic=False, **given)
-        for zero in (0, *SLICED):
+        for zero in (0, *STAGES):
             sent = stages.run(zero, steps, rank, **given)
             assert sent.losses[1] == 3 * sent.losses[0] > 0 or world_size == 1
             sent.losses = expected.losses

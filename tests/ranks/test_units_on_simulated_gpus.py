@@ -6,8 +6,10 @@ The laws of the CPU's units are run body for body, with modules on simulated GPU
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +21,7 @@ from harness import LONG, at_least_two, gather, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from simulated_gpus import POLICIES, SimulatedGpus, build, stats, sw
-from test_modules_on_simulated_gpus import meet
+from simulated_gpus import POLICIES, SimulatedGpus, build, meet, run, stats, sw
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,21 +44,12 @@ class OnGpuByHand(OnGpu):
         return sw.fully_shard(self._gpus.adopt_module(module), **{"deterministic": True, **options})
 
 
-def run(
-    teams: Any, world_size: int, paths: dict[str, str], scene: Any, *arguments: Any, policy: str = "random"
-) -> None:
-    """`scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it."""
-    given = {"paths": paths, "policy": policy, "scene": scene.__name__, "given": arguments}
-    teams.run(world_size, simulate, spoils=False, deadline_s=60, arguments=given)
-
-
-def simulate(
-    rank: int, world_size: int, paths: dict[str, str], policy: str, scene: str, given: tuple[Any, ...]
-) -> None:
-    with SimulatedGpus(paths, meet(rank), policy) as gpus, pytest.MonkeyPatch.context() as patch:
+@contextlib.contextmanager
+def inside(gpus: SimulatedGpus) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
         for module in (units, by_hand):
             patch.setattr(module, "sw", OnGpuByHand(gpus))
-        globals()[scene](gpus, rank, world_size, *given)
+        yield
 
 
 #: (test without "test_", its arguments); the cut of Blocks that a CPU's test takes is by name
