@@ -17,7 +17,7 @@ from harness import RanksFailed, gather, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import batch
-from shardwright import bucket_thread, data_parallel, levels
+from shardwright import bucket_thread, levels, replica
 from test_hosts_compress_between_them import COMPRESSORS, hosts_of, on_hosts
 
 CAP = {"bucket_cap_mb": 0.001}
@@ -59,7 +59,7 @@ def made(rank, shape, world_size, compress, module=Sometimes, zero=0, **options)
 
 def at_the_end(monkeypatch):
     """Buckets wait for the end of the backward."""
-    monkeypatch.setattr(data_parallel, "leased_levels", lambda group: (levels.levels_of(group), None))
+    monkeypatch.setattr(replica, "leased_levels", lambda group: (levels.levels_of(group), None))
 
 
 def train(rank, model, optimizer, steps=4, skips=lambda step: False):
