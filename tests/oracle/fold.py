@@ -34,8 +34,10 @@ def bits_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype.is_complex:
         left, right = torch.view_as_real(left.contiguous()), torch.view_as_real(right.contiguous())
     left, right = left.reshape(-1), right.reshape(-1)
-    same = left.view(torch.uint8).view(-1, left.itemsize) == right.view(torch.uint8).view(-1, left.itemsize)
-    same = same.all(1)
+    left_bytes, right_bytes = (tensor.contiguous().view(torch.uint8) for tensor in (left, right))
+    if torch.equal(left_bytes, right_bytes):
+        return True
+    same = (left_bytes.view(-1, left.itemsize) == right_bytes.view(-1, left.itemsize)).all(1)
     if left.dtype.is_floating_point:
         same |= left.isnan() & right.isnan()
     return bool(same.all())

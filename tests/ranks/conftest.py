@@ -20,6 +20,8 @@ def pytest_generate_tests(metafunc):
         at_least = getattr(metafunc.function, "at_least", 1)
         exactly = getattr(metafunc.function, "exactly", None)
         sizes = [size for size in harness.world_sizes() if size >= at_least] or [max(at_least, 3)]
+        if getattr(metafunc.module, "QUICK_FORM_IS_THE_LARGEST_WORLD", False) and not harness.LONG:
+            sizes = sizes[-1:]
         sizes = [exactly] if exactly is not None else sizes
         metafunc.parametrize("world_size", sizes, ids=[f"W{size}" for size in sizes])
 

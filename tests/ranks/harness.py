@@ -4,7 +4,8 @@ Words
     forge   a process forked from pytest when collection is over. It runs no tensor operation and has no
             thread, so that forking it is cheap and safe; it forks ranks and reaps them.
     team    W ranks with a gloo process group over loopback. The suite keeps one team a world size; a test that
-            fails, or that says `spoils=True`, costs its team, and the next test gets a new one.
+            fails, or that says `spoils=True`, costs its team, and the next test gets a new one; so does one whose
+            bodies have left many threads.
     body    what every rank runs: a module-level function `body(rank, world_size, **arguments)`.
 
 A run has a deadline. After it, and 3 s after a rank failed while another still waits for it, the ranks write
@@ -19,6 +20,7 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import hashlib
 import importlib
 import inspect
 import multiprocessing.connection
@@ -45,6 +47,8 @@ Join = tuple[Callable[..., None], dict[str, Any]]
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 DEADLINE_S = 45.0
 GRACE_S = 3.0
+#: a team is replaced beyond: bodies leave process groups behind, and each of gloo's threads wakes 100 times a second
+WORN_THREADS = 64
 #: the interface that gloo uses; a machine's host name may resolve to nothing that can be reached
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -66,6 +70,8 @@ class Outcome:
     ended: str | None = None
     """how the process ended, if it did: "exit 3", "signal SIGKILL" """
     seconds: float = 0.0
+    threads: int = 0
+    """those the process has after it"""
     finished: bool = False
 
     @property
@@ -108,8 +114,19 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def same_everywhere(value: Any) -> bool:
-    values = gather(value)
+    """Tensors inside of lists are compared by their bits."""
+    values = gather(_in_short(value))
     return all(other == values[0] for other in values)
+
+
+def _in_short(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_in_short(item) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    plain = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    held = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
+    return str(value.dtype), tuple(value.shape), hashlib.sha256(held).digest()
 
 
 def _join_group(rank: int, world_size: int, folder: str) -> None:
@@ -141,6 +158,7 @@ def _answer(connection: multiprocessing.connection.Connection, rank: int, world_
         outcome.trace = "".join(traceback.format_exception(error))
     outcome.finished = True
     outcome.seconds = time.monotonic() - start
+    outcome.threads = len(os.listdir("/proc/self/task"))
     try:
         message = pickle.dumps(outcome)
     except Exception as error:
@@ -167,6 +185,7 @@ def _rank_main(fd: int, rank: int, world_size: int, folder: str, join: Join | No
             function(rank, world_size, folder, **arguments)
         while _answer(connection, rank, world_size):
             gc.collect()
+            gc.freeze()  # what it left is there to stay: the next collection is about the next body alone
         code = 0
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else 1
@@ -294,6 +313,7 @@ class Team:
         self._pidfds = [os.pidfd_open(pid) for pid in self.pids]
         self._connections = [multiprocessing.connection.Connection(s.detach()) for s in sockets]
         self._closed = False
+        self.worn = False
 
     def start(self, body: Callable[..., Any], **arguments: Any) -> None:
         for connection in self._connections:
@@ -349,6 +369,7 @@ class Team:
         __tracebackhide__ = True
         self.start(body, **arguments)
         outcomes = self.wait(deadline_s)
+        self.worn = any(outcome.threads > WORN_THREADS for outcome in outcomes)
         if all(outcome.ok for outcome in outcomes):
             return [outcome.value for outcome in outcomes]
         late = [str(o.rank) for o in outcomes if not o.finished and not o.ended]
@@ -406,7 +427,7 @@ class Teams:
         keep = False
         try:
             values = self._teams[world_size].run(body, deadline_s, **arguments)
-            keep = not spoils
+            keep = not spoils and not self._teams[world_size].worn
             return values
         finally:
             if not keep:

@@ -1,7 +1,5 @@
 """A forked child reads what its parent has, and what it writes stays its own: gradients and parameters."""
 
-import os
-
 import pytest
 import torch
 from harness import on_every_rank

@@ -312,7 +312,7 @@ def test_join_uneven_inputs_joins(rank, world_size):
                 optimizer.zero_grad()
         assert loader.batch_sampler.even_batches
         found.append(parameters_of(model))
-        assert same_everywhere([p.tolist() for p in found[-1]])
+        assert same_everywhere([*found[-1]])
         gather(None)
     for zero, parameters in enumerate(found):
         assert_same(parameters, found[0], zero)
@@ -346,7 +346,7 @@ def test_a_compression_handler_serves_the_stock_class_and_ours(rank, world_size,
         if own:
             assert accelerator._wrappers == [model]
             assert model.compression_state is not None or name in ("Fp16", "Bf16")
-        assert same_everywhere([gradient.tolist() for gradient in gradients[-1]])
+        assert same_everywhere([*gradients[-1]])
     for stock, ours in zip(*gradients, strict=True):
         assert torch.allclose(stock, ours, rtol=0.05, atol=0.02), name
 

@@ -111,7 +111,7 @@ def between_hosts(rank, world_size):
     assert compression is not None and same_everywhere(compression[0])
     assert not said or said[0].startswith(f"compress='auto': {compression[0]}, because")
     assert sw.stats()["models"][-1]["step_wire_bytes"] < 64 * 1024 * 2 * 4
-    assert same_everywhere([p.tolist() for p in train(model, rank, 2, first=6)])
+    assert same_everywhere([*train(model, rank, 2, first=6)])
 
 
 def test_between_hosts_it_is_what_pays_after_five_rounds(hosts):
@@ -151,7 +151,7 @@ def test_joined_ranks_decide_too(rank, world_size):
         train(model, rank, 8 if rank == 0 else 3)
     assert model._engine().watcher is None
     assert same_everywhere(repr(model._engine().compression and model._engine().compression[0]))
-    assert same_everywhere([p.tolist() for p in model.module.parameters()])
+    assert same_everywhere([*model.module.parameters()])
 
 
 @on_every_rank()

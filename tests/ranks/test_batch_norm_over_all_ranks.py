@@ -44,7 +44,7 @@ def test_it_is_batch_norm_over_the_joined_batches(rank: int, world_size: int, op
         torch.testing.assert_close(ours, whole)
         for ours_buffer, whole_buffer in zip(synced.buffers(), single.buffers()):
             torch.testing.assert_close(ours_buffer, whole_buffer)
-    assert same_everywhere([buffer.tolist() for buffer in synced.buffers()])
+    assert same_everywhere([*synced.buffers()])
 
 
 @on_every_rank()
@@ -82,4 +82,4 @@ def test_it_trains_wrapped(rank: int, world_size: int) -> None:
         model(batch(rank, 3, 2, 3, 3, step=step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert same_everywhere([tensor.tolist() for tensor in (*synced.parameters(), *synced.buffers())])
+    assert same_everywhere([*(*synced.parameters(), *synced.buffers())])

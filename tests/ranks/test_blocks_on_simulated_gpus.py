@@ -16,6 +16,7 @@ from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, build, run, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 COMPRESSORS = {
     "int8": lambda: sw.Int8(),
@@ -47,7 +48,7 @@ class Trained:
         self.bytes = found["step_wire_bytes"], found["wire_bytes"]
         self.owed = model.compression_state.state_dict()
         self.parameters = [p.detach().clone() for p in module.parameters()]
-        assert same_everywhere([p.tolist() for p in self.parameters])
+        assert same_everywhere([*self.parameters])
 
     def assert_equals(self, other: Trained, what: str) -> None:
         assert all(bits_equal(a, b) for a, b in zip(self.parameters, other.parameters, strict=True)), what

@@ -121,7 +121,7 @@ def test_on_busy_is_decided_by_all_ranks_alike(rank, world_size):
 def test_a_lazy_save_holds_the_values_of_its_moment(rank, world_size):
     folder = shared_folder(rank)
     model, optimizer = build(Small)
-    slow = {"bandwidth_bytes_per_s": 300_000, "timeout_s": 60.0}
+    slow = {"bandwidth_bytes_per_s": 1_200_000, "timeout_s": 60.0}
     with sw.Checkpointer(folder, model, optimizer, snapshot="lazy", **slow) as checkpoints:
         for step in itertools.count():
             model(torch.randn(5, 24)).backward()

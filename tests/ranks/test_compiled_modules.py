@@ -29,7 +29,7 @@ def train(rank, model, optimizer, naive):
         naive.synchronise()
         wrapped = model_of(model)
         close(wrapped.module, naive)
-        assert same_everywhere([parameter.grad.tolist() for parameter in wrapped.parameters()])
+        assert same_everywhere([parameter.grad for parameter in wrapped.parameters()])
         naive.module.zero_grad()
         optimizer.zero_grad()
 

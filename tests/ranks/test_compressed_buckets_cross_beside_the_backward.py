@@ -100,7 +100,7 @@ def test_the_bits_are_those_of_buckets_that_wait(rank, world_size, name, zero):
     assert sent[0]["bucket_wire_bytes"] == sent[1]["bucket_wire_bytes"]
     for mine, theirs in zip(*after):
         assert bits_equal(mine, theirs)
-    assert same_everywhere([p.tolist() for p in after[1]])
+    assert same_everywhere([*after[1]])
 
 
 @pytest.mark.parametrize("name", ["bf16", "int4", "powersgd in turns"])
@@ -178,7 +178,7 @@ def test_a_backward_that_raises_leaves_all_in_step(rank, world_size, name):
             loss.backward()
     optimizer.zero_grad()
     after = train(rank, model, optimizer, steps=3)
-    assert same_everywhere([p.tolist() for p in after])
+    assert same_everywhere([*after])
     assert all(bool(p.isfinite().all()) for p in after)
     assert len(model._engine().stats()["bucket_wire_bytes"]) == 3
     state = model.compression_state
@@ -197,7 +197,7 @@ def test_joined_ranks_take_part(rank, world_size, initial):
         with model.join(divide_by_initial_world_size=initial):
             train(rank, model, optimizer, steps=2 + rank)
         after.append([p.detach().clone() for p in model.module.parameters()])
-    assert same_everywhere([p.tolist() for p in after[1]])
+    assert same_everywhere([*after[1]])
     for mine, theirs in zip(*after):
         assert bits_equal(mine, theirs)
 
@@ -215,7 +215,7 @@ def test_a_hook_that_fails_is_heard_at_the_end_of_the_backward_and_no_thread_sta
     state.load_state_dict(good)
     optimizer.zero_grad()
     after = train(rank, model, optimizer)  # alike on all ranks, so they go on
-    assert same_everywhere([p.tolist() for p in after])
+    assert same_everywhere([*after])
 
 
 @on_every_rank(at_least=3)

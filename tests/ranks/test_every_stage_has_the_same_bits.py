@@ -169,7 +169,7 @@ def test_every_training_at_every_stage(rank, world_size, cap, training):
         run(zero, training, rank, bucket_cap_mb=cap).assert_equals(whole, f"zero={zero}")
         run(zero, training, rank, bucket_cap_mb=0.004).assert_equals(whole, f"zero={zero}, another cap")
         run(zero, training, rank, bucket_cap_mb=cap, transport="staged").assert_equals(whole, f"zero={zero}, staged")
-    assert same_everywhere([p.tolist() for p in whole.parameters])
+    assert same_everywhere([*whole.parameters])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -68,7 +68,7 @@ def trains_as_stage_0(rank, world_size, rows, hosts, trainings):
         for zero in STAGES:
             sliced = run(zero, training, rank, build=build, bucket_cap_mb=0.001, device_mesh=mesh)
             sliced.assert_equals(whole, (training.__name__, zero))
-    assert same_everywhere([p.tolist() for p in whole.parameters])
+    assert same_everywhere([*whole.parameters])
 
 
 @pytest.mark.parametrize("case", CASES if LONG else QUICK)
@@ -176,7 +176,7 @@ def changes_stage_and_saves(rank, world_size, hosts, folder):
         for step in (2, 3):
             value = model(batch(rank, 6, 7, step=step)).square().mean()
             value.backward()
-            assert same_everywhere([g.tolist() for g in sw.full_gradients(model).values()])
+            assert same_everywhere([*sw.full_gradients(model).values()])
             optimizer.step()
             optimizer.zero_grad()
             losses.append(value.item())

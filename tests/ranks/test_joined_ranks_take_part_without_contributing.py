@@ -64,7 +64,7 @@ def test_each_gradient_is_the_mean_that_was_asked_for(rank, world_size, cap, ini
             assert close(our, their), step
     for ours, theirs in zip(wrapped.module.parameters(), naive.module.parameters(), strict=True):
         assert close(ours.detach(), theirs.detach())
-    assert same_everywhere([parameter.tolist() for parameter in wrapped.module.parameters()])
+    assert same_everywhere([*wrapped.module.parameters()])
 
 
 @on_every_rank()
@@ -92,7 +92,7 @@ def test_a_rank_without_any_input_takes_part(rank, world_size):
         for step in range(steps):
             wrapped(batch(rank, 6, 7, step=step)).square().mean().backward()
             wrapped.zero_grad()
-    assert same_everywhere([parameter.tolist() for parameter in wrapped.module.parameters()])
+    assert same_everywhere([*wrapped.module.parameters()])
 
 
 @on_every_rank()
@@ -115,7 +115,7 @@ def test_buffers_come_from_a_rank_that_still_trains(rank, world_size):
     with wrapped.join():
         for x in inputs(rank):
             wrapped(x).square().mean().backward()
-    assert same_everywhere([value.tolist() for value in wrapped.state_dict().values()])
+    assert same_everywhere([*wrapped.state_dict().values()])
 
 
 @on_every_rank(at_least=2, spoils=True)
@@ -148,7 +148,7 @@ def test_two_wrapped_modules_join_together(rank, world_size):
             one(x).square().mean().backward()
             two(x).square().mean().backward()
     for model in (one, two):
-        assert same_everywhere([parameter.tolist() for parameter in model.parameters()])
+        assert same_everywhere([*model.parameters()])
 
 
 @on_every_rank()

@@ -78,7 +78,7 @@ def test_it_is_the_naive_one(rank, world_size, wire, wrapped):
         if wire == "float32" or step % 3 == 2:
             assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in pairs), step
         if step % 3 == 2:
-            assert same_everywhere([p.detach().view(torch.int32).tolist() for p in model.parameters()])
+            assert same_everywhere([*model.parameters()])
     assert (trainer.wire_bytes > 0) == (world_size > 1)
 
 
@@ -91,11 +91,11 @@ def test_fragments_take_turns_and_each_is_averaged_every_h_steps(rank, world_siz
     assert len(parts) == 2 and sum(map(len, parts)) == 6
     for step in range(8):
         steps(model, trainer, rank, step, 1)
-        equal = [same_everywhere([p.detach().view(torch.int32).tolist() for p in part]) for part in parts]
+        equal = [same_everywhere([*part]) for part in parts]
         if world_size > 1:
             assert equal == [step % 4 == 1, step % 4 == 3], step
     trainer.synchronise()
-    assert same_everywhere([p.detach().view(torch.int32).tolist() for p in model.parameters()])
+    assert same_everywhere([*model.parameters()])
 
 
 @on_every_rank()
@@ -150,9 +150,9 @@ def test_an_exchange_beside_later_steps_is_the_naive_one(rank, world_size, wire)
         naive.step(rank, step)
         for mine, theirs in zip(model.parameters(), naive.model.parameters()):
             assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6), step
-    assert same_everywhere([anchor.tolist() for anchor in trainer._anchors])
+    assert same_everywhere([*trainer._anchors])
     trainer.synchronise()
-    assert same_everywhere([p.tolist() for p in model.parameters()])
+    assert same_everywhere([*model.parameters()])
 
 
 @pytest.mark.parametrize("saved_after", [4, 5, 6])
@@ -255,7 +255,7 @@ def test_buffers_are_rank_0s(rank, world_size):
     model = Counted(rank)
     sw.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     assert bool((model.seen == 0).all()) and bool((model.scratch == 0).all())
-    assert same_everywhere([p.tolist() for p in model.parameters()])
+    assert same_everywhere([*model.parameters()])
 
 
 BAD = {
@@ -284,7 +284,7 @@ def test_what_is_wrong_on_one_rank_is_said_on_all_at_once(rank, world_size, name
     assert rank == wrong or str(caught.value).startswith(f"rank {wrong} could not begin DiLoCo: {kind.__name__}: ")
     trainer = sw.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)  # nobody is out of step
     steps(model, trainer, rank, 0, 1)
-    assert same_everywhere([p.detach().view(torch.int32).tolist() for p in model.parameters()])
+    assert same_everywhere([*model.parameters()])
 
 
 @on_every_rank(at_least=2)

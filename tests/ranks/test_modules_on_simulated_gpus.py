@@ -43,7 +43,7 @@ def train(rank: int, wrapped: Any, naive: NaiveDataParallel, steps: int = 3, mak
             optimizer.step()
         assert_same_parameters(wrapped, naive)
         zero_grad(wrapped, naive)
-    assert same_everywhere([parameter.tolist() for parameter in wrapped.module.parameters()])
+    assert same_everywhere([*wrapped.module.parameters()])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -72,7 +72,7 @@ def nccls_mean(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         naive.synchronise()
         for ours, theirs in zip(wrapped.module.parameters(), naive.module.parameters()):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
-        assert same_everywhere([parameter.grad.tolist() for parameter in wrapped.module.parameters()])
+        assert same_everywhere([parameter.grad for parameter in wrapped.module.parameters()])
         zero_grad(wrapped, naive)
 
 
@@ -227,7 +227,7 @@ def buffer_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped.eval()
     with torch.no_grad():
         wrapped(batch(rank, 6, 7))
-    assert same_everywhere([p.tolist() for p in module.parameters()])
+    assert same_everywhere([*module.parameters()])
     assert rank or before == module[1].running_mean.tolist()
     wrapped.train()(batch(rank, 6, 7))
     assert same_everywhere(module[1].flag.tolist())

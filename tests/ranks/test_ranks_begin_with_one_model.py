@@ -128,7 +128,7 @@ def test_modules_that_differ_get_one_sentence_naming_both_sides(rank, world_size
     # nothing is broken by it: the right module is wrapped at once
     wrapped = data_parallel(Mlp())
     wrapped(batch(rank, 6, 7)).sum().backward()
-    assert same_everywhere([parameter.grad.tolist() for parameter in wrapped.parameters()])
+    assert same_everywhere([parameter.grad for parameter in wrapped.parameters()])
 
 
 _PRIVATE = dict(zero=3, share_parameters=False)

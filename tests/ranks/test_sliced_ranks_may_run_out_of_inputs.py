@@ -136,13 +136,13 @@ def assert_same(found, expected, exact=True):
 @on_every_rank()
 def test_every_training_has_the_bits_of_stage_0(rank, world_size, training):
     expected = run(rank, world_size, 0, training, bucket_cap_mb=0.001)
-    assert same_everywhere([p.tolist() for p in expected[1]])
+    assert same_everywhere([*expected[1]])
     for zero in (1, 2, 3):
         private = {"share_parameters": False, "units": nn.Linear} if zero == 3 else {"transport": "staged"}
         for options in ({"bucket_cap_mb": 0.001}, {}, private):
             found = run(rank, world_size, zero, training, **options)
             assert_same(found, expected, exact=training is not clipped_by_torch)
-            assert same_everywhere([p.tolist() for p in found[1]])
+            assert same_everywhere([*found[1]])
 
 
 @pytest.mark.parametrize("initial", [True, False], ids=["over all ranks", "over active ranks"])
@@ -228,7 +228,7 @@ def test_a_rank_without_any_input_and_training_afterwards(rank, world_size):
                 loss_of(model, rank, 10 * turn + 9).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                assert same_everywhere([p.tolist() for p in module.parameters()])
+                assert same_everywhere([*module.parameters()])
                 found.append((zero, turn, [p.detach().clone() for p in module.parameters()]))
         gather(None)
     for zero, turn, parameters in found:
@@ -274,7 +274,7 @@ def test_a_join_that_is_not_enabled_announces_nothing(rank, world_size):
         loss_of(model, rank, 0).backward()
         sw.clip_grad_norm_(model, 0.02)
         optimizer.step()
-    assert same_everywhere([p.tolist() for p in module.parameters()])
+    assert same_everywhere([*module.parameters()])
     gather(None)
 
 

@@ -294,7 +294,7 @@ def test_clipping_after_a_loss_that_touches_nothing_on_one_rank(rank, world_size
     sw.clip_grad_norm_(model, 0.01)
     optimizer.step()
     gather(None)
-    assert same_everywhere([p.tolist() for p in model.parameters()])
+    assert same_everywhere([*model.parameters()])
 
 
 @every_stage

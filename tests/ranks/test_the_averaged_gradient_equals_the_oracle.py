@@ -34,7 +34,7 @@ def train(rank, wrapped, naive, steps=4, set_to_none=True):
             optimizer.step()
         assert_same_parameters(wrapped, naive)
         zero_grad(wrapped, naive, set_to_none)
-    assert same_everywhere([parameter.tolist() for parameter in wrapped.module.parameters()])
+    assert same_everywhere([*wrapped.module.parameters()])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -210,7 +210,7 @@ def test_wrap_returns_the_same_and_takes_an_optimizer(rank, world_size):
     assert isinstance(wrapped, sw.DistributedDataParallel)
     wrapped(batch(rank, 6, 7)).square().mean().backward()
     optimizer.step()
-    assert same_everywhere([parameter.tolist() for parameter in module.parameters()])
+    assert same_everywhere([*module.parameters()])
     alone = sw.wrap(Mlp())
     assert isinstance(alone, sw.DistributedDataParallel)
     with pytest.raises(TypeError, match="bucket_cap_mb"):

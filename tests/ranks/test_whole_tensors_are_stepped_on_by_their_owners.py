@@ -160,7 +160,7 @@ def test_every_training_has_the_bits_of_stage_0(rank, world_size, training, opti
     for zero in (1, 2, 3):
         found = run(rank, zero, training, make, bucket_cap_mb=0.001)
         assert_same(found, expected, zero)
-        assert same_everywhere([p.tolist() for p in found[1]])
+        assert same_everywhere([*found[1]])
         other = {"transport": "staged"} if zero < 3 else {"share_parameters": False, "units": nn.Linear}
         assert_same(run(rank, zero, training, make, **other), expected, (zero, other))
 
@@ -295,7 +295,7 @@ def test_ranks_whose_gradients_differ_in_presence_are_told(rank, world_size):
     optimizer.zero_grad()
     loss_of(model, rank, 1).backward()
     optimizer.step()
-    assert same_everywhere([p.tolist() for p in module.parameters()])
+    assert same_everywhere([*module.parameters()])
     gather(None)
 
 
