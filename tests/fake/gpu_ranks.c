@@ -111,6 +111,26 @@ void gpu_rank_close(gpu_rank *self)
     self->device = NULL;
 }
 
+void gpu_check_failing_calls(bool (*attempt)(long nth, void *context), void *context,
+                             const char *message)
+{
+    long failed = 0;
+    for (long nth = 1; nth < 4000; ++nth) {
+        bool ok = attempt(nth, context);
+        const char *name = gpu_sim->failed_call();
+        if (!*name) { /* the run has fewer calls */
+            check(ok, "a run without a failing call: %s", message);
+            break;
+        }
+        failed++;
+        check(!ok, "call %ld, %s, failed unseen", nth, name);
+        check(strlen(message) > 10, "call %ld, %s: no sentence", nth, name);
+        check(*gpu_sim->leaks() == '\0', "call %ld, %s (%s) left %s", nth, name, message,
+              gpu_sim->leaks());
+    }
+    check(failed > 100, "only %ld calls failed", failed);
+}
+
 void gpu_expect_clean(const char *what)
 {
     const char *text;

@@ -37,6 +37,11 @@ bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body
 SW_MUST_USE sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns);
 void gpu_rank_close(gpu_rank *self);
 
+/* One rank, so that nobody waits for it, again and again: each counted call fails once, and each time
+ * `attempt(nth, context)` is to fail, with a sentence in `message`, and to leave nothing. */
+void gpu_check_failing_calls(bool (*attempt)(long nth, void *context), void *context,
+                             const char *message);
+
 /* Expects no report, and nothing left allocated. */
 void gpu_expect_clean(const char *what);
 /* Expects a report that holds `kind`, and, if asked for, two call sites (addr2line must exist). */

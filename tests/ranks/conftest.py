@@ -53,6 +53,14 @@ def fresh_ranks(teams):
     return teams.fresh
 
 
+@pytest.fixture(scope="session")
+def paths():
+    """Of the fakes that simulate GPUs, and of their kernels."""
+    import simulated_gpus
+
+    return simulated_gpus.build()
+
+
 @pytest.fixture
 def hosts(teams):
     """`with hosts(2, 1) as lab:`: ranks 0 and 1 on one host, rank 2 on another; see hosts.py."""

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import peer
+import pytest
 import torch
 from harness import DEADLINE_S, gather
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +74,21 @@ def _simulate(
     inside = getattr(found, "inside", lambda gpus: contextlib.nullcontext())
     with SimulatedGpus(paths, meet(rank), policy) as gpus, inside(gpus):
         getattr(found, scene)(gpus, rank, world_size, *given)
+
+
+def keep_promise(
+    gpus: SimulatedGpus, rank: int, world_size: int, module: str, name: str, given: dict[str, Any]
+) -> None:
+    """A scene: the body of `module`'s test_`name`, whose wrapper puts modules on the simulated GPU first."""
+    found = importlib.import_module(module)
+
+    def wrap(inner: torch.nn.Module, transport: Any = None, **options: Any) -> Any:
+        return sw.DistributedDataParallel(gpus.adopt_module(inner), deterministic=True, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for where in (peer, found):
+            patch.setattr(where, "data_parallel", wrap, raising=False)
+        getattr(found, f"test_{name}").body(rank, world_size, **given)
 
 
 def meet(rank: int) -> str:

@@ -13,7 +13,7 @@ from harness import same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from simulated_gpus import POLICIES, SimulatedGpus, build, run, stats, sw
+from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -24,11 +24,6 @@ COMPRESSORS = {
     "int4": lambda: sw.Int4(block=32),
     "int4 without": lambda: sw.Int4(error_feedback=False),
 }
-
-
-@pytest.fixture(scope="module")
-def paths() -> dict[str, str]:
-    return build()
 
 
 class Trained:

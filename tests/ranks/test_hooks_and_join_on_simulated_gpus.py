@@ -4,25 +4,18 @@ a step in which every parameter was used waits for the GPU not once."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-import peer
 import pytest
 import torch
 from harness import at_least_two, gather, same_everywhere
 from models import Mlp
 from peer import PEER, batch
-from simulated_gpus import POLICIES, SimulatedGpus, build, run, stats, sw
+from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, stats, sw
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
-
-
-@pytest.fixture(scope="module")
-def paths() -> dict[str, str]:
-    return build()
 
 
 _HOOKS = "test_communication_hooks_of_torch_run_unchanged"
@@ -62,20 +55,6 @@ PROMISES: list[tuple[str, str, dict[str, Any]]] = [
 def test_the_promises_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, str], promise: Any) -> None:
     policy = POLICIES[(len(promise[1]) + len(promise[2])) % len(POLICIES)]
     run(teams, world_size, paths, keep_promise, *promise, policy=policy)
-
-
-def keep_promise(
-    gpus: SimulatedGpus, rank: int, world_size: int, module: str, name: str, given: dict[str, Any]
-) -> None:
-    found = importlib.import_module(module)
-
-    def wrap(inner: torch.nn.Module, transport: Any = None, **options: Any) -> Any:
-        return sw.DistributedDataParallel(gpus.adopt_module(inner), deterministic=True, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for where in (peer, found):
-            patch.setattr(where, "data_parallel", wrap, raising=False)
-        getattr(found, f"test_{name}").body(rank, world_size, **given)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -6,26 +6,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import pathlib
 import sys
 from typing import Any
 
-import peer
 import pytest
 import torch
 from harness import at_least_two, gather, same_everywhere
 from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
-from simulated_gpus import POLICIES, SimulatedGpus, build, run, stats, sw
+from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
-
-
-@pytest.fixture(scope="module")
-def paths() -> dict[str, str]:
-    return build()
 
 
 def on_gpu(gpus: SimulatedGpus, build_module: Any, **options: Any) -> Any:
@@ -129,20 +122,6 @@ PROMISES: list[tuple[str, str, dict[str, Any]]] = [
 def test_the_promises_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, str], promise: Any) -> None:
     policy = POLICIES[len(promise[1]) % len(POLICIES)]
     run(teams, world_size, paths, keep_promise, *promise, policy=policy)
-
-
-def keep_promise(
-    gpus: SimulatedGpus, rank: int, world_size: int, module: str, name: str, given: dict[str, Any]
-) -> None:
-    found = importlib.import_module(module)
-
-    def wrap(inner: torch.nn.Module, transport: Any = None, **options: Any) -> Any:
-        return sw.DistributedDataParallel(gpus.adopt_module(inner), deterministic=True, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for where in (peer, found):
-            patch.setattr(where, "data_parallel", wrap, raising=False)
-        getattr(found, f"test_{name}").body(rank, world_size, **given)
 
 
 def test_a_gpt_trains_with_the_oracles_bits(teams: Any, world_size: int, paths: dict[str, str]) -> None:

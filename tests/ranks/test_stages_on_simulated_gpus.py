@@ -20,7 +20,7 @@ from harness import at_least_two, gather, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from simulated_gpus import POLICIES, SimulatedGpus, build, run, stats, sw
+from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 
 from shardwright import device as sw_device
 
@@ -35,11 +35,6 @@ def some(cases: Any, quick: int) -> list[Any]:
     """All in the long form; else every quick-th."""
     found = list(cases)
     return found if LONG else found[::quick]
-
-
-@pytest.fixture(scope="module")
-def paths() -> dict[str, str]:
-    return build()
 
 
 @contextlib.contextmanager

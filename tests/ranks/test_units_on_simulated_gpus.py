@@ -21,7 +21,7 @@ from harness import LONG, at_least_two, gather, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from simulated_gpus import POLICIES, SimulatedGpus, build, meet, run, stats, sw
+from simulated_gpus import POLICIES, SimulatedGpus, meet, run, stats, sw
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,11 +31,6 @@ from shardwright.units import UnitPlan
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
-
-
-@pytest.fixture(scope="module")
-def paths() -> dict[str, str]:
-    return build()
 
 
 class OnGpuByHand(OnGpu):
