@@ -6,9 +6,10 @@
 #include "base/bytes.h"
 #include "base/text.h"
 #include "comm/shm.h"
+#include "platform/thread.h"
 #include "python/engine.h"
 
-enum { BOUNCE_BYTES = 128 * 1024 };
+enum { BOUNCE_BYTES = 128 * 1024, LOOKS_AT_WHO_LEAVES = 1000 };
 
 static bool is_interrupted(void *context)
 {
@@ -49,10 +50,24 @@ void sw_py_comm_release(comm_object *self)
     }
 }
 
+/* A thread is soon out of a communicator that has ended: who asks why it did, as the thread that
+ * looks after a GPU does, is no second user. */
+static void wait_for_who_leaves(const comm_object *self)
+{
+    for (int look = 0; look < LOOKS_AT_WHO_LEAVES && self->in_use && !self->closed && self->comm &&
+                       !self->comm->ops->is_alive(self->comm);
+         ++look) {
+        Py_BEGIN_ALLOW_THREADS;
+        sw_thread_sleep_ns(1000 * 1000);
+        Py_END_ALLOW_THREADS;
+    }
+}
+
 bool sw_py_comm_enter(comm_object *self)
 {
     engine_state *state = sw_py_state_of((PyObject *)self);
     const char *why = NULL;
+    wait_for_who_leaves(self);
     if (getpid() != self->owner_pid)
         why = "this process was forked from the one that joined the group; the engine works in "
               "that one only";

@@ -1,6 +1,7 @@
 """Law: when ranks come to different collectives, all of them raise sw.Error with one text that names both sides,
 within 2 s of the last one coming; and the communicator repeats that text from then on."""
 
+import threading
 import time
 
 import pytest
@@ -85,6 +86,28 @@ def test_an_abort_reaches_every_rank_with_its_reason(rank, world_size):
         for _ in range(2):
             comm.barrier()
     assert time.monotonic() - start < 2
+
+
+@on_every_rank()
+def test_who_asks_an_ended_communicator_for_the_reason_is_no_second_user(rank, world_size):
+    """As the thread does that looks after a GPU, beside the program's own."""
+    comm = host_comm(rank, world_size, timeout_s=20)
+    comm.abort("the data is bad on line 7")
+    answers = []
+
+    def ask():
+        for _ in range(100):
+            with pytest.raises(engine.Error) as raised:
+                comm.barrier()
+            answers.append("the data is bad on line 7" in str(raised.value))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert answers == [True] * 300
+    gather(None)
 
 
 @on_every_rank(at_least=2)
