@@ -185,7 +185,6 @@ def _rank_main(fd: int, rank: int, world_size: int, folder: str, join: Join | No
             function(rank, world_size, folder, **arguments)
         while _answer(connection, rank, world_size):
             gc.collect()
-            gc.freeze()  # what it left is there to stay: the next collection is about the next body alone
         code = 0
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else 1
