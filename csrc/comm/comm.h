@@ -187,6 +187,10 @@ size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);
 sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...)
     SW_PRINTF(4, 5);
 
+/* The sentence where `rank` asks for another size of an arena than rank 0: SW_E_MISMATCH. */
+sw_status sw_comm_arena_differs(const sw_comm *comm, const char *label, uint64_t first_bytes,
+                                int rank, uint64_t size_bytes, sw_error *err);
+
 const char *sw_op_kind_name(sw_op_kind kind);
 
 #endif

@@ -522,22 +522,27 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
 }
 
 typedef struct verdict {
+    uint64_t size_bytes;
     uint32_t failed;
-    char message[252];
+    char message[244];
 } verdict;
 
-/* What one host cannot do, no host does. */
-static sw_status agree(sw_hier *hier, const char *label, sw_status local, const sw_error *cause,
-                       sw_error *err)
+/* What one host cannot do, no host does; ranks of one have compared sizes, and hosts do it here. */
+static sw_status agree(sw_hier *hier, const char *label, size_t size_bytes, sw_status local,
+                       const sw_error *cause, sw_error *err)
 {
     sw_comm *comm = &hier->comm;
-    verdict mine = {.failed = local != SW_OK};
+    verdict mine = {.size_bytes = size_bytes, .failed = local != SW_OK};
     verdict *all = calloc((size_t)comm->world_size, sizeof *all);
     if (!all)
         return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory to agree on arena '%s'", label);
     if (local != SW_OK)
-        snprintf(mine.message, sizeof mine.message, "%.250s", cause->message);
+        snprintf(mine.message, sizeof mine.message, "%.240s", cause->message);
     sw_status status = gather(comm, &mine, sizeof mine, all, label, err);
+    for (int r = 1; status == SW_OK && r < comm->world_size; ++r)
+        if (all[r].size_bytes != all[0].size_bytes)
+            status =
+                sw_comm_arena_differs(comm, label, all[0].size_bytes, r, all[r].size_bytes, err);
     for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].failed)
             status = sw_error_set(err, SW_E_MEMORY, r, "%s", all[r].message);
@@ -556,7 +561,7 @@ static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, boo
     sw_status local = create_inside(hier, size_bytes, label, mirrored, &made, &cause);
     if (local != SW_OK && local != SW_E_MEMORY)
         return end_here(hier, &cause, err);
-    sw_status status = agree(hier, label, local, &cause, err);
+    sw_status status = agree(hier, label, size_bytes, local, &cause, err);
     if (status != SW_OK) {
         destroy_inside(hier, made);
         return status;
