@@ -111,6 +111,19 @@ sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths, 
 /* Waiting
  * ------------------------------------------------------------------------------------------ */
 
+static int host_of(const sw_hier *hier, int rank)
+{
+    return rank >= 0 && rank < hier->comm.world_size ? hier->map.host_of[rank] : hier->host;
+}
+
+/* Whether `rank`, which carries for another host (or is -1), may itself wait for a third rank: of
+ * its own host, or of a third. */
+static bool waits_for_others(const sw_hier *hier, int rank)
+{
+    int host = host_of(hier, rank);
+    return host != hier->host && (hier->map.host_count > 2 || sw_host_size(&hier->map, host) > 1);
+}
+
 /* Of whom the operation waits, as far as this host knows. */
 static int list_missing(sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
 {
@@ -132,9 +145,12 @@ static int list_missing(sw_hier *hier, uint32_t ticket, char *text, size_t capac
     }
     if (first >= 0)
         return first;
+    char peer[SW_COMM_PEER_BYTES];
     first = atomic_load(&sw_hier_page(hier, 0)->awaiting);
+    bool asks = waits_for_others(hier, first);
     first = first < 0 ? hier->members[0] : first;
-    sw_hier_peer(&hier->comm, first, text);
+    sw_hier_peer(&hier->comm, first, peer);
+    snprintf(text, capacity, "%s%s", peer, asks ? ", or for whom it waits" : "");
     return first;
 }
 
@@ -146,20 +162,15 @@ typedef struct wait_state {
     uint64_t still_bytes;
 } wait_state;
 
-static int host_of(const sw_hier *hier, int rank)
-{
-    return rank >= 0 && rank < hier->comm.world_size ? hier->map.host_of[rank] : hier->host;
-}
-
-/* The deadline has passed for *reason, whose rank is of another host. Where there are three or
- * more, that one may itself wait for a third: it is told, and what it answers is the reason. */
+/* The deadline has passed for *reason, whose rank may itself wait for another: it is told, and what
+ * it answers is the reason. */
 static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
 {
     int asked = host_of(hier, reason->detail);
     int64_t end = sw_clock_now_ns() +
                   (answer_ns < hier->comm.timeout_ns / 4 ? answer_ns : hier->comm.timeout_ns / 4);
     sw_error answer;
-    if (!hier->carrier || hier->map.host_count < 3 || asked == hier->host)
+    if (!hier->carrier || !waits_for_others(hier, reason->detail))
         return;
     sw_carrier_say_last_word(hier->carrier, reason);
     while (sw_clock_now_ns() < end && !atomic_load(&hier->ended)) {
@@ -242,8 +253,10 @@ static sw_status check_clock(sw_hier *hier, uint32_t ticket, wait_state *wait, s
     sw_comm *comm = &hier->comm;
     char missing[320], what[160], message[SW_ERROR_MESSAGE_BYTES];
     int64_t waited = sw_clock_now_ns() - wait->begun_ns;
-    /* Of three hosts and more, who carries asks the others first. */
-    int64_t patience = hier->map.host_count > 2 && hier->local_rank > 0 ? 2 * answer_ns : 0;
+    /* Who carries asks first; the others of its host have its answer. */
+    bool is_asked = hier->local_rank > 0 &&
+                    waits_for_others(hier, atomic_load(&sw_hier_page(hier, 0)->awaiting));
+    int64_t patience = is_asked ? 2 * answer_ns : 0;
     sw_error reason;
     if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context)) {
         describe_ticket(hier, ticket, what, sizeof what);

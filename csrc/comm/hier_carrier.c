@@ -260,7 +260,8 @@ void sw_carrier_stop(sw_carrier *carrier, bool ended_well)
     if (!atomic_exchange(&carrier->stop, true)) {
         bool took_leave = await_end(carrier);
         carrier->wire_closed = !wire || wire->close(wire->context, ended_well && took_leave);
-        (void)await_end(carrier);
+        if (carrier->wire_closed) /* else nothing has changed for a thread that is inside of it */
+            (void)await_end(carrier);
     }
     if (atomic_load(&carrier->finished))
         sw_thread_join(&carrier->thread);
