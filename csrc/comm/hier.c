@@ -519,12 +519,12 @@ static void destroy_inside(sw_hier *hier, sw_arena *arena)
 }
 
 /* An operation that is not complete may still be read by the wire: its memory then stays until the
- * carrier has ended. */
+ * wire is closed. (The carrier touches no memory of a communicator that has ended.) */
 static void arena_destroy(sw_comm *comm, sw_arena *arena)
 {
     sw_hier *hier = (sw_hier *)comm;
     sw_hier_arena *held = (sw_hier_arena *)arena;
-    bool in_use = hier->carrier && !sw_carrier_is_over(hier->carrier) &&
+    bool in_use = hier->carrier && !sw_carrier_wire_is_closed(hier->carrier) &&
                   atomic_load(&sw_hier_page(hier, 0)->wired) != hier->posted;
     if (!in_use) {
         destroy_inside(hier, arena);
@@ -646,24 +646,32 @@ static void free_tables(sw_hier *hier)
     free(hier);
 }
 
-/* A carrier that is still inside a call of the wire, or whose wire could not be closed, keeps all
- * that it may touch: it is left to the process's end. So is everything in a forked child, which has
- * no such thread. */
+static void free_kept(sw_hier *hier)
+{
+    while (hier->kept) {
+        sw_hier_arena *held = hier->kept;
+        hier->kept = held->next;
+        destroy_inside(hier, &held->arena);
+    }
+}
+
+/* A carrier that is still inside a call of the wire keeps itself, and what its thread looks at
+ * first: they are left to the process's end; with all arenas, where the wire could not be closed.
+ * So is everything in a forked child, which has no such thread. */
 static void destroy(sw_comm *comm)
 {
     sw_hier *hier = (sw_hier *)comm;
     if (!comm || (int)getpid() != hier->owner_pid)
         return;
     leave(comm);
-    if (hier->carrier && !sw_carrier_is_over(hier->carrier))
+    bool is_left = hier->carrier && !sw_carrier_is_over(hier->carrier);
+    if (is_left && !sw_carrier_wire_is_closed(hier->carrier))
         return;
-    sw_carrier_destroy(hier->carrier);
-    while (hier->kept) {
-        sw_hier_arena *held = hier->kept;
-        hier->kept = held->next;
-        destroy_inside(hier, &held->arena);
-    }
-    free_tables(hier);
+    if (!is_left)
+        sw_carrier_destroy(hier->carrier);
+    free_kept(hier);
+    if (!is_left)
+        free_tables(hier);
 }
 
 static sw_status forked(sw_comm *comm, sw_error *err)

@@ -239,6 +239,11 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
     return status;
 }
 
+bool sw_carrier_wire_is_closed(const sw_carrier *carrier)
+{
+    return carrier->wire_closed;
+}
+
 bool sw_carrier_is_over(const sw_carrier *carrier)
 {
     return atomic_load(&carrier->finished) && carrier->wire_closed;
