@@ -80,7 +80,8 @@ typedef struct sw_op {
     const sw_arena *arena;   /* borrowed until complete; NULL: private memory at data */
     size_t offset_bytes;     /* into the arena */
     void *data;              /* borrowed until complete; private memory, this rank's */
-    const sw_slices *slices; /* of an arena's buffer; NULL: rank r owns slice r. Borrowed */
+    const sw_slices *slices; /* of an arena's buffer; NULL: rank r owns slice r. Borrowed until
+                                complete, or given up */
     bool one_copy; /* all_gather: the ranks of a host (of a replica on it) share the part of their
                       lowest rank, in which all of them have updated their slices */
     void *result;  /* reduce_scatter on an arena: this rank's slice goes here; NULL: into the arena.

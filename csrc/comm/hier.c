@@ -349,6 +349,21 @@ static sw_status poll_ticket(sw_comm *comm, uint32_t ticket, bool *complete, sw_
 /* Posting
  * ------------------------------------------------------------------------------------------ */
 
+/* The carrier looks at them whenever it comes to a block, also when the caller has given up. */
+static void keep_slices(sw_hier *hier, uint32_t entry)
+{
+    sw_op *op = &hier->pending[entry].op;
+    size_t count = (size_t)hier->comm.world_size;
+    int *of_rank = hier->slice_numbers + entry * 2 * count;
+    if (!op->slices)
+        return;
+    memcpy(of_rank, op->slices->of_rank, count * sizeof *of_rank);
+    memcpy(of_rank + count, op->slices->replica_of_rank, count * sizeof *of_rank);
+    hier->slices[entry] = (sw_slices){
+        .count = op->slices->count, .of_rank = of_rank, .replica_of_rank = of_rank + count};
+    op->slices = &hier->slices[entry];
+}
+
 static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
                        const sw_descriptor *descriptor, uint32_t *ticket, sw_error *err)
 {
@@ -357,6 +372,7 @@ static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
     SW_TRY(check_alive(hier, err));
     SW_TRY(wait_wired(hier, next - SW_HIER_RING, err)); /* its entry is free */
     hier->pending[next % SW_HIER_RING] = *pending;
+    keep_slices(hier, next % SW_HIER_RING);
     own->ring[next % SW_HIER_RING] = *descriptor;
     hier->posted = next;
     atomic_store(&own->posted, next);
@@ -642,6 +658,7 @@ static void free_tables(sw_hier *hier)
     sw_host_map_fini(&hier->map);
     free(hier->identity);
     free(hier->contributes);
+    free(hier->slice_numbers);
     pthread_mutex_destroy(&hier->lock);
     free(hier);
 }
@@ -715,7 +732,8 @@ static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_o
     hier->local_rank = hier->inside->rank;
     hier->identity = calloc(count, sizeof *hier->identity);
     hier->contributes = calloc(count, sizeof *hier->contributes);
-    if (!hier->identity || !hier->contributes)
+    hier->slice_numbers = calloc(SW_HIER_RING * 2 * count, sizeof *hier->slice_numbers);
+    if (!hier->identity || !hier->contributes || !hier->slice_numbers)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a group of %d ranks", world_size);
     memcpy(hier->identity, identities, count * sizeof *identities);
     if (hier->local_count != hier->inside->world_size || hier->members[hier->local_rank] != rank)

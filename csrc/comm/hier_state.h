@@ -101,8 +101,10 @@ typedef struct sw_hier {
     pthread_mutex_t lock;
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];
-    sw_carrier *carrier; /* owned; NULL on ranks that do not carry */
-    sw_hier_arena *kept; /* owned: destroyed while the wire might read them */
+    sw_slices slices[SW_HIER_RING]; /* of pending operations, which the caller's may not outlive */
+    int *slice_numbers;             /* owned: two of world_size for each of them */
+    sw_carrier *carrier;            /* owned; NULL on ranks that do not carry */
+    sw_hier_arena *kept;            /* owned: destroyed while the wire might read them */
     int owner_pid;
 } sw_hier;
 
