@@ -125,6 +125,10 @@ static void *carry(void *argument)
     sw_hier *hier = carrier->hier;
     sw_error reason;
     uint32_t ticket = 1;
+    const sw_wire *wire = carrier->bridge.wire;
+    void *kept = NULL;
+    if (wire && wire->enter)
+        wire->enter(wire->context, &kept);
     sw_status status = sw_carrier_expect_last_words(carrier, &reason);
     if (status == SW_OK)
         status = sw_carrier_expect_frames(carrier, &reason);
@@ -136,6 +140,8 @@ static void *carry(void *argument)
         sw_carrier_say_last_word(carrier, &reason);
     }
     sw_carrier_take_leave(carrier, leaves ? NULL : &reason);
+    if (wire && wire->leave)
+        wire->leave(wire->context, kept);
     atomic_store(&carrier->finished, true);
     return NULL;
 }
