@@ -27,6 +27,10 @@ RATE = "1gbit"
 HOSTS = 2
 STEP_GOALS = {1: 0.95, 2: 0.8}
 BYTES_GOAL = 1.02
+#: what --only may name: a model, and ranks a host
+PARTS = {
+    f"{case}-{HOSTS}x{ranks_a_host}": (case, ranks_a_host) for ranks_a_host in STEP_GOALS for case in ("mlp", "gpt")
+}
 #: torch's settings that are tried once before the arms take turns; this many of them then do
 CONTENDERS = 2
 COUNTED_STEPS = 2
@@ -102,13 +106,14 @@ def whole_steps(report: common.Report, case: str, ranks_a_host: int, *, quick: b
 
 
 def main() -> None:
-    report, quick = common.begin("hosts", __doc__)
-    for ranks_a_host in (1, 2):
-        for case in ("gpt",) if quick else ("mlp", "gpt"):
-            try:
-                whole_steps(report, case, ranks_a_host, quick=quick)
-            except network.Refused as error:
-                report.add_no_result(f"{case} step {HOSTS}x{ranks_a_host}", str(error))
+    report, quick = common.begin("hosts", __doc__, tuple(PARTS))
+    for part, (case, ranks_a_host) in PARTS.items():
+        if not report.wants(part) or (quick and case != "gpt"):
+            continue
+        try:
+            whole_steps(report, case, ranks_a_host, quick=quick)
+        except network.Refused as error:
+            report.add_no_result(f"{case} step {HOSTS}x{ranks_a_host}", str(error))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,10 @@ typedef struct sw_wire {
     void (*drop)(void *context, void *work);
     /* The last call: `context`, and what else the wire is made of, ends. */
     void (*release)(void *context);
+    /* The carrier's thread begins and ends: what each call of it would have to make anew otherwise
+     * is made once. *kept: what leave() gets. NULL, both: nothing is. */
+    void (*enter)(void *context, void **kept);
+    void (*leave)(void *context, void *kept);
     /* Where less than this passes, time is better spent on sending less (hier_pack.h). 0: never;
      * UINT64_MAX: always. */
     uint64_t slow_bytes_per_s;

@@ -29,6 +29,15 @@ sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const 
     return status;
 }
 
+sw_status sw_comm_arena_differs(const sw_comm *comm, const char *label, uint64_t first_bytes,
+                                int rank, uint64_t size_bytes, sw_error *err)
+{
+    return sw_error_set(err, SW_E_MISMATCH, sw_comm_name(comm, rank),
+                        "arena '%s': rank %d asks for %llu bytes, rank %d for %llu", label,
+                        sw_comm_name(comm, 0), (unsigned long long)first_bytes,
+                        sw_comm_name(comm, rank), (unsigned long long)size_bytes);
+}
+
 const char *sw_op_kind_name(sw_op_kind kind)
 {
     static const char *const names[SW_OP_KIND_COUNT] = {"barrier", "all_reduce", "reduce_scatter",

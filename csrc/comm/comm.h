@@ -80,7 +80,8 @@ typedef struct sw_op {
     const sw_arena *arena;   /* borrowed until complete; NULL: private memory at data */
     size_t offset_bytes;     /* into the arena */
     void *data;              /* borrowed until complete; private memory, this rank's */
-    const sw_slices *slices; /* of an arena's buffer; NULL: rank r owns slice r. Borrowed */
+    const sw_slices *slices; /* of an arena's buffer; NULL: rank r owns slice r. Borrowed until
+                                complete, or given up */
     bool one_copy; /* all_gather: the ranks of a host (of a replica on it) share the part of their
                       lowest rank, in which all of them have updated their slices */
     void *result;  /* reduce_scatter on an arena: this rank's slice goes here; NULL: into the arena.
@@ -186,6 +187,10 @@ size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);
  * the communicator, so that nobody waits for it, and says why on every rank. Returns `status`. */
 sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...)
     SW_PRINTF(4, 5);
+
+/* The sentence where `rank` asks for another size of an arena than rank 0: SW_E_MISMATCH. */
+sw_status sw_comm_arena_differs(const sw_comm *comm, const char *label, uint64_t first_bytes,
+                                int rank, uint64_t size_bytes, sw_error *err);
 
 const char *sw_op_kind_name(sw_op_kind kind);
 

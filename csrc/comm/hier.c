@@ -111,6 +111,19 @@ sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths, 
 /* Waiting
  * ------------------------------------------------------------------------------------------ */
 
+static int host_of(const sw_hier *hier, int rank)
+{
+    return rank >= 0 && rank < hier->comm.world_size ? hier->map.host_of[rank] : hier->host;
+}
+
+/* Whether `rank`, which carries for another host (or is -1), may itself wait for a third rank: of
+ * its own host, or of a third. */
+static bool waits_for_others(const sw_hier *hier, int rank)
+{
+    int host = host_of(hier, rank);
+    return host != hier->host && (hier->map.host_count > 2 || sw_host_size(&hier->map, host) > 1);
+}
+
 /* Of whom the operation waits, as far as this host knows. */
 static int list_missing(sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
 {
@@ -132,9 +145,12 @@ static int list_missing(sw_hier *hier, uint32_t ticket, char *text, size_t capac
     }
     if (first >= 0)
         return first;
+    char peer[SW_COMM_PEER_BYTES];
     first = atomic_load(&sw_hier_page(hier, 0)->awaiting);
+    bool asks = waits_for_others(hier, first);
     first = first < 0 ? hier->members[0] : first;
-    sw_hier_peer(&hier->comm, first, text);
+    sw_hier_peer(&hier->comm, first, peer);
+    snprintf(text, capacity, "%s%s", peer, asks ? ", or for whom it waits" : "");
     return first;
 }
 
@@ -146,20 +162,15 @@ typedef struct wait_state {
     uint64_t still_bytes;
 } wait_state;
 
-static int host_of(const sw_hier *hier, int rank)
-{
-    return rank >= 0 && rank < hier->comm.world_size ? hier->map.host_of[rank] : hier->host;
-}
-
-/* The deadline has passed for *reason, whose rank is of another host. Where there are three or
- * more, that one may itself wait for a third: it is told, and what it answers is the reason. */
+/* The deadline has passed for *reason, whose rank may itself wait for another: it is told, and what
+ * it answers is the reason. */
 static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
 {
     int asked = host_of(hier, reason->detail);
     int64_t end = sw_clock_now_ns() +
                   (answer_ns < hier->comm.timeout_ns / 4 ? answer_ns : hier->comm.timeout_ns / 4);
     sw_error answer;
-    if (!hier->carrier || hier->map.host_count < 3 || asked == hier->host)
+    if (!hier->carrier || !waits_for_others(hier, reason->detail))
         return;
     sw_carrier_say_last_word(hier->carrier, reason);
     while (sw_clock_now_ns() < end && !atomic_load(&hier->ended)) {
@@ -242,8 +253,10 @@ static sw_status check_clock(sw_hier *hier, uint32_t ticket, wait_state *wait, s
     sw_comm *comm = &hier->comm;
     char missing[320], what[160], message[SW_ERROR_MESSAGE_BYTES];
     int64_t waited = sw_clock_now_ns() - wait->begun_ns;
-    /* Of three hosts and more, who carries asks the others first. */
-    int64_t patience = hier->map.host_count > 2 && hier->local_rank > 0 ? 2 * answer_ns : 0;
+    /* Who carries asks first; the others of its host have its answer. */
+    bool is_asked = hier->local_rank > 0 &&
+                    waits_for_others(hier, atomic_load(&sw_hier_page(hier, 0)->awaiting));
+    int64_t patience = is_asked ? 2 * answer_ns : 0;
     sw_error reason;
     if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context)) {
         describe_ticket(hier, ticket, what, sizeof what);
@@ -336,6 +349,21 @@ static sw_status poll_ticket(sw_comm *comm, uint32_t ticket, bool *complete, sw_
 /* Posting
  * ------------------------------------------------------------------------------------------ */
 
+/* The carrier looks at them whenever it comes to a block, also when the caller has given up. */
+static void keep_slices(sw_hier *hier, uint32_t entry)
+{
+    sw_op *op = &hier->pending[entry].op;
+    size_t count = (size_t)hier->comm.world_size;
+    int *of_rank = hier->slice_numbers + entry * 2 * count;
+    if (!op->slices)
+        return;
+    memcpy(of_rank, op->slices->of_rank, count * sizeof *of_rank);
+    memcpy(of_rank + count, op->slices->replica_of_rank, count * sizeof *of_rank);
+    hier->slices[entry] = (sw_slices){
+        .count = op->slices->count, .of_rank = of_rank, .replica_of_rank = of_rank + count};
+    op->slices = &hier->slices[entry];
+}
+
 static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
                        const sw_descriptor *descriptor, uint32_t *ticket, sw_error *err)
 {
@@ -344,6 +372,7 @@ static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
     SW_TRY(check_alive(hier, err));
     SW_TRY(wait_wired(hier, next - SW_HIER_RING, err)); /* its entry is free */
     hier->pending[next % SW_HIER_RING] = *pending;
+    keep_slices(hier, next % SW_HIER_RING);
     own->ring[next % SW_HIER_RING] = *descriptor;
     hier->posted = next;
     atomic_store(&own->posted, next);
@@ -506,12 +535,12 @@ static void destroy_inside(sw_hier *hier, sw_arena *arena)
 }
 
 /* An operation that is not complete may still be read by the wire: its memory then stays until the
- * carrier has ended. */
+ * wire is closed. (The carrier touches no memory of a communicator that has ended.) */
 static void arena_destroy(sw_comm *comm, sw_arena *arena)
 {
     sw_hier *hier = (sw_hier *)comm;
     sw_hier_arena *held = (sw_hier_arena *)arena;
-    bool in_use = hier->carrier && !sw_carrier_is_over(hier->carrier) &&
+    bool in_use = hier->carrier && !sw_carrier_wire_is_closed(hier->carrier) &&
                   atomic_load(&sw_hier_page(hier, 0)->wired) != hier->posted;
     if (!in_use) {
         destroy_inside(hier, arena);
@@ -522,22 +551,27 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
 }
 
 typedef struct verdict {
+    uint64_t size_bytes;
     uint32_t failed;
-    char message[252];
+    char message[244];
 } verdict;
 
-/* What one host cannot do, no host does. */
-static sw_status agree(sw_hier *hier, const char *label, sw_status local, const sw_error *cause,
-                       sw_error *err)
+/* What one host cannot do, no host does; ranks of one have compared sizes, and hosts do it here. */
+static sw_status agree(sw_hier *hier, const char *label, size_t size_bytes, sw_status local,
+                       const sw_error *cause, sw_error *err)
 {
     sw_comm *comm = &hier->comm;
-    verdict mine = {.failed = local != SW_OK};
+    verdict mine = {.size_bytes = size_bytes, .failed = local != SW_OK};
     verdict *all = calloc((size_t)comm->world_size, sizeof *all);
     if (!all)
         return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory to agree on arena '%s'", label);
     if (local != SW_OK)
-        snprintf(mine.message, sizeof mine.message, "%.250s", cause->message);
+        snprintf(mine.message, sizeof mine.message, "%.240s", cause->message);
     sw_status status = gather(comm, &mine, sizeof mine, all, label, err);
+    for (int r = 1; status == SW_OK && r < comm->world_size; ++r)
+        if (all[r].size_bytes != all[0].size_bytes)
+            status =
+                sw_comm_arena_differs(comm, label, all[0].size_bytes, r, all[r].size_bytes, err);
     for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].failed)
             status = sw_error_set(err, SW_E_MEMORY, r, "%s", all[r].message);
@@ -556,7 +590,7 @@ static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, boo
     sw_status local = create_inside(hier, size_bytes, label, mirrored, &made, &cause);
     if (local != SW_OK && local != SW_E_MEMORY)
         return end_here(hier, &cause, err);
-    sw_status status = agree(hier, label, local, &cause, err);
+    sw_status status = agree(hier, label, size_bytes, local, &cause, err);
     if (status != SW_OK) {
         destroy_inside(hier, made);
         return status;
@@ -624,28 +658,37 @@ static void free_tables(sw_hier *hier)
     sw_host_map_fini(&hier->map);
     free(hier->identity);
     free(hier->contributes);
+    free(hier->slice_numbers);
     pthread_mutex_destroy(&hier->lock);
     free(hier);
 }
 
-/* A carrier that is still inside a call of the wire, or whose wire could not be closed, keeps all
- * that it may touch: it is left to the process's end. So is everything in a forked child, which has
- * no such thread. */
+static void free_kept(sw_hier *hier)
+{
+    while (hier->kept) {
+        sw_hier_arena *held = hier->kept;
+        hier->kept = held->next;
+        destroy_inside(hier, &held->arena);
+    }
+}
+
+/* A carrier that is still inside a call of the wire keeps itself, and what its thread looks at
+ * first: they are left to the process's end; with all arenas, where the wire could not be closed.
+ * So is everything in a forked child, which has no such thread. */
 static void destroy(sw_comm *comm)
 {
     sw_hier *hier = (sw_hier *)comm;
     if (!comm || (int)getpid() != hier->owner_pid)
         return;
     leave(comm);
-    if (hier->carrier && !sw_carrier_is_over(hier->carrier))
+    bool is_left = hier->carrier && !sw_carrier_is_over(hier->carrier);
+    if (is_left && !sw_carrier_wire_is_closed(hier->carrier))
         return;
-    sw_carrier_destroy(hier->carrier);
-    while (hier->kept) {
-        sw_hier_arena *held = hier->kept;
-        hier->kept = held->next;
-        destroy_inside(hier, &held->arena);
-    }
-    free_tables(hier);
+    if (!is_left)
+        sw_carrier_destroy(hier->carrier);
+    free_kept(hier);
+    if (!is_left)
+        free_tables(hier);
 }
 
 static sw_status forked(sw_comm *comm, sw_error *err)
@@ -689,7 +732,8 @@ static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_o
     hier->local_rank = hier->inside->rank;
     hier->identity = calloc(count, sizeof *hier->identity);
     hier->contributes = calloc(count, sizeof *hier->contributes);
-    if (!hier->identity || !hier->contributes)
+    hier->slice_numbers = calloc(SW_HIER_RING * 2 * count, sizeof *hier->slice_numbers);
+    if (!hier->identity || !hier->contributes || !hier->slice_numbers)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a group of %d ranks", world_size);
     memcpy(hier->identity, identities, count * sizeof *identities);
     if (hier->local_count != hier->inside->world_size || hier->members[hier->local_rank] != rank)

@@ -125,6 +125,10 @@ static void *carry(void *argument)
     sw_hier *hier = carrier->hier;
     sw_error reason;
     uint32_t ticket = 1;
+    const sw_wire *wire = carrier->bridge.wire;
+    void *kept = NULL;
+    if (wire && wire->enter)
+        wire->enter(wire->context, &kept);
     sw_status status = sw_carrier_expect_last_words(carrier, &reason);
     if (status == SW_OK)
         status = sw_carrier_expect_frames(carrier, &reason);
@@ -136,6 +140,8 @@ static void *carry(void *argument)
         sw_carrier_say_last_word(carrier, &reason);
     }
     sw_carrier_take_leave(carrier, leaves ? NULL : &reason);
+    if (wire && wire->leave)
+        wire->leave(wire->context, kept);
     atomic_store(&carrier->finished, true);
     return NULL;
 }
@@ -239,6 +245,11 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
     return status;
 }
 
+bool sw_carrier_wire_is_closed(const sw_carrier *carrier)
+{
+    return carrier->wire_closed;
+}
+
 bool sw_carrier_is_over(const sw_carrier *carrier)
 {
     return atomic_load(&carrier->finished) && carrier->wire_closed;
@@ -260,7 +271,8 @@ void sw_carrier_stop(sw_carrier *carrier, bool ended_well)
     if (!atomic_exchange(&carrier->stop, true)) {
         bool took_leave = await_end(carrier);
         carrier->wire_closed = !wire || wire->close(wire->context, ended_well && took_leave);
-        (void)await_end(carrier);
+        if (carrier->wire_closed) /* else nothing has changed for a thread that is inside of it */
+            (void)await_end(carrier);
     }
     if (atomic_load(&carrier->finished))
         sw_thread_join(&carrier->thread);

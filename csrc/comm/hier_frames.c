@@ -344,6 +344,18 @@ sw_status sw_carrier_exchange_frames(sw_carrier *carrier, uint32_t ticket, uint3
     return sw_carrier_expect_frames(carrier, err); /* the next may come while this batch moves */
 }
 
+/* Hosts that disagree have each read the other's frame, and end both: without a place for its last
+ * one each would wait for the other to take it in. */
+static void expect_last_frame(sw_carrier *carrier, int host)
+{
+    sw_error ignored;
+    if (!carrier->frame_in[host].work &&
+        sw_bridge_receive(&carrier->bridge, host, SW_MESSAGE_FRAME, carrier->frames + 1,
+                          &carrier->in[host], sizeof *carrier->in, &carrier->frame_in[host],
+                          &ignored) != SW_OK)
+        carrier->frame_in[host].work = NULL; /* it has gone already */
+}
+
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason)
 {
     sw_error ignored;
@@ -352,6 +364,10 @@ void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason)
     last->state = reason ? SW_MEMBER_ENDED : SW_MEMBER_LEFT;
     if (reason)
         last->reason = *reason;
+    SW_FOR_OTHER_HOSTS(carrier, g)
+    {
+        expect_last_frame(carrier, g);
+    }
     carrier->frames++;
     SW_FOR_OTHER_HOSTS(carrier, g)
     {

@@ -102,7 +102,9 @@ static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t 
     numel = sw_cut_block(&work->cut, &hier->map, hier->host, block, &begin, &owner);
     if (numel == 0)
         return SW_OK;
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
     const uint8_t *own = part_of(carrier, work, owner, begin);
+    sw_carrier_touch_end(carrier);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (has_owner(carrier, work, g, slice_of(work, owner)))

@@ -222,11 +222,15 @@ static sw_status begin_standing(sw_carrier *carrier, const batch_block *piece, s
                               err) != SW_OK)
             return sw_carrier_blame(carrier, work->what, err);
     }
+    if (own == 0)
+        return SW_OK;
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    const uint8_t *results = result_of(work, owner, begin);
+    sw_carrier_touch_end(carrier);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (own > 0 && sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_STANDING, piece->number,
-                                      result_of(work, owner, begin), own * work->element_bytes,
-                                      &at->standing_out[g], err) != SW_OK)
+        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_STANDING, piece->number, results,
+                           own * work->element_bytes, &at->standing_out[g], err) != SW_OK)
             return sw_carrier_blame(carrier, work->what, err);
     }
     return SW_OK;

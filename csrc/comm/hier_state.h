@@ -101,8 +101,10 @@ typedef struct sw_hier {
     pthread_mutex_t lock;
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];
-    sw_carrier *carrier; /* owned; NULL on ranks that do not carry */
-    sw_hier_arena *kept; /* owned: destroyed while the wire might read them */
+    sw_slices slices[SW_HIER_RING]; /* of pending operations, which the caller's may not outlive */
+    int *slice_numbers;             /* owned: two of world_size for each of them */
+    sw_carrier *carrier;            /* owned; NULL on ranks that do not carry */
+    sw_hier_arena *kept;            /* owned: destroyed while the wire might read them */
     int owner_pid;
 } sw_hier;
 
@@ -137,7 +139,10 @@ bool sw_carrier_hears_last_word(const sw_carrier *carrier, int host, sw_error *r
  * SW_E_COMM when that to `host` is. The posting thread, while it waits for the carrier. */
 SW_MUST_USE sw_status sw_carrier_probe(sw_carrier *carrier, int host, const char *what,
                                        sw_error *err);
-/* Whether its thread has ended and the wire is closed, so that nothing more is read or written. */
+/* Whether nothing more is read or written by the wire. Its thread may still be inside a call of it,
+ * for ever. Of the posting thread. */
+bool sw_carrier_wire_is_closed(const sw_carrier *carrier);
+/* The same, and its thread has ended. */
 bool sw_carrier_is_over(const sw_carrier *carrier);
 /* When it is over, or never began. The wire ends too. */
 void sw_carrier_destroy(sw_carrier *carrier);

@@ -120,10 +120,7 @@ static sw_status agree(sw_comm *comm, const char *label, size_t size_bytes, sw_s
     for (int r = 1; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].size_bytes != all[0].size_bytes)
             status =
-                sw_error_set(err, SW_E_MISMATCH, sw_comm_name(comm, r),
-                             "arena '%s': rank %d asks for %llu bytes, rank %d for %llu", label,
-                             sw_comm_name(comm, 0), (unsigned long long)all[0].size_bytes,
-                             sw_comm_name(comm, r), (unsigned long long)all[r].size_bytes);
+                sw_comm_arena_differs(comm, label, all[0].size_bytes, r, all[r].size_bytes, err);
     for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
         if (all[r].failed)
             status = sw_error_set(err, SW_E_MEMORY, sw_comm_name(comm, r),

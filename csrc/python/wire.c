@@ -55,6 +55,22 @@ static sw_status begin(void *context, const char *method, int rank, uint32_t tag
     return status;
 }
 
+/* A thread state of its own for the carrier's thread: it would be made and unmade, memory mapped
+ * and unmapped, in each of its calls. */
+static void wire_enter(void *context, void **kept)
+{
+    (void)context;
+    (void)PyGILState_Ensure();
+    *kept = PyEval_SaveThread();
+}
+
+static void wire_leave(void *context, void *kept)
+{
+    (void)context;
+    PyEval_RestoreThread(kept);
+    PyGILState_Release(PyGILState_UNLOCKED);
+}
+
 static sw_status wire_send(void *context, int rank, uint32_t tag, const void *data,
                            size_t size_bytes, void **work, sw_error *err)
 {
@@ -130,6 +146,8 @@ const sw_wire *sw_py_wire_new(PyObject *group)
                            .close = wire_close,
                            .drop = wire_drop,
                            .release = wire_release,
+                           .enter = wire_enter,
+                           .leave = wire_leave,
                            .slow_bytes_per_s = slow_bytes_per_s};
     return &made->wire;
 }

@@ -1,9 +1,11 @@
 """Two hosts that are really apart train as two that this machine is told to be: the same losses, bit for bit; what a slow link
-carries is shorter, and gives the same gradients."""
+carries is shorter, and gives the same gradients; what is through is sent while the backward goes on."""
 
 import hashlib
 import os
+import time
 
+import pytest
 import shardwright as sw
 import torch
 import torch.distributed as dist
@@ -52,11 +54,44 @@ def test_compressors_work_between_hosts_that_are_apart(hosts, fresh_ranks):
     assert bits_equal(torch.tensor([losses for losses, _, _ in told]), torch.tensor([losses for losses, _, _ in apart]))
 
 
-def test_uneven_hosts_find_their_map_and_train(hosts):
-    with hosts(2, 1) as lab:
+UNEVEN = {
+    (2, 1): {"host 0": "host0, ranks 0, 1", "host 1": "host1, ranks 2"},
+    (3, 2): {"host 0": "host0, ranks 0, 1, 2", "host 1": "host1, ranks 3, 4"},
+}
+
+
+@pytest.mark.parametrize("shape", UNEVEN, ids=["2+1", "3+2"])
+def test_uneven_hosts_find_their_map_and_train(hosts, shape):
+    with hosts(*shape) as lab:
         values = lab.team.run(losses_of_a_training)
-    assert values[0][1] == [{"host 0": "host0, ranks 0, 1", "host 1": "host1, ranks 2"}]
-    assert values[0][0] == values[2][0] and values[0][0][-1] < values[0][0][0]
+    for losses, described, _ in values:
+        assert described == [UNEVEN[shape]] and losses == values[0][0] and losses[-1] < losses[0]
+
+
+def bytes_sent_by_the_last_gradient(rank, world_size):
+    """What this host has sent when the backward has come to its last gradient and idles there, and of how many bytes of others."""
+    torch.manual_seed(3)
+    model = sw.wrap(torch.nn.Sequential(torch.nn.Linear(8, 400), torch.nn.Linear(400, 400)), bucket_cap_mb=0.1)
+    sent = []
+
+    def idles(_):
+        deadline = time.monotonic() + 2
+        while bytes_sent() - before < 4 * 400 * 400 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        sent.append(bytes_sent() - before)
+
+    model.module[0].weight.register_hook(idles)
+    for _ in range(2):
+        dist.barrier()
+        before = bytes_sent()
+        model(torch.ones(2, 8)).sum().backward()
+    return sent[-1], 4 * 400 * 400
+
+
+def test_gradients_cross_while_the_backward_goes_on(hosts):
+    with hosts(2, 1) as lab:
+        for sent, least in lab.team.run(bytes_sent_by_the_last_gradient):
+            assert sent >= least, (sent, least)
 
 
 WIDE = 1500

@@ -1,0 +1,121 @@
+"""Laws of waiting across hosts: a rank that is late is a warning on every other and nothing more; one that never comes is named,
+by rank and host, on all of them at the deadline, also on hosts that wait for another rank of its host."""
+
+import functools
+import logging
+import signal
+import time
+
+import pytest
+import torch
+from harness import LONG, RanksFailed, gather
+from peer import PEER, engine, sw
+from test_a_dead_host_is_named import ends_in_order
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names nobody")
+long_form = pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
+
+WARN_AFTER_S = 0.3
+TIMEOUT_S = 1.2
+#: past the deadline: whoever is asked has 0.3 s to answer, on a machine with fewer cores than ranks
+LATE_S = 2.0
+
+
+def warned(timeout_s):
+    """A wrapped layer whose communicator warns early, and the lines that it logs."""
+    from shardwright import process_group
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shardwright").addHandler(handler)
+    process_group.HostComm = functools.partial(process_group.HostComm, warn_after_s=WARN_AFTER_S)
+    torch.manual_seed(0)
+    return sw.wrap(torch.nn.Linear(8, 8), timeout_s=timeout_s), lines
+
+
+def backward(model, rank):
+    model.zero_grad()
+    model(torch.full((2, 8), rank + 1.0)).sum().backward()
+
+
+def trains_until_an_error(rank, world_size):
+    """What ended it, how long that took from its last step's end, and what was logged."""
+    model, lines = warned(TIMEOUT_S)
+    backward(model, rank)
+    gather(None)
+    while True:
+        since = time.monotonic()
+        try:
+            backward(model, rank)
+        except engine.CommError as error:
+            return type(error).__name__, error.rank, error.host, str(error), time.monotonic() - since, lines
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("victim", [1, 2, *(pytest.param(rank, marks=long_form) for rank in (0, 3))])
+def test_a_stopped_rank_is_warned_about_and_named_at_the_deadline(hosts, victim):
+    """1 is beside the rank that carries for its host, for which the others wait; 2 carries."""
+    with hosts(2, 2) as lab:
+        survivors = [rank for rank in range(4) if rank != victim]
+        lab.team.start(trains_until_an_error)
+        time.sleep(0.5)
+        lab.team.signal(victim, signal.SIGSTOP)
+        outcomes = lab.team.wait(15, ignore=[victim], patient=True)
+        for rank in survivors:
+            if not outcomes[rank].ok:
+                raise RanksFailed(outcomes)
+            kind, culprit, host, text, seconds, lines = outcomes[rank].value
+            assert kind == "CommTimeoutError" and (culprit, host) == (victim, f"host{lab.host_of(victim)}"), text
+            assert f"rank {victim} (pid {lab.team.pids[victim]} on host {host})" in text, text
+            assert TIMEOUT_S - 0.1 < seconds < TIMEOUT_S + LATE_S, (seconds, text)
+            near = lab.host_of(rank) == lab.host_of(victim)
+            words = [f"rank {victim}", "(stopped)"] if near else [host]
+            assert lines and all(word in lines[0] for word in words), (rank, lines)
+        ends_in_order(lab, survivors)
+
+
+def evaluates_now_and_then(rank, world_size, late_s):
+    """Ranks are late in turns, for longer than the wire is silent before it is asked whether it is there."""
+    model, lines = warned(30.0)
+    backward(model, rank)
+    for late in range(world_size):
+        if rank == late:
+            time.sleep(late_s)
+        backward(model, rank)
+    mean = (world_size + 1) / 2
+    assert torch.equal(model.module.weight.grad, torch.full((8, 8), 2 * mean))
+    return gather(lines)
+
+
+def test_a_rank_that_evaluates_for_long_is_a_warning_and_nothing_more(hosts):
+    with hosts(2, 1) as lab:
+        logs = lab.team.run(evaluates_now_and_then, late_s=8.0 if LONG else 0.5)[0]
+    for rank, lines in enumerate(logs):
+        others = [other for other in range(3) if other != rank]
+        # of another host, a rank may not know which of that host's ranks it is
+        assert len(lines) >= len(others) and all(f"rank {rank} has waited" in line for line in lines), logs
+        assert all("the deadline is 30.0 s" in line for line in lines), logs
+    assert any("for rank 1" in line for line in logs[0]) and any("for rank 2" in line for line in logs[0]), logs
+
+
+def goes_on(rank, world_size):
+    model, lines = warned(30.0)
+    for _ in range(120):
+        backward(model, rank)
+        time.sleep(0.005)
+    return gather(lines)
+
+
+def test_a_rank_that_was_stopped_for_a_while_goes_on(hosts):
+    with hosts(2, 1) as lab:
+        lab.team.start(goes_on)
+        time.sleep(0.3)
+        lab.team.signal(2, signal.SIGSTOP)
+        time.sleep(0.6)
+        lab.team.signal(2, signal.SIGCONT)
+        outcomes = lab.team.wait(20)
+        if not all(outcome.ok for outcome in outcomes):
+            raise RanksFailed(outcomes)
+        for lines in outcomes[0].value[:2]:
+            assert lines and "for rank 2" in lines[0] and "host1" in lines[0], lines
