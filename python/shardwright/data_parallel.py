@@ -246,6 +246,7 @@ class DistributedDataParallel(TorchDDP):
             "device_mesh": slicing.rows(),
             "share_parameters": options.share_parameters,
             "gather": options.gather,
+            "write_guard": options.write_guard,
             "units": comparable(options.units),
             "reshard_after_forward": options.reshard_after_forward,
             "compress": compress,
