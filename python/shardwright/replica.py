@@ -518,10 +518,10 @@ class Replica:
     def is_joining(self) -> bool:
         return self.announcer is not None and self.announcer.is_on
 
-    def announce(self, kind: str, number: float = 0, groups: Any = None, *, notify: bool = True) -> None:
+    def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
         """Inside join, tells ranks that have joined what comes; else nothing."""
         if self.announcer is not None and self.announcer.is_on:
-            self.announcer.announce(kind, number, groups, notify)
+            self.announcer.announce(kind, number, groups)
 
     def follow_factors(self, factors: list[list[Any]]) -> None:
         """Scales what this rank holds of the gradients as ranks that train have scaled theirs."""
