@@ -1,6 +1,7 @@
 """One forge and one set of teams for every test under tests/ranks."""
 
 import functools
+import os
 import pathlib
 import sys
 
@@ -20,6 +21,8 @@ def pytest_generate_tests(metafunc):
         at_least = getattr(metafunc.function, "at_least", 1)
         exactly = getattr(metafunc.function, "exactly", None)
         sizes = [size for size in harness.world_sizes() if size >= at_least] or [max(at_least, 3)]
+        if harness.LONG and not os.environ.get("SW_TEST_WORLDS"):
+            sizes = [*sizes, *getattr(metafunc.module, "MORE_WORLDS", [])]
         sizes = [exactly] if exactly is not None else sizes
         metafunc.parametrize("world_size", sizes, ids=[f"W{size}" for size in sizes])
 
