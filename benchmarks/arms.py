@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Any
 
 import common
@@ -35,6 +37,8 @@ STAGES: dict[str, dict[str, Any]] = {
 REDUNDANCY = {"ZeroRedundancyOptimizer": False, "ZeroRedundancyOptimizer view": True}
 #: FSDP2: reshard_after_forward of each block or layer; the root keeps its own, as is FSDP2's default
 FSDP2 = {"FSDP2 resharded": True, "FSDP2 kept": False}
+#: DeepSpeed's ZeRO stages, where it is installed
+DEEPSPEED = {f"DeepSpeed {stage}": stage for stage in (1, 2, 3)}
 
 
 def torch_settings(quick: bool) -> list[str]:
@@ -44,6 +48,11 @@ def torch_settings(quick: bool) -> list[str]:
 def best_of(times: dict[str, common.Timing], family: str) -> str:
     """The fastest of the arms whose names begin with `family`."""
     return min((name for name in times if name.startswith(family)), key=lambda name: times[name].median)
+
+
+def missing_deepspeed() -> str:
+    """Why there are no arms of DeepSpeed; empty if there are."""
+    return "" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
 
 
 def build(arm: str, module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -69,6 +78,40 @@ def _shard_fully(module: nn.Module, reshard_after_forward: bool) -> None:
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
+
+
+def _deepspeed_engine(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, batch_size: int) -> Any:
+    """DeepSpeed on the CPU over torch's Gloo group. Its extension of shared memory serves inference alone and takes minutes to compile as
+    the first engine is made: DeepSpeed's own table of what this machine can run says here that it cannot."""
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
+    import deepspeed  # takes seconds to import
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "wall_clock_breakdown": False,
+    }
+    deepspeed.logger.setLevel("ERROR")
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+class DeepSpeedTrainer:
+    """As Trainer: an engine does backward and step, and zeroes gradients."""
+
+    def __init__(self, case: str, arm: str, rank: int) -> None:
+        self._case = CASES[case]
+        self._batch = self._case.batch(rank)
+        module = self._case.model()
+        optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+        self._engine = _deepspeed_engine(module, optimizer, DEEPSPEED[arm], len(self._batch[0]))
+
+    def step(self) -> Tensor:
+        loss = self._case.loss(self._engine, self._batch)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach()
 
 
 class Trainer:

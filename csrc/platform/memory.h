@@ -46,6 +46,11 @@ int sw_memory_watch(void);
  * page, and pages that were written to. */
 size_t sw_memory_find_write(int watch, const uint8_t *address, size_t size_bytes, uint8_t byte);
 
+/* Whether a mapping may be written to; a write to one that may not is a SIGSEGV. `address` as it
+ * was mapped. */
+SW_MUST_USE sw_status sw_memory_protect(uint8_t *address, size_t size_bytes, bool writable,
+                                        sw_error *err);
+
 /* Gives the pages of a range of `fd` back to the system; a hint. */
 void sw_memory_discard(int fd, size_t offset_bytes, size_t size_bytes);
 

@@ -4,6 +4,7 @@
  * Arena: the pages live as long as the last tensor, whatever else is gone. */
 #include <stdlib.h>
 
+#include "platform/memory.h"
 #include "python/dlpack_abi.h"
 #include "python/engine.h"
 
@@ -199,6 +200,21 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     return sw_py_dlpack_capsule_new(op, base + offset, dtype, shape, strides);
 }
 
+static PyObject *arena_protect(PyObject *op, PyObject *args)
+{
+    arena_object *self = (arena_object *)op;
+    int writable;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "p:protect", &writable))
+        return NULL;
+    for (int r = 0; self->arena && r < self->arena->world_size; ++r) {
+        uint8_t *base = self->arena->base[r];
+        if (base && sw_memory_protect(base, self->arena->size_bytes, writable, &err) != SW_OK)
+            return sw_py_raise(sw_py_state_of(op), &err, self->owner);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *arena_get_nbytes(PyObject *op, void *unused)
 {
     (void)unused;
@@ -215,6 +231,9 @@ static PyMethodDef arena_methods[] = {
     {"tensor", arena_tensor, METH_VARARGS,
      "tensor(offset_bytes, dtype, shape, strides=None, rank=-1)\n--\n\nA DLPack capsule over this "
      "rank's part, or a peer's."},
+    {"protect", arena_protect, METH_VARARGS,
+     "protect(writable)\n--\n\nWhether this process may write to any part that it maps; if not, "
+     "a write is a SIGSEGV."},
     {NULL, NULL, 0, NULL},
 };
 

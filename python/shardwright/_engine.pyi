@@ -418,6 +418,9 @@ class Arena:
         """A DLPack capsule (for torch.utils.dlpack.from_dlpack) over this rank's part, or rank's: the memory lives as
         long as the tensor."""
 
+    def protect(self, writable: bool) -> None:
+        """Whether this process may write to any part that it maps; if not, a write is a SIGSEGV."""
+
 @final
 class HostComm:
     """The ranks of a group, joined through shared memory, and through a wire between hosts. One issuing thread a rank."""

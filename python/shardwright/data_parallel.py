@@ -246,6 +246,7 @@ class DistributedDataParallel(TorchDDP):
             "device_mesh": slicing.rows(),
             "share_parameters": options.share_parameters,
             "gather": options.gather,
+            "write_guard": options.write_guard,
             "units": comparable(options.units),
             "reshard_after_forward": options.reshard_after_forward,
             "compress": compress,
@@ -307,15 +308,16 @@ class DistributedDataParallel(TorchDDP):
             return  # a copy that is not trained needs no peers
         replica = self._engine()
         replica.arrange_hooks()
-        if self._join_config.enable:
+        if replica.is_joining:
+            replica.announce("forward")
+        elif self._join_config.enable:
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
-            replica.announce("forward", notify=False)
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
-            self._agree_on_sync(self.require_backward_grad_sync)
+            self._agree_on_sync(training and self.require_backward_grad_sync)
         if training:
             replica.before_forward(self.require_backward_grad_sync)
 

@@ -28,7 +28,7 @@ from .released_parameters import ReleasedParameters
 from .slicing import Slicing
 from .table import ParameterTable
 from .unit_memory import can_be_released
-from .units import UnitPlan, mark_of
+from .units import UnitPlan
 
 
 def rows_in_groups(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[tuple[str, int, str, bool, int]]:
@@ -114,10 +114,7 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         self.schedule = DeviceUnitSchedule(
             self._places, plans, [self._members(each) for each in members], _fail(link), places=self._numbers
         )
-        for number, plan in enumerate(plans):
-            mark = mark_of(plan.module)
-            if mark is not None:
-                mark.join(self.schedule, number)
+        self._tell_marks(plans)
 
     # where things lie -----------------------------------------------------------------------------------------------
 

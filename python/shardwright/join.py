@@ -8,6 +8,10 @@ At zero >= 1 a joined rank still owns slices, so it has more to take part in: th
 too, their norms and votes. How many of these an iteration has is the others' affair, so each is *announced*: the ranks that still
 train say what comes, and with it all that a joined rank lacks (hyperparameters, which gradients there are, what they were scaled
 by), which it takes from the lowest of them.
+
+Several modules in one Join: torch's context counts announcements by its first member alone, so whichever module has something to say, the
+first one's hook listens, and what was heard is the named member's. As one communicator serves them all, a rank that has joined follows one
+round at a time: each module's backward ends before anything else is announced.
 """
 
 from __future__ import annotations
@@ -44,30 +48,28 @@ class ShadowHook(JoinHook):
         wrapper._divide_by_initial_world_size = divide_by_initial_world_size
         replica = wrapper._engine()
         replica.reducer.set_divide_by(not divide_by_initial_world_size)
-        if wrapper._zero:
-            replica.join_through(Announcer(wrapper))
+        replica.join_through(Announcer(wrapper))
+        _remember(wrapper)
 
     def main_hook(self) -> None:
         """One iteration of the others; at zero >= 1 one of the things that they announce."""
-        wrapper = self._wrapper
-        replica = wrapper._engine()
-        if replica.announcer is not None:
-            heard = replica.announcer.listen()
-            if heard["kind"] != "forward":
-                _SHADOWS[heard["kind"]](replica, heard)
-                return
-        if wrapper._check_sync_bufs_pre_fwd():
-            wrapper._sync_buffers(candidate=False)
-        synchronises = wrapper._agree_on_sync(False, trains=False)
-        wrapper.require_forward_param_sync = synchronises
-        if synchronises:
-            replica.shadow()
+        announcer = self._wrapper._engine().announcer
+        assert announcer is not None
+        if not announcer.is_on:
+            _shadow_forward(self._wrapper)
+        elif self._wrapper._join_config.is_first_joinable:  # the others' hooks have nothing to add
+            member, heard = announcer.listen()
+            if heard["kind"] == "forward":
+                _shadow_forward(member)
+            else:
+                _SHADOWS[heard["kind"]](member._engine(), heard)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody takes the model of the last rank that joined; among several, the highest."""
         wrapper = self._wrapper
         replica = wrapper._engine()
         replica.join_through(None)
+        _forget(wrapper)
         root = replica.group.highest_rank_where(is_last_joiner, "last rank to join")
         wrapper._authoritative_rank = root
         wrapper._assign_modules_buffers()
@@ -75,6 +77,29 @@ class ShadowHook(JoinHook):
         replica.reducer.set_divide_by(False)
         replica.reducer.forget_steps()
         wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+def _shadow_forward(wrapper: DistributedDataParallel) -> None:
+    """A forward of the others and, where they synchronise, its round."""
+    if wrapper._check_sync_bufs_pre_fwd():
+        wrapper._sync_buffers(candidate=False)
+    synchronises = wrapper._agree_on_sync(False, trains=False)
+    wrapper.require_forward_param_sync = synchronises
+    if synchronises:
+        wrapper._engine().shadow()
+
+
+#: wrappers whose join hook was made and has not ended, in that order: those of one Join lie side by side
+_joining: list[weakref.ref[DistributedDataParallel]] = []
+
+
+def _forget(wrapper: DistributedDataParallel) -> None:
+    _joining[:] = [each for each in _joining if each() not in (None, wrapper)]
+
+
+def _remember(wrapper: DistributedDataParallel) -> None:
+    _forget(wrapper)
+    _joining.append(weakref.ref(wrapper))
 
 
 class Announcer:
@@ -92,54 +117,101 @@ class Announcer:
         self._wrapper = weakref.ref(wrapper)
         self.joined: list[int] = []
         self.lowest = 0
+        self._owed: int | None = None
+
+    def _members(self) -> list[DistributedDataParallel]:
+        """The wrappers of this Join, in its order; none if it begins with somebody else's module."""
+        everyone = [wrapper for each in _joining if (wrapper := each()) is not None]
+        wrapper = self._wrapper()
+        at = next((i for i, each in enumerate(everyone) if each is wrapper), None)
+        if at is None:
+            return []
+        firsts = [i for i, each in enumerate(everyone) if each._join_config.is_first_joinable]
+        begin = max((i for i in firsts if i <= at), default=None)
+        return [] if begin is None else everyone[begin : min((i for i in firsts if i > at), default=len(everyone))]
 
     @property
     def is_on(self) -> bool:
-        """Whether a join is under way; one with enable=False is not."""
+        """Whether a join is under way in which something is sliced; one with enable=False is not."""
         wrapper = self._wrapper()
-        return wrapper is not None and bool(wrapper._join_config.enable)
+        if wrapper is None or not wrapper._join_config.enable:
+            return False
+        return bool(wrapper._zero) or any(each._zero for each in self._members())
 
-    def announce(self, kind: str, number: float, groups: Any, notify: bool) -> None:
+    def announce(self, kind: str, number: float, groups: Any) -> None:
         """What every rank that trains calls before what joined ranks must take part in. Collective.
 
-        `number`: which optimizer, or the order of the norm. `notify`: nobody has told torch's Join yet.
+        `number`: which optimizer, or the order of the norm.
         """
-        wrapper = self._wrapper()
-        assert wrapper is not None
-        if not wrapper._join_config.is_first_joinable:
+        members = self._members()
+        if not members:
             raise NotImplementedError(
-                f"a Join of several modules at zero={wrapper._zero} is not there yet: join each by itself, with model.join()"
+                "a Join at zero >= 1 begins with a module that shardwright wrapped, and holds no others: put wrapped modules alone in it"
             )
-        work = Join.notify_join_context(wrapper) if notify else None
+        for each in members:
+            _check_ended(each, kind)
+        work = Join.notify_join_context(members[0])
         if work is not None:
             work.wait()
+        wrapper = self._wrapper()
+        assert wrapper is not None
         replica = wrapper._engine()
-        said: dict[str, Any] = {"kind": kind, "number": number, "groups": groups}
+        position = next(i for i, each in enumerate(members) if each is wrapper)
+        said: dict[str, Any] = {"kind": kind, "member": position, "number": number, "groups": groups}
         if kind != "forward":
             said["gradients"] = [_state_of(parameter.grad) for parameter in replica.table.parameters]
             said["factors"] = replica.gradient_factors()
-        self._exchange(replica, json.dumps(said).encode())
+        self._exchange(members, json.dumps(said).encode())
+        if kind == "forward" and torch.is_grad_enabled() and wrapper.require_backward_grad_sync and self.joined:
+            self._owed = replica.reducer.stats()["rounds"]
 
-    def listen(self) -> dict[str, Any]:
-        """What the lowest rank that trains announced."""
-        wrapper = self._wrapper()
-        assert wrapper is not None
-        heard: dict[str, Any] = json.loads(self._exchange(wrapper._engine(), b""))
+    @property
+    def owes(self) -> int | None:
+        """How many rounds had ended when ranks that joined began to wait for the next one; None where none does."""
+        return self._owed
+
+    def listen(self) -> tuple[DistributedDataParallel, dict[str, Any]]:
+        """What the lowest rank that trains announced, and of which module."""
+        members = self._members()
+        heard: dict[str, Any] = self._exchange(members, b"")
+        return members[heard["member"]], heard
+
+    def _exchange(self, members: Sequence[DistributedDataParallel], mine: bytes) -> dict[str, Any]:
+        first = members[0]._engine()
+        said = first.group.comm.all_gather_bytes(mine, f"what comes next in the join of {first.label}")
+        trains = {rank: json.loads(each) for rank, each in enumerate(said) if each}
+        lowest = min(trains)
+        heard: dict[str, Any] = trains[lowest]
+        for rank, other in trains.items():
+            if any(other[key] != heard[key] for key in ("kind", "member", "number")):
+                one, two = (
+                    f"{_WORDS[each['kind']]} of {members[each['member']]._engine().label}" for each in (heard, other)
+                )
+                raise Error(
+                    f"ranks disagree inside join: rank {lowest} comes to {one}, rank {rank} to {two} "
+                    f"({heard['number']:g}, {other['number']:g})"
+                )
+        for each in members:
+            announcer = each._engine().announcer
+            if announcer is not None:
+                announcer.joined = [rank for rank, text in enumerate(said) if not text]
+                announcer.lowest = lowest
         return heard
 
-    def _exchange(self, replica: Replica, mine: bytes) -> bytes:
-        said = replica.group.comm.all_gather_bytes(mine, f"what comes next in the join of {replica.label}")
-        trains = {rank: json.loads(each) for rank, each in enumerate(said) if each}
-        self.joined = [rank for rank, each in enumerate(said) if not each]
-        self.lowest = min(trains)
-        first = trains[self.lowest]
-        for rank, other in trains.items():
-            if (other["kind"], other["number"]) != (first["kind"], first["number"]):
-                raise Error(
-                    f"ranks disagree inside join: rank {self.lowest} comes to {_WORDS[first['kind']]}, rank {rank} to "
-                    f"{_WORDS[other['kind']]} ({first['number']:g}, {other['number']:g})"
-                )
-        return said[self.lowest]
+
+def _check_ended(wrapper: DistributedDataParallel, kind: str) -> None:
+    """Error where a round that joined ranks wait in has not ended."""
+    replica = wrapper._engine()
+    owed = replica.announcer.owes if replica.announcer is not None else None
+    if owed is None or replica.reducer.stats()["rounds"] != owed:
+        return
+    message = (
+        f"inside join, {_WORDS[kind]} begins before the backward of the last forward of {replica.label}, while a rank that has run out of "
+        "inputs waits in that backward: run each forward's backward before anything else, or wrap what is trained together as one module"
+    )
+    if replica.group.comm.is_alive:
+        replica.group.comm.abort(message)
+    raise Error(message)
 
 
 _WORDS = {

@@ -108,6 +108,11 @@ class ParameterMemory(ParameterSlices):
             if parameter.data_ptr() == self._flat[index].data_ptr():
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
+    def protect(self, *, writable: bool) -> None:
+        """Whether this process may write to the memory that parameters were moved to."""
+        if self._arena is not None:
+            self._arena.protect(writable)
+
     def is_moved(self, index: int) -> bool:
         """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""
         return self._arena is None or super().is_moved(index)

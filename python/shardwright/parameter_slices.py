@@ -1,4 +1,4 @@
-"""Which elements of a parameter a rank owns, and where they lie: what all memories of parameters at zero 1 and 2 have in common.
+"""Which elements of a parameter a rank owns, and where they lie: what memories of parameters have in common.
 
 Parameters lie as their gradients do: a bucket has the gradients' layout, so a slice of the one is stepped on with a slice of
 the other.
@@ -15,7 +15,34 @@ from .slicing import Slicing
 from .table import ParameterTable
 
 
-class ParameterSlices:
+class SliceRuns:
+    """Which elements of each parameter a rank owns.
+
+    Parameters
+    ----------
+    reducer : Reducer or DeviceRounds
+        Its layout places parameters as it places their gradients.
+    slicing : Slicing
+    """
+
+    def __init__(self, reducer: Any, slicing: Slicing) -> None:
+        self._reducer: Any = reducer
+        self._slicing = slicing
+        self._runs: dict[int, tuple[int, int]] = {}
+
+    def run(self, index: int, rank: int) -> tuple[int, int]:
+        """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
+        bucket, begin, numel = self._reducer.place(index)
+        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
+
+    def own_run(self, index: int) -> tuple[int, int]:
+        """run(index, this rank), kept."""
+        if index not in self._runs:
+            self._runs[index] = self.run(index, self._slicing.rank)
+        return self._runs[index]
+
+
+class ParameterSlices(SliceRuns):
     """Parameters that lie in buckets, and their slices.
 
     Parameters
@@ -34,17 +61,11 @@ class ParameterSlices:
     shared = False
 
     def __init__(self, reducer: Any, table: ParameterTable, slicing: Slicing, label: str) -> None:
-        self._reducer: Any = reducer
-        self._table, self._slicing, self._label = table, slicing, label
+        super().__init__(reducer, slicing)
+        self._table, self._label = table, label
         self._moved: set[int] = set()  # buckets
         self._stepped: set[int] = set()  # buckets with parameters that train, or have
         self._flat: dict[int, torch.Tensor] = {}  # of a parameter, where it lies now
-        self._runs: dict[int, tuple[int, int]] = {}
-
-    def run(self, index: int, rank: int) -> tuple[int, int]:
-        """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
-        bucket, begin, numel = self._reducer.place(index)
-        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
 
     def flat(self, index: int) -> torch.Tensor:
         """All elements of a parameter in memory order: a one-dimensional alias of the memory that it was moved to."""
@@ -52,12 +73,6 @@ class ParameterSlices:
             return self._flat[index]
         data = self._table.parameters[index].data
         return data.as_strided((data.numel(),), (1,), data.storage_offset())
-
-    def own_run(self, index: int) -> tuple[int, int]:
-        """run(index, this rank), kept."""
-        if index not in self._runs:
-            self._runs[index] = self.run(index, self._slicing.rank)
-        return self._runs[index]
 
     def is_moved(self, index: int) -> bool:
         """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""

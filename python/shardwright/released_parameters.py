@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .table import ParameterTable
 from .unit_schedule import UnitSchedule
+from .units import UnitPlan, mark_of
 
 
 class ReleasedParameters:
@@ -30,6 +31,13 @@ class ReleasedParameters:
 
     def _members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
         return [(i, self._table.names[i], self._table.parameters[i], self._whole[i]) for i in indices]
+
+    def _tell_marks(self, plans: Sequence[UnitPlan]) -> None:
+        """What fully_shard was called on knows its unit from now on."""
+        for number, plan in enumerate(plans):
+            mark = mark_of(plan.module)
+            if mark is not None:
+                mark.join(self.schedule, number)
 
     def like(self, index: int) -> torch.Tensor:
         """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""

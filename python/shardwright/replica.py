@@ -32,6 +32,7 @@ from .slicing import Slicing
 from .table import ParameterTable, verify
 from .unit_memory import UnitMemory
 from .units import UnitPlan, cut
+from .write_guard import ReadOnlyParameters, SampledParameters
 
 if TYPE_CHECKING:
     from .auto_compression import AutoCompression
@@ -118,6 +119,7 @@ class Replica:
         self._board: GradientBoard | None = None
         if zero:
             self._parameters = self._make_parameters(options, plans)
+        self._guard = self._make_guard(options.write_guard)
         try:
             self._attach(synchronises)
         except BaseException as error:  # of this rank alone: the others must not wait for it
@@ -201,6 +203,18 @@ class Replica:
         memory = DeviceUnitMemory(link, row, self.reducer, self.table, plans, self.label, self.slicing)
         self.reducer.order = _digest_of(weakref.ref(memory))
         return memory
+
+    def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
+        memory = self._parameters
+        if kind is None or not isinstance(memory, ParameterMemory):
+            return None
+        if kind == "samples":
+            return SampledParameters(memory, self.table.names, self.group.comm)
+        return ReadOnlyParameters(memory)
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Around what writes to parameters by right. All ranks are past a barrier as it ends."""
+        return self._guard.writing() if self._guard is not None else contextlib.nullcontext()
 
     def _places(self) -> Callable[[], list[int]] | None:
         """What tells where data should be, if it moves."""
@@ -341,6 +355,8 @@ class Replica:
         """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
         self._notice_unended_forward()
         drift = self._check_drift()
+        if self._guard is not None:
+            self._guard.check("before a forward")
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
         self.reducer.forward(synchronises)
@@ -348,6 +364,8 @@ class Replica:
     def after_forward(self) -> None:
         """Called after each forward with gradients that ended without an exception."""
         self._in_forward = False
+        if self._guard is not None:
+            self._guard.check("after a forward")
 
     def _notice_unended_forward(self) -> None:
         if _hooks.graph_task_id() >= 0:  # recomputed inside a backward, which may break off when it has what it needs
@@ -456,7 +474,7 @@ class Replica:
                 self.broadcast_state(0, ())
             return
         try:
-            with self._parameters.writable():
+            with self.writing(), self._parameters.writable():
                 yield
         finally:
             self.count_writes(self.table.parameters)
@@ -500,10 +518,10 @@ class Replica:
     def is_joining(self) -> bool:
         return self.announcer is not None and self.announcer.is_on
 
-    def announce(self, kind: str, number: float = 0, groups: Any = None, *, notify: bool = True) -> None:
+    def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
         """Inside join, tells ranks that have joined what comes; else nothing."""
         if self.announcer is not None and self.announcer.is_on:
-            self.announcer.announce(kind, number, groups, notify)
+            self.announcer.announce(kind, number, groups)
 
     def follow_factors(self, factors: list[list[Any]]) -> None:
         """Scales what this rank holds of the gradients as ranks that train have scaled theirs."""
@@ -581,6 +599,8 @@ class Replica:
                 "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
             )
         self._check_drift()
+        if self._guard is not None:
+            self._guard.check("before a step")
         self.close_pending()
         self.reducer.count_step()
         self._in_forward = False  # a step has its round, whatever became of the forward
@@ -641,9 +661,11 @@ class Replica:
 
 
 def _check_gpu(zero: int, offload: str | None, options: Options) -> None:
-    if zero == 3 and (options.share_parameters is True or options.gather is not None):
+    if zero == 3 and (
+        options.share_parameters is True or options.gather is not None or options.write_guard is not None
+    ):
         raise NotImplementedError(
-            "share_parameters=True and gather='int8' are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
+            "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
         )
     if offload is not None:
         raise NotImplementedError(

@@ -221,6 +221,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Error as error:  # the others are told, before they wait for this rank's slices
             refusal = error
         self._agree(refusal)
+        with self._replica.writing():
+            self._step_on_slices()
+            self._publish()
+
+    def _step_on_slices(self) -> None:
         try:
             self._complete_gradients()
             with self._on_slices():
@@ -233,7 +238,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for piece in self._slices.values():
                 if piece is not None:
                     piece.grad = None
-        self._publish()
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         self._replica.count_writes(stepped)

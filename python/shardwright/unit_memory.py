@@ -18,13 +18,13 @@ from torch.utils.dlpack import from_dlpack
 
 from ._engine import Arena, Reducer, Units, block_encode, block_record_bytes
 from .gradients import dense_strides, dtype_name
-from .parameter_slices import memory_order
+from .parameter_slices import SliceRuns, itemsize_of, memory_order
 from .process_group import HostGroup
 from .released_parameters import ReleasedParameters
 from .slicing import Slicing
 from .table import ParameterTable
 from .unit_schedule import UnitSchedule
-from .units import UnitPlan, mark_of
+from .units import UnitPlan
 
 _ALIGNMENT = 128
 #: in which units' pages are counted
@@ -35,7 +35,7 @@ _SMALL_BYTES = 128
 _BLOCK, _BITS = 32, 8
 
 
-class UnitMemory(ReleasedParameters):
+class UnitMemory(ReleasedParameters, SliceRuns):
     """Slices the parameters of a table and releases them. Making it is collective; values are rank 0's.
 
     Parameters
@@ -72,9 +72,8 @@ class UnitMemory(ReleasedParameters):
         *,
         coded: bool = False,
     ) -> None:
-        self._slicing = slicing
-        self._group, self._reducer, self._table, self._label = group, reducer, table, label
-        self._runs: dict[int, tuple[int, int]] = {}
+        super().__init__(reducer, slicing)
+        self._group, self._table, self._label = group, table, label
         self.one_copy = group.is_apart(slicing)
         self._home = group.home_of(slicing)
         self._stepped: set[int] = set()  # buckets with parameters that train, or have
@@ -98,10 +97,7 @@ class UnitMemory(ReleasedParameters):
         self.schedule = UnitSchedule(
             self._units, plans, [self._members(each) for each in members], self._abort, coded=coded
         )
-        for number, plan in enumerate(plans):
-            mark = mark_of(plan.module)
-            if mark is not None:
-                mark.join(self.schedule, number)
+        self._tell_marks(plans)
         group.comm.barrier(f"slices of the parameters of {label}")
 
     def _abort(self, reason: str) -> None:
@@ -115,8 +111,8 @@ class UnitMemory(ReleasedParameters):
         for bucket in range(self._reducer.bucket_count):
             begin, numel, dtype, _ = self._reducer.bucket_shape(bucket)
             self._offsets.append(begin if self.one_copy else self._slice_bytes)
-            self._slice_bytes += numel // self._slicing.count * _itemsize(dtype)
-            self._part_bytes = begin + numel * _itemsize(dtype) if self.one_copy else self._slice_bytes
+            self._slice_bytes += numel // self._slicing.count * itemsize_of(dtype)
+            self._part_bytes = begin + numel * itemsize_of(dtype) if self.one_copy else self._slice_bytes
         for index, parameter in enumerate(self._table.parameters):
             if parameter.requires_grad:
                 self.adopt(index)
@@ -127,7 +123,7 @@ class UnitMemory(ReleasedParameters):
         if not self.one_copy:
             return rank, self._offsets[bucket]
         width = numel // self._slicing.count
-        return self._home, self._offsets[bucket] + self._slicing.of_rank[rank] * width * _itemsize(dtype)
+        return self._home, self._offsets[bucket] + self._slicing.of_rank[rank] * width * itemsize_of(dtype)
 
     def _make_codes(self) -> Arena:
         count = -(-self._slice_bytes // (4 * _BLOCK))
@@ -157,7 +153,7 @@ class UnitMemory(ReleasedParameters):
         low, high = self.run(index, rank)
         first = max(begin + low - self._slicing.of_rank[rank] * (numel // self._slicing.count), 0) if low < high else 0
         part, offset = self._place(bucket, rank)
-        return from_dlpack(self._arena.tensor(offset + first * _itemsize(dtype), dtype, [high - low], None, part))
+        return from_dlpack(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [high - low], None, part))
 
     def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """(low, high, slice) of every rank of this replica that owns some of a parameter."""
@@ -204,7 +200,7 @@ class UnitMemory(ReleasedParameters):
         pieces: list[list[int]] = []  # bucket, first and last element, where the first one goes
         for index in sorted(indices, key=lambda index: self._reducer.place(index)[:2]):
             bucket, begin, numel = self._reducer.place(index)
-            item = _itemsize(self._reducer.bucket_shape(bucket)[2])
+            item = itemsize_of(self._reducer.bucket_shape(bucket)[2])
             if pieces and pieces[-1][0] == bucket and _aligned(pieces[-1][2] * item) == begin * item:
                 pieces[-1][2] = begin + numel
             else:
@@ -214,7 +210,7 @@ class UnitMemory(ReleasedParameters):
         runs = []
         for bucket, begin, end, target in pieces:
             _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-            item, width = _itemsize(dtype), numel // self._slicing.count
+            item, width = itemsize_of(dtype), numel // self._slicing.count
             coded = self._codes is not None and dtype == "float32"
             for rank in self._slicing.replica():
                 first = self._slicing.of_rank[rank] * width
@@ -226,17 +222,6 @@ class UnitMemory(ReleasedParameters):
         return size, runs, offsets
 
     # what the optimizer and the replica ask of either kind of memory ----------------------------------------------------
-
-    def run(self, index: int, rank: int) -> tuple[int, int]:
-        """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
-        bucket, begin, numel = self._reducer.place(index)
-        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
-
-    def own_run(self, index: int) -> tuple[int, int]:
-        """run(index, this rank), kept."""
-        if index not in self._runs:
-            self._runs[index] = self.run(index, self._group.rank)
-        return self._runs[index]
 
     def adopt(self, index: int) -> None:
         """Frozen parameters are sliced from the start; now it trains."""
@@ -282,7 +267,7 @@ class UnitMemory(ReleasedParameters):
 
     def _bucket_range(self, bucket: int) -> tuple[int, int]:
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        return self._offsets[bucket], numel * _itemsize(dtype)
+        return self._offsets[bucket], numel * itemsize_of(dtype)
 
     def _refresh(self) -> None:
         with torch.no_grad():
@@ -338,7 +323,3 @@ def can_be_released(parameter: torch.Tensor) -> bool:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize

@@ -1,6 +1,7 @@
 """One forge and one set of teams for every test under tests/ranks."""
 
 import functools
+import os
 import pathlib
 import sys
 
@@ -22,6 +23,8 @@ def pytest_generate_tests(metafunc):
         sizes = [size for size in harness.world_sizes() if size >= at_least] or [max(at_least, 3)]
         if getattr(metafunc.module, "QUICK_FORM_IS_THE_LARGEST_WORLD", False) and not harness.LONG:
             sizes = sizes[-1:]
+        if harness.LONG and not os.environ.get("SW_TEST_WORLDS"):
+            sizes = [*sizes, *getattr(metafunc.module, "MORE_WORLDS", [])]
         sizes = [exactly] if exactly is not None else sizes
         metafunc.parametrize("world_size", sizes, ids=[f"W{size}" for size in sizes])
 

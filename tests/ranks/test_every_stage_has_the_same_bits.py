@@ -14,6 +14,8 @@ from peer import PEER, batch, engine, sw
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+#: in the long form
+MORE_WORLDS = [7]
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=False),

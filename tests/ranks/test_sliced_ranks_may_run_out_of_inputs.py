@@ -284,7 +284,7 @@ def test_ranks_that_come_to_different_things_are_told(rank, world_size):
     module = Mlp()
     model, optimizer = sw.wrap(module, ADAMW(module.parameters()), zero=2, timeout_s=20)
     with pytest.raises(
-        sw.Error, match="ranks disagree inside join: rank 0 comes to clipping by the norm, rank 1 to a step"
+        sw.Error, match="ranks disagree inside join: rank 0 comes to clipping by the norm of Mlp, rank 1 to a step"
     ):  # noqa: PT012
         with model.join():
             loss_of(model, rank, 0).backward()
@@ -293,11 +293,119 @@ def test_ranks_that_come_to_different_things_are_told(rank, world_size):
             optimizer.step()
 
 
-@on_every_rank(at_least=2, spoils=True)
-def test_several_modules_in_one_join_are_refused(rank, world_size):
+STAGES = [(1, 1), (2, 3), (0, 2), (3, 0)]
+
+
+def one_step(model, optimizer, rank, step, losses):
+    width = 7 if isinstance(model.module, Mlp) else 6
+    with torch.no_grad():
+        model(batch(rank, 6, width))
+    value = model(batch(rank, 6, 7, step=step)[..., :width]).square().mean()
+    value.backward()
+    losses.append(value.item())
+    sw.clip_grad_norm_(model, 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_modules(rank, stages, together, private=False):
+    """Each with a forward, backward and step of its own, the second every other time; in one Join, or in one after the other."""
     torch.manual_seed(0)
-    models = [sw.wrap(module, ADAMW(module.parameters()), zero=1)[0] for module in (Mlp(), nn.Linear(7, 3))]
-    with pytest.raises(NotImplementedError, match="join each by itself"):  # noqa: PT012
-        with Join(models):
-            for model in models:
-                loss_of(model, rank, 0).backward()
+    modules = [Mlp(), nn.Linear(6, 3)]
+    options = [{"share_parameters": False, "units": nn.Linear} if private and zero == 3 else {} for zero in stages]
+    pairs = [
+        sw.wrap(module, ADAMW(module.parameters()), zero=zero, bucket_cap_mb=0.001, **more)
+        for module, zero, more in zip(modules, stages, options)
+    ]
+    losses = [[], []]
+    if together:
+        with Join([model for model, _ in pairs]):
+            for step in turns(rank):
+                for which in range(1 + step % 2):
+                    one_step(*pairs[which], rank, step, losses[which])
+    else:
+        for which in range(2):
+            with Join([pairs[which][0]]):
+                for step in turns(rank):
+                    if which == 0 or step % 2:
+                        one_step(*pairs[which], rank, step, losses[which])
+    found = []
+    for model, _ in pairs:
+        with sw.full_parameters(model):
+            found += [p.detach().clone() for p in model.parameters()]
+    assert same_everywhere([p.tolist() for p in found])
+    states = [copy.deepcopy(sw.full_optimizer_state_dict(*pair)["state"]) for pair in pairs]
+    gather(None)
+    return losses, found, gather(states)[-1]
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["shared", "private"])
+@pytest.mark.parametrize("stages", STAGES)
+@on_every_rank()
+def test_several_modules_in_one_join_have_the_bits_of_stage_0_one_after_the_other(rank, world_size, stages, private):
+    losses, parameters, states = two_modules(rank, (0, 0), together=False)
+    mine = two_modules(rank, stages, together=True, private=private)
+    assert mine[0] == losses
+    assert all(bits_equal(a, b) for a, b in zip(mine[1], parameters, strict=True))
+    for theirs, expected in zip(mine[2], states, strict=True):
+        for position, entry in expected.items():
+            assert all(bits_equal(theirs[position][key], value) for key, value in entry.items())
+
+
+@on_every_rank()
+def test_several_modules_in_one_join_have_the_bits_of_the_naive_loop(rank, world_size):
+    torch.manual_seed(0)
+    pairs = [(naive, ADAMW(naive.module.parameters())) for naive in map(NaiveDataParallel, (Mlp(), nn.Linear(6, 3)))]
+    for step in turns(world_size - 1):
+        for naive, optimizer in pairs[: 1 + step % 2]:
+            if step in turns(rank):
+                x = batch(rank, 6, 7, step=step)
+                naive(x if naive is pairs[0][0] else x[..., :6]).square().mean().backward()
+            naive.synchronise(active=step in turns(rank), over_active=False)
+            torch.nn.utils.clip_grad_norm_(naive.module.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    _, parameters, _ = two_modules(rank, (2, 3), together=True)
+    expected = [p for naive, _ in pairs for p in naive.module.parameters()]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(parameters, expected, strict=True))
+
+
+@on_every_rank(at_least=2, spoils=True)
+def test_forwards_of_several_modules_before_one_backward_are_named_once_a_rank_has_joined(rank, world_size):
+    torch.manual_seed(0)
+    lower, upper = (
+        sw.wrap(module, ADAMW(module.parameters()), zero=1, timeout_s=20)[0] for module in (Mlp(), nn.Linear(5, 3))
+    )
+    with pytest.raises(sw.Error, match="a forward begins before the backward of the last forward of Mlp"):  # noqa: PT012
+        with Join([lower, upper]):
+            for step in turns(rank):
+                upper(lower(batch(rank, 6, 7, step=step))).square().mean().backward()
+
+
+@on_every_rank()
+def test_a_join_that_begins_with_a_module_of_torch_is_refused(rank, world_size):
+    torch.manual_seed(0)
+    ours = sw.wrap(Mlp(), zero=1)
+    theirs = nn.parallel.DistributedDataParallel(nn.Linear(7, 3))
+    with pytest.raises(NotImplementedError, match="begins with a module that shardwright wrapped"):  # noqa: PT012
+        with Join([theirs, ours]):
+            ours(batch(rank, 6, 7))
+    theirs._join_config = ours._join_config = type(ours._join_config).construct_disabled_join_config()
+    gather(None)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@on_every_rank()
+def test_a_forward_without_gradients_inside_a_join_has_no_round(rank, world_size, zero):
+    torch.manual_seed(0)
+    module = Mlp()
+    model, optimizer = sw.wrap(module, ADAMW(module.parameters()), zero=zero, timeout_s=20)
+    with model.join():
+        for step in turns(rank):
+            with torch.no_grad():
+                model(batch(rank, 6, 7))
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_everywhere([p.tolist() for p in module.parameters()])
+    gather(None)

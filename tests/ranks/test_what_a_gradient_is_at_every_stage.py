@@ -1,0 +1,106 @@
+"""Laws of `.grad` and of what is asked of it at zero >= 2, beside those of the averages themselves: docs/design/zero.md has the list."""
+
+import pytest
+import torch
+from harness import gather, on_every_rank, same_everywhere
+from models import Mlp
+from peer import PEER, batch, engine, sw
+from torch import nn
+
+from shardwright.sharded_gradient import ShardedGradient
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+sliced_gradients = pytest.mark.parametrize("zero", [2, 3])
+
+
+def wrap(zero, build=Mlp, **options):
+    torch.manual_seed(0)
+    module = build()
+    return sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), zero=zero, **options)
+
+
+def backward(model, rank, step=0):
+    model(batch(rank, 6, 7, step=step)).square().mean().backward()
+
+
+@sliced_gradients
+@on_every_rank()
+def test_inside_no_sync_it_is_a_local_tensor_or_keeps_the_local_sum_beside_its_slice(rank, world_size, zero):
+    model, optimizer = wrap(zero)
+    torch.manual_seed(0)
+    alone = Mlp()
+    parameters = list(model.parameters())
+    with model.no_sync():
+        backward(model, rank)
+    backward(alone, rank)
+    for mine, local in zip(parameters, alone.parameters(), strict=True):
+        assert type(mine.grad) is torch.Tensor
+        assert torch.equal(mine.grad, local.grad)
+    backward(model, rank, 1)
+    pieces = [p.grad.piece.clone() for p in parameters]
+    with model.no_sync():
+        backward(model, rank, 2)
+    alone.zero_grad()
+    backward(alone, rank, 2)
+    for mine, local, piece in zip(parameters, alone.parameters(), pieces, strict=True):
+        assert isinstance(mine.grad, ShardedGradient)
+        assert torch.equal(mine.grad._pending, local.grad)
+        assert torch.equal(mine.grad.piece, piece)
+    gather(None)
+
+
+@on_every_rank()
+def test_local_sums_on_a_standing_average_agree_to_rounding(rank, world_size):
+    found = []
+    for zero in (0, 1, 2, 3):
+        model, _ = wrap(zero, bucket_cap_mb=0.001)
+        backward(model, rank)
+        for step in (1, 3):
+            with model.no_sync():
+                backward(model, rank, step)
+            backward(model, rank, step + 1)
+        found.append(list(sw.full_gradients(model).values()))
+        gather(None)
+    for other in found[1:]:
+        for mine, theirs in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@sliced_gradients
+@on_every_rank(at_least=2, spoils=True)
+def test_a_norm_that_is_asked_on_one_rank_alone_is_named_on_all(rank, world_size, zero):
+    model, optimizer = wrap(zero, timeout_s=20)
+    backward(model, rank)
+    with pytest.raises(
+        engine.Error, match="norms of the gradients of Mlp.*hyperparameters of a step|hyperparameters.*norms"
+    ):  # noqa: PT012
+        if rank == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+class Edges(nn.Module):
+    """Parameters of 128 and of 132 bytes, and of a dtype without NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = nn.Parameter(torch.arange(32.0)), nn.Parameter(torch.arange(33.0))
+        self.whole_numbers = nn.Parameter(torch.arange(100), requires_grad=False)
+
+    def forward(self, x):
+        return x.sum() * (self.small.sum() + self.large.sum())
+
+
+@on_every_rank()
+def test_what_is_small_or_has_no_nan_is_never_released(rank, world_size):
+    model, optimizer = wrap(3, lambda: nn.Sequential(Edges()), share_parameters=False, units=Edges)
+    for step in range(2):
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    edges = model.module[0]
+    assert torch.isnan(edges.large).all()
+    assert torch.isfinite(edges.small).all()
+    assert torch.equal(edges.whole_numbers, torch.arange(100))
+    assert same_everywhere([edges.small.tolist()])
+    gather(None)
