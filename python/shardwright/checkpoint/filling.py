@@ -71,21 +71,22 @@ class Filler:
                 if there < stored.nbytes:
                     shared.append(_Piece(stored.path, stored.begin + there, stored.nbytes - there, address + there))
                 landed.append(functools.partial(_land, target, memory))
-        self._read(shared, direct=self._turn[1] == 1)
+        alone = self._turn[1] == 1
+        self._read(shared, direct=alone, turn=self._turn)
         self._read(own, direct=True)
         for land in landed:
             land()
 
     def fill_ahead(self, reads: Iterable[tuple[Stored, torch.Tensor]], spare: Sequence[tuple[int, int]]) -> None:
-        """Into live tensors, before it is known whether the folder is sound; what stood there is kept in memory `spare`,
-        (address, nbytes), as far as that goes, until take_back(). The rest is left to fill()."""
+        """Into live tensors, before it is known whether the folder is sound.
+
+        What stood there is kept in memory `spare`, (address, nbytes), as far as that goes, and until take_back(). The rest is
+        left to fill(). A rank begins with its share of the files: it alone reads that from the disk.
+        """
         pieces: list[_Piece] = []
         room = list(spare)
-        end_of_last = 0
-        for address, stored in sorted(_aliased(reads), key=lambda each: each[0]):
-            if address < end_of_last:  # two tensors over one memory: what stood there is what stood before both
-                continue
-            end_of_last, done = address + stored.nbytes, 0
+        for stored, address in self._own_part_first(_apart(_aliased(reads))):
+            done = 0
             while room and done < stored.nbytes:
                 undo, left = room.pop(0)
                 nbytes = min(left, stored.nbytes - done)
@@ -96,6 +97,17 @@ class Filler:
             self._ahead[stored.path, stored.begin, address] = done
         self._kept = pieces
         self._read(pieces, direct=self._turn[1] == 1)
+
+    def _own_part_first(self, places: Sequence[tuple[Stored, int]]) -> Sequence[tuple[Stored, int]]:
+        """In the order of the files, from this rank's share on."""
+        ordered = sorted(places, key=lambda each: (each[0].path, each[0].begin))
+        rank, world_size = self._turn
+        before = sum(stored.nbytes for stored, _ in ordered) * rank // world_size
+        first = 0
+        while first < len(ordered) and before >= ordered[first][0].nbytes:
+            before -= ordered[first][0].nbytes
+            first += 1
+        return ordered[first:] + ordered[:first]
 
     def take_back(self) -> None:
         """What fill_ahead() wrote to stands as it did before."""
@@ -112,28 +124,38 @@ class Filler:
                 begin = (block - at) * _BLOCK_BYTES
                 if not self._checked[block]:
                     pieces.append(_Piece(path, begin, min(_BLOCK_BYTES, nbytes - begin), 0))
-        self._load(pieces, direct=False, turn=(0, 1))  # into the page cache, from where they will be wanted
+        self._load(pieces, direct=False)  # into the page cache, from where they will be wanted
 
-    def _read(self, pieces: Iterable[_Piece], *, direct: bool) -> None:
+    def _read(self, pieces: Iterable[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
         ordered = sorted(pieces, key=lambda each: (each.path, each.begin))
-        self._load(ordered, direct=direct, turn=(0, 1) if direct else self._turn)
+        self._load(ordered, direct=direct, turn=turn)
         for piece in ordered:
             at = self._first_block[piece.path]
             first, last = piece.begin // _BLOCK_BYTES, (piece.begin + piece.nbytes - 1) // _BLOCK_BYTES
             self._checked[at + first : at + last + 1] = b"\1" * (last + 1 - first)
 
-    def _load(self, pieces: Sequence[_Piece], *, direct: bool, turn: tuple[int, int]) -> None:
+    def _load(self, pieces: Sequence[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
         readers = _READERS_ALONE if self._turn[1] == 1 else _READERS
         self._folder.load([dataclasses.astuple(piece) for piece in pieces], readers, direct, turn)
 
 
-def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[int, Stored]]:
-    """(address, what goes there), of tensors whose own memory can be read into."""
+def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[Stored, int]]:
+    """(what, the address it goes to), of tensors whose own memory can be read into."""
     for stored, target in reads:
-        if stored.nbytes and not is_dtensor(target) and target.device.type == "cpu":
-            memory = plain(target)
-            if memory.data_ptr() == target.data_ptr() and not target.is_conj() and not target.is_neg():
-                yield memory.data_ptr(), stored
+        if stored.nbytes and not is_dtensor(target) and target.device.type == "cpu" and target.is_contiguous():
+            if not target.is_conj() and not target.is_neg():
+                yield stored, target.data_ptr()
+
+
+def _apart(places: Iterable[tuple[Stored, int]]) -> list[tuple[Stored, int]]:
+    """Without those that lie over another's memory: what stood there is what stood before both."""
+    found: list[tuple[Stored, int]] = []
+    end_of_last = 0
+    for stored, address in sorted(places, key=lambda each: each[1]):
+        if address >= end_of_last:
+            found.append((stored, address))
+            end_of_last = address + stored.nbytes
+    return found
 
 
 def _land(target: torch.Tensor, memory: torch.Tensor) -> None:

@@ -439,15 +439,16 @@ def agree_on(
     CheckpointError
         It is sound, but some rank cannot use it: the same sentence on every rank.
     """
-    looked = _Look(path, training, peers)
-    refusal: str | None = "interrupted"
+    look = _Look(path, training, peers)
+    is_sound = False
     try:
-        looked.look(verify, spare)
-        refusal = looked.hear_others()
+        look.begin(verify, spare)
+        refusal = look.hear_others()
+        is_sound = not refusal
     finally:
-        if refusal is not None and looked.reader is not None:
-            looked.reader.take_back()
-    return (looked.reader, "") if refusal is None else (None, refusal)
+        if look.reader is not None and not is_sound:
+            look.reader.take_back()
+    return (look.reader, "") if is_sound else (None, refusal)
 
 
 class _Look:
@@ -458,7 +459,7 @@ class _Look:
         self.reader: Reader | None = None
         self._verdict = [SOUND, ""]
 
-    def look(self, verify: bool, spare: Sequence[tuple[int, int]]) -> None:
+    def begin(self, verify: bool, spare: Sequence[tuple[int, int]]) -> None:
         rank, world_size = self.peers.rank, self.peers.world_size
         try:
             self.reader = Reader(self.path, self.training, rank, world_size)
@@ -474,8 +475,8 @@ class _Look:
         except Exception as error:
             self._verdict = [FATAL, f"'{self.path}': {type(error).__name__}: {error}"]
 
-    def hear_others(self) -> str | None:
-        """Why the folder is passed over; None: it is sound for all."""
+    def hear_others(self) -> str:
+        """Why the folder is passed over; "": it is sound for all. CheckpointError: it is not to be passed over."""
         verdicts = self.peers.exchange(self._verdict, f"verdict on {self.path}")
         for kind in (FATAL, REJECTED):
             for rank, (found, text) in enumerate(verdicts):
@@ -486,7 +487,7 @@ class _Look:
                     return sentence
         if len({nonce for _, nonce in verdicts}) > 1:
             return f"ranks see different checkpoints at '{self.path}'"
-        return None
+        return ""
 
 
 def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
