@@ -750,7 +750,7 @@ class CheckpointFolder:
     def read(self, path: str, ranges: list[tuple[int, int, int]]) -> None:
         """Fills (begin, nbytes, address), ascending, from checked blocks."""
     def load(
-        self, ranges: list[tuple[str, int, int, int, int]], threads: int, direct: bool, turn: tuple[int, int], /
+        self, ranges: list[tuple[str, int, int, int, int]], threads: int, direct: bool, turn: tuple[int, int]
     ) -> None:
         """Fills (path, begin, nbytes, address, undo), ascending, from checked blocks, by several threads.
 
