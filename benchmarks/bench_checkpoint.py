@@ -9,6 +9,7 @@ SW_BENCH_CASES="1:0.35,2:0.12" chooses world sizes and step lengths (seconds) of
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -105,10 +106,19 @@ def one_save(
     return {"returns": returned, "durable": ended[0], "lost": returned + stepping - steps * quiet_s}
 
 
+def chunk_memory(*, huge: bool) -> memoryview:
+    """CHUNK bytes in huge pages, or in small ones: what a device is asked for in one request differs."""
+    slack = 2 * MIB
+    memory = mmap.mmap(-1, CHUNK + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % slack
+    return memoryview(memory)[begin : begin + CHUNK]
+
+
 def raw_write(path: str, size_bytes: int) -> float:
     """Seconds for O_DIRECT writes of this many bytes, allocated before and synced after."""
-    memory = mmap.mmap(-1, CHUNK)
-    memory.write(os.urandom(4096) * (CHUNK // 4096))
+    memory = chunk_memory(huge=True)
+    memory[:] = os.urandom(4096) * (CHUNK // 4096)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
     begin = time.perf_counter()
     os.posix_fallocate(fd, 0, size_bytes)
@@ -119,8 +129,9 @@ def raw_write(path: str, size_bytes: int) -> float:
     return time.perf_counter() - begin
 
 
-def raw_read(path: str, size_bytes: int) -> float:
-    memory = mmap.mmap(-1, CHUNK)
+def raw_read(path: str, size_bytes: int, *, huge: bool = True) -> float:
+    memory = chunk_memory(huge=huge)
+    memory[:] = bytes(CHUNK)  # there before the clock starts
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     begin = time.perf_counter()
     for offset in range(0, size_bytes, CHUNK):
@@ -218,25 +229,27 @@ class Bench:
     def load(self, arm: str) -> float:
         folder = f"{self.directory}/{'dcp' if arm == 'dcp' else 'copy'}"
         drop_caches(folder)
-        if arm == "new":  # as after a restart
+        if arm == "new":  # as after a restart: nothing is there yet, and no staging of an earlier save
             self.subject.optimizer.state.clear()
         dist.barrier()
         begin = time.perf_counter()
+        (newest,) = (name for name in os.listdir(folder) if not name.startswith("."))
         if arm == "dcp":
-            (newest,) = os.listdir(folder)
             dcp.load(self.subject.state(), checkpoint_id=f"{folder}/{newest}")
+        elif arm == "new":
+            sw.load(f"{folder}/{newest}", self.subject.model, self.subject.optimizer)
         else:
             self.ours["copy"].restore()
         return time.perf_counter() - begin
 
-    def raw(self) -> tuple[float, float]:
-        """(write, read) of the whole state by rank 0, the others idle."""
+    def raw(self) -> tuple[float, float, float]:
+        """(write, read, read into small pages) of the whole state by rank 0, the others idle."""
         path = f"{self.directory}/raw"
-        times = (0.0, 0.0)
+        times = (0.0, 0.0, 0.0)
         dist.barrier()
         if self.rank == 0:
             size = self.subject.size_bytes // CHUNK * CHUNK
-            times = (raw_write(path, size), raw_read(path, size))
+            times = (raw_write(path, size), raw_read(path, size), raw_read(path, size, huge=False))
             os.unlink(path)
         dist.barrier()
         return times
@@ -253,7 +266,7 @@ def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: fl
     first = {arm: bench.save(arm) for arm in arms}
     samples: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     loads: dict[str, list[float]] = {"copy": [], "new": [], "dcp": []}
-    raw: list[tuple[float, float]] = []
+    raw: list[tuple[float, float, float]] = []
     for turn in range(rounds):
         for position in range(len(arms)):
             arm = arms[(turn + position) % len(arms)]
@@ -291,7 +304,7 @@ def report_case(report: common.Report, case: str, results: list[dict[str, Any]])
     size = results[0]["bytes"]
     gib = size / 2**30
     samples = len(results[0]["raw"])
-    writes, reads = (statistics.median(pair[i] for pair in results[0]["raw"]) for i in (0, 1))
+    writes, reads, small = (statistics.median(times[i] for times in results[0]["raw"]) for i in range(3))
 
     def add(name: str, unit: str, ours: float, peer: float, peer_name: str, goal: float, **extra: Any) -> None:
         report.add(f"{case} {name}", unit, ours, peer, peer_name, goal=goal, samples=samples, **extra)
@@ -331,7 +344,7 @@ def report_case(report: common.Report, case: str, results: list[dict[str, Any]])
         for arm in ("copy", "new", "dcp")
     }
     for arm, name in (("copy", "verified cold load"), ("new", "verified cold load, optimizer state not there yet")):
-        add(name, "s", loads[arm], reads, "raw O_DIRECT read", 1 / 0.85, dcp_s=loads["dcp"])
+        add(name, "s", loads[arm], reads, "raw O_DIRECT read", 1 / 0.85, dcp_s=loads["dcp"], small_pages_s=small)
         report.add(f"{case} {name}", "s", loads[arm], loads["dcp"], "dcp.load", goal=2.5, larger=True, samples=samples)
     for arm in ("copy", "lazy"):
         add(f"{arm} background CPU, all ranks", "s", sum(r["cpu"][arm] for r in results), gib, "one second a GiB", 0.3)

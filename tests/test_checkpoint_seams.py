@@ -343,20 +343,19 @@ class CountingFolder:
     """A CheckpointFolder that notes which blocks are read."""
 
     def __init__(self, folder: sw.checkpoint.reading.CheckpointFolder) -> None:
-        self._folder, self.blocks = folder, []
+        self._folder, self.blocks, self.files = folder, [], folder.files
         self._first, count = {}, 0
         for path, nbytes in folder.files.items():
             self._first[path] = count
             count += -(-nbytes // (1 << 20))
 
-    def verify(self, first: int, end: int) -> None:
-        self.blocks += range(first, end)
-        self._folder.verify(first, end)
-
-    def read(self, path: str, ranges: list[tuple[int, int, int]]) -> None:
-        found = {b for begin, n, _ in ranges for b in range(begin >> 20, ((begin + n - 1) >> 20) + 1)}
-        self.blocks += [self._first[path] + block for block in found]
-        self._folder.read(path, ranges)
+    def load(self, ranges: list[tuple[str, int, int, int, int]], *options: object) -> None:
+        self.blocks += {
+            self._first[path] + block
+            for path, begin, n, *_ in ranges
+            for block in range(begin >> 20, ((begin + n - 1) >> 20) + 1)
+        }
+        self._folder.load(ranges, *options)
 
 
 def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ static void look(sw_board *board, int count)
     if (!board->path || (board->looked_ns && now_ns - board->looked_ns < LOOK_EVERY_NS))
         return;
     board->looked_ns = now_ns;
-    sw_status status = sw_file_open_read(board->path, &fd, &size_bytes, &why);
+    sw_status status = sw_file_open_read(board->path, false, &fd, &size_bytes, &why);
     if (status == SW_OK)
         board->gone_ns = 0;
     else if (why.detail == ENOENT && !board->gone_ns)

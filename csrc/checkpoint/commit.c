@@ -19,7 +19,7 @@ static sw_status sync_files(const char *partial, const sw_manifest *manifest, sw
         int fd = -1;
         uint64_t size_bytes = 0;
         SW_TRY(sw_path_join(path, partial, file->path, err));
-        SW_TRY(sw_file_open_read(path, &fd, &size_bytes, err));
+        SW_TRY(sw_file_open_read(path, false, &fd, &size_bytes, err));
         sw_status status = sw_file_sync(fd, path, err);
         sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
         SW_TRY(status);

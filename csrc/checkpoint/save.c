@@ -332,6 +332,14 @@ void sw_saver_progress(sw_saver *saver, sw_save_progress *progress)
     pthread_mutex_unlock(&saver->mutex);
 }
 
+uint8_t *sw_saver_spare(const sw_saver *saver, size_t index, size_t *size_bytes)
+{
+    if (saver->is_running || index >= saver->stage.region_count)
+        return NULL;
+    *size_bytes = saver->stage.regions[index].slot_count * SW_BLOCK_BYTES;
+    return saver->stage.regions[index].base;
+}
+
 void sw_saver_destroy(sw_saver *saver)
 {
     if (!saver)

@@ -95,6 +95,10 @@ void sw_saver_cancel(sw_saver *saver, const sw_error *reason);
 
 void sw_saver_progress(sw_saver *saver, sw_save_progress *progress);
 
+/* The memory for snapshots, region `index` of it, which is anybody's until the next save begins;
+ * NULL: no more, or a save is under way. */
+uint8_t *sw_saver_spare(const sw_saver *saver, size_t index, size_t *size_bytes);
+
 /* Cancels, waits for the threads' end, and frees. NULL is allowed. */
 void sw_saver_destroy(sw_saver *saver);
 

@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -168,8 +169,11 @@ sw_status sw_file_open_write(const char *path, bool direct, int *fd, sw_error *e
     return open_existing(path, O_WRONLY, fd, &size_bytes, err);
 }
 
-sw_status sw_file_open_read(const char *path, int *fd, uint64_t *size_bytes, sw_error *err)
+sw_status sw_file_open_read(const char *path, bool direct, int *fd, uint64_t *size_bytes,
+                            sw_error *err)
 {
+    if (direct && open_existing(path, O_RDONLY | O_DIRECT, fd, size_bytes, NULL) == SW_OK)
+        return SW_OK;
     return open_existing(path, O_RDONLY, fd, size_bytes, err);
 }
 
@@ -177,6 +181,26 @@ bool sw_file_is_direct(int fd)
 {
     int flags = fcntl(fd, F_GETFL);
     return flags >= 0 && (flags & O_DIRECT) != 0;
+}
+
+bool sw_file_is_cached(int fd, uint64_t offset, size_t size_bytes)
+{
+    enum { PAGES_AT_ONCE = 512 };
+    unsigned char is_there[PAGES_AT_ONCE];
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), count = (size_bytes + page - 1) / page;
+    void *view = mmap(NULL, size_bytes, PROT_READ, MAP_SHARED, fd, (off_t)offset);
+    if (view == MAP_FAILED)
+        return true;
+    bool is_cached = true;
+    for (size_t done = 0; done < count && is_cached; done += PAGES_AT_ONCE) {
+        size_t some = count - done < PAGES_AT_ONCE ? count - done : PAGES_AT_ONCE;
+        if (mincore((uint8_t *)view + done * page, some * page, is_there) != 0)
+            break;
+        for (size_t i = 0; i < some; ++i)
+            is_cached = is_cached && (is_there[i] & 1) != 0;
+    }
+    munmap(view, size_bytes);
+    return is_cached;
 }
 
 /* Whether the descriptor went past the page cache, and does so no longer. */
@@ -276,7 +300,7 @@ sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes, char **data
     uint64_t size = 0;
     char *made = NULL;
     sw_status status;
-    SW_TRY(sw_file_open_read(path, &fd, &size, err));
+    SW_TRY(sw_file_open_read(path, false, &fd, &size, err));
     if (size > limit_bytes) {
         status = sw_error_set(err, SW_E_INVALID, -1,
                               "'%s' has %" PRIu64 " bytes, more than the %" PRIu64 " allowed", path,

@@ -42,9 +42,9 @@ SW_MUST_USE sw_status sw_file_allocate(int fd, const char *path, uint64_t size_b
  * allows it. */
 SW_MUST_USE sw_status sw_file_open_write(const char *path, bool direct, int *fd, sw_error *err);
 
-/* An existing regular file for reading, and its size. */
-SW_MUST_USE sw_status sw_file_open_read(const char *path, int *fd, uint64_t *size_bytes,
-                                        sw_error *err);
+/* An existing regular file for reading, and its size; past the page cache as sw_file_open_write. */
+SW_MUST_USE sw_status sw_file_open_read(const char *path, bool direct, int *fd,
+                                        uint64_t *size_bytes, sw_error *err);
 
 /* Writes all of `parts` (changed on the way) at `offset`. A descriptor opened past the page cache
  * goes through it from the moment that the system refuses an alignment. */
@@ -56,8 +56,12 @@ SW_MUST_USE sw_status sw_file_write_at(int fd, const char *path, struct iovec *p
 SW_MUST_USE sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_bytes,
                                       uint64_t offset, sw_error *err);
 
-/* Whether writes to the descriptor go past the page cache. */
+/* Whether reads and writes of the descriptor go past the page cache. */
 bool sw_file_is_direct(int fd);
+
+/* Whether a range of an open file, from a whole page on, is in the page cache; also true where that
+ * cannot be told. */
+bool sw_file_is_cached(int fd, uint64_t offset, size_t size_bytes);
 
 SW_MUST_USE sw_status sw_file_sync(int fd, const char *path, sw_error *err);
 

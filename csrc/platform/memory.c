@@ -124,6 +124,15 @@ sw_status sw_memory_protect(uint8_t *address, size_t size_bytes, bool writable, 
     return SW_OK;
 }
 
+void sw_memory_prefer_huge(uint8_t *address, size_t size_bytes)
+{
+    uintptr_t begin =
+                  ((uintptr_t)address + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes,
+              end = ((uintptr_t)address + size_bytes) / huge_page_bytes * huge_page_bytes;
+    if (begin < end)
+        (void)madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+}
+
 uint8_t *sw_memory_reserve(size_t size_bytes)
 {
     void *range = reserve(size_bytes);

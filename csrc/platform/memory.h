@@ -26,6 +26,9 @@ SW_MUST_USE sw_status sw_memfd_map(int fd, size_t size_bytes, uint8_t **address,
 /* Private zeroed pages, for one rank alone. Pages come when touched. */
 SW_MUST_USE sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_error *err);
 
+/* Asks for huge pages where a range covers them whole and nothing was touched yet. A hint. */
+void sw_memory_prefer_huge(uint8_t *address, size_t size_bytes);
+
 /* An address range that nothing lies behind yet, on a huge page's boundary if it is that large;
  * NULL with errno where there is none. Ended by sw_memory_unmap. */
 uint8_t *sw_memory_reserve(size_t size_bytes);

@@ -101,6 +101,60 @@ static PyObject *folder_read(PyObject *op, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* (path, begin, nbytes, address, undo) */
+static int parse_load_range(const folder_object *self, PyObject *item, sw_load_range *range)
+{
+    const char *path;
+    unsigned long long begin, size_bytes, address, undo;
+    if (!PyArg_ParseTuple(item, "sKKKK", &path, &begin, &size_bytes, &address, &undo))
+        return -1;
+    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
+    if (!file) {
+        PyErr_Format(PyExc_ValueError, "load: the checkpoint '%s' has no file '%s'", self->path,
+                     path);
+        return -1;
+    }
+    *range = (sw_load_range){.file = (size_t)(file - self->manifest.files),
+                             .begin = begin,
+                             .size_bytes = (size_t)size_bytes,
+                             .destination = (uint8_t *)(uintptr_t)address,
+                             .undo = (uint8_t *)(uintptr_t)undo};
+    return 0;
+}
+
+static PyObject *folder_load(PyObject *op, PyObject *args)
+{
+    folder_object *self = (folder_object *)op;
+    PyObject *list;
+    int threads, is_direct;
+    unsigned long long turn, turn_count;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "O!ip(KK):load", &PyList_Type, &list, &threads, &is_direct, &turn,
+                          &turn_count))
+        return NULL;
+    size_t count = (size_t)PyList_Size(list);
+    sw_load_range *ranges = calloc(count + 1, sizeof *ranges);
+    if (!ranges)
+        return PyErr_NoMemory();
+    for (size_t i = 0; i < count; ++i)
+        if (parse_load_range(self, PyList_GetItem(list, (Py_ssize_t)i), &ranges[i]) != 0) {
+            free(ranges);
+            return NULL;
+        }
+    sw_load_options options = {.thread_count = threads,
+                               .is_direct = is_direct != 0,
+                               .turn = (size_t)turn,
+                               .turn_count = (size_t)turn_count};
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_checkpoint_load(self->path, &self->manifest, ranges, count, &options, &err);
+    Py_END_ALLOW_THREADS
+    free(ranges);
+    if (status != SW_OK)
+        return fail(op, &err);
+    Py_RETURN_NONE;
+}
+
 /* Bytes [begin, begin + size) of a file in malloc'ed memory. */
 static sw_status read_part(const folder_object *self, const char *path, size_t size_bytes,
                            uint8_t **data, sw_error *err)
@@ -300,6 +354,9 @@ static PyMethodDef folder_methods[] = {
      "verify(first, end)\n--\n\nChecks these blocks of all files."},
     {"read", folder_read, METH_VARARGS,
      "read(path, ranges)\n--\n\nFills [(begin, nbytes, address)] from checked blocks."},
+    {"load", folder_load, METH_VARARGS,
+     "load(ranges, threads, direct, turn)\n--\n\nFills or checks [(path, begin, nbytes, address or "
+     "0, undo or 0)] by several threads."},
     {"read_bytes", folder_read_bytes, METH_VARARGS,
      "read_bytes(path)\n--\n\nA whole file, checked."},
     {"tensors", folder_tensors, METH_VARARGS,

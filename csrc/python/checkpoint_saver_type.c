@@ -337,6 +337,23 @@ static PyObject *saver_progress(PyObject *op, PyObject *unused)
         (unsigned long long)progress.ahead_bytes, "busy", PyBool_FromLong(progress.is_busy));
 }
 
+static PyObject *saver_spare(PyObject *op, PyObject *unused)
+{
+    saver_object *self = (saver_object *)op;
+    size_t size_bytes = 0;
+    (void)unused;
+    PyObject *list = is_usable(self) ? PyList_New(0) : NULL;
+    uint8_t *base;
+    for (size_t i = 0; list && (base = sw_saver_spare(self->saver, i, &size_bytes)); ++i) {
+        PyObject *item = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)base,
+                                       (unsigned long long)size_bytes);
+        if (!item || PyList_Append(list, item) < 0)
+            ENGINE_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
 static PyMethodDef saver_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))saver_begin, METH_VARARGS | METH_KEYWORDS,
      "Takes the snapshot and starts the rest."},
@@ -350,6 +367,8 @@ static PyMethodDef saver_methods[] = {
     {"progress", saver_progress, METH_NOARGS,
      "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, "
      "busy."},
+    {"spare", saver_spare, METH_NOARGS,
+     "spare()\n--\n\n[(address, nbytes)] of memory that is anybody's until the next save begins."},
     {"close", saver_close, METH_NOARGS,
      "close()\n--\n\nGives up a running save and frees everything."},
     {NULL, NULL, 0, NULL},

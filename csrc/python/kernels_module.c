@@ -6,6 +6,7 @@
 
 #include "kernels/crc32c.h"
 #include "platform/limits.h"
+#include "platform/memory.h"
 #include "python/engine.h"
 
 enum { SELF_TEST_RANKS = 3, SELF_TEST_NUMEL = 70001, MAX_TABLES = 8 };
@@ -212,6 +213,16 @@ static PyObject *crc32c_join(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLong(sw_crc32c_join((uint32_t)a, (uint32_t)b, b_bytes));
 }
 
+static PyObject *prefer_huge_pages(PyObject *module, PyObject *args)
+{
+    unsigned long long address, size_bytes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KK:prefer_huge_pages", &address, &size_bytes))
+        return NULL;
+    sw_memory_prefer_huge((uint8_t *)(uintptr_t)address, (size_t)size_bytes);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef sw_py_kernel_functions[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS,
      "instruction_sets()\n--\n\nTables that run here, best last."},
@@ -225,6 +236,8 @@ PyMethodDef sw_py_kernel_functions[] = {
      "crc32c(address, nbytes)\n--\n\nThe checksum that checkpoints use."},
     {"crc32c_join", crc32c_join, METH_VARARGS,
      "crc32c_join(a, b, b_nbytes)\n--\n\nThe checksum of A then B, from those of A and B."},
+    {"prefer_huge_pages", prefer_huge_pages, METH_VARARGS,
+     "prefer_huge_pages(address, nbytes)\n--\n\nA hint for memory that nobody touched yet."},
     {"host_limits", host_limits, METH_NOARGS, "host_limits()\n--\n\nWhat this process may take."},
     {"self_test", self_test, METH_NOARGS,
      "self_test()\n--\n\nA threaded all_reduce; Error when it is wrong."},

@@ -46,6 +46,9 @@ def crc32c(address: int, nbytes: int) -> int:
 def crc32c_join(a: int, b: int, b_nbytes: int) -> int:
     """The checksum of A followed by the `b_nbytes` bytes of B, from those of A and B."""
 
+def prefer_huge_pages(address: int, nbytes: int) -> None:
+    """Asks for huge pages in memory that nobody touched yet. A hint."""
+
 def host_limits() -> dict[str, Any]:
     """memory_max_bytes, memory_current_bytes, fsize_bytes, nofile (None where unlimited or unknown)."""
 
@@ -724,6 +727,8 @@ class CheckpointSaver:
         """Makes a running save fail soon, with this reason."""
     def progress(self) -> dict[str, int]:
         """bytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, busy."""
+    def spare(self) -> list[tuple[int, int]]:
+        """(address, nbytes) of the memory for snapshots, which is anybody's until the next save begins; none while one runs."""
     def close(self) -> None:
         """Gives up a running save, waits for its threads and frees everything. Idempotent."""
 
@@ -747,6 +752,14 @@ class CheckpointFolder:
         """Metadata and (name, dtype, shape, begin, nbytes) of a safetensors file; begin is from the file's start."""
     def read(self, path: str, ranges: list[tuple[int, int, int]]) -> None:
         """Fills (begin, nbytes, address), ascending, from checked blocks."""
+    def load(
+        self, ranges: list[tuple[str, int, int, int, int]], threads: int, direct: bool, turn: tuple[int, int]
+    ) -> None:
+        """Fills (path, begin, nbytes, address, undo), ascending, from checked blocks, by several threads.
+
+        An address 0: its blocks are checked alone. Memory at `undo` (0: none) holds what stood at the address afterwards,
+        whatever the outcome. `direct`: past the page cache what is not in it. `turn` (i, of n): begins at this part.
+        """
     def read_bytes(self, path: str) -> bytes:
         """A whole file, checked."""
     def checksums(self, path: str) -> list[int]:

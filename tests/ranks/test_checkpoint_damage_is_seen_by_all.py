@@ -93,8 +93,11 @@ def test_any_damage_to_any_file_sends_all_ranks_to_the_older_checkpoint(rank, wo
         if rank == 0:
             for step in (1, 2):
                 flip(f"{folder}/step-{step:06d}/model.safetensors", 5000)
+        train(model, optimizer, 1)
+        live = state_of(model, optimizer)
         gather(None)
         sentence = agreed(checkpoints.restore)
+        assert_same_state(state_of(model, optimizer), live)  # what was read ahead was taken back
         assert "none of the 2 checkpoints" in sentence and "model.safetensors' was changed" in sentence
         assert "block 0 (bytes 0 to 1048576)" in sentence
 

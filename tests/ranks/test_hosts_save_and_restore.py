@@ -14,12 +14,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_subjects import Small, build, digest_of
+import torch.distributed.checkpoint as dcp
+from checkpoint_subjects import Small, build, digest_of, train
 from harness import LONG, gather, on_every_rank
 from peer import PEER, batch, sw
 from shardwright.checkpoint.peers import Peers
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
+from test_checkpoint_bytes_do_not_depend_on_the_stage import fully_sharded, needs_fsdp2_on_cpus
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
+from test_torch_dcp_reads_and_writes_our_folders import state_dict, whole
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
@@ -250,6 +254,62 @@ def test_hosts_that_are_apart_save_and_other_hosts_resume(hosts, fresh_ranks):
             assert [each[2][0] for each in team.run(train_and_save, folder=f"{folder}/cut", stop=STEPS + 1)] == [
                 STEPS
             ] * 3
+
+
+def through_dcp(rank, world_size, folder, sharded):
+    """Saves with torch's two calls, reads it into other tensors, and says what stands in both."""
+    found = {}
+    model, optimizer = fully_sharded(0) if sharded else build(Small, 0)
+    train(model, optimizer, 2, width=24)
+    for call in (dcp.save, dcp.async_save):
+        path = f"{folder}/{call.__name__}"
+        future = call(state_dict(model, optimizer, epoch=3), storage_writer=sw.checkpoint.StorageWriter(path, step=2))
+        if future is not None and call is dcp.async_save:
+            getattr(future, "upload_completion", future).result()
+        dist.barrier()
+        other, other_optimizer = fully_sharded(7) if sharded else build(Small, 7)
+        train(other, other_optimizer, 1, width=24)
+        state = state_dict(other, other_optimizer, epoch=0)
+        dcp.load(state, storage_reader=sw.checkpoint.StorageReader(path))
+        set_model_state_dict(other, state["model"])
+        set_optimizer_state_dict(other, other_optimizer, state["optim"])
+        assert state["epoch"] == 3
+        expected, read = whole(model, optimizer), whole(other, other_optimizer)
+        assert read.keys() == expected.keys() and all(torch.equal(read[name], expected[name]) for name in expected)
+        found[call.__name__] = digest_of(path)
+    return found
+
+
+def read_through_dcp(rank, world_size, folder):
+    model, optimizer = build(Small, 3)
+    train(model, optimizer, 1, width=24)
+    state = state_dict(model, optimizer, epoch=0)
+    with pytest.raises(dcp.api.CheckpointException, match="was changed or did not survive"):
+        dcp.load(state, storage_reader=sw.checkpoint.StorageReader(f"{folder}/save"))
+    dcp.load(state, storage_reader=sw.checkpoint.StorageReader(f"{folder}/async_save"))
+    return whole(model, optimizer)
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=needs_fsdp2_on_cpus)], ids=["plain", "fsdp2"])
+@pytest.mark.timeout(120)
+def test_hosts_that_are_apart_go_through_dcp(hosts, sharded):
+    """The bytes do not depend on which hosts wrote them; a block that rots is named on all hosts."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        with hosts(2, 1) as lab:
+            digests = lab.team.run(through_dcp, folder=f"{folder}/3", sharded=sharded)
+        assert digests == [digests[0]] * 3 and digests[0]["save"] == digests[0]["async_save"]
+        with hosts(1, 1) as lab:
+            of_two = lab.team.run(through_dcp, folder=f"{folder}/2", sharded=sharded)
+        assert of_two[0] == of_two[1]
+        if not sharded:  # three ranks' mean is rounded otherwise than two's
+            assert of_two == digests[:2]
+        with open(f"{folder}/3/save/model.safetensors", "r+b") as file:
+            file.seek(5000)
+            file.write(b"\xff\x01\x02")
+        with hosts(1, 2) as lab:  # and other hosts read it
+            read = lab.team.run(read_through_dcp, folder=f"{folder}/3")
+        assert all(each.keys() == read[0].keys() for each in read)
+        assert all(torch.equal(each[name], read[0][name]) for each in read for name in each)
 
 
 @pytest.mark.timeout(120)

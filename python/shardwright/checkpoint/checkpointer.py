@@ -291,7 +291,8 @@ class Checkpointer:
             raise CheckpointError(refusal)
         refusals = []
         for path in paths:
-            reader, why = agree_on(path, self._training, self._peers, verify=self._verify)
+            spare = self._writer.spare()
+            reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare)
             if reader is not None:
                 apply_together(reader, self._peers, everything=True)
                 return int(reader.folder.step)

@@ -49,6 +49,7 @@ from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
 
 _BLOCK_BYTES = 1 << 20
+_READERS = 2
 #: (file, offset, bytes, checksum) of a part of one block
 Part = tuple[str, int, int, int]
 
@@ -246,17 +247,16 @@ class StorageReader(TorchStorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         folder = self._open()
         if self._verify:
-            first, starts = 0, {}
-            for path, nbytes in folder.files.items():
-                starts[path] = first
-                first += -(-nbytes // _BLOCK_BYTES)
-            blocks = set()
-            for path, ranges in self._reads(plan).items():
-                for begin, nbytes in ranges:
-                    last = (begin + nbytes - 1) // _BLOCK_BYTES
-                    blocks |= {starts[path] + block for block in range(begin // _BLOCK_BYTES, last + 1)}
-            for block in sorted(blocks):
-                folder.verify(block, block + 1)
+            blocks = {
+                (path, block * _BLOCK_BYTES)
+                for path, ranges in self._reads(plan).items()
+                for begin, nbytes in ranges
+                for block in range(begin // _BLOCK_BYTES, (begin + nbytes - 1) // _BLOCK_BYTES + 1)
+            }
+            checks = [
+                (path, begin, min(_BLOCK_BYTES, folder.files[path] - begin), 0, 0) for path, begin in sorted(blocks)
+            ]
+            folder.load(checks, _READERS, False, (0, 1))
         return plan
 
     def _reads(self, plan: LoadPlan) -> dict[str, list[tuple[int, int]]]:

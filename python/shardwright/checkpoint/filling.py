@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,18 @@ from .slices import Sliced, is_dtensor, slice_of_dtensor
 from .stored import Stored
 
 _BLOCK_BYTES = 1 << 20
-_READERS, _RUN_BLOCKS = 2, 16  # one waits for the disk while another sums up
+_READERS, _READERS_ALONE = 2, 3  # some wait for the disk while another sums up and copies
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A range of a file, and where its bytes go."""
+    """A range of a file, where its bytes go, and where to what stood there."""
 
     path: str
     begin: int
     nbytes: int
     address: int
+    undo: int = 0
 
 
 class Filler:
@@ -36,7 +37,8 @@ class Filler:
     ----------
     folder : CheckpointFolder
     rank, world_size : int
-        Ranks begin at different places, so that each reads from the disk what the others then find in the page cache.
+        Ranks begin at different places, so that each reads from the disk what the others then find in the page cache. What a
+        rank alone reads goes past it.
     """
 
     def __init__(self, folder: CheckpointFolder, rank: int, world_size: int) -> None:
@@ -44,6 +46,9 @@ class Filler:
         self._turn = (rank, world_size)
         self._first_block: dict[str, int] = {}
         self._checked = bytearray(folder.block_count)
+        self._kept: list[_Piece] = []
+        self._ahead: dict[tuple[str, int, int], int] = {}
+        """(path, begin, address) -> how many bytes from there on were filled ahead"""
         count = 0
         for path, nbytes in folder.files.items():
             self._first_block[path] = count
@@ -51,59 +56,106 @@ class Filler:
 
     def fill(self, reads: Iterable[tuple[Stored, Any]]) -> None:
         """Into tensors, or the slices that are held of them."""
-        pieces, landed = [], []
+        shared, own, landed = [], [], []
         for stored, target in reads:
             if not stored.nbytes:
                 continue
             if isinstance(target, Sliced) or is_dtensor(target):
                 sliced = target if isinstance(target, Sliced) else slice_of_dtensor(target)
-                ranges = sliced.ranges()
+                own += [_Piece(stored.path, stored.begin + begin, n, at) for begin, n, at in sliced.ranges()]
                 landed.append(functools.partial(_land_slice, sliced))
             else:
                 memory = plain(target)
-                ranges = [(0, stored.nbytes, memory.data_ptr())]
+                address = memory.data_ptr()
+                there = self._ahead.get((stored.path, stored.begin, address), 0)
+                if there < stored.nbytes:
+                    shared.append(_Piece(stored.path, stored.begin + there, stored.nbytes - there, address + there))
                 landed.append(functools.partial(_land, target, memory))
-            pieces += [_Piece(stored.path, stored.begin + begin, n, address) for begin, n, address in ranges]
-        self._read(pieces)
+        alone = self._turn[1] == 1
+        self._read(shared, direct=alone, turn=self._turn)
+        self._read(own, direct=True)
         for land in landed:
             land()
 
+    def fill_ahead(self, reads: Iterable[tuple[Stored, torch.Tensor]], spare: Sequence[tuple[int, int]]) -> None:
+        """Into live tensors, before it is known whether the folder is sound.
+
+        What stood there is kept in memory `spare`, (address, nbytes), as far as that goes, and until take_back(). The rest is
+        left to fill(). A rank begins with its share of the files: it alone reads that from the disk.
+        """
+        pieces: list[_Piece] = []
+        room = list(spare)
+        for stored, address in self._own_part_first(_apart(_aliased(reads))):
+            done = 0
+            while room and done < stored.nbytes:
+                undo, left = room.pop(0)
+                nbytes = min(left, stored.nbytes - done)
+                pieces.append(_Piece(stored.path, stored.begin + done, nbytes, address + done, undo))
+                done += nbytes
+                if left > nbytes:
+                    room.insert(0, (undo + nbytes, left - nbytes))
+            self._ahead[stored.path, stored.begin, address] = done
+        self._kept = pieces
+        self._read(pieces, direct=self._turn[1] == 1)
+
+    def _own_part_first(self, places: Sequence[tuple[Stored, int]]) -> Sequence[tuple[Stored, int]]:
+        """In the order of the files, from this rank's share on."""
+        ordered = sorted(places, key=lambda each: (each[0].path, each[0].begin))
+        rank, world_size = self._turn
+        before = sum(stored.nbytes for stored, _ in ordered) * rank // world_size
+        first = 0
+        while first < len(ordered) and before >= ordered[first][0].nbytes:
+            before -= ordered[first][0].nbytes
+            first += 1
+        return ordered[first:] + ordered[:first]
+
+    def take_back(self) -> None:
+        """What fill_ahead() wrote to stands as it did before."""
+        for piece in self._kept:
+            ctypes.memmove(piece.address, piece.undo, piece.nbytes)
+        self._kept, self._ahead = [], {}
+
     def verify(self, first: int, end: int) -> None:
         """Checks those of the blocks [first, end) of all files that nothing has been read from."""
-        runs: list[list[int]] = []
-        for block in range(first, end):
-            if self._checked[block]:
-                continue
-            if runs and runs[-1][1] == block and block - runs[-1][0] < _RUN_BLOCKS:
-                runs[-1][1] = block + 1
-            else:
-                runs.append([block, block + 1])
-        with ThreadPoolExecutor(_READERS) as pool:
-            list(pool.map(lambda run: self._folder.verify(*run), runs))
+        pieces = []
+        for path, nbytes in self._folder.files.items():
+            at = self._first_block[path]
+            for block in range(max(first, at), min(end, at - (-nbytes // _BLOCK_BYTES))):
+                begin = (block - at) * _BLOCK_BYTES
+                if not self._checked[block]:
+                    pieces.append(_Piece(path, begin, min(_BLOCK_BYTES, nbytes - begin), 0))
+        self._load(pieces, direct=False)  # into the page cache, from where they will be wanted
 
-    def _read(self, pieces: Iterable[_Piece]) -> None:
-        runs = list(_runs(pieces).items())
-        turn = len(runs) * self._turn[0] // self._turn[1]
-        with ThreadPoolExecutor(_READERS) as pool:
-            list(pool.map(lambda run: self._folder.read(run[0][0], run[1]), runs[turn:] + runs[:turn]))
-        for (path, _), entries in runs:
-            for begin, nbytes, _ in entries:
-                first, last = begin // _BLOCK_BYTES, (begin + nbytes - 1) // _BLOCK_BYTES
-                at = self._first_block[path]
-                self._checked[at + first : at + last + 1] = b"\1" * (last + 1 - first)
+    def _read(self, pieces: Iterable[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
+        ordered = sorted(pieces, key=lambda each: (each.path, each.begin))
+        self._load(ordered, direct=direct, turn=turn)
+        for piece in ordered:
+            at = self._first_block[piece.path]
+            first, last = piece.begin // _BLOCK_BYTES, (piece.begin + piece.nbytes - 1) // _BLOCK_BYTES
+            self._checked[at + first : at + last + 1] = b"\1" * (last + 1 - first)
+
+    def _load(self, pieces: Sequence[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
+        readers = _READERS_ALONE if self._turn[1] == 1 else _READERS
+        self._folder.load([dataclasses.astuple(piece) for piece in pieces], readers, direct, turn)
 
 
-def _runs(pieces: Iterable[_Piece]) -> dict[tuple[str, int], list[tuple[int, int, int]]]:
-    """(path, number of a run of blocks) -> (begin, bytes, address), ascending: no block is read by two runs."""
-    size = _RUN_BLOCKS * _BLOCK_BYTES
-    runs: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
-    for piece in sorted(pieces, key=lambda each: (each.path, each.begin)):
-        at, last = piece.begin, piece.begin + piece.nbytes
-        while at < last:
-            end = min(last, (at // size + 1) * size)
-            runs.setdefault((piece.path, at // size), []).append((at, end - at, piece.address + at - piece.begin))
-            at = end
-    return runs
+def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[Stored, int]]:
+    """(what, the address it goes to), of tensors whose own memory can be read into."""
+    for stored, target in reads:
+        if stored.nbytes and not is_dtensor(target) and target.device.type == "cpu" and target.is_contiguous():
+            if not target.is_conj() and not target.is_neg():
+                yield stored, target.data_ptr()
+
+
+def _apart(places: Iterable[tuple[Stored, int]]) -> list[tuple[Stored, int]]:
+    """Without those that lie over another's memory: what stood there is what stood before both."""
+    found: list[tuple[Stored, int]] = []
+    end_of_last = 0
+    for stored, address in sorted(places, key=lambda each: each[1]):
+        if address >= end_of_last:
+            found.append((stored, address))
+            end_of_last = address + stored.nbytes
+    return found
 
 
 def _land(target: torch.Tensor, memory: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,14 +129,25 @@ class Reader:
 
     # agreement --------------------------------------------------------------------------------------------------------
 
-    def verify_share(self, rank: int, world_size: int) -> None:
-        """Checks this rank's share of all blocks. What is read into memory of its own is read now, and not once more."""
+    def verify_share(self, rank: int, world_size: int, spare: Sequence[tuple[int, int]] = ()) -> None:
+        """Checks this rank's share of all blocks.
+
+        What is read into memory of its own is read now, and not once more; so are live tensors, as far as there is `spare`
+        memory, (address, nbytes), for what stood in them: take_back() puts that back.
+        """
+        live = [] if self._is_sliced() else list(self._model_reads)
         if self._optimizer is not None:
             with torch.no_grad():
                 self._optimizer_targets = self._make_targets(self._optimizer)
                 self._fill_optimizer(self._optimizer, self._optimizer_targets.new)
+                live += [(self._optimizer["stored"][n], t) for n, t in self._optimizer_targets.live.items()]
+        self._filler.fill_ahead(live, spare)
         count = self.folder.block_count
         self._filler.verify(count * rank // world_size, count * (rank + 1) // world_size)
+
+    def take_back(self) -> None:
+        """Live tensors are as they were before verify_share()."""
+        self._filler.take_back()
 
     # into the training ------------------------------------------------------------------------------------------------
 
@@ -159,11 +170,15 @@ class Reader:
             self._apply_compressor(rank)
         return tree.decode(self._state["extra"], tensors)
 
+    def _is_sliced(self) -> bool:
+        """Whether this rank writes slices of parameters alone, or none outside of whole_parameters()."""
+        model = getattr(self.training.model, "_orig_mod", self.training.model)
+        return isinstance(model, DistributedDataParallel) and bool(model._engine().zero)
+
     def _fill_model(self) -> None:
         model = getattr(self.training.model, "_orig_mod", self.training.model)
         with torch.no_grad():
-            in_slices = isinstance(model, DistributedDataParallel) and model._engine().zero
-            if not in_slices or has_passing_parameters(model):
+            if not self._is_sliced() or has_passing_parameters(model):
                 with whole_parameters(model, writable=True):
                     self._filler.fill(self._model_reads)
                 return
@@ -413,40 +428,66 @@ def _some(names: list[str]) -> str:
 SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"
 
 
-def agree_on(path: str, training: Training, peers: Peers, *, verify: bool) -> tuple[Reader | None, str]:
-    """(reader, "") if every rank finds `path` sound and fitting; (None, why) if some rank cannot read it. Collective.
+def agree_on(
+    path: str, training: Training, peers: Peers, *, verify: bool, spare: Sequence[tuple[int, int]] = ()
+) -> tuple[Reader | None, str]:
+    """(reader, "") if every rank finds `path` sound and fitting; (None, why) if some rank cannot read it, and live tensors
+    are then as they were. Collective. `spare`: as Reader.verify_share has it.
 
     Raises
     ------
     CheckpointError
         It is sound, but some rank cannot use it: the same sentence on every rank.
     """
-    reader, verdict = None, [SOUND, ""]
+    look = _Look(path, training, peers)
+    is_sound = False
     try:
-        reader = Reader(path, training, peers.rank, peers.world_size)
-        verdict = [SOUND, reader.folder.nonce]
-        if verify:
-            reader.verify_share(peers.rank, peers.world_size)
-    except Mismatch as error:
-        verdict = [FATAL, str(error)]
-    except (CheckpointError, KeyError, TypeError) as error:
-        verdict = [
-            REJECTED,
-            f"{error}" if isinstance(error, CheckpointError) else f"'{path}': {type(error).__name__}: {error}",
-        ]
-    except Exception as error:
-        verdict = [FATAL, f"'{path}': {type(error).__name__}: {error}"]
-    verdicts = peers.exchange(verdict, f"verdict on {path}")
-    for kind in (FATAL, REJECTED):
-        for rank, (found, text) in enumerate(verdicts):
-            if found == kind:
-                sentence = text if peers.world_size == 1 else f"rank {rank}: {text}"
-                if kind == FATAL:
-                    raise CheckpointError(sentence)
-                return None, sentence
-    if len({nonce for _, nonce in verdicts}) > 1:
-        return None, f"ranks see different checkpoints at '{path}'"
-    return reader, ""
+        look.begin(verify, spare)
+        refusal = look.hear_others()
+        is_sound = not refusal
+    finally:
+        if look.reader is not None and not is_sound:
+            look.reader.take_back()
+    return (look.reader, "") if is_sound else (None, refusal)
+
+
+class _Look:
+    """One rank's look at a folder, and what all ranks make of theirs."""
+
+    def __init__(self, path: str, training: Training, peers: Peers) -> None:
+        self.path, self.training, self.peers = path, training, peers
+        self.reader: Reader | None = None
+        self._verdict = [SOUND, ""]
+
+    def begin(self, verify: bool, spare: Sequence[tuple[int, int]]) -> None:
+        rank, world_size = self.peers.rank, self.peers.world_size
+        try:
+            self.reader = Reader(self.path, self.training, rank, world_size)
+            self._verdict = [SOUND, self.reader.folder.nonce]
+            if verify:
+                self.reader.verify_share(rank, world_size, spare)
+        except Mismatch as error:
+            self._verdict = [FATAL, str(error)]
+        except CheckpointError as error:
+            self._verdict = [REJECTED, str(error)]
+        except (KeyError, TypeError) as error:
+            self._verdict = [REJECTED, f"'{self.path}': {type(error).__name__}: {error}"]
+        except Exception as error:
+            self._verdict = [FATAL, f"'{self.path}': {type(error).__name__}: {error}"]
+
+    def hear_others(self) -> str:
+        """Why the folder is passed over; "": it is sound for all. CheckpointError: it is not to be passed over."""
+        verdicts = self.peers.exchange(self._verdict, f"verdict on {self.path}")
+        for kind in (FATAL, REJECTED):
+            for rank, (found, text) in enumerate(verdicts):
+                if found == kind:
+                    sentence = text if self.peers.world_size == 1 else f"rank {rank}: {text}"
+                    if kind == FATAL:
+                        raise CheckpointError(sentence)
+                    return sentence
+        if len({nonce for _, nonce in verdicts}) > 1:
+            return f"ranks see different checkpoints at '{self.path}'"
+        return ""
 
 
 def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:

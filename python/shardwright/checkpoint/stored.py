@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from .._engine import CheckpointError, CheckpointFolder
+from .._engine import CheckpointError, CheckpointFolder, prefer_huge_pages
 from .names import TORCH_DTYPES
+
+_OWN_MAPPING_BYTES = 32 << 20
+"""what malloc gives a mapping of its own in any case: new pages, and no neighbours"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +32,12 @@ class Stored:
     def empty(self) -> torch.Tensor:
         """A new tensor of this dtype and shape."""
         if self.complex_dtype is not None:
-            return torch.empty(self.shape[:-1], dtype=self.complex_dtype)
-        return torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype])
+            made = torch.empty(self.shape[:-1], dtype=self.complex_dtype)
+        else:
+            made = torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype])
+        if self.nbytes >= _OWN_MAPPING_BYTES:
+            prefer_huge_pages(made.data_ptr(), self.nbytes)
+        return made
 
 
 def _complex_dtype(

@@ -320,6 +320,10 @@ class Writer:
     def progress(self) -> dict[str, int]:
         return self._saver.progress()
 
+    def spare(self) -> list[tuple[int, int]]:
+        """(address, nbytes) of memory that is anybody's until the next save."""
+        return self._saver.spare()
+
     def close(self) -> None:
         """Gives up what runs. wait() first."""
         self._held = None
