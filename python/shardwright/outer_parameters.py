@@ -147,11 +147,15 @@ class SlicedParameters(WholeParameters):
             )
 
     def begin(self, everyone: HostGroup) -> HostGroup:
-        column = host_group(self._mesh.get_group(0), everyone.comm.timeout_s)
         everyone.broadcast(list(self.module.buffers()), 0, "buffers under DiLoCo")
+        column = host_group(self._mesh.get_group(0), everyone.comm.timeout_s)
         values = [tensor.clone() for tensor in self.tensors]  # in a row's memory others may read still
-        column.broadcast(values, 0, "slices of parameters under DiLoCo")
-        self.settle(None)
+        failure: Exception | None = None
+        try:
+            column.broadcast(values, 0, "slices of parameters under DiLoCo")
+        except Exception as error:
+            failure = error
+        self.settle(failure)
         for tensor, value in zip(self.tensors, values):
             tensor.copy_(value)
         self.publish()
