@@ -290,27 +290,29 @@ class DiLoCo:
         for name in anchors:
             if name not in self._names:
                 raise Error(f"DiLoCo: load_state_dict: the state is another model's: this one does not train {name!r}")
-        self._take_pending(state.get("pending"))
-        self.steps = int(state["steps"])
-        self.inner_optimizer.load_state_dict(state["inner"])
-        self.outer_optimizer.load_state_dict(state["outer"])
-        for name, anchor in zip(self._names, self._anchors):
-            anchor.copy_(anchors[name])
-
-    def _take_pending(self, pending: dict[str, Any] | None) -> None:
+        pending = state.get("pending")
+        if pending is not None:
+            self._check_pending(pending)
         if self._pending is not None:
             self._wait()  # of the run that is given up
-        if pending is None:
-            return
+        self.inner_optimizer.load_state_dict(state["inner"])
+        self.outer_optimizer.load_state_dict(state["outer"])
+        self.steps = int(state["steps"])
+        for name, anchor in zip(self._names, self._anchors):
+            anchor.copy_(anchors[name])
+        if pending is not None:
+            total = pending["change"].numel()
+            self._change[:total].copy_(pending["change"])
+            self._then[:total].copy_(pending["then"])
+            self._pending = pending["fragment"], int(pending["ends"])
+
+    def _check_pending(self, pending: dict[str, Any]) -> None:
         k, total = pending["fragment"], pending["change"].numel()
         if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):
             raise Error(
                 f"DiLoCo: load_state_dict: fragment {k} of {total} elements was under way, which needs the same fragments and "
                 f"overlap > 0; this one has {len(self._fragments)} fragments and overlap={self.overlap}"
             )
-        self._change[:total].copy_(pending["change"])
-        self._then[:total].copy_(pending["then"])
-        self._pending = k, int(pending["ends"])
 
 
 class _AtOnce:

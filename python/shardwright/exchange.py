@@ -347,6 +347,13 @@ def real_bucket(bucket: Any) -> Any:
     return _RealBucket(bucket) if bucket.buffer().is_complex() else bucket
 
 
+def done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """What a hook returns that has communicated already."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
 def share_of(bucket: Any) -> tuple[int | None, bool]:
     """Elements of a rank's slice of a bucket, None where the bucket does not say; and whether that slice alone is wanted."""
     if not hasattr(bucket, "slice_numel"):

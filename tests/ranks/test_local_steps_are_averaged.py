@@ -110,6 +110,9 @@ def test_it_resumes_with_the_same_bits(rank, world_size):
     assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(whole.parameters(), again.parameters()))
     with pytest.raises(sw.Error, match="another model's"):
         trainer.load_state_dict({**state, "anchors": {}})
+    with pytest.raises(ValueError):  # and nothing is taken of a state that does not fit
+        trainer.load_state_dict({**state, "steps": 3, "inner": {"state": {}, "param_groups": []}})
+    assert trainer.steps == 8
 
 
 class NaiveOverlap(Naive):
