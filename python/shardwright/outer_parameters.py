@@ -12,7 +12,7 @@ before anything is written.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from .data_parallel import DistributedDataParallel
 from .fully_shard import FullySharded, wrapper_of
 from .process_group import HostGroup, host_group, resolve_group
 from .sharded_optimizer import ELEMENTWISE
-
-if TYPE_CHECKING:
-    from .replica import Replica
 
 #: what a row waits for a column's news beyond the column's own deadline
 _GRACE_S = 2.0
