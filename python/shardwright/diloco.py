@@ -6,6 +6,11 @@
         trainer.step(); trainer.zero_grad()
     trainer.synchronise()
 
+Over a mesh of two dimensions, (replicate, shard), a row steps as one, at zero >= 1, and rows are averaged:
+
+    model, inner = sw.wrap(model, inner, zero=3, device_mesh=mesh["shard"])
+    trainer = sw.DiLoCo(model, inner, every=50, device_mesh=mesh)
+
 References
 ----------
 Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023. Douillard et al., Streaming DiLoCo
@@ -19,16 +24,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
 from .block_compression import BlockState
 from .bucket_thread import BucketThread
-from .data_parallel import DistributedDataParallel
 from .exchange import average_plain
 from .hooks import average_half
 from .levels import Levels, leased_levels, levels_of
-from .process_group import HostGroup, host_group, resolve_group
+from .outer_parameters import SlicedParameters, WholeParameters, who_is_told
 from .table import verify
 
 __all__ = ["DiLoCo"]
@@ -47,29 +50,33 @@ class DiLoCo:
     Parameters
     ----------
     model : Module
-        Bare, or wrapped by sw at zero=0, whose gradients are then no longer averaged. Float32 parameters on the CPU. All ranks
-        take rank 0's parameters and buffers.
+        Bare, or wrapped by sw at zero=0, whose gradients are then no longer averaged; or, with `device_mesh`, wrapped at zero >= 1 over
+        mesh["shard"]. Float32 parameters on the CPU. All ranks take rank 0's parameters and buffers.
     inner_optimizer : Optimizer
-        Of this rank alone.
+        Of this rank alone; of its row, as sw.wrap returned it, with `device_mesh`.
     every : int
         H, at least 1: local steps between two exchanges of the same parameter.
     fragments : int
         In [1, every]: parameters are cut into so many parts of about equal size, which are exchanged at different steps.
     outer : callable
-        Parameters to an optimizer; the default is SGD with Nesterov momentum, lr 0.7, momentum 0.9.
+        Parameters to an optimizer; the default is SGD with Nesterov momentum, lr 0.7, momentum 0.9. With `device_mesh` it steps on
+        one-dimensional slices: one of those that treat each element by itself.
     wire : {"bf16", "int8", "float32"}
         What changes of parameters travel as.
     overlap : int
         In [0, every // fragments): an exchange ends so many local steps after it was begun, and runs on a thread beside them.
     process_group : ProcessGroup, optional
         Of a bare model: the default group.
+    device_mesh : DeviceMesh, optional
+        Of two dimensions, (replicate, shard): inner steps are those of a row, which averages its gradients as ever; outer ones average
+        each slice between the ranks that own it, one a row.
     timeout_s : float
-        Deadline of each wait, for a bare model.
+        Deadline of each wait, for a bare model and between rows.
 
     Raises
     ------
     Error
-        The model is wrapped with zero >= 1, or ranks disagree about the arguments.
+        The model is wrapped with zero >= 1 and there is no `device_mesh`, or ranks disagree about the arguments.
     ValueError, TypeError
         A value out of its range; a model that another wrapper averages. What is wrong on one rank alone is an Error that
         names the rank on all others, at once.
@@ -80,7 +87,9 @@ class DiLoCo:
     with the mean of θ - θ_r as its gradient, and θ_r becomes θ: the same bits on every rank. Without `overlap` an exchange
     ends before step() returns. With it θ_r becomes θ plus what the rank's own steps since have changed, so ranks differ until
     synchronise(), and θ alone is bitwise equal. Cost: a copy of the parameters and the outer optimizer's state, with overlap one
-    more of the largest fragment; on the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type.
+    more of the largest fragment; on the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type. With `device_mesh`
+    all of that is of this rank's slices, W is the number of rows, and an exchange costs the row two barriers and one publication of
+    updated slices; blocks of int8 are counted from each slice's start.
     """
 
     def __init__(
@@ -94,6 +103,7 @@ class DiLoCo:
         wire: str = "bf16",
         overlap: int = 0,
         process_group: Any = None,
+        device_mesh: Any = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
         self.inner_optimizer = inner_optimizer
@@ -101,40 +111,40 @@ class DiLoCo:
         self.wire = wire
         self.overlap = overlap
         self.steps = 0
-        self._group = _group_of(model, process_group, timeout_s)
+        everyone = who_is_told(model, process_group, device_mesh, timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S)
         description: list[list[str]] = []
         refusal: Exception | None = None
         try:
             _check_arguments(inner_optimizer, every, fragments, wire, overlap, timeout_s)
-            module = _module_of(model, process_group)
-            self._names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-            self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            _check_tensors(module, zip(self._names, self._parameters))
-            self._anchors = [parameter.detach().clone() for parameter in self._parameters]
+            if device_mesh is None:
+                self._held: WholeParameters = WholeParameters(model, process_group)
+            elif process_group is None:
+                self._held = SlicedParameters(model, inner_optimizer, device_mesh)
+            else:
+                raise ValueError("DiLoCo: process_group and device_mesh were both given: pass one of them")
+            self._anchors = [tensor.detach().clone() for tensor in self._held.tensors]
             self.outer_optimizer = _made(outer, self._anchors)
+            self._held.check_outer(self.outer_optimizer)
             settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire], ["overlap", str(overlap)]]
-            tensors = [[name, f"{tuple(t.shape)} {t.dtype}"] for name, t in _tensors(module)]
-            description = [*settings, ["outer", _hyperparameters(self.outer_optimizer)], *tensors]
+            description = [*settings, ["outer", _hyperparameters(self.outer_optimizer)], *self._held.description()]
         except Exception as error:  # the others are told, before they wait for this rank
             refusal, description = error, [["failure", f"{type(error).__name__}: {error}"]]
-        verify(description, self._group.comm.all_gather_bytes, "DiLoCo", refusal)
-        if isinstance(model, DistributedDataParallel):
-            model.set_requires_gradient_sync(False)
-        self._group.broadcast([*self._parameters, *module.buffers()], 0, "parameters and buffers under DiLoCo")
-        for anchor, parameter in zip(self._anchors, self._parameters):
-            anchor.copy_(parameter.detach())
-        on_thread = overlap > 0 and self._group.world_size > 1
-        levels, lease = leased_levels(self._group) if on_thread else (levels_of(self._group), None)
-        self._exchange = levels.exchange
-        self._fragments = _cut([p.numel() for p in self._parameters], fragments)
-        self._sizes = [[self._parameters[i].numel() for i in part] for part in self._fragments]
+        verify(description, everyone.comm.all_gather_bytes, "DiLoCo", refusal)
+        group = self._held.begin(everyone)
+        self._names, self._tensors = self._held.names, self._held.tensors
+        for anchor, tensor in zip(self._anchors, self._tensors):
+            anchor.copy_(tensor.detach())
+        self._fragments = _cut(self._held.numels, fragments)
+        self._sizes = [[self._tensors[i].numel() for i in part] for part in self._fragments]
         largest = max(map(sum, self._sizes), default=0)
         self._change = torch.empty(largest)
         self._then = torch.empty(largest if overlap else 0)
-        self._mean = _Mean(
-            levels, wire, [[self._parameters[i] for i in part] for part in self._fragments], self._change
-        )
-        self._thread = BucketThread(self._mean, self._group.comm, type(module).__name__, lease) if on_thread else None
+        on_thread = overlap > 0 and group.world_size > 1
+        levels, lease = leased_levels(group) if on_thread else (levels_of(group), None)
+        self._exchange = levels.exchange
+        mean = _Mean(levels, wire, [[self._tensors[i] for i in part] for part in self._fragments], self._change)
+        label = type(self._held.module).__name__
+        self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else _AtOnce(mean)
         self._pending: tuple[int, int] | None = None  # a fragment that is under way, and the step that it ends in
 
     @property
@@ -147,12 +157,18 @@ class DiLoCo:
         """Sent by this rank to others so far."""
         return self._exchange.wire_bytes
 
+    @property
+    def is_sliced(self) -> bool:
+        """Whether what it keeps is this rank's slices, on a mesh."""
+        return isinstance(self._held, SlicedParameters)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The inner optimizer's."""
         self.inner_optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A local step; and the exchange of the fragments that are due. Collective once every / fragments steps."""
+        self._held.check_step()
         result = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
         self.steps += 1
         if self._pending is not None and self._pending[1] == self.steps:
@@ -168,6 +184,7 @@ class DiLoCo:
 
     def synchronise(self) -> None:
         """Exchanges every fragment now: afterwards all ranks have the same parameters. Collective."""
+        self._held.check_step()
         if self._pending is not None:
             self._end()
         for k in range(len(self._fragments)):
@@ -178,44 +195,52 @@ class DiLoCo:
     def _begin(self, k: int) -> None:
         """Fragment k's change leaves."""
         for index, change, then in zip(self._fragments[k], self._parts(self._change, k), self._parts(self._then, k)):
-            parameter = self._parameters[index].view(-1)
-            torch.sub(self._anchors[index].view(-1), parameter, out=change)
+            tensor = self._tensors[index].view(-1)
+            torch.sub(self._anchors[index].view(-1), tensor, out=change)
             if self.overlap:
-                then.copy_(parameter)
-        if self._thread is not None:
-            self._thread(k, True, False)
-        else:
-            self._mean.job(k, True, False)()
+                then.copy_(tensor)
+        self._runner(k, True, False)
         self._pending = k, self.steps + self.overlap
 
     def _wait(self) -> tuple[int, int]:
         """For what is under way, which it returns: its fragment, and the step that it ends in. What fails is over."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        if self._thread is not None:
-            self._thread.wait()
+        self._runner.wait()
         return pending
 
     @torch.no_grad()
     def _end(self, is_common: bool = False) -> None:
         """The mean change has come. `is_common`: no local step lies between."""
-        k, _ = self._wait()
+        assert self._pending is not None
+        k = self._pending[0]
+        failure: Exception | None = None
         fragment, changes = self._fragments[k], self._parts(self._change, k)
-        if not bool(self._change[: sum(self._sizes[k])].isfinite().all()):  # the same bits on every rank: the same news
-            raise Error(
-                f"DiLoCo: the change of {self._names[fragment[0]]!r} and what goes with it is not finite on some rank after "
-                f"{self.steps} steps: its parameters were not averaged"
-            )
+        try:
+            self._wait()
+            self._check_finite(k)
+        except Exception as error:
+            failure = error
+        self._held.settle(failure)
         for index, change in zip(fragment, changes):
             self._anchors[index].grad = change.view(self._anchors[index].shape)
         self.outer_optimizer.step()
         self.outer_optimizer.zero_grad(set_to_none=True)
         for index, then in zip(fragment, self._parts(self._then, k)):
-            parameter, anchor = self._parameters[index], self._anchors[index]
+            tensor, anchor = self._tensors[index], self._anchors[index]
             if self.overlap and not is_common:
-                parameter.sub_(then.view(parameter.shape)).add_(anchor)
+                tensor.sub_(then.view(tensor.shape)).add_(anchor)
             else:
-                parameter.copy_(anchor)
+                tensor.copy_(anchor)
+        self._held.publish()
+
+    def _check_finite(self, k: int) -> None:
+        """Of fragment k's mean change: the same bits on every rank that averaged it, and so the same news."""
+        if not bool(self._change[: sum(self._sizes[k])].isfinite().all()):
+            raise Error(
+                f"DiLoCo: the change of {self._names[self._fragments[k][0]]!r} and what goes with it is not finite on some rank "
+                f"after {self.steps} steps: its parameters were not averaged"
+            )
 
     def _parts(self, flat: torch.Tensor, k: int) -> list[torch.Tensor]:
         """Of each parameter of fragment k; nothing where there is no such memory."""
@@ -233,6 +258,8 @@ class DiLoCo:
             "outer": self.outer_optimizer.state_dict(),
             "anchors": {name: anchor.clone() for name, anchor in zip(self._names, self._anchors)},
         }
+        if self.is_sliced:
+            state["layout"] = self._held.layout()
         if self._pending is not None:
             self._pending = k, ends = self._wait()
             total = sum(self._sizes[k])
@@ -252,33 +279,59 @@ class DiLoCo:
         if missing:
             raise Error(f"DiLoCo: load_state_dict: not what state_dict() gave: it has no {missing[0]!r}")
         anchors = state["anchors"]
+        if state.get("layout") != self._held.layout():
+            raise Error(
+                "DiLoCo: load_state_dict: the state is of other slices than this rank's: each rank takes back its own, on a mesh whose "
+                "rows have as many ranks, at the same bucket size"
+            )
         for name, anchor in zip(self._names, self._anchors):
             if name not in anchors or anchors[name].shape != anchor.shape:
                 raise Error(f"DiLoCo: load_state_dict: the state is another model's: it has no {name!r} of this shape")
         for name in anchors:
             if name not in self._names:
                 raise Error(f"DiLoCo: load_state_dict: the state is another model's: this one does not train {name!r}")
-        self._take_pending(state.get("pending"))
-        self.steps = int(state["steps"])
-        self.inner_optimizer.load_state_dict(state["inner"])
-        self.outer_optimizer.load_state_dict(state["outer"])
-        for name, anchor in zip(self._names, self._anchors):
-            anchor.copy_(anchors[name])
-
-    def _take_pending(self, pending: dict[str, Any] | None) -> None:
+        pending = state.get("pending")
+        if pending is not None:
+            self._check_pending(pending)
         if self._pending is not None:
             self._wait()  # of the run that is given up
-        if pending is None:
-            return
+        self.inner_optimizer.load_state_dict(state["inner"])
+        self.outer_optimizer.load_state_dict(state["outer"])
+        self.steps = int(state["steps"])
+        for name, anchor in zip(self._names, self._anchors):
+            anchor.copy_(anchors[name])
+        if pending is not None:
+            total = pending["change"].numel()
+            self._change[:total].copy_(pending["change"])
+            self._then[:total].copy_(pending["then"])
+            self._pending = pending["fragment"], int(pending["ends"])
+
+    def _check_pending(self, pending: dict[str, Any]) -> None:
         k, total = pending["fragment"], pending["change"].numel()
         if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):
             raise Error(
                 f"DiLoCo: load_state_dict: fragment {k} of {total} elements was under way, which needs the same fragments and "
                 f"overlap > 0; this one has {len(self._fragments)} fragments and overlap={self.overlap}"
             )
-        self._change[:total].copy_(pending["change"])
-        self._then[:total].copy_(pending["then"])
-        self._pending = k, int(pending["ends"])
+
+
+class _AtOnce:
+    """What runs a bucket as a BucketThread does, on its caller's thread."""
+
+    def __init__(self, runner: _Mean) -> None:
+        self._runner = runner
+        self._failure: Exception | None = None
+
+    def __call__(self, bucket: int, is_last: bool, is_early: bool) -> None:
+        try:
+            self._runner.job(bucket, is_last, is_early)()
+        except Exception as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
 
 class _Mean:
@@ -328,14 +381,6 @@ class _Fragment:
         return True
 
 
-def _group_of(model: torch.nn.Module, process_group: Any, timeout_s: float) -> HostGroup:
-    """Whom this rank tells what is wrong with its arguments, whatever it is."""
-    replica = model._replica if isinstance(model, DistributedDataParallel) else None
-    if replica is not None:
-        return replica.group
-    return host_group(resolve_group(process_group, None), timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S)
-
-
 def _is_timeout(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1e9
 
@@ -355,49 +400,6 @@ def _check_arguments(inner_optimizer: Any, every: Any, fragments: Any, wire: Any
         raise ValueError(f"DiLoCo: wire must be one of {', '.join(_WIRES)}, got {wire!r}")
     if not _is_timeout(timeout_s):
         raise ValueError(f"DiLoCo: timeout_s must be above 0 and at most 1e+09 seconds, got {timeout_s!r}")
-
-
-def _module_of(model: Any, process_group: Any) -> torch.nn.Module:
-    """The bare module, of which this wrapper leaves the gradients alone."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"DiLoCo: model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(model, TorchDDP):
-        return model
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            "DiLoCo: torch's DistributedDataParallel averages the gradients of every step: pass the module itself"
-        )
-    if process_group is not None:
-        raise ValueError("DiLoCo: process_group is the wrapped model's own: leave it None")
-    if model._comm_hooks:
-        raise ValueError(
-            "DiLoCo: the model has a compressor or a communication hook, which would never run: what travels is `wire`"
-        )
-    if model._zero:
-        raise Error(
-            f"DiLoCo cannot run at zero={model._zero}: ranks whose parameters differ between exchanges cannot share slices of one "
-            "optimizer state; wrap with zero=0"
-        )
-    model._engine()  # in force still
-    return model.module
-
-
-def _check_tensors(module: torch.nn.Module, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    for name, parameter in parameters:
-        if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
-            raise TypeError(
-                f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU, not {parameter.dtype} on "
-                f"{parameter.device.type}"
-            )
-    for name, buffer in module.named_buffers():
-        if buffer.device.type != "cpu":
-            raise TypeError(f"DiLoCo: buffer {name!r} must be on the CPU, not on {buffer.device.type}")
-
-
-def _tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """What is to be alike on all ranks."""
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return [*trained, *module.named_buffers()]
 
 
 def _made(

@@ -86,9 +86,18 @@ class Exchange:
     def gather(self) -> torch.Tensor:
         """All ranks' results in rank order, contiguous uint8."""
         self.wire_bytes += (self.world_size - 1) * self._slice_bytes
-        whole = self._whole[: self._slice_bytes * self.world_size]
+        whole = self.whole()
         self._gather(whole, self._slice_bytes)
         return whole
+
+    def swap(self) -> list[torch.Tensor] | None:
+        """In place of scatter() and gather(), where that costs no byte more: every rank's whole message, in rank order. Whoever has
+        them folds them all, into whole(). None, at once and on every rank, where it would cost more."""
+        return None
+
+    def whole(self) -> torch.Tensor:
+        """Where gather() puts the result, uint8."""
+        return self._whole[: self._slice_bytes * self.world_size]
 
     def agree(self, ok: bool) -> bool:
         """In place of gather(), where each rank needs its own result alone: whether all ranks say ok. A byte from each."""
@@ -194,6 +203,16 @@ class GlooExchange(TorchExchange):
         super().__init__(gloo.rank(), gloo.size())
         self._gloo, self._members = gloo, members
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def swap(self) -> list[torch.Tensor] | None:
+        """Between two, of messages of one block: it is the number of messages that these cost."""
+        size = self._slice_bytes * self.world_size
+        if self.world_size != 2 or size > _BLOCK_BYTES:
+            return None
+        mine, received = self._buffer(0, size), self._buffer(1, size)
+        self.wire_bytes += size
+        self._swap([mine] * 2, [received] * 2, size)
+        return [mine, received] if self.rank == 0 else [received, mine]
 
     def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
         size = message.numel() // self.world_size
@@ -328,6 +347,13 @@ def real_bucket(bucket: Any) -> Any:
     return _RealBucket(bucket) if bucket.buffer().is_complex() else bucket
 
 
+def done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """What a hook returns that has communicated already."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
 def share_of(bucket: Any) -> tuple[int | None, bool]:
     """Elements of a rank's slice of a bucket, None where the bucket does not say; and whether that slice alone is wanted."""
     if not hasattr(bucket, "slice_numel"):
@@ -342,18 +368,25 @@ def fold_slice(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tens
     """
     if exchange.world_size == 1:
         return message
-    dtype = message.dtype
     pieces = exchange.scatter()
-    result = exchange.result()
-    name = str(dtype).removeprefix("torch.")
-    fold(result.data_ptr(), [piece.data_ptr() for piece in pieces], result.numel() // dtype.itemsize, name, op)
-    return result.view(dtype)
+    return _fold(exchange.result().view(message.dtype), pieces, op)
 
 
 def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
     """The same, and the whole of it."""
+    if exchange.world_size == 1:
+        return message
+    messages = exchange.swap()
+    if messages is not None:
+        return _fold(exchange.whole().view(message.dtype), messages, op)
     own = fold_slice(exchange, message, op)
-    return message if exchange.world_size == 1 else exchange.gather().view(own.dtype)
+    return exchange.gather().view(own.dtype)
+
+
+def _fold(result: torch.Tensor, pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    name = str(result.dtype).removeprefix("torch.")
+    fold(result.data_ptr(), [piece.data_ptr() for piece in pieces], result.numel(), name, op)
+    return result
 
 
 def average_plain(exchange: Exchange, flat: torch.Tensor, share: int | None = None, keeps_slice: bool = False) -> None:

@@ -25,6 +25,7 @@ from .compression_state import reshard_state
 from .exchange import (
     Exchange,
     check_place,
+    done,
     fold_message,
     fold_slice,
     group_exchange,
@@ -46,12 +47,6 @@ __all__ = [
     "powerSGD_hook",
     "reshard_state",
 ]
-
-
-def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(tensor)
-    return future
 
 
 def average_half(
@@ -81,7 +76,7 @@ def run_half(exchange: Exchange, bucket: Any, dtype: torch.dtype) -> torch.futur
     average_half(exchange, flat, dtype, *share_of(real))
     if flat is not buffer:
         buffer.copy_(flat)
-    return _done(bucket.buffer())
+    return done(bucket.buffer())
 
 
 def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -132,13 +127,13 @@ def int8_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     result. Infinity or NaN makes its block NaN on every rank. Cost: 2 (W - 1) / W (1 + 4 / block) bytes an element a rank.
     """
     _block_state(state, 8).average(real_bucket(bucket))
-    return _done(bucket.buffer())
+    return done(bucket.buffer())
 
 
 def int4_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """As int8_compress_hook with 4 bits and 1/14. `state` is a BlockState(bits=4): without error feedback it would drift."""
     _block_state(state, 4).average(real_bucket(bucket))
-    return _done(bucket.buffer())
+    return done(bucket.buffer())
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: N802, torch's name
@@ -154,7 +149,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
             "state belongs to torch's own hook"
         )
     state.average(real_bucket(bucket))
-    return _done(bucket.buffer())
+    return done(bucket.buffer())
 
 
 def _block_state(state: Any, bits: int) -> BlockState:

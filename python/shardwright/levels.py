@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .compression_state import CompressionState
-from .exchange import Exchange, GlooExchange, HostExchange, real_bucket
+from .exchange import Exchange, GlooExchange, HostExchange, done, real_bucket
 from .process_group import comm_error
 
 if TYPE_CHECKING:
@@ -128,9 +128,7 @@ class HostLevels(Levels):
                 state.end_bucket(bucket.is_last())
             if flat is not buffer:
                 buffer.copy_(flat)
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+            return done(bucket.buffer())
 
         return run
 

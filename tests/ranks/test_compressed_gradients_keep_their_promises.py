@@ -465,6 +465,7 @@ def test_hard_matrices_stay_finite_and_are_paid(rank, world_size):
         torch.outer(column, row),
         torch.outer(column, row) * 1e30,
         torch.outer(column, row) * 1e-30,
+        column[:, None].expand(40, 30).contiguous(),
     ]
     for matrix in inputs:
         state = PowerSGDState(None, 4, start_powerSGD_iter=0, min_compression_rate=0)
@@ -473,6 +474,22 @@ def test_hard_matrices_stay_finite_and_are_paid(rank, world_size):
             assert bool(result.isfinite().all())
             expected = matrix.double().flatten() * (world_size + 1) / 2
             assert float((result.double() - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+@on_every_rank()
+def test_a_matrix_that_decays_is_finite_and_owed(rank, world_size):
+    generator = torch.Generator().manual_seed(5)
+    left, right = (torch.linalg.qr(torch.randn(n, 30, generator=generator)).Q for n in (40, 30))
+    matrix = (left * 10.0 ** -torch.arange(30.0)) @ right.T
+    owners = [torch.nn.Parameter(torch.zeros(40, 30))]
+    state, applied = PowerSGDState(None, 4, start_powerSGD_iter=0, min_compression_rate=0), torch.zeros(1200)
+    for step in range(3):
+        applied += run(powerSGD_hook, state, owners, [matrix * (rank + 1)])
+        owed = powersgd_errors(state, owners).double()
+        dist.all_reduce(owed)
+        expected = matrix.double().flatten() * (step + 1) * (world_size + 1) / 2
+        assert bool(applied.isfinite().all())
+        assert float((applied + owed / world_size - expected).norm()) <= 1e-6 * (step + 1) * float(expected.norm())
 
 
 @on_every_rank()

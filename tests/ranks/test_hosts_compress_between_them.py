@@ -15,7 +15,7 @@ from models import Mlp
 from oracle.compression import BlockFeedback, block_mean, half_mean
 from oracle.fold import bits_equal
 from peer import batch
-from shardwright import process_group
+from shardwright import exchange, process_group
 
 MAPS = {"2+1": [0, 0, 1], "1+2": [0, 1, 1], "1+1+1": [0, 1, 2], "crosswise": [0, 1, 0]}
 every_map = pytest.mark.parametrize("shape", MAPS)
@@ -201,6 +201,28 @@ def test_unused_parameters_keep_their_bits_and_go_on_owing(rank, world_size):
     assert bits_equal(model.module.idle.weight.grad, standing)
     after = {n: e["error"] for n, e in model.compression_state.state_dict()["parameters"].items()}
     assert all(bits_equal(owed[n], after[n]) for n in owed if n.startswith("idle"))
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@on_every_rank(at_least=3)
+def test_two_hosts_swap_small_messages_with_the_same_bits(rank, world_size, name):
+    """Each has then both messages, and folds what the owners of slices would: as many bytes in half the messages."""
+    after, sent = [], []
+    for swaps in (True, False):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if not swaps:
+                monkeypatch.setattr(exchange.GlooExchange, "swap", lambda self: None)
+            model = made(hosts_of("2+1", world_size), COMPRESSORS[name])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(4):
+                model(batch(rank, 8, 7, step=step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        after.append([p.detach().clone() for p in model.parameters()])
+        sent.append(model._engine().stats()["wire_bytes"])
+    assert sent[0] == sent[1]
+    assert all(map(bits_equal, *after))
+    assert same_everywhere([p.tolist() for p in after[0]])
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "float32"])

@@ -85,9 +85,7 @@ def test_it_is_the_naive_one(rank, world_size, wire, wrapped):
 @on_every_rank()
 def test_fragments_take_turns_and_each_is_averaged_every_h_steps(rank, world_size):
     model, trainer = made(4, fragments=2)
-    parts = [
-        [p for p in trainer._parameters if any(p is trainer._parameters[i] for i in f)] for f in trainer._fragments
-    ]
+    parts = [[p for p in trainer._tensors if any(p is trainer._tensors[i] for i in f)] for f in trainer._fragments]
     assert len(parts) == 2 and sum(map(len, parts)) == 6
     for step in range(8):
         steps(model, trainer, rank, step, 1)
@@ -112,6 +110,9 @@ def test_it_resumes_with_the_same_bits(rank, world_size):
     assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(whole.parameters(), again.parameters()))
     with pytest.raises(sw.Error, match="another model's"):
         trainer.load_state_dict({**state, "anchors": {}})
+    with pytest.raises(ValueError):  # and nothing is taken of a state that does not fit
+        trainer.load_state_dict({**state, "steps": 3, "inner": {"state": {}, "param_groups": []}})
+    assert trainer.steps == 8
 
 
 class NaiveOverlap(Naive):

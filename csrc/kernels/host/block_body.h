@@ -15,7 +15,10 @@
 #include "kernels/host/half_body.h"
 #include "kernels/host/stream_body.h"
 
-enum { HALF_BLOCK_NUMEL = 1024 };
+/* Halves that go past the caches do so in as many places at once: the processor fetches ahead up to
+ * the end of a 4 KiB page, and where one place begins a new page the others go on. A chunk is one
+ * or two cache lines of halves: smaller than a page, so that places take turns inside of it. */
+enum { HALF_PLACES = 4, HALF_CHUNK_NUMEL = 64 };
 
 static void narrow_scaled_bfloat16(uint16_t *restrict wire, const float *restrict source,
                                    size_t numel, float scale)
@@ -29,14 +32,10 @@ static void narrow_scaled_float16(uint16_t *restrict wire, const float *restrict
 {
     size_t i = 0;
 #if defined(KERNEL_F16C)
-    const __m256 canonical = _mm256_set1_ps(float_from_bits(0x7fc00000u));
     const __m256 factor = _mm256_set1_ps(scale);
-    for (; i + 8 <= numel; i += 8) {
-        __m256 wide = _mm256_mul_ps(_mm256_loadu_ps(source + i), factor);
-        wide = _mm256_blendv_ps(wide, canonical, _mm256_cmp_ps(wide, wide, _CMP_UNORD_Q));
+    for (; i + 8 <= numel; i += 8)
         _mm_storeu_si128((__m128i *)(wire + i),
-                         _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    }
+                         narrow_eight(_mm256_mul_ps(_mm256_loadu_ps(source + i), factor)));
 #endif
     for (; i < numel; ++i)
         wire[i] = float16_narrow(source[i] * scale);
@@ -51,21 +50,40 @@ static void narrow_scaled(uint16_t *wire, const float *source, size_t numel, flo
         narrow_scaled_bfloat16(wire, source, numel, scale);
 }
 
+/* A chunk past the caches; `wire` is aligned to 64 bytes. */
+static inline void stream_narrowed(uint16_t *wire, const float *source, float scale, sw_dtype dtype)
+{
+    _Alignas(64) uint16_t half[HALF_CHUNK_NUMEL];
+#if defined(KERNEL_F16C)
+    const __m256 factor = _mm256_set1_ps(scale);
+    if (dtype == SW_DTYPE_FLOAT16) {
+        for (size_t i = 0; i < HALF_CHUNK_NUMEL; i += 8)
+            _mm_stream_si128((__m128i *)(void *)(wire + i),
+                             narrow_eight(_mm256_mul_ps(_mm256_loadu_ps(source + i), factor)));
+        return;
+    }
+    narrow_scaled_bfloat16(half, source, HALF_CHUNK_NUMEL, scale);
+#else
+    narrow_scaled(half, source, HALF_CHUNK_NUMEL, scale, dtype);
+#endif
+    stream_halves(wire, half, HALF_CHUNK_NUMEL);
+}
+
 /* What travels is read by others, or by the kernel, megabytes later: it goes past the caches. */
 static void half_narrow(uint16_t *wire, const float *source, size_t numel, float scale,
                         sw_dtype dtype)
 {
-    uint16_t half[HALF_BLOCK_NUMEL];
+    size_t span = numel / (HALF_PLACES * HALF_CHUNK_NUMEL) * HALF_CHUNK_NUMEL;
+    size_t done = HALF_PLACES * span;
     if (!stream_pays(wire, numel * sizeof *wire)) {
         narrow_scaled(wire, source, numel, scale, dtype);
         return;
     }
-    for (size_t start = 0; start < numel; start += HALF_BLOCK_NUMEL) {
-        size_t count = numel - start < HALF_BLOCK_NUMEL ? numel - start : HALF_BLOCK_NUMEL;
-        narrow_scaled(half, source + start, count, scale, dtype);
-        stream_halves(wire + start, half, count);
-    }
+    for (size_t start = 0; start < span; start += HALF_CHUNK_NUMEL)
+        for (size_t at = start; at < done; at += span)
+            stream_narrowed(wire + at, source + at, scale, dtype);
     stream_end();
+    narrow_scaled(wire + done, source + done, numel - done, scale, dtype);
 }
 
 static void widen(float *out, const uint16_t *wire, size_t count, sw_dtype dtype)
@@ -76,26 +94,38 @@ static void widen(float *out, const uint16_t *wire, size_t count, sw_dtype dtype
         widen_bfloat16(out, wire, count);
 }
 
+/* The same as stream_narrowed, back. */
+static inline void stream_widened(float *out, const uint16_t *wire, sw_dtype dtype)
+{
+    _Alignas(64) float wide[HALF_CHUNK_NUMEL];
+#if defined(KERNEL_F16C)
+    if (dtype == SW_DTYPE_FLOAT16) {
+        for (size_t i = 0; i < HALF_CHUNK_NUMEL; i += 8)
+            _mm256_stream_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(
+                                          (const __m128i *)(const void *)(wire + i))));
+        return;
+    }
+    widen_bfloat16(wide, wire, HALF_CHUNK_NUMEL);
+#else
+    widen(wide, wire, HALF_CHUNK_NUMEL, dtype);
+#endif
+    stream_floats(out, wide, HALF_CHUNK_NUMEL);
+}
+
 /* What is decoded is not read again until the whole bucket is: it goes past the caches. */
 static void half_widen(float *out, const uint16_t *wire, size_t numel, sw_dtype dtype)
 {
-    float wide[HALF_BLOCK_NUMEL];
-    size_t done = 0;
+    size_t span = numel / (HALF_PLACES * HALF_CHUNK_NUMEL) * HALF_CHUNK_NUMEL;
+    size_t done = HALF_PLACES * span;
     if (!stream_pays(out, numel * sizeof *out)) {
         widen(out, wire, numel, dtype);
         return;
     }
-#if defined(KERNEL_F16C)
-    for (; dtype == SW_DTYPE_FLOAT16 && done + 8 <= numel; done += 8)
-        _mm256_stream_ps(out + done,
-                         _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(wire + done))));
-#endif
-    for (size_t start = done; start < numel; start += HALF_BLOCK_NUMEL) {
-        size_t count = numel - start < HALF_BLOCK_NUMEL ? numel - start : HALF_BLOCK_NUMEL;
-        widen(wide, wire + start, count, dtype);
-        stream_floats(out + start, wide, count);
-    }
+    for (size_t start = 0; start < span; start += HALF_CHUNK_NUMEL)
+        for (size_t at = start; at < done; at += span)
+            stream_widened(out + at, wire + at, dtype);
     stream_end();
+    widen(out + done, wire + done, numel - done, dtype);
 }
 
 static size_t record_bytes(size_t block, int bits)

@@ -68,7 +68,7 @@ static inline uint16_t float16_narrow(float value)
     return (uint16_t)(magnitude > 0x7f800000u ? 0x7e00u : half);
 }
 
-static void widen_bfloat16(float *restrict out, const uint16_t *restrict in, size_t count)
+static inline void widen_bfloat16(float *restrict out, const uint16_t *restrict in, size_t count)
 {
     for (size_t i = 0; i < count; ++i)
         out[i] = bfloat16_widen(in[i]);
@@ -80,7 +80,7 @@ static inline void narrow_bfloat16(uint16_t *restrict out, const float *restrict
         out[i] = bfloat16_narrow(in[i]);
 }
 
-static void widen_float16(float *restrict out, const uint16_t *restrict in, size_t count)
+static inline void widen_float16(float *restrict out, const uint16_t *restrict in, size_t count)
 {
     size_t i = 0;
 #if defined(KERNEL_F16C)
@@ -91,17 +91,21 @@ static void widen_float16(float *restrict out, const uint16_t *restrict in, size
         out[i] = float16_widen(in[i]);
 }
 
+#if defined(KERNEL_F16C)
+static inline __m128i narrow_eight(__m256 wide)
+{
+    const __m256 canonical = _mm256_set1_ps(float_from_bits(0x7fc00000u));
+    wide = _mm256_blendv_ps(wide, canonical, _mm256_cmp_ps(wide, wide, _CMP_UNORD_Q));
+    return _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#endif
+
 static inline void narrow_float16(uint16_t *restrict out, const float *restrict in, size_t count)
 {
     size_t i = 0;
 #if defined(KERNEL_F16C)
-    const __m256 canonical = _mm256_set1_ps(float_from_bits(0x7fc00000u));
-    for (; i + 8 <= count; i += 8) {
-        __m256 wide = _mm256_loadu_ps(in + i);
-        wide = _mm256_blendv_ps(wide, canonical, _mm256_cmp_ps(wide, wide, _CMP_UNORD_Q));
-        _mm_storeu_si128((__m128i *)(out + i),
-                         _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    }
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128((__m128i *)(out + i), narrow_eight(_mm256_loadu_ps(in + i)));
 #endif
     for (; i < count; ++i)
         out[i] = float16_narrow(in[i]);

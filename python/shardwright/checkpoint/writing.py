@@ -49,6 +49,12 @@ class Training:
                 "user_state={'trainer': ...}, which any number of ranks takes back, and in dataloader=[...], which holds each "
                 "rank's own"
             )
+        user_state = self.user_state.values() if isinstance(self.user_state, dict) else (self.user_state,)
+        if any(isinstance(each, DiLoCo) and each.is_sliced for each in user_state):
+            raise ValueError(
+                "user_state, which is rank 0's, has a DiLoCo over a mesh, and this DiLoCo keeps slices of each rank's own: pass it in "
+                "dataloader=[...], and give each replica a folder of its own"
+            )
 
 
 #: tensors, buffers unlike rank 0's, content, plan, sources, the tree of optimizer.json
