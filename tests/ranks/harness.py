@@ -49,6 +49,8 @@ DEADLINE_S = 45.0
 GRACE_S = 3.0
 #: a team is replaced beyond: bodies leave process groups behind, and each of gloo's threads wakes 100 times a second
 WORN_THREADS = 64
+#: what torch imports at a rank's first forward or compilation: seconds, and objects for every later collection of garbage
+IMPORTED_LATE = ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint")
 #: the interface that gloo uses; a machine's host name may resolve to nothing that can be reached
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -248,7 +250,8 @@ class Forge:
             if request[0] == "fork":
                 _, folder, joins = request
                 if not gc.get_freeze_count():  # the first: of two test processes only one may come here
-                    importlib.import_module("torch._dynamo")  # torch imports it at the first forward, for seconds
+                    for name in IMPORTED_LATE:
+                        importlib.import_module(name)
                     gc.collect()
                     gc.freeze()
                 pids = []

@@ -248,7 +248,7 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with pytest.raises(sw.Error, match="meta"):
         sw.wrap(module)
     optimizer = torch.optim.SGD((module := gpus.adopt_module(Mlp())).parameters(), lr=0.1)
-    with pytest.raises(NotImplementedError, match="gather='int8' are the host's"):
+    with pytest.raises(NotImplementedError, match="gather='int8' and write_guard= are the host's"):
         sw.wrap(module, optimizer, zero=3, share_parameters=False, gather="int8")
     wrapped = sw.wrap(module)
     if world_size > 1:

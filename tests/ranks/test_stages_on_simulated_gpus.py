@@ -365,7 +365,9 @@ def test_what_is_not_there_is_named(teams: Any, world_size: int, paths: dict[str
 def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     module = gpus.adopt_module(Mlp())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(NotImplementedError, match="share_parameters=True and gather='int8' are the host's"):
+    with pytest.raises(
+        NotImplementedError, match="share_parameters=True, gather='int8' and write_guard= are the host's"
+    ):
         sw.wrap(module, optimizer, zero=3, share_parameters=True)
     with pytest.raises(NotImplementedError, match="partition='tensor' is not there yet on GPUs"):
         sw.wrap(module, optimizer, zero=1, partition="tensor")
