@@ -6,8 +6,8 @@ CC ?= gcc
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
-# Two processes: what starts ranks, and at the lowest priority what is built and run alone (tests/conftest.py)
-SIDE_BY_SIDE := -n 2
+# Three processes, of which what looks at time has the highest priority (tests/conftest.py)
+SIDE_BY_SIDE := -n 3
 TORCH ?=
 # The first Python >= 3.10 that has its headers and venv. Torch's wheels decide the order.
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.10; do \

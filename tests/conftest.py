@@ -1,18 +1,17 @@
-"""A time limit for every test, and three groups of tests that two processes share (`-n 2`).
+"""A time limit for every test, and three groups of tests that a few processes share (`-n 3`).
 
 A test that hangs is a failed promise, and must say where it hung: a test may set a limit of its own with
 @pytest.mark.timeout; the long form allows more.
 
 What looks at time is one group, and comes first in one process. Programs that are built and run alone, the C tests above all,
-come first in the other, at the lowest priority: they take what the first leaves of the machine, and are never in its way. All
-else starts ranks that compare bits, and goes file by file to the process that is free.
+come first in another, at the lowest priority. All else starts ranks that compare bits, and goes file by file, at a low
+priority, to the process that is free. So the latter two take what the first leaves of the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -38,7 +37,8 @@ IN_TIME = (
     "tests/ranks/test_stages_over_hosts_that_are_apart",
 )
 IN_TURN = "tests/ranks/"
-LOWEST = 19
+#: not far apart: who may not rise again takes part in the last group at the lowest
+NICENESS = {"in time": 0, "when idle": 12, "in turn": 6}
 
 
 def group(nodeid: str) -> str:
@@ -52,29 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(limit_s))
-    items.sort(key=lambda item: ["in time", "when idle", "in turn"].index(group(item.nodeid)))
+    items.sort(key=lambda item: list(NICENESS).index(group(item.nodeid)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
-        with contextlib.suppress(PermissionError):  # then nothing else comes after what ran at the lowest
-            os.setpriority(os.PRIO_PROCESS, 0, LOWEST if group(item.nodeid) == "when idle" else 0)
-
-
-def may_rise_again() -> bool:
-    """Whether a thread that gave up its priority may take it back: not everybody's may."""
-    answer = []
-
-    def there_and_back() -> None:
-        os.setpriority(os.PRIO_PROCESS, 0, LOWEST)
         with contextlib.suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, 0, 0)
-            answer.append(True)
-
-    thread = threading.Thread(target=there_and_back)
-    thread.start()
-    thread.join()
-    return bool(answer)
+            os.setpriority(os.PRIO_PROCESS, 0, NICENESS[group(item.nodeid)])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -83,12 +67,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # first in the collection, first to go
-    by_files = may_rise_again()
 
     class SideBySide(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if group(nodeid) == "in turn":
-                return nodeid.split("::")[0] if by_files else "in time"
-            return group(nodeid)
+            return nodeid.split("::")[0] if group(nodeid) == "in turn" else group(nodeid)
 
     return SideBySide(config, log)

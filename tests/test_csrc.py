@@ -37,7 +37,7 @@ class Mode:
     shipped: bool = False
 
 
-SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer")
+SANITIZED = ("-O1", "-g1", "-fno-omit-frame-pointer")
 MODES = [
     Mode("plain", ("-g",), shipped=True),
     Mode("asan", (*SANITIZED, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")),

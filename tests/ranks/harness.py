@@ -248,7 +248,7 @@ class Forge:
                 return
             request = pickle.loads(message)
             if request[0] == "fork":
-                _, folder, joins = request
+                _, folder, niceness, joins = request
                 if not gc.get_freeze_count():  # the first: of two test processes only one may come here
                     for name in IMPORTED_LATE:
                         importlib.import_module(name)
@@ -259,6 +259,7 @@ class Forge:
                     pid = os.fork()
                     if pid == 0:
                         control.close()
+                        os.setpriority(os.PRIO_PROCESS, 0, niceness)
                         for other in fds:
                             if other != fd:
                                 os.close(other)
@@ -275,7 +276,8 @@ class Forge:
         self, world_size: int, folder: str, joins: Sequence[Join] | None = None
     ) -> tuple[list[int], list[socket.socket]]:
         pairs = [socket.socketpair() for _ in range(world_size)]
-        request = pickle.dumps(("fork", folder, joins))
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)  # of the test, which the forge does not know
+        request = pickle.dumps(("fork", folder, niceness, joins))
         socket.send_fds(self._socket, [request], [theirs.fileno() for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
 STOP, STEPS = 3, 5
 
 

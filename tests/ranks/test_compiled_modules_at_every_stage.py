@@ -10,6 +10,7 @@ from test_units_are_whole_only_while_they_run import Blocks, assert_released, st
 from torch import nn
 
 pytestmark = [pytest.mark.skipif(PEER == "torch", reason="ours"), pytest.mark.timeout(180)]
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
 BACKENDS = ["aot_eager", "inductor"] if LONG else ["aot_eager"]
 
 

@@ -13,6 +13,7 @@ from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch has none of it, or under other laws")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 if PEER != "torch":
     from shardwright import process_group

@@ -16,6 +16,7 @@ from peer import PEER, batch, sw
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "SGD plain": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),

@@ -19,6 +19,7 @@ from peer import PEER, batch, sw
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
 OPTIMIZERS = {
     "AdamW": lambda p: sw.optim.AdamW(p, lr=1e-2),
     "Adam amsgrad": lambda p: sw.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
