@@ -2,6 +2,7 @@
  */
 #include "comm/local.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,8 +20,20 @@ typedef struct local_comm {
     sw_fabric fabric; /* first */
 } local_comm;
 
+/* What a rank lays out of an arena. It stays until all ranks have destroyed theirs: as with
+ * mappings of processes, who is done first takes nothing away from those who still look. */
+typedef struct local_part {
+    _Atomic int users;
+    uint8_t *address;
+} local_part;
+
+typedef struct local_arena {
+    sw_arena arena;     /* first */
+    local_part **parts; /* owned, the table; a part: by its users */
+} local_arena;
+
 typedef struct arena_offer { /* what each rank tells the others of its part */
-    uint8_t *address;        /* NULL: could not allocate */
+    local_part *part;        /* NULL: could not allocate */
     char message[128];
 } arena_offer;
 
@@ -70,18 +83,26 @@ static bool peer_never_ends(sw_fabric *fabric, int rank)
 
 static void arena_destroy(sw_comm *comm, sw_arena *arena)
 {
+    local_arena *held = (local_arena *)arena;
     if (!arena)
         return;
-    sw_memory_unmap(arena->base[comm->rank], arena->size_bytes);
+    for (int r = 0; r < comm->world_size; ++r) {
+        local_part *part = held->parts[r];
+        if (atomic_fetch_sub(&part->users, 1) > 1)
+            continue;
+        sw_memory_unmap(part->address, arena->size_bytes);
+        free(part);
+    }
+    free(held->parts);
     free(arena->base);
-    free(arena);
+    free(held);
 }
 
 static sw_status check_offers(const arena_offer *offers, int world_size, const char *label,
                               sw_error *err)
 {
     for (int r = 0; r < world_size; ++r)
-        if (!offers[r].address)
+        if (!offers[r].part)
             SW_FAIL(err, SW_E_MEMORY, "arena '%s': rank %d could not allocate: %s", label, r,
                     offers[r].message);
     return SW_OK;
@@ -94,30 +115,42 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     size_t count = (size_t)comm->world_size;
     sw_status status;
     sw_error cause = {.message = ""};
-    arena_offer mine = {.address = NULL};
-    sw_arena *made = calloc(1, sizeof *made);
+    arena_offer mine = {.part = NULL};
+    local_part *part = calloc(1, sizeof *part);
+    local_arena *made = calloc(1, sizeof *made);
+    local_part **parts = calloc(count, sizeof *parts);
     uint8_t **base = calloc(count, sizeof *base);
     arena_offer *offers = calloc(count, sizeof *offers);
-    if (!made || !base || !offers) {
+    if (!part || !made || !parts || !base || !offers) {
         status = sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory for the tables of arena '%s'",
                                  label);
         goto free_tables;
     }
-    if (sw_pages_map(size_bytes, &mine.address, &cause) != SW_OK)
+    atomic_init(&part->users, comm->world_size);
+    if (sw_pages_map(size_bytes, &part->address, &cause) == SW_OK)
+        mine.part = part;
+    else
         snprintf(mine.message, sizeof mine.message, "%.120s", cause.message);
     SW_TRY_GOTO(status, comm->ops->gather(comm, &mine, sizeof mine, offers, label, err), unmap);
     SW_TRY_GOTO(status, check_offers(offers, comm->world_size, label, err), unmap);
-    for (size_t r = 0; r < count; ++r)
-        base[r] = offers[r].address;
-    *made = (sw_arena){
-        .size_bytes = size_bytes, .base = base, .world_size = comm->world_size, .serial = serial};
+    for (size_t r = 0; r < count; ++r) {
+        parts[r] = offers[r].part;
+        base[r] = parts[r]->address;
+    }
+    *made = (local_arena){.arena = {.size_bytes = size_bytes,
+                                    .base = base,
+                                    .world_size = comm->world_size,
+                                    .serial = serial},
+                          .parts = parts};
     free(offers);
-    *arena = made;
+    *arena = &made->arena;
     return SW_OK;
 unmap:
-    sw_memory_unmap(mine.address, size_bytes);
+    sw_memory_unmap(part->address, size_bytes);
 free_tables:
+    free(part);
     free(made);
+    free(parts);
     free(base);
     free(offers);
     return status;

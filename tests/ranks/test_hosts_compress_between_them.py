@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import gather, on_every_rank, same_everywhere
 from models import Mlp
-from oracle.compression import BlockFeedback, block_mean, half_mean
+from oracle.compression import block_mean, half_mean
 from oracle.fold import bits_equal
 from peer import batch
 from shardwright import exchange, process_group

@@ -6,7 +6,6 @@ As in test_hosts_fold_in_two_steps.py, ranks of this machine are told which host
 import gc
 import os
 
-import pytest
 import shardwright as sw
 import torch
 from harness import on_every_rank, same_everywhere

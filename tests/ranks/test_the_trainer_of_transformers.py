@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import os
 import pathlib
-import sys
 
 import pytest
 import torch
