@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import os
@@ -128,6 +129,21 @@ class _Runtime(sw_device.CudaRuntime):
         return {"libcuda": paths["cuda"], "libnccl": paths["nccl"], "packaged": str(self._gpus.folder)}
 
 
+@functools.cache
+def _tensors_of(function: Any) -> tuple[tuple[int, str, int], ...]:
+    """(position, name, access) of each argument of an operator that may hold tensors; none, where their values stay untouched."""
+    schema = function._schema
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    if is_view or function.overloadpacket.__name__ in _SHAPES_ALONE:
+        return ()
+    found = []
+    for position, argument in enumerate(schema.arguments):
+        if "Tensor" in str(argument.type):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            found.append((position, argument.name, READ | WRITE if writes else READ))
+    return tuple(found)
+
+
 class _Watch(TorchDispatchMode):
     """Tells the simulation what each of torch's operations reads and writes of adopted memory."""
 
@@ -137,18 +153,13 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = function._schema
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        if is_view or function.overloadpacket.__name__ in _SHAPES_ALONE:
-            return function(*args, **kwargs)
         accesses = []
-        for position, argument in enumerate(schema.arguments):
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(value):
+        for position, name, access in _tensors_of(function):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
                 if isinstance(tensor, torch.Tensor):
-                    accesses += self._gpus.ranges(tensor, READ | WRITE if writes else READ)
-        self._gpus.operate(accesses, str(function))
+                    accesses += self._gpus.ranges(tensor, access)
+        self._gpus.operate(accesses, function)
         result = function(*args, **kwargs)
         if function is torch.ops.aten._local_scalar_dense.default:
             self._gpus.synchronize()
@@ -183,7 +194,7 @@ class SimulatedGpus:
         self._cuda.sim_torch_op.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
         self._cuda.sim_torch_synchronize.argtypes = (ctypes.c_void_p,)
         self._cuda.sim_torch_fail.argtypes = (ctypes.c_long, ctypes.c_int)
-        self._labels: dict[str, bytes] = {}
+        self._labels: dict[Any, bytes] = {}
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._held: list[torch.Tensor] = []
@@ -285,10 +296,10 @@ class SimulatedGpus:
                     spans = [(begin + k * step, length) for k in range(size) for begin, length in spans]
         return [(begin, length, access) for begin, length in spans]
 
-    def operate(self, accesses: list[tuple[int, int, int]], label: str) -> None:
-        """torch is about to run an operation."""
-        array = (_Access * max(len(accesses), 1))(*accesses)
-        text = self._labels.setdefault(label, label.encode())
+    def operate(self, accesses: list[tuple[int, int, int]], label: Any) -> None:
+        """torch is about to run an operation; str(label) is its name."""
+        array = (_Access * len(accesses))(*accesses)
+        text = self._labels.get(label) or self._labels.setdefault(label, str(label).encode())
         if self._cuda.sim_torch_op(self.stream, array, len(accesses), text) < 0:
             raise AssertionError(f"the simulation is stuck before {label}: {self.reports()}")
 
