@@ -47,6 +47,7 @@ Join = tuple[Callable[..., None], dict[str, Any]]
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 DEADLINE_S = 45.0
 GRACE_S = 3.0
+GATHER_LIMIT_S = 60.0
 #: a team is replaced beyond: bodies leave process groups behind, and each of gloo's threads wakes 100 times a second
 WORN_THREADS = 64
 #: what torch imports at a rank's first forward or compilation: seconds, and objects for every later collection of garbage
@@ -108,11 +109,39 @@ class RanksFailed(AssertionError):
 # ---------------------------------------------------------------- in a rank
 
 
+#: a rank's connections to rank 0, or rank 0's to all others: pipes beside gloo, whose collectives cost a hundred times as much
+_star: list[multiprocessing.connection.Connection] = []
+#: called before a rank waits for others: simulated GPUs move only when they are asked to
+before_waiting: list[Callable[[], None]] = []
+
+
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value`, in rank order, over gloo: the tests' own way, independent of what is tested."""
+    """Every rank's `value`, in rank order: the tests' own way, independent of what is tested."""
+    for call in before_waiting:
+        call()
+    if _star and group is None:
+        return _gather_over_star(value)
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def _gather_over_star(value: Any) -> list[Any]:
+    own = pickle.dumps(value)
+    if dist.get_rank() != 0:
+        _star[0].send_bytes(own)
+        pickled = pickle.loads(_receive(_star[0]))
+    else:
+        pickled = [own, *(_receive(connection) for connection in _star)]
+        for connection in _star:
+            connection.send_bytes(pickle.dumps(pickled))
+    return [pickle.loads(item) for item in pickled]
+
+
+def _receive(connection: multiprocessing.connection.Connection) -> bytes:
+    if not connection.poll(GATHER_LIMIT_S):
+        raise TimeoutError(f"a rank has not come to this gather within {GATHER_LIMIT_S:g} s")
+    return connection.recv_bytes()
 
 
 def same_everywhere(value: Any) -> bool:
@@ -170,7 +199,9 @@ def _answer(connection: multiprocessing.connection.Connection, rank: int, world_
     return True
 
 
-def _rank_main(fd: int, rank: int, world_size: int, folder: str, join: Join | None) -> None:
+def _rank_main(
+    fd: int, star: Sequence[socket.socket], rank: int, world_size: int, folder: str, join: Join | None
+) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan when the forge dies
     stacks = open(os.path.join(folder, f"stacks-{rank}"), "w")  # noqa: SIM115, lives as long as the process
     faulthandler.enable(stacks)
@@ -178,6 +209,7 @@ def _rank_main(fd: int, rank: int, world_size: int, folder: str, join: Join | No
     for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     connection = multiprocessing.connection.Connection(fd)
+    _star[:] = [multiprocessing.connection.Connection(end.detach()) for end in star]
     code = 1
     try:
         if join is None:
@@ -255,6 +287,7 @@ class Forge:
                     gc.collect()
                     gc.freeze()
                 pids = []
+                star = [socket.socketpair() for _ in fds[1:]]  # (rank 0's end, the other's)
                 for rank, fd in enumerate(fds):
                     pid = os.fork()
                     if pid == 0:
@@ -263,10 +296,16 @@ class Forge:
                         for other in fds:
                             if other != fd:
                                 os.close(other)
-                        _rank_main(fd, rank, len(fds), folder, joins[rank] if joins else None)
+                        own = [ends[0] for ends in star] if rank == 0 else [star[rank - 1][1]]
+                        for end in {end for ends in star for end in ends} - set(own):
+                            end.close()
+                        _rank_main(fd, own, rank, len(fds), folder, joins[rank] if joins else None)
                     pids.append(pid)
                 for fd in fds:
                     os.close(fd)
+                for ends in star:
+                    for end in ends:
+                        end.close()
                 answer: Any = pids
             else:
                 answer = [os.waitpid(pid, 0)[1] for pid in request[1]]

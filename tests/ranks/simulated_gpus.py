@@ -23,7 +23,7 @@ from typing import Any
 import peer
 import pytest
 import torch
-from harness import DEADLINE_S, gather
+from harness import DEADLINE_S, before_waiting, gather
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -214,6 +214,7 @@ class SimulatedGpus:
         sw_device.runtime = _Runtime(self)
         self._mode = _Watch(self)
         self._mode.__enter__()
+        before_waiting.append(self._drain)
         self._tolist = torch.Tensor.tolist
         torch.Tensor.tolist = lambda tensor: self.synchronize() or self._tolist(tensor)  # type: ignore[method-assign]
         self._cpu = torch.Tensor.cpu
@@ -222,6 +223,7 @@ class SimulatedGpus:
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         self._mode.__exit__(None, None, None)
+        before_waiting.remove(self._drain)
         torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
         torch.Tensor.cpu = self._cpu  # type: ignore[method-assign]
         sw_device.runtime.kernels.clear()
@@ -302,6 +304,10 @@ class SimulatedGpus:
         text = self._labels.get(label) or self._labels.setdefault(label, str(label).encode())
         if self._cuda.sim_torch_op(self.stream, array, len(accesses), text) < 0:
             raise AssertionError(f"the simulation is stuck before {label}: {self.reports()}")
+
+    def _drain(self) -> None:
+        """Everything on torch's stream runs; the host learns nothing of it."""
+        self.operate([], "a wait for other ranks")
 
     def synchronize(self) -> None:
         """The host waits for torch's stream."""
