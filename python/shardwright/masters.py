@@ -166,10 +166,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **kept}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
-        super().add_param_group(param_group)
+        """As torch's: the user's own class takes it first, and may refuse it."""
         if all(group is not param_group for group in self._inner.param_groups):
-            self._inner.param_groups.append(param_group)
+            self._inner.add_param_group(param_group)
+        super().add_param_group(param_group)
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         """Whether the optimizer steps on a master of it."""

@@ -99,13 +99,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        parameters = param_group.get("params", ())
-        self._check_members(
-            [parameters] if isinstance(parameters, torch.Tensor) else parameters, len(getattr(self, "param_groups", ()))
-        )
-        super().add_param_group(param_group)
+        """As torch's: the user's own class takes it first, and may refuse it."""
         if all(group is not param_group for group in self._inner.param_groups):
-            self._inner.param_groups.append(param_group)
+            self._check_members(_members(param_group), len(self.param_groups))
+            self._inner.add_param_group(param_group)
+        super().add_param_group(param_group)
 
     def __getstate__(self) -> Any:
         raise Error("a sliced optimizer cannot be copied or pickled: use sw.full_optimizer_state_dict")
@@ -483,6 +481,17 @@ def _cast(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         else value
         for key, value in state.items()
     }
+
+
+def _members(param_group: Any) -> list[torch.Tensor]:
+    """The tensors of a group that is about to be added, with names or without; what can be read once is a list afterwards."""
+    given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if not isinstance(given, (list, tuple, set)):
+        given = param_group["params"] = list(given)
+    named = (each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in given)
+    return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses what is none
 
 
 def not_of(label: str, parameter: torch.Tensor, position: int) -> str:

@@ -1,0 +1,84 @@
+"""Law: what is done to an optimizer between its steps (groups added, state loaded, parameters frozen, whole state taken) has at every stage
+the outcome that it has at stage 0, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from harness import gather, on_every_rank, same_everywhere
+from models import Mlp
+from oracle.fold import bits_equal
+from peer import PEER, batch, sw
+from torch import nn
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
+STAGES = [
+    {"zero": 0},
+    {"zero": 1, "bucket_cap_mb": 0.001},
+    {"zero": 2},
+    {"zero": 3},
+    {"zero": 3, "share_parameters": False, "units": nn.Linear},
+]
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        model(batch(rank, 6, 7, step=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model):
+    with sw.full_parameters(model):
+        return [p.detach().clone() for p in sw.unwrap(model).parameters()]
+
+
+def assert_bits(found, expected, what):
+    assert all(map(bits_equal, found, expected)), what
+    assert same_everywhere(found), what
+
+
+def takes_names():
+    """Whether this torch's optimizers do."""
+    try:
+        return "param_names" in torch.optim.SGD(nn.Linear(1, 1).named_parameters(), lr=0.1).param_groups[0]
+    except TypeError:
+        return False
+
+
+@pytest.mark.parametrize("form", ["generator", "names", "one"])
+@on_every_rank()
+def test_groups_are_added_in_every_form_that_torch_takes(rank, world_size, form):
+    if form == "names" and not takes_names():
+        return
+    expected = None
+    for options in STAGES:
+        torch.manual_seed(0)
+        module = Mlp()
+        first = module[0].named_parameters() if form == "names" else module[0].parameters()
+        model, optimizer = sw.wrap(module, torch.optim.AdamW(first, lr=1e-2), **options)
+        last = module[4]
+        added = {"generator": last.parameters(), "names": last.named_parameters(), "one": last.weight}[form]
+        optimizer.add_param_group({"params": added, "lr": 1e-3})
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1 if form == "one" else 2]
+        train(model, optimizer, rank, range(3))
+        expected = expected or whole(model)
+        assert_bits(whole(model), expected, options)
+        gather(None)
+
+
+@on_every_rank()
+def test_a_group_that_the_users_class_refuses_is_not_added(rank, world_size):
+    for options in STAGES:
+        module = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 5).double())
+        model, optimizer = sw.wrap(module, sw.optim.AdamW(module[0].parameters()), **options)
+        with pytest.raises(ValueError, match="must be float32, bfloat16 or float16, not float64"):
+            optimizer.add_param_group({"params": module[1].parameters()})
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": [module[0].weight]})
+        if options["zero"]:
+            with pytest.raises(ValueError, match=r"shape \(3, 2\) in group 1 is not one of the wrapped Sequential"):
+                optimizer.add_param_group({"params": nn.Linear(2, 3).parameters()})
+        assert len(optimizer.param_groups) == 1
+        gather(None)
