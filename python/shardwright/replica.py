@@ -453,6 +453,11 @@ class Replica:
             return None
         if self.zero >= 2 or self.reducer.is_used(index):
             raise Error(_NOT_AVERAGED)
+        if not self.parameters().is_stepped(index):
+            raise Error(
+                f"parameter {self.table.names[index]!r} is frozen and has a gradient that was there before the module was wrapped, so that "
+                "a step would change it on this rank alone: zero_grad() before the step"
+            )
         low, high = self.parameters().own_run(index)
         if gradient is self.views[index]:
             kept = self._gradient_slices.get(index)

@@ -82,3 +82,59 @@ def test_a_group_that_the_users_class_refuses_is_not_added(rank, world_size):
                 optimizer.add_param_group({"params": nn.Linear(2, 3).parameters()})
         assert len(optimizer.param_groups) == 1
         gather(None)
+
+
+class Small(nn.Sequential):
+    """With parameters of at most 128 bytes, which are never released, and larger ones."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("partition", ["auto", "tensor"])
+@pytest.mark.parametrize("at", ["between steps", "before the first step"])
+@on_every_rank()
+def test_what_is_frozen_later_is_stepped_on_while_it_has_a_gradient(rank, world_size, at, partition):
+    """As by torch: momentum and weight decay go on where zero_grad leaves zeros."""
+    expected = None
+    for options in STAGES:
+        torch.manual_seed(0)
+        module = Small()
+        made = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+        model, optimizer = sw.wrap(module, made, partition=partition, **options)
+        for step in range(4):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            if step == (0 if at == "before the first step" else 2):
+                module[2].requires_grad_(False)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        with torch.no_grad():  # as the next forward sees them
+            loss = model(batch(rank, 6, 7)).sum().item()
+        found = [torch.tensor(loss), *whole(model)]
+        expected = expected or found
+        assert all(map(bits_equal, found, expected)) and same_everywhere(found[1:]), options
+        gather(None)
+
+
+@pytest.mark.parametrize("partition", ["auto", "tensor"])
+@on_every_rank()
+def test_a_gradient_older_than_the_wrapper_on_a_frozen_parameter_is_named(rank, world_size, partition):
+    for options in STAGES[1:]:
+        torch.manual_seed(0)
+        module = Small()
+        made = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        module(batch(rank, 6, 7)).sum().backward()
+        module[2].requires_grad_(False)
+        model, optimizer = sw.wrap(module, made, partition=partition, **options)
+        model(batch(rank, 6, 7)).square().mean().backward()
+        text = (
+            r"parameter '2.weight' is frozen and has a gradient"
+            if options["zero"] == 1
+            else "gradient of this rank alone"
+        )
+        with pytest.raises(sw.Error, match=text):
+            optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, rank, range(1))
+        assert same_everywhere(whole(model)), options
+        gather(None)
