@@ -105,6 +105,8 @@ class Replica:
                 _check_gpu(zero, settings["offload"], options)
                 self._wire = _wire_of(compress, zero, self.table)
             self._supersede(module)
+            if zero:
+                self.table.check_apart()
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
             refusal, description = error, [["failure", str(error)]]

@@ -138,3 +138,36 @@ def test_a_gradient_older_than_the_wrapper_on_a_frozen_parameter_is_named(rank, 
         train(model, optimizer, rank, range(1))
         assert same_everywhere(whole(model)), options
         gather(None)
+
+
+class Shared(nn.Module):
+    """Parameters that are views of one memory: columns beside each other, rows one after the other, and, if asked for, one twice."""
+
+    def __init__(self, overlap):
+        super().__init__()
+        columns, rows = torch.randn(7, 16), torch.randn(64)
+        self.left, self.right = nn.Parameter(columns[:, :8]), nn.Parameter(columns[:, 8:])
+        self.first, self.second = nn.Parameter(rows[:8]), nn.Parameter(rows[8:16])
+        self.last = nn.Parameter(rows[15:23] if overlap else rows[16:24])
+        self.register_buffer("seen", columns[0, 7:9] if overlap is None else torch.zeros(2))
+
+    def forward(self, x):
+        return (x @ self.left) * (x @ self.right) + self.first + self.second + self.last
+
+
+@on_every_rank()
+def test_parameters_over_the_same_memory_are_refused_and_those_beside_each_other_are_not(rank, world_size):
+    """Moved to memory of their own they would be two in silence, and train otherwise than at zero=0."""
+    expected = None
+    for options in STAGES:
+        torch.manual_seed(0)
+        module = Shared(False)
+        model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=1e-3), **options)
+        train(model, optimizer, rank, range(3))
+        expected = expected or whole(model)
+        assert_bits(whole(model), expected, options)
+        for overlap, names in ((True, "'second' and 'last'"), (None, "'left' and 'seen'")):
+            if options["zero"]:
+                with pytest.raises(sw.Error, match=f"{names} are two tensors over the same memory"):
+                    sw.wrap(Shared(overlap), **options)
+        gather(None)
