@@ -19,7 +19,7 @@ import torch
 
 from ._engine import Error
 from .join import exchange_slices
-from .masters import LOW, Masters, has_own_masters
+from .masters import LOW, Masters, as_kept, has_own_masters, kept_by
 from .parameter_slices import memory_order
 from .replica import Replica
 
@@ -136,8 +136,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._replica.parameters().run(index, rank)
 
     @contextlib.contextmanager
-    def _on_slices(self) -> Iterator[None]:
-        """The user's optimizer, over slices instead of whole parameters, and over masters instead of low-precision slices."""
+    def _on_slices(self) -> Iterator[list[torch.Tensor]]:
+        """The user's optimizer, over slices instead of whole parameters; gives those that have masters here."""
         whole = [group["params"] for group in self._inner.param_groups]
         try:
             with_master = []
@@ -145,8 +145,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]
                 group["params"] = [each for _, each in pairs if each is not None]
                 with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
-            with self._masters.in_place(self._inner, with_master) if self._masters else contextlib.nullcontext():
-                yield
+            yield with_master
         finally:
             for group, parameters in zip(self._inner.param_groups, whole):
                 group["params"] = parameters
@@ -155,9 +154,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether a parameter has a float32 master because of this class."""
         return self._masters is not None and parameter.dtype in LOW and id(parameter) not in self._without_master
 
-    def _keeps_float32(self, parameter: torch.Tensor) -> bool:
-        """Whether state stays as it is loaded; torch's own loading casts it to the parameter's dtype."""
-        return self._masters is None or self.has_master(parameter)
+    def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
+        """State that is being loaded, with a master of this class or of sw.optim's, or without. `exactly`: from where what others keep
+        beside their parameters was taken as it was; else in torch's format, which torch's own loading casts."""
+        if self._masters is None:
+            return kept_by(self._inner, parameter, state)
+        has_master = self.has_master(parameter)
+        return as_kept(state, parameter, has_master) if has_master or not exactly else state
+
+    def _loaded(self) -> None:
+        """The user's class sees what was loaded as after torch's own loading: older formats are brought up to date. Who wrote to
+        parameters before is not known any longer, so a master that does not round to its parameter is taken anew."""
+        with self._on_slices():
+            self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})  # type: ignore[attr-defined]
+        if self._masters is not None:
+            self._masters.forget_all()
 
     def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
         for group in self.param_groups:
@@ -226,8 +237,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step_on_slices(self) -> None:
         try:
             self._complete_gradients()
-            with self._on_slices():
-                self._inner.step()
+            with self._on_slices() as low:
+                with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
+                    self._inner.step()
         except BaseException as error:  # the peers, which wait for this rank's slices, must hear of it
             if self._replica.group.comm.is_alive:
                 self._replica.group.comm.abort(f"the optimizer's step failed: {error}")
@@ -342,7 +354,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, state in saved["state"].items():
             piece = self.slice_of(int(index))
             assert piece is not None
-            self._inner.state[piece] = {k: _copy(v) for k, v in state.items()}
+            parameter = self._replica.table.parameters[int(index)]
+            self._inner.state[piece] = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
+        self._loaded()
 
     def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
         if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
@@ -361,9 +375,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.state.clear()
         for name, parameter in zip(names, parameters):
             if name in state_dict["state"]:
-                state = state_dict["state"][name]
-                cast = state if self._keeps_float32(parameter) else _cast(state, parameter)
-                self._take_state(self._index[id(parameter)], cast)
+                state = self._as_kept(parameter, state_dict["state"][name], exactly=False)
+                self._take_state(self._index[id(parameter)], state)
+        self._loaded()
 
     def full_state_dict(self) -> dict[str, Any]:
         """torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
@@ -421,7 +435,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter, state in states.items():
             piece = self.slice_of(self._index[id(parameter)])
             assert piece is not None
-            self._inner.state[piece] = dict(state if self._keeps_float32(parameter) else _cast(state, parameter))
+            self._inner.state[piece] = dict(self._as_kept(parameter, state, exactly=True))
+        self._loaded()
 
     def _gather_state(self, index: int) -> dict[str, Any]:
         comm, memory = self._replica.group.comm, self._replica.parameters()
@@ -468,19 +483,6 @@ def _describe(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _cast(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """As torch's own loading does: floating state takes the parameter's dtype, but for the count of steps."""
-    return {
-        key: value.to(parameter.dtype)
-        if isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and key != "step"
-        and parameter.is_floating_point()
-        else value
-        for key, value in state.items()
-    }
 
 
 def _members(param_group: Any) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 the outcome that it has at stage 0, bit for bit."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ STAGES = [
     {"zero": 3},
     {"zero": 3, "share_parameters": False, "units": nn.Linear},
 ]
+
+FEW = [STAGES[0], STAGES[1], STAGES[4]]
 
 
 def train(model, optimizer, rank, steps):
@@ -170,4 +173,138 @@ def test_parameters_over_the_same_memory_are_refused_and_those_beside_each_other
             if options["zero"]:
                 with pytest.raises(sw.Error, match=f"{names} are two tensors over the same memory"):
                     sw.wrap(Shared(overlap), **options)
+        gather(None)
+
+
+MAKERS = {
+    "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "masters": lambda p: sw.optim.AdamW(p, lr=1e-2),
+    "no masters": lambda p: sw.optim.AdamW(p, lr=1e-2, master=False),
+}
+
+
+def low(seed=0):
+    torch.manual_seed(seed)
+    return Mlp().to(torch.bfloat16)
+
+
+def train_low(model, optimizer, rank, steps):
+    for step in steps:
+        model(batch(rank, 6, 7, step=step).to(torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def facts(model, optimizer):
+    state = sw.full_optimizer_state_dict(model, optimizer)["state"]
+    dtypes = {key: str(value.dtype) for entry in state.values() for key, value in entry.items()}
+    return whole(model), dtypes
+
+
+@pytest.mark.parametrize("how", ["full", "before wrapping", "checkpoint"])
+@pytest.mark.parametrize("second", MAKERS)
+@on_every_rank()
+def test_state_with_and_without_masters_loads_alike(rank, world_size, second, how):
+    """With masters it is float32 from then on, without them of the parameters' dtype."""
+    for first in MAKERS:
+        go_from(rank, first, second, how)
+
+
+def go_from(rank, first, second, how):
+    source = low()
+    optimizer = MAKERS[first](source.parameters())
+    train_low(source, optimizer, 0, range(2))
+    weights, state = source.state_dict(), optimizer.state_dict()
+    folder = os.path.join(os.environ["SW_TEST_FOLDER"], f"{first}-{second}")
+    if how == "checkpoint":
+        wrapped = sw.wrap(source, optimizer)
+        train_low(*wrapped, rank, range(2, 3))
+        sw.save(folder, *wrapped, step=3)
+    expected = None
+    for options in FEW:
+        module = low(1)
+        module.load_state_dict(weights)
+        optimizer = MAKERS[second](module.parameters())
+        if how == "before wrapping":
+            optimizer.load_state_dict(copy.deepcopy(state))
+        model, optimizer = sw.wrap(module, optimizer, **options)
+        if how == "full":
+            sw.load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
+        elif how == "checkpoint":
+            sw.load(folder, model, optimizer)
+        train_low(model, optimizer, rank, range(3, 5))
+        found = facts(model, optimizer)
+        expected = expected or found
+        assert found[1] == expected[1], options
+        kept = {"torch.bfloat16"} if second == "no masters" else {"torch.float32"}
+        assert {dtype for key, dtype in found[1].items() if key != "step"} == kept
+        assert ("master" in found[1]) == (second != "no masters")
+        assert_bits(found[0], expected[0], options)
+        gather(None)
+
+
+@pytest.mark.parametrize("kind", [int, torch.Tensor.long])
+@on_every_rank()
+def test_counts_of_steps_of_older_formats_load_at_every_stage(rank, world_size, kind):
+    for make in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad, sw.optim.AdamW):
+        load_older(rank, make, kind)
+
+
+def load_older(rank, make, kind):
+    torch.manual_seed(0)
+    source = Mlp()
+    optimizer = make(source.parameters(), lr=1e-2)
+    train(source, optimizer, 0, range(2))
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["step"] = kind(entry["step"])
+    expected = None
+    for options in FEW:
+        module = copy.deepcopy(source)
+        model, optimizer = sw.wrap(module, make(module.parameters(), lr=1e-2), **options)
+        sw.load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
+        train(model, optimizer, rank, range(2, 4))
+        expected = expected or whole(model)
+        assert_bits(whole(model), expected, options)
+        gather(None)
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
+@on_every_rank()
+def test_scalars_beside_masters_are_loaded_as_they_were(rank, world_size, make):
+    """Loading what was just taken changes nothing; torch's own loading would round them to the parameters' dtype."""
+    for options in FEW:
+        found = []
+        for reloads in (False, True):
+            module = low()
+            model, optimizer = sw.wrap(module, make(module.parameters(), lr=1e-2), **options)
+            train_low(model, optimizer, rank, range(2))
+            if reloads:
+                state = sw.full_optimizer_state_dict(model, optimizer)
+                sw.load_full_optimizer_state_dict(model, optimizer, state)
+            train_low(model, optimizer, rank, range(2, 4))
+            found.append(whole(model))
+        assert_bits(found[1], found[0], options)
+        gather(None)
+
+
+@pytest.mark.parametrize("what", ["optimizer first", "model first", "optimizer alone"])
+@pytest.mark.parametrize("name", ["torch", "masters"])
+@on_every_rank()
+def test_going_back_is_alike_at_every_stage_and_whole_states_are_copies(rank, world_size, name, what):
+    expected = None
+    for options in STAGES:
+        module = low()
+        model, optimizer = sw.wrap(module, MAKERS[name](module.parameters()), **options)
+        train_low(model, optimizer, rank, range(3))
+        weights, state = sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)
+        train_low(model, optimizer, rank, range(3, 5))
+        if what == "model first":
+            sw.load_full_state_dict(model, weights)
+        sw.load_full_optimizer_state_dict(model, optimizer, state)
+        if what == "optimizer first":
+            sw.load_full_state_dict(model, weights)
+        train_low(model, optimizer, rank, range(5, 7))
+        expected = expected or whole(model)
+        assert_bits(whole(model), expected, options)
         gather(None)
