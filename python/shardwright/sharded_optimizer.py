@@ -212,8 +212,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._replica.announce("step", self._position, [_hyperparameters(group) for group in self.param_groups])
         if self._replica.zero == 1 and self._replica.is_joining:
             exchange_slices(self._replica, self.run)
-        self._step_together(self._own_gradient)
-        self._count_writes([p for group in self.param_groups for p in group["params"] if p.grad is not None])
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._step_together(self._own_gradient, stepped)
         return loss
 
     def register_shadow_step_pre_hook(self, hook: Callable[[], Any]) -> RemovableHandle:
@@ -230,11 +230,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
         self._check_groups()
-        self._step_together(gradients.__getitem__)
         members = [p for group in self.param_groups for p in group["params"]]
-        self._count_writes([p for p in members if gradients[self._index[id(p)]] is not None])
+        stepped = [p for p in members if gradients[self._index[id(p)]] is not None]
+        self._step_together(gradients.__getitem__, stepped)
 
-    def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
+    def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None], stepped: list[torch.Tensor]) -> None:
         refusal = None
         try:
             self._take_gradients(gradient_of)
@@ -242,23 +242,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refusal = error
         self._agree(refusal)
         with self._replica.writing():
-            self._step_on_slices()
-            self._publish()
+            failure = self._step_on_slices()
+            self._publish()  # after a failure too: whatever the slices are now, all ranks have the same
+        self._count_writes(stepped)
+        self._tell(failure)
 
-    def _step_on_slices(self) -> None:
+    def _tell(self, failure: Exception | None) -> None:
+        """Raises what failed in this rank's step, or that another's did: all ranks raise, and the next step is a step as any other."""
+        mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
+        said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise Error(
+                    f"rank {rank}: the optimizer's step failed, so that some slices are as before it: {text.decode()}"
+                )
+
+    def _step_on_slices(self) -> Exception | None:
+        """What was raised in between, if the ranks can go on together after it."""
+        comm = self._replica.group.comm
         try:
             self._complete_gradients()
             with self._on_slices() as low:
                 with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
                     self._inner.step()
-        except BaseException as error:  # the peers, which wait for this rank's slices, must hear of it
-            if self._replica.group.comm.is_alive:
-                self._replica.group.comm.abort(f"the optimizer's step failed: {error}")
+        except BaseException as error:
+            if isinstance(error, Exception) and comm.is_alive:
+                return error
+            if comm.is_alive:  # the peers, which wait for this rank's slices, must hear of it
+                comm.abort(f"the optimizer's step was broken off: {error!r}")
             raise
         finally:
             for piece in self._slices.values():
                 if piece is not None:
                     piece.grad = None
+        return None
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         self._replica.count_writes(stepped)
