@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
+from ._engine import Error
+
 __all__ = [
     "LOW",
     "MasterOptimizer",
     "Masters",
     "as_kept",
+    "check_groups",
     "has_own_masters",
     "kept_by",
     "load_in_float32",
@@ -148,6 +151,16 @@ def has_own_masters(optimizer: torch.optim.Optimizer) -> bool:
     return any(kind.__module__ == "shardwright.optim" for kind in type(optimizer).__mro__)
 
 
+def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Error unless both have the same groups: what schedulers change in the one, the other would not see."""
+    ours, theirs = outer.param_groups, inner.param_groups
+    if len(ours) != len(theirs) or any(a is not b for a, b in zip(ours, theirs)):
+        raise Error(
+            "the optimizer that was given to sw.wrap has other groups than the one that it returned (add_param_group or load_state_dict was "
+            "called on it): call them on the optimizer that sw.wrap returned"
+        )
+
+
 def load_in_float32(
     optimizer: torch.optim.Optimizer,
     load: Callable[[dict[str, Any]], Any],
@@ -219,6 +232,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_groups(self, self._inner)
         denied = {id(parameter) for parameter in self._without}
         members = [p for group in self._inner.param_groups for p in group["params"] if id(p) not in denied]
         with self._masters.in_place(self._inner, members):

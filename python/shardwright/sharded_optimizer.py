@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._engine import Error
 from .join import exchange_slices
-from .masters import LOW, Masters, as_kept, has_own_masters, kept_by
+from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by
 from .parameter_slices import memory_order
 from .replica import Replica
 
@@ -208,7 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._replica.close_pending()
-        self._check_groups()
+        check_groups(self, self._inner)
         self._replica.announce("step", self._position, [_hyperparameters(group) for group in self.param_groups])
         if self._replica.zero == 1 and self._replica.is_joining:
             exchange_slices(self._replica, self.run)
@@ -229,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
-        self._check_groups()
+        check_groups(self, self._inner)
         members = [p for group in self.param_groups for p in group["params"]]
         stepped = [p for p in members if gradients[self._index[id(p)]] is not None]
         self._step_together(gradients.__getitem__, stepped)
@@ -282,14 +282,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         self._replica.count_writes(stepped)
         self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
-
-    def _check_groups(self) -> None:
-        ours, inner = self.param_groups, self._inner.param_groups
-        if len(ours) != len(inner) or any(a is not b for a, b in zip(ours, inner)):
-            raise Error(
-                "the optimizer that was given to sw.wrap has other groups than the sliced one (add_param_group or load_state_dict was "
-                "called on it): call them on the optimizer that sw.wrap returned"
-            )
 
     def _facts(self) -> dict[str, Any]:
         """What ranks must agree on before a step, beside the groups."""

@@ -308,3 +308,21 @@ def test_going_back_is_alike_at_every_stage_and_whole_states_are_copies(rank, wo
         expected = expected or whole(model)
         assert_bits(whole(model), expected, options)
         gather(None)
+
+
+@on_every_rank()
+def test_groups_changed_behind_the_wrappers_back_are_named(rank, world_size):
+    """Schedulers would drive the one's groups, and the other step with its own."""
+    for options in STAGES:
+        for change in ("load", "add"):
+            module = low()
+            inner = torch.optim.AdamW(module[0].parameters(), lr=1e-2)
+            state = copy.deepcopy(inner.state_dict())
+            model, optimizer = sw.wrap(module, inner, **options)
+            inner.load_state_dict(state) if change == "load" else inner.add_param_group(
+                {"params": module[2].parameters()}
+            )
+            model(batch(rank, 6, 7).to(torch.bfloat16)).sum().backward()
+            with pytest.raises(sw.Error, match="has other groups than the one that it returned"):
+                optimizer.step()
+            gather(None)
