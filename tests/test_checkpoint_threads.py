@@ -92,12 +92,17 @@ def test_what_the_last_step_had_to_copy_is_copied_ahead_of_the_next(tmp_path: pa
 def test_nothing_is_copied_ahead_where_no_step_had_to_wait(tmp_path: pathlib.Path) -> None:
     training = Training(tmp_path)
     with training.checkpoints as checkpoints:
+        staged = set()
         for step in range(3):
             checkpoints.save(step)
             checkpoints.wait()
             training.optimizer.step()
             assert checkpoints.progress["ahead_bytes"] == 0
-        assert checkpoints.progress["staging_bytes"] <= 8 * MIB  # rank 0's own small files
+            staged.add(checkpoints.progress["staging_bytes"])
+        assert max(staged) <= 24 * MIB  # what two threads write at a time, and small files
+        assert min(staged) >= 8 * MIB, (
+            "runs are copied on the way through memory that is kept, not mapped for each save"
+        )
 
 
 @pytest.mark.parametrize("when", ["at once", "in its midst"])

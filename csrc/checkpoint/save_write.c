@@ -1,21 +1,23 @@
 /* save_write.c - threads take runs of neighbouring blocks and write each run at its place.
  *
- * Up to 8 MiB a write, so that two threads keep a disk busy. Whole pages go past the page cache;
- * the last bytes of a file, less than a page, through it: no two writes touch one page. Each thread
- * syncs what it wrote before it turns to another file; a failed fsync ends the save, and is never
- * tried again on the same file. */
+ * Live blocks are copied on the way, through slots of the stage: those are warm, which memory that
+ * is mapped for a save is not (a fault a page, and on a virtual machine one of the host's behind
+ * it). Up to 8 MiB a write, so that two threads keep a disk busy. Whole pages go past the page
+ * cache; the last bytes of a file, less than a page, through it: no two writes touch one page. Each
+ * thread syncs what it wrote before it turns to another file; a failed fsync ends the save, and is
+ * never tried again on the same file. */
 #include <inttypes.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "checkpoint/save_job.h"
 #include "platform/clock.h"
-#include "platform/memory.h"
 
 typedef struct writer {
     sw_saver *saver;
     bool is_helper;
-    uint8_t *bounce;          /* owned; a run of blocks that were live, NULL until the first */
+    uint8_t *bounce[SW_SAVE_RUN_BLOCKS]; /* slots of the stage: a run that was live */
+    size_t bounce_count;
     const sw_plan_file *file; /* open, or NULL */
     char path[SW_PATH_BYTES];
     int fd;
@@ -71,13 +73,34 @@ static size_t take_run_locked(sw_saver *saver, sw_save_block **first, bool *is_l
     return count;
 }
 
-static sw_status copy_live(writer *w, sw_save_block *first, size_t count, sw_error *err)
+/* As many slots as a run of `count` blocks needs: small saves take few. */
+static sw_status take_bounce(writer *w, size_t count, sw_error *err)
 {
     sw_status status = SW_OK;
-    if (!w->bounce)
-        status = sw_pages_map((size_t)SW_SAVE_RUN_BLOCKS * SW_BLOCK_BYTES, &w->bounce, err);
+    if (count <= w->bounce_count)
+        return SW_OK;
+    pthread_mutex_lock(&w->saver->mutex);
+    status =
+        sw_stage_take(&w->saver->stage, count - w->bounce_count, w->bounce + w->bounce_count, err);
+    pthread_mutex_unlock(&w->saver->mutex);
+    if (status == SW_OK)
+        w->bounce_count = count;
+    return status;
+}
+
+static void give_bounce(writer *w)
+{
+    pthread_mutex_lock(&w->saver->mutex);
+    while (w->bounce_count > 0)
+        sw_stage_give(&w->saver->stage, w->bounce[--w->bounce_count]);
+    pthread_mutex_unlock(&w->saver->mutex);
+}
+
+static sw_status copy_live(writer *w, sw_save_block *first, size_t count, sw_error *err)
+{
+    sw_status status = take_bounce(w, count, err);
     for (size_t i = 0; i < count && status == SW_OK; ++i)
-        sw_save_fill(&first[i], w->bounce + i * SW_BLOCK_BYTES);
+        sw_save_fill(&first[i], w->bounce[i]);
     pthread_mutex_lock(&w->saver->mutex);
     for (size_t i = 0; i < count; ++i)
         first[i].state = SW_BLOCK_TAKEN;
@@ -108,7 +131,7 @@ static sw_status write_run(const writer *w, const sw_save_block *first, size_t c
     size_t tail = last->size_bytes % SW_FILE_ALIGNMENT_BYTES;
     const uint8_t *tail_data = NULL;
     for (size_t i = 0; i < count; ++i) {
-        uint8_t *data = is_live ? w->bounce + i * SW_BLOCK_BYTES : first[i].slot;
+        uint8_t *data = is_live ? w->bounce[i] : first[i].slot;
         parts[i] = (struct iovec){.iov_base = data,
                                   .iov_len = first[i].size_bytes - (&first[i] == last ? tail : 0)};
         tail_data = data + parts[i].iov_len;
@@ -183,6 +206,6 @@ sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err)
     sw_status status = write_all(&w, err);
     if (w.fd >= 0)
         close(w.fd); /* after an error that is already told */
-    sw_memory_unmap(w.bounce, (size_t)SW_SAVE_RUN_BLOCKS * SW_BLOCK_BYTES);
+    give_bounce(&w);
     return status;
 }

@@ -8,13 +8,25 @@ masters take the parameters' places for the time of its step. Either way a maste
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 
-__all__ = ["LOW", "MasterOptimizer", "Masters", "has_own_masters", "load_in_float32", "without_masters"]
+from ._engine import Error
+
+__all__ = [
+    "LOW",
+    "MasterOptimizer",
+    "Masters",
+    "as_kept",
+    "check_groups",
+    "has_own_masters",
+    "kept_by",
+    "load_in_float32",
+    "without_masters",
+]
 
 LOW = (torch.bfloat16, torch.float16)
 _KEY = "master"
@@ -41,7 +53,7 @@ class Masters:
 
     def of(self, parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _empty) -> torch.Tensor:
         """The master in `state`, made, laid out as its parameter and taken anew where that is due."""
-        master: torch.Tensor | None = state.get(_KEY)
+        master = master_in(state)
         if master is None or master.stride() != parameter.stride():
             made = state[_KEY] = empty(parameter).copy_(parameter if master is None else master)
             if master is None:
@@ -57,10 +69,9 @@ class Masters:
         for parameter in parameters:
             self._versions[id(parameter)] = parameter._version
 
-    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """They, or their masters, were written by others."""
-        for parameter in parameters:
-            self._versions.pop(id(parameter), None)
+    def forget_all(self) -> None:
+        """All of them, or their masters, may have been written by others."""
+        self._versions.clear()
 
     @contextlib.contextmanager
     def in_place(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -87,7 +98,7 @@ class Masters:
     def _take(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
         """The master with the gradient, and with the state of its parameter."""
         state = optimizer.state.pop(parameter, {})
-        if _KEY not in state:  # state that was made without masters
+        if master_in(state) is None:  # state that was made without masters
             state = {key: _widened(value, parameter) for key, value in state.items()}
         with torch.no_grad():
             master = self.of(parameter, state)
@@ -108,6 +119,28 @@ class Masters:
         self.written([parameter])
 
 
+def master_in(state: Mapping[str, Any]) -> torch.Tensor | None:
+    """What torch's own loading has cast to the parameter's dtype is no master any more."""
+    master = state.get(_KEY)
+    return master if isinstance(master, torch.Tensor) and master.dtype is torch.float32 else None
+
+
+def as_kept(state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool) -> dict[str, Any]:
+    """State that is being loaded, as it is kept: beside a master nothing is in low precision; without one there is none, and what is
+    floating takes the parameter's dtype, but for the count of steps, as by torch's own loading."""
+    kept = {}
+    for key, value in state.items():
+        if key == _KEY and not has_master:
+            continue
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
+            if has_master:
+                value = value.to(torch.float32) if value.dtype in LOW else value
+            elif parameter.is_floating_point():
+                value = value.to(parameter.dtype)
+        kept[key] = value
+    return kept
+
+
 def _widened(value: Any, parameter: torch.Tensor) -> Any:
     low = isinstance(value, torch.Tensor) and value.dtype in LOW and value.shape == parameter.shape
     return value.to(torch.float32) if low else value
@@ -116,6 +149,16 @@ def _widened(value: Any, parameter: torch.Tensor) -> Any:
 def has_own_masters(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is one of sw.optim's, which keep masters as `master=` says."""
     return any(kind.__module__ == "shardwright.optim" for kind in type(optimizer).__mro__)
+
+
+def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Error unless both have the same groups: what schedulers change in the one, the other would not see."""
+    ours, theirs = outer.param_groups, inner.param_groups
+    if len(ours) != len(theirs) or any(a is not b for a, b in zip(ours, theirs)):
+        raise Error(
+            "the optimizer that was given to sw.wrap has other groups than the one that it returned (add_param_group or load_state_dict was "
+            "called on it): call them on the optimizer that sw.wrap returned"
+        )
 
 
 def load_in_float32(
@@ -135,10 +178,18 @@ def load_in_float32(
         handle.remove()
     saved = chain.from_iterable(group["params"] for group in loaded[0]["param_groups"])
     for number, p in zip(saved, chain.from_iterable(group["params"] for group in optimizer.param_groups)):
-        for key, value in loaded[0]["state"].get(number, {}).items():
-            if torch.is_tensor(value) and key != "step" and value.shape == p.shape and value.is_floating_point():
-                dtype = torch.float32 if has_master(p) else p.dtype
-                optimizer.state[p][key] = torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(value)
+        given = loaded[0]["state"].get(number, {})
+        if not given:
+            continue
+        state = optimizer.state[p]
+        if not has_master(p):
+            state.pop(_KEY, None)
+        for key, value in as_kept(given, p, has_master(p)).items():
+            if torch.is_tensor(value) and key != "step" and value.is_floating_point():
+                like = p if value.shape == p.shape else value
+                state[key] = torch.empty_like(like, dtype=value.dtype, device=p.device, requires_grad=False).copy_(
+                    value
+                )
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -166,10 +217,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **kept}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
-        super().add_param_group(param_group)
+        """As torch's: the user's own class takes it first, and may refuse it."""
         if all(group is not param_group for group in self._inner.param_groups):
-            self._inner.param_groups.append(param_group)
+            self._inner.add_param_group(param_group)
+        super().add_param_group(param_group)
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         """Whether the optimizer steps on a master of it."""
@@ -181,6 +232,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_groups(self, self._inner)
         denied = {id(parameter) for parameter in self._without}
         members = [p for group in self._inner.param_groups for p in group["params"] if id(p) not in denied]
         with self._masters.in_place(self._inner, members):
@@ -191,7 +243,15 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Takes torch's format. A master that it lacks is made from the parameter at the next step."""
         load_in_float32(self._inner, self._inner.load_state_dict, state_dict, self.has_master)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
-        self._masters.forget(p for group in self.param_groups for p in group["params"])
+        self._masters.forget_all()
+
+
+def kept_by(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parameter's state that is being restored, as `optimizer` keeps it: that of others is as it was."""
+    if has_own_masters(optimizer):
+        return as_kept(state, parameter, optimizer._has_master(parameter))  # type: ignore[attr-defined]
+    has_master = isinstance(optimizer, MasterOptimizer) and optimizer.has_master(parameter)
+    return as_kept(state, parameter, True) if has_master else state
 
 
 def without_masters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -52,6 +52,10 @@ class _Fused(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._masters = Masters()
+        for each in self.state.values():  # torch takes integers too
+            step = each.get("step")
+            if isinstance(step, Tensor) and not step.is_floating_point():
+                each["step"] = step.to(torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's does.
@@ -138,7 +142,7 @@ class _Fused(torch.optim.Optimizer):
         that `state_dict` lacks is made from the parameter at the next step.
         """
         load_in_float32(self, super().load_state_dict, state_dict, self._has_master)
-        self._masters.forget(self.state)
+        self._masters.forget_all()
 
 
 class _Lists:

@@ -29,6 +29,11 @@ class SliceRuns:
         self._reducer: Any = reducer
         self._slicing = slicing
         self._runs: dict[int, tuple[int, int]] = {}
+        self._stepped: set[int] = set()  # buckets with parameters that train, or have
+
+    def is_stepped(self, index: int) -> bool:
+        """Whether a parameter trains, or has: one that is frozen later is stepped on for as long as it has a gradient."""
+        return self._reducer.place(index)[0] in self._stepped
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
@@ -64,7 +69,6 @@ class ParameterSlices(SliceRuns):
         super().__init__(reducer, slicing)
         self._table, self._label = table, label
         self._moved: set[int] = set()  # buckets
-        self._stepped: set[int] = set()  # buckets with parameters that train, or have
         self._flat: dict[int, torch.Tensor] = {}  # of a parameter, where it lies now
 
     def flat(self, index: int) -> torch.Tensor:

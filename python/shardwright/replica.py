@@ -105,6 +105,8 @@ class Replica:
                 _check_gpu(zero, settings["offload"], options)
                 self._wire = _wire_of(compress, zero, self.table)
             self._supersede(module)
+            if zero:
+                self.table.check_apart()
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
@@ -453,6 +455,11 @@ class Replica:
             return None
         if self.zero >= 2 or self.reducer.is_used(index):
             raise Error(_NOT_AVERAGED)
+        if not self.parameters().is_stepped(index):
+            raise Error(
+                f"parameter {self.table.names[index]!r} is frozen and has a gradient that was there before the module was wrapped, so that "
+                "a step would change it on this rank alone: zero_grad() before the step"
+            )
         low, high = self.parameters().own_run(index)
         if gradient is self.views[index]:
             kept = self._gradient_slices.get(index)

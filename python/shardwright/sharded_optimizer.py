@@ -12,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ._engine import Error
 from .join import exchange_slices
-from .masters import LOW, Masters, has_own_masters
+from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by
 from .parameter_slices import memory_order
 from .replica import Replica
 
@@ -75,6 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._slices: dict[int, torch.Tensor | None] = {}
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
+        self._shadow_hooks: dict[int, Callable[[], Any]] = OrderedDict()
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -99,13 +102,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        parameters = param_group.get("params", ())
-        self._check_members(
-            [parameters] if isinstance(parameters, torch.Tensor) else parameters, len(getattr(self, "param_groups", ()))
-        )
-        super().add_param_group(param_group)
+        """As torch's: the user's own class takes it first, and may refuse it."""
         if all(group is not param_group for group in self._inner.param_groups):
-            self._inner.param_groups.append(param_group)
+            self._check_members(_members(param_group), len(self.param_groups))
+            self._inner.add_param_group(param_group)
+        super().add_param_group(param_group)
 
     def __getstate__(self) -> Any:
         raise Error("a sliced optimizer cannot be copied or pickled: use sw.full_optimizer_state_dict")
@@ -138,8 +139,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._replica.parameters().run(index, rank)
 
     @contextlib.contextmanager
-    def _on_slices(self) -> Iterator[None]:
-        """The user's optimizer, over slices instead of whole parameters, and over masters instead of low-precision slices."""
+    def _on_slices(self) -> Iterator[list[torch.Tensor]]:
+        """The user's optimizer, over slices instead of whole parameters; gives those that have masters here."""
         whole = [group["params"] for group in self._inner.param_groups]
         try:
             with_master = []
@@ -147,8 +148,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]
                 group["params"] = [each for _, each in pairs if each is not None]
                 with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
-            with self._masters.in_place(self._inner, with_master) if self._masters else contextlib.nullcontext():
-                yield
+            yield with_master
         finally:
             for group, parameters in zip(self._inner.param_groups, whole):
                 group["params"] = parameters
@@ -157,9 +157,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether a parameter has a float32 master because of this class."""
         return self._masters is not None and parameter.dtype in LOW and id(parameter) not in self._without_master
 
-    def _keeps_float32(self, parameter: torch.Tensor) -> bool:
-        """Whether state stays as it is loaded; torch's own loading casts it to the parameter's dtype."""
-        return self._masters is None or self.has_master(parameter)
+    def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
+        """State that is being loaded, with a master of this class or of sw.optim's, or without. `exactly`: from where what others keep
+        beside their parameters was taken as it was; else in torch's format, which torch's own loading casts."""
+        if self._masters is None:
+            return kept_by(self._inner, parameter, state)
+        has_master = self.has_master(parameter)
+        return as_kept(state, parameter, has_master) if has_master or not exactly else state
+
+    def _loaded(self) -> None:
+        """The user's class sees what was loaded as after torch's own loading: older formats are brought up to date. Who wrote to
+        parameters before is not known any longer, so a master that does not round to its parameter is taken anew."""
+        with self._on_slices():
+            self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})  # type: ignore[attr-defined]
+        if self._masters is not None:
+            self._masters.forget_all()
 
     def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
         for group in self.param_groups:
@@ -196,25 +208,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._replica.close_pending()
-        self._check_groups()
+        check_groups(self, self._inner)
         self._replica.announce("step", self._position, [_hyperparameters(group) for group in self.param_groups])
         if self._replica.zero == 1 and self._replica.is_joining:
             exchange_slices(self._replica, self.run)
-        self._step_together(self._own_gradient)
-        self._count_writes([p for group in self.param_groups for p in group["params"] if p.grad is not None])
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._step_together(self._own_gradient, stepped)
         return loss
+
+    def register_shadow_step_pre_hook(self, hook: Callable[[], Any]) -> RemovableHandle:
+        """`hook()` is called before each step of the others that this rank follows; hooks of steps are not."""
+        handle = RemovableHandle(self._shadow_hooks)
+        self._shadow_hooks[handle.id] = hook
+        return handle
 
     def shadow_step(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None]) -> None:
         """A step of the others, of a rank that ran out of inputs (join): on its slices, with hyperparameters and gradients that it
         was told. Collective."""
+        for hook in self._shadow_hooks.values():
+            hook()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
-        self._check_groups()
-        self._step_together(gradients.__getitem__)
+        check_groups(self, self._inner)
         members = [p for group in self.param_groups for p in group["params"]]
-        self._count_writes([p for p in members if gradients[self._index[id(p)]] is not None])
+        stepped = [p for p in members if gradients[self._index[id(p)]] is not None]
+        self._step_together(gradients.__getitem__, stepped)
 
-    def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
+    def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None], stepped: list[torch.Tensor]) -> None:
         refusal = None
         try:
             self._take_gradients(gradient_of)
@@ -222,34 +242,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refusal = error
         self._agree(refusal)
         with self._replica.writing():
-            self._step_on_slices()
-            self._publish()
+            failure = self._step_on_slices()
+            self._publish()  # after a failure too: whatever the slices are now, all ranks have the same
+        self._count_writes(stepped)
+        self._tell(failure)
 
-    def _step_on_slices(self) -> None:
+    def _tell(self, failure: Exception | None) -> None:
+        """Raises what failed in this rank's step, or that another's did: all ranks raise, and the next step is a step as any other."""
+        mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
+        said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise Error(
+                    f"rank {rank}: the optimizer's step failed, so that some slices are as before it: {text.decode()}"
+                )
+
+    def _step_on_slices(self) -> Exception | None:
+        """What was raised in between, if the ranks can go on together after it."""
+        comm = self._replica.group.comm
         try:
             self._complete_gradients()
-            with self._on_slices():
-                self._inner.step()
-        except BaseException as error:  # the peers, which wait for this rank's slices, must hear of it
-            if self._replica.group.comm.is_alive:
-                self._replica.group.comm.abort(f"the optimizer's step failed: {error}")
+            with self._on_slices() as low:
+                with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
+                    self._inner.step()
+        except BaseException as error:
+            if isinstance(error, Exception) and comm.is_alive:
+                return error
+            if comm.is_alive:  # the peers, which wait for this rank's slices, must hear of it
+                comm.abort(f"the optimizer's step was broken off: {error!r}")
             raise
         finally:
             for piece in self._slices.values():
                 if piece is not None:
                     piece.grad = None
+        return None
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         self._replica.count_writes(stepped)
         self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
-
-    def _check_groups(self) -> None:
-        ours, inner = self.param_groups, self._inner.param_groups
-        if len(ours) != len(inner) or any(a is not b for a, b in zip(ours, inner)):
-            raise Error(
-                "the optimizer that was given to sw.wrap has other groups than the sliced one (add_param_group or load_state_dict was "
-                "called on it): call them on the optimizer that sw.wrap returned"
-            )
 
     def _facts(self) -> dict[str, Any]:
         """What ranks must agree on before a step, beside the groups."""
@@ -344,7 +376,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, state in saved["state"].items():
             piece = self.slice_of(int(index))
             assert piece is not None
-            self._inner.state[piece] = {k: _copy(v) for k, v in state.items()}
+            parameter = self._replica.table.parameters[int(index)]
+            self._inner.state[piece] = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
+        self._loaded()
 
     def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
         if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
@@ -363,9 +397,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.state.clear()
         for name, parameter in zip(names, parameters):
             if name in state_dict["state"]:
-                state = state_dict["state"][name]
-                cast = state if self._keeps_float32(parameter) else _cast(state, parameter)
-                self._take_state(self._index[id(parameter)], cast)
+                state = self._as_kept(parameter, state_dict["state"][name], exactly=False)
+                self._take_state(self._index[id(parameter)], state)
+        self._loaded()
 
     def full_state_dict(self) -> dict[str, Any]:
         """torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
@@ -423,7 +457,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter, state in states.items():
             piece = self.slice_of(self._index[id(parameter)])
             assert piece is not None
-            self._inner.state[piece] = dict(state if self._keeps_float32(parameter) else _cast(state, parameter))
+            self._inner.state[piece] = dict(self._as_kept(parameter, state, exactly=True))
+        self._loaded()
 
     def _gather_state(self, index: int) -> dict[str, Any]:
         comm, memory = self._replica.group.comm, self._replica.parameters()
@@ -472,17 +507,15 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _cast(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """As torch's own loading does: floating state takes the parameter's dtype, but for the count of steps."""
-    return {
-        key: value.to(parameter.dtype)
-        if isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and key != "step"
-        and parameter.is_floating_point()
-        else value
-        for key, value in state.items()
-    }
+def _members(param_group: Any) -> list[torch.Tensor]:
+    """The tensors of a group that is about to be added, with names or without; what can be read once is a list afterwards."""
+    given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if not isinstance(given, (list, tuple, set)):
+        given = param_group["params"] = list(given)
+    named = (each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in given)
+    return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses what is none
 
 
 def not_of(label: str, parameter: torch.Tensor, position: int) -> str:

@@ -56,6 +56,22 @@ class ParameterTable:
         _check_one_device([*pairs, *buffers.items()])
         return cls(tuple(name for name, _ in pairs), tuple(p for _, p in pairs), buffers)
 
+    def check_apart(self) -> None:
+        """Error where a parameter shares elements with another tensor of the module: parameters are about to move, each to
+        memory of its own, and what was one would be two in silence. (A parameter in several places is one.)"""
+        tensors: list[tuple[str, torch.Tensor]] = [*zip(self.names, self.parameters), *self.buffers.items()]
+        spans = sorted((*_span(tensor), at) for at, (_, tensor) in enumerate(tensors) if tensor.numel())
+        for position, (begin, end, at) in enumerate(spans):
+            for other_begin, _, other in spans[position + 1 :]:
+                if other_begin >= end:
+                    break
+                if min(at, other) < len(self.names) and _overlap(tensors[at][1], tensors[other][1]):
+                    one, two = tensors[min(at, other)][0], tensors[max(at, other)][0]
+                    raise Error(
+                        f"parameter {one!r} and {two!r} are two tensors over the same memory, which at zero >= 1 would be two: tie them as one "
+                        "Parameter, or give one of them a clone"
+                    )
+
     def rows(self) -> list[tuple[str, int, str, bool]]:
         """(name, numel, dtype, requires_grad) a parameter: what the reducer is made from."""
         return [(n, p.numel(), dtype_name(p.dtype), p.requires_grad) for n, p in zip(self.names, self.parameters)]
@@ -108,6 +124,26 @@ def _check_one_device(pairs: list[tuple[str, torch.Tensor]]) -> None:
                 f"it with .to({str(first.device if first.device.type != 'cpu' else tensor.device)!r}), or name what is to be left "
                 "alone in ignored_params"
             )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses [begin, end) between which its elements lie."""
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (extent + 1) * tensor.element_size()
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors whose spans meet have a byte in common; both may have gaps, in which the other lies."""
+    first = min(a.data_ptr(), b.data_ptr())
+    touched = torch.zeros(max(_span(a)[1], _span(b)[1]) - first, dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        item = tensor.element_size()
+        strides = [stride * item for stride in tensor.stride()]
+        return touched.as_strided([*tensor.shape, item], [*strides, 1], tensor.data_ptr() - first)
+
+    bytes_of(a).fill_(True)
+    return bool(bytes_of(b).any())
 
 
 def _sentence(name: str, tensor: torch.Tensor, *, with_gradient: bool) -> str:

@@ -162,11 +162,10 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
 
     def _owned(self) -> Iterator[tuple[int, list[int]]]:
         """(rank, what it owns and may have updated)."""
-        parameters = self._replica.table.parameters
-        slicing = self._replica.slicing
+        memory, slicing = self._replica.parameters(), self._replica.slicing
         for owner in range(slicing.count):
             owned = [index for index, its_owner in sorted(self._owners.items()) if its_owner == owner]
-            yield slicing.first_owner(owner), [index for index in owned if parameters[index].requires_grad]
+            yield slicing.first_owner(owner), [index for index in owned if memory.is_stepped(index)]
 
     def _broadcast(self, root: int, flats: list[torch.Tensor]) -> None:
         ranges = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.numel()]

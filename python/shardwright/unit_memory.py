@@ -76,7 +76,6 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         self._group, self._table, self._label = group, table, label
         self.one_copy = group.is_apart(slicing)
         self._home = group.home_of(slicing)
-        self._stepped: set[int] = set()  # buckets with parameters that train, or have
         self._plan_slices()
         what = f"slices of the parameters of {label}"
         self._arena = group.comm.arena(max(self._part_bytes, _ALIGNMENT), what, of_hosts=True)
@@ -91,7 +90,7 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         members = [[i for i in plan.indices if can_be_released(table.parameters[i])] for plan in plans]
         released = {index for each in members for index in each}
         self._refreshed = [
-            (p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
+            (i, p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
         ]
         self._units = self._make_units(plans, members)
         self.schedule = UnitSchedule(
@@ -271,8 +270,8 @@ class UnitMemory(ReleasedParameters, SliceRuns):
 
     def _refresh(self) -> None:
         with torch.no_grad():
-            for parameter, owned in self._refreshed:
-                if not parameter.requires_grad:
+            for index, parameter, owned in self._refreshed:
+                if not self.is_stepped(index):
                     continue
                 flat = memory_order(parameter.data, parameter.data)
                 for low, high, piece in owned:

@@ -245,8 +245,10 @@ def _without_master(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole optimizer's state in torch's ordinary format, on every rank, at any stage. Collective at zero >= 1."""
-    return optimizer.full_state_dict() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
+    """The whole optimizer's state in torch's ordinary format, copied, on every rank, at any stage. Collective at zero >= 1."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.full_state_dict()
+    return copy.deepcopy(optimizer.state_dict())
 
 
 def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

@@ -2,6 +2,7 @@
 parameters and optimizer state are those of stage 0 and of the naive loop in which every rank takes every step."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -408,4 +409,37 @@ def test_a_forward_without_gradients_inside_a_join_has_no_round(rank, world_size
             optimizer.step()
             optimizer.zero_grad()
     assert same_everywhere([p.tolist() for p in module.parameters()])
+    gather(None)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@on_every_rank(at_least=2)
+def test_a_lazy_save_has_read_a_slice_before_a_rank_without_inputs_steps_on_it(rank, world_size, zero):
+    torch.manual_seed(0)
+    module = Mlp()
+    model, optimizer = sw.wrap(module, ADAMW(module.parameters()), zero=zero)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    slices = [state["exp_avg"] for state in optimizer.state.values()]
+    with sw.Checkpointer(
+        os.path.join(os.environ["SW_TEST_FOLDER"], f"lazy-{zero}"), model, optimizer, snapshot="lazy"
+    ) as saves:
+        saved, read = [each.clone() for each in slices], []
+        saves.save(0)
+        protect = saves._writer.protect
+
+        def reading():
+            read.append([each.clone() for each in slices])
+            protect()
+
+        saves._writer.protect = reading
+        with model.join():
+            for step in range(rank * 2):
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(read) == 2 * (world_size - 1)
+        assert all(map(bits_equal, read[0], saved))
+        saves.wait()
     gather(None)

@@ -184,22 +184,75 @@ def test_hyperparameters_that_differ_are_named_on_every_rank(rank, world_size, z
     gather(None)
 
 
+def fail(optimizer, arguments, keywords):
+    raise ValueError("on purpose")
+
+
+@every_stage
+@pytest.mark.parametrize(
+    "options", [{}, {"partition": "tensor"}, {"share_parameters": False}], ids=["", "tensor", "private"]
+)
+@on_every_rank(at_least=2)
+def test_a_rank_that_fails_in_its_step_is_news_to_all_and_the_next_step_is_clean(rank, world_size, zero, options):
+    if "share_parameters" in options and zero < 3:
+        return
+    model, optimizer = wrap(zero, **options)
+    for failing in ({1}, set(range(world_size))):
+        backward(model, rank)
+        if rank in failing:
+            handle = optimizer._inner.register_step_pre_hook(fail)
+            with pytest.raises(ValueError, match="on purpose"):
+                optimizer.step()
+            handle.remove()
+        else:
+            with pytest.raises(engine.Error, match="rank 1: the optimizer's step failed, .*: ValueError: on purpose"):
+                optimizer.step()
+        optimizer.zero_grad()
+        with sw.full_parameters(model):
+            assert same_everywhere([*model.parameters()])
+        for step in range(2):
+            backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        with sw.full_parameters(model):
+            assert same_everywhere([*model.parameters()])
+    gather(None)
+
+
 @every_stage
 @on_every_rank(at_least=2, spoils=True)
-def test_a_rank_that_fails_in_its_step_is_news_to_all(rank, world_size, zero):
+def test_a_rank_that_is_interrupted_in_its_step_is_news_to_all(rank, world_size, zero):
     model, optimizer = wrap(zero)
     backward(model, rank)
     if rank == 1:
 
-        def fail(optimizer, arguments, keywords):
-            raise ValueError("on purpose")
+        def interrupt(*_):
+            raise KeyboardInterrupt
 
-        optimizer._inner.register_step_pre_hook(fail)
-        with pytest.raises(ValueError, match="on purpose"):
+        optimizer._inner.register_step_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     else:
-        with pytest.raises(engine.CommError, match="rank 1 .*the optimizer's step failed: on purpose"):
+        with pytest.raises(engine.CommError, match="rank 1 .*the optimizer's step was broken off: KeyboardInterrupt"):
             optimizer.step()
+
+
+@every_stage
+@on_every_rank()
+def test_hyperparameters_out_of_range_end_a_step_and_not_the_training(rank, world_size, zero):
+    model, optimizer = wrap(zero, optimizer=lambda p: sw.optim.AdamW(p, lr=1e-2))
+    for lr in (1e-2, -1.0, 1e-2):
+        optimizer.param_groups[0]["lr"] = lr
+        before = [p.tolist() for p in model.parameters()]
+        backward(model, rank)
+        if lr < 0:
+            with pytest.raises(ValueError, match="lr must be finite and at least 0, not -1"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert (before == [p.tolist() for p in model.parameters()]) == (lr < 0)
+        gather(None)
+        optimizer.zero_grad()
 
 
 @every_stage

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError
+from ..sharded_optimizer import ShardedOptimizer
 from .files import MAX_FILE_BYTES, check_options
 from .peers import Peers
 from .reading import agree_on, apply_together
@@ -147,7 +148,7 @@ class Checkpointer:
         except BaseException:
             self._release()
             raise
-        self._hook = optimizer.register_step_pre_hook(_protector(self._writer)) if self._lazy else None
+        self._hooks = _before_writes(optimizer, _protector(self._writer)) if self._lazy else []
         self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
@@ -327,8 +328,8 @@ class Checkpointer:
             wait()
         finally:
             self._closed = True
-            if self._hook is not None:
-                self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             self._retire.detach()
             self._writer.close()
             self._release()
@@ -354,6 +355,15 @@ class Checkpointer:
 def live_checkpointers() -> list[Checkpointer]:
     """Those of this process that are open."""
     return [each for each in _live if not each._closed]
+
+
+def _before_writes(optimizer: torch.optim.Optimizer, protect: Any) -> list[Any]:
+    """Handles of what calls `protect` before each step of an optimizer: this rank's, and those of others that it follows in a join,
+    in which a step's own hooks are the others' affair."""
+    hooks = [optimizer.register_step_pre_hook(protect)]
+    if isinstance(optimizer, ShardedOptimizer):
+        hooks.append(optimizer.register_shadow_step_pre_hook(protect))
+    return hooks
 
 
 def _protector(writer: Writer) -> Any:

@@ -12,6 +12,7 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder
 from ..compression_state import reshard_state
 from ..data_parallel import DistributedDataParallel
+from ..masters import kept_by
 from ..parameter_slices import memory_order
 from ..sharded_optimizer import ShardedOptimizer
 from . import tree
@@ -256,7 +257,8 @@ class Reader:
         for parameter_name, values in body["state"].items():
             parameter, group = by_name[parameter_name]
             decoded = {_key(parameter, optimizer, key): tree.decode(node, tensors) for key, node in values.items()}
-            state[parameter] = {key: _on_device(value, key, parameter, group) for key, value in decoded.items()}
+            kept = kept_by(optimizer, parameter, decoded)
+            state[parameter] = {key: _on_device(value, key, parameter, group) for key, value in kept.items()}
         optimizer.state.clear()
         optimizer.state.update(state)
         for group, saved in zip(optimizer.param_groups, body["groups"]):
