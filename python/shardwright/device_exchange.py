@@ -1,4 +1,4 @@
-"""The two-shot exchange of wire bytes between GPUs, and blocks over it.
+"""The two-shot exchange of wire bytes between GPUs, and blocks over it (PowerSGD: device_powersgd.py).
 
 Everything is enqueued: arithmetic on torch's current stream, which the collectives on the communicator's stream follow and are
 followed by. Nothing of a message is read by the host; what it decides on the CPU, whether errors are kept, a verdict in the
@@ -6,6 +6,8 @@ GPU's memory says to the kernels.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -16,8 +18,11 @@ from ._engine import (
     device_block_fold,
     device_block_owe,
     device_block_verdict,
+    device_cast,
+    device_fold,
 )
 from .block_compression import BlockState, _Owner
+from .compression_state import CompressionState
 from .device import DeviceLink
 from .exchange import Exchange
 
@@ -62,11 +67,44 @@ class DeviceExchange(Exchange):
     def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
         self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
 
+    def floats(self, numel: int) -> torch.Tensor:
+        return self.zeros(numel, torch.float32)
 
-class DeviceBlockState(BlockState):
-    """BlockState whose exchange, errors and scratch memory are a GPU's."""
+    def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
+        own = self.rank
+        other = int(own == 0)  # received ones are equally far apart
+        rest = pieces[other] - other * self._slice_bytes
+        device_fold(
+            self.link.comm,
+            result,
+            pieces[own],
+            rest,
+            numel,
+            self._slice_bytes,
+            own,
+            self.world_size,
+            dtype,
+            op == "mean",
+            self.link.current_stream(),
+        )
 
-    _sums = _verdict = torch.empty(0)
+    def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
+        device_cast(self.link.comm, wire, dtype, source, "float32", numel, scale, self.link.current_stream())
+
+    def decode_half(self, dtype: str, out: int, wire: int, numel: int) -> None:
+        device_cast(self.link.comm, out, "float32", wire, dtype, numel, 1.0, self.link.current_stream())
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], verdict: int = 0) -> None:
+        """In one launch for each 64; with the address of a verdict, unless that is 1."""
+        copies = [
+            (to.data_ptr(), source.data_ptr(), to.numel() * to.element_size()) for to, source in pairs if to.numel()
+        ]
+        if copies:
+            self.link.comm.pack(copies, self.link.current_stream(), verdict)
+
+
+class OnDevice(CompressionState):
+    """A state whose exchange, and what it keeps, are a GPU's."""
 
     @property
     def _device(self) -> DeviceExchange:
@@ -79,6 +117,12 @@ class DeviceBlockState(BlockState):
 
     def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return self._zeros(tuple(tensor.shape), tensor.dtype, parameter).copy_(tensor)
+
+
+class DeviceBlockState(OnDevice, BlockState):
+    """BlockState whose exchange, errors and scratch memory are a GPU's."""
+
+    _sums = _verdict = torch.empty(0)
 
     def _exchange_records(self, exchange: Exchange, owners: list[_Owner], keeps_slice: bool) -> None:
         device_exchange = self._device

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from . import _hooks
 from ._engine import Error, Reducer, norm_sum
 from .comm_hook import HookRunner, SlicedHookRunner, Wanted
-from .compress import Bf16, Compressor, Fp16, Int4, Int8
+from .compress import Bf16, Compressor, Fp16
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
@@ -677,13 +677,11 @@ def _wire_of(compress: Compressor | None, zero: int, table: ParameterTable) -> s
     """In what gradients travel between GPUs; None: as they are."""
     if compress is None:
         return None
-    halves = isinstance(compress, (Fp16, Bf16))
-    if not halves and (not isinstance(compress, (Int8, Int4)) or zero > 1):
-        raise NotImplementedError(
-            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() are, sw.Int8() and "
-            "sw.Int4() at zero=0 and 1"
-        )
-    if not halves:  # a hook's: see device_exchange.py
+    if not isinstance(compress, (Fp16, Bf16)):  # a hook's: see device_exchange.py
+        if zero > 1:
+            raise NotImplementedError(
+                f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() are, all at zero=0 and 1"
+            )
         return None
     for name, parameter in zip(table.names, table.parameters):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
