@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_on_gpus import Trained, accumulating, not_finite_once, resumed_from, running_out, some_heads, steps
+from compressed_on_gpus import (
+    Trained,
+    accumulating,
+    compare_stages,
+    not_finite_once,
+    resumed_from,
+    running_out,
+    some_heads,
+    steps,
+)
 from models import Heads, Mlp
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
@@ -30,7 +39,7 @@ SCENES: list[tuple[str, Any, dict[str, Any]]] = [
     ("int4 without", steps, {"build": lambda: Mlp().to(torch.bfloat16)}),
     ("int8 with feedback", not_finite_once, {}),
     ("int4", not_finite_once, {"bucket_cap_mb": 25}),
-    ("int4", some_heads, {"build": Heads}),
+    ("int4", some_heads, {"build": Heads, "stages": (0, 1, 2)}),
     ("int8 with feedback", accumulating, {}),
     ("int8", running_out, {"stages": (0,)}),
 ]
@@ -44,13 +53,9 @@ def test_blocks_have_the_bits_of_the_cpu(teams: Any, world_size: int, paths: dic
 def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
     name, scene, given = SCENES[number]
     options = dict(given)
-    stages = options.pop("stages", (0, 1))
-    with gpus.torch_on_cpu():
-        expected = Trained(gpus, rank, COMPRESSORS[name](), scene, **options)
-    for zero in stages:
-        found = Trained(gpus, rank, COMPRESSORS[name](), scene, zero=zero, **options)
-        found.assert_equals(expected, f"zero={zero}")
-        assert found.waits == 0 or scene in (some_heads, running_out), found.waits
+    stages = options.pop("stages", (0, 1, 2, 3))
+    by_bucket = COMPRESSORS[name]().error_feedback
+    compare_stages(gpus, rank, COMPRESSORS[name](), scene, options, stages, by_bucket=by_bucket)
 
 
 def test_what_is_owed_is_saved_and_goes_to_the_cpu_and_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
@@ -72,11 +77,6 @@ def test_what_does_not_work_there_is_named(teams: Any, world_size: int, paths: d
 
 
 def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    for compress in (sw.Int8(), sw.PowerSGD()):
-        with pytest.raises(
-            NotImplementedError, match=rf"compress={type(compress).__name__}.* at zero=2 is not there yet"
-        ):
-            sw.wrap(gpus.adopt_module(Mlp()), zero=2, compress=compress)
     wrapped = sw.wrap(gpus.adopt_module(Mlp()))
     with pytest.raises(NotImplementedError, match="on GPUs is the reducer's own"):
         wrapped.compress_gradients(sw.Fp16())
