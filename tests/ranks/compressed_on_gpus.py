@@ -28,8 +28,9 @@ class Trained:
         scene(model, optimizer, rank)
         self.waits = stats(model).get("host_waits", 0) - waits
         found = sw.stats()["models"][-1]
-        self.bytes = found["step_wire_bytes"], found["wire_bytes"]
-        self.owed = model.compression_state.state_dict()
+        self.bytes = found.get("step_wire_bytes"), found.get("wire_bytes")
+        state = model.compression_state
+        self.owed = {"parameters": {}} if state is None else state.state_dict()
         self.parameters = [value.clone() for value in sw.full_state_dict(model).values()]
         assert same_everywhere([*self.parameters])
 
@@ -108,6 +109,18 @@ def accumulating(model: Any, optimizer: Any, rank: int) -> None:
             model(batch(rank, 6, 7, step=10 * step + part)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def running_out_of_the_mean(model: Any, optimizer: Any, rank: int) -> None:
+    """Averages are over the ranks that still train, and then over all again."""
+    dtype = next(model.parameters()).dtype
+    with model.join(divide_by_initial_world_size=False):
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            model(batch(rank, 6, 7, step=step).to(dtype)).float().square().mean().backward()
+            optimizer.step()
+    optimizer.state.clear()  # a rank that ran out has the model of the others then, and its own momentum
+    steps(model, optimizer, rank, 20)
 
 
 def running_out(model: Any, optimizer: Any, rank: int) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import test_compressed_gradients_at_every_stage as at_every_stage
 import torch
-from compressed_on_gpus import Trained, steps
+from compressed_on_gpus import Trained, running_out_of_the_mean, steps
+from models import Mlp
 from peer import PEER
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +47,32 @@ def keep(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sw, "wrap", wrapped)
         getattr(at_every_stage, f"test_{name}").body(rank, world_size, **given)
+
+
+COMPRESSORS: dict[str, Any] = {
+    "fp16": sw.Fp16(),
+    "bf16": sw.Bf16(),
+    "int8": sw.Int8(block=32),
+    "int4": sw.Int4(),
+    "powersgd": sw.PowerSGD(2, min_compression_rate=1),
+    "powersgd in turns": sw.PowerSGD(2, min_compression_rate=1, alternate=True, wire_dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_the_mean_may_be_over_ranks_that_still_train(
+    teams: Any, world_size: int, paths: dict[str, str], name: str
+) -> None:
+    run(teams, world_size, paths, over_those_that_train, name, policy=POLICIES[len(name) % len(POLICIES)])
+
+
+def over_those_that_train(gpus: SimulatedGpus, rank: int, world_size: int, name: str) -> None:
+    for build in (Mlp, lambda: Mlp().to(torch.bfloat16)):
+        options = {"build": build, "bucket_cap_mb": 25}
+        with gpus.torch_on_cpu():
+            expected = Trained(gpus, rank, COMPRESSORS[name], running_out_of_the_mean, **options)
+        found = Trained(gpus, rank, COMPRESSORS[name], running_out_of_the_mean, **options)
+        found.assert_equals(expected, name, same_bytes=False)
 
 
 def on_four(test: Any) -> Any:
