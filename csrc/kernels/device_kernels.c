@@ -6,6 +6,13 @@
 
 enum { ARGS_BYTES_MAX = 4096 }; /* what every GPU takes as parameters */
 
+#define FITS(noun) _Static_assert(sizeof(sw_##noun##_args) <= ARGS_BYTES_MAX, "too many " #noun)
+FITS(pack);
+FITS(adam);
+FITS(sgd);
+FITS(matrices);
+FITS(orthonormalize);
+
 static sw_status load(sw_kernel_set *set, const sw_image_places *places, sw_error *err)
 {
     const sw_device_ops *ops = set->device->ops;

@@ -6,7 +6,8 @@
  * of the tests calls the function too and holds it to the declared ranges.
  *
  *   CAST        to[i] = round(from[i] * scale) to to_dtype; float32, float16 and bfloat16 each way
- *   PACK        copies up to SW_PACK_SEGMENT_MAX segments: tensors into a bucket, or back
+ *   PACK        copies up to SW_PACK_SEGMENT_MAX segments: tensors into a bucket, or back; with a
+ *               verdict, only if that is 0
  *   FOLD        kernels.h's fold over contributions in rank order: the same bits as on the host;
  *               with an addend, over the sums of that and each contribution, rounded to the dtype
  *   ADAM, SGD   optim_kernels.h's steps on up to SW_RUNS_MAX runs: the same bits as on the host
@@ -18,6 +19,12 @@
  *               else it stays
  *   OWE         error += rest * scale, unless *verdict: what a round left out is kept only if all
  *               of the round was finite, and the host does not wait to know
+ *   PROJECT, ABSORB, EXPAND   compress_kernels.h's passes over up to SW_MATRICES_MAX matrices.
+ * PROJECT: gradient = v, out = basis vᵀ. ABSORB, if *verdict is 0: memory = v, out and copy = left
+ *               v (out NULL: memory alone; copy NULL: none). EXPAND: gradient = leftᵀ right if
+ * *verdict is 0, else NaN; and if it is SW_REFUSED_LATE, memory and out become zeros ORTHONORMALIZE
+ * rows of up to SW_FACTORS_MAX factors, unless *verdict FINITE      *verdict becomes `refusal` if
+ * it is 0 and one of the values is not finite
  *
  * Memory is the caller's and must live until the stream has passed the launch. Cost: the bytes that
  * the contract declares, once each (QUANTIZE reads its source twice, the second time from L2).
@@ -47,6 +54,11 @@ typedef enum sw_kernel {
     SW_KERNEL_RESIDUAL,
     SW_KERNEL_VERDICT,
     SW_KERNEL_OWE,
+    SW_KERNEL_PROJECT,
+    SW_KERNEL_ABSORB,
+    SW_KERNEL_EXPAND,
+    SW_KERNEL_ORTHONORMALIZE,
+    SW_KERNEL_FINITE,
     SW_KERNEL_COUNT,
 } sw_kernel;
 

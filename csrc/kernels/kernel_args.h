@@ -36,6 +36,11 @@ enum {
 
     SW_PACK_SEGMENT_MAX = 64,
     SW_RUNS_MAX = 48,
+    SW_MATRICES_MAX = 46,
+    SW_FACTORS_MAX = 64,
+
+    SW_REFUSED = 1,      /* verdicts: before anything of the state has changed */
+    SW_REFUSED_LATE = 2, /* after */
 };
 
 typedef struct sw_cast_args {
@@ -54,6 +59,7 @@ typedef struct sw_pack_segment {
 
 typedef struct sw_pack_args {
     sw_pack_segment segment[SW_PACK_SEGMENT_MAX];
+    const void *verdict; /* int32: nothing is done unless it is 0; or NULL */
     int segment_count;
 } sw_pack_args;
 
@@ -132,5 +138,43 @@ typedef struct sw_owe_args {
     sw_u64 numel;
     float scale;
 } sw_owe_args;
+
+/* One matrix of compress_kernels.h's sw_lowrank, all float32 but the memory. */
+typedef struct sw_matrix_args {
+    void *gradient;            /* rows x cols */
+    void *memory;              /* rows x cols of memory_dtype; or NULL */
+    const void *left;          /* rank x rows */
+    const void *right, *basis; /* rank x cols */
+    void *out, *copy;          /* factors; which, the kernel says */
+    sw_u64 rows, cols, rank;
+    int memory_dtype; /* float32 or bfloat16 */
+} sw_matrix_args;
+
+typedef struct sw_matrices_args {
+    sw_matrix_args matrix[SW_MATRICES_MAX];
+    const void *verdict; /* int32; NULL stands for 0 */
+    int matrix_count;
+} sw_matrices_args;
+
+typedef sw_matrices_args sw_project_args, sw_absorb_args, sw_expand_args;
+
+typedef struct sw_factor_args {
+    void *to;         /* rank x count, float32; may be `from` */
+    const void *from; /* the same */
+    sw_u64 count, rank, seed;
+} sw_factor_args;
+
+typedef struct sw_orthonormalize_args {
+    sw_factor_args factor[SW_FACTORS_MAX];
+    const void *verdict; /* int32: nothing is done unless it is 0; or NULL */
+    int factor_count;
+} sw_orthonormalize_args;
+
+typedef struct sw_finite_args {
+    void *verdict;      /* int32 */
+    const void *values; /* float32 */
+    sw_u64 numel;
+    int refusal; /* what it becomes */
+} sw_finite_args;
 
 #endif

@@ -1,10 +1,12 @@
-/* kernel_contracts.c - the table of device_kernels.h: checks, ranges, host references, grids. */
+/* kernel_contracts.c - the table of device_kernels.h: checks, ranges, host references, grids. Those
+ * of low rank: lowrank_contracts.c. */
 #include <stdint.h>
 #include <string.h>
 
 #include "kernels/compress_kernels.h"
 #include "kernels/device_kernels.h"
 #include "kernels/kernels.h"
+#include "kernels/lowrank_contracts.h"
 #include "kernels/optim_kernels.h"
 
 enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
@@ -117,11 +119,15 @@ static void pack_accesses(const void *args, sw_access_fn *report, void *context)
         report(context, a->segment[i].from, (size_t)a->segment[i].size_bytes, SW_ACCESS_READ);
         report(context, a->segment[i].to, (size_t)a->segment[i].size_bytes, SW_ACCESS_WRITE);
     }
+    if (a->verdict)
+        report(context, a->verdict, sizeof(int32_t), SW_ACCESS_READ);
 }
 
 static void pack_reference(const void *args)
 {
     const sw_pack_args *a = args;
+    if (a->verdict && *(const int32_t *)a->verdict != 0)
+        return;
     for (int i = 0; i < a->segment_count; ++i)
         if (a->segment[i].size_bytes > 0)
             memcpy(a->segment[i].to, a->segment[i].from, (size_t)a->segment[i].size_bytes);
@@ -569,21 +575,32 @@ static sw_grid owe_grid(const void *args, int processor_count)
     return grid_for(((const sw_owe_args *)args)->numel, processor_count);
 }
 
-#define CONTRACT(noun)                       \
+#define CONTRACT_OF(noun, prefix)            \
     {.name = "sw_" #noun,                    \
      .args_bytes = sizeof(sw_##noun##_args), \
-     .check = noun##_check,                  \
-     .accesses = noun##_accesses,            \
-     .reference = noun##_reference,          \
-     .grid = noun##_grid}
+     .check = prefix##noun##_check,          \
+     .accesses = prefix##noun##_accesses,    \
+     .reference = prefix##noun##_reference,  \
+     .grid = prefix##noun##_grid}
+#define CONTRACT(noun) CONTRACT_OF(noun, )
 
 static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {
-    [SW_KERNEL_CAST] = CONTRACT(cast),         [SW_KERNEL_PACK] = CONTRACT(pack),
-    [SW_KERNEL_FOLD] = CONTRACT(fold),         [SW_KERNEL_ADAM] = CONTRACT(adam),
-    [SW_KERNEL_SGD] = CONTRACT(sgd),           [SW_KERNEL_NORM] = CONTRACT(norm),
-    [SW_KERNEL_QUANTIZE] = CONTRACT(quantize), [SW_KERNEL_DEQUANTIZE] = CONTRACT(dequantize),
-    [SW_KERNEL_RESIDUAL] = CONTRACT(residual), [SW_KERNEL_VERDICT] = CONTRACT(verdict),
+    [SW_KERNEL_CAST] = CONTRACT(cast),
+    [SW_KERNEL_PACK] = CONTRACT(pack),
+    [SW_KERNEL_FOLD] = CONTRACT(fold),
+    [SW_KERNEL_ADAM] = CONTRACT(adam),
+    [SW_KERNEL_SGD] = CONTRACT(sgd),
+    [SW_KERNEL_NORM] = CONTRACT(norm),
+    [SW_KERNEL_QUANTIZE] = CONTRACT(quantize),
+    [SW_KERNEL_DEQUANTIZE] = CONTRACT(dequantize),
+    [SW_KERNEL_RESIDUAL] = CONTRACT(residual),
+    [SW_KERNEL_VERDICT] = CONTRACT(verdict),
     [SW_KERNEL_OWE] = CONTRACT(owe),
+    [SW_KERNEL_PROJECT] = CONTRACT_OF(project, sw_),
+    [SW_KERNEL_ABSORB] = CONTRACT_OF(absorb, sw_),
+    [SW_KERNEL_EXPAND] = CONTRACT_OF(expand, sw_),
+    [SW_KERNEL_ORTHONORMALIZE] = CONTRACT_OF(orthonormalize, sw_),
+    [SW_KERNEL_FINITE] = CONTRACT_OF(finite, sw_),
 };
 
 const sw_kernel_contract *sw_kernel_contracts(void)

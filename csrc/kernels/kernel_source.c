@@ -11,9 +11,9 @@
 __asm__("    .pushsection .rodata\n"
         "sw_kernel_source_text:\n" /* local to this object */
         PART("kernel_args.h") PART("cuda/prelude.cuh") PART("cuda/move.cu") PART("cuda/fold.cu")
-            PART("cuda/optim_steps.cu") PART("cuda/square_sum.cu")
-                PART("cuda/block_codec.cu") "    .byte 0\n"
-                                            "    .popsection\n");
+            PART("cuda/optim_steps.cu") PART("cuda/square_sum.cu") PART("cuda/block_codec.cu")
+                PART("cuda/lowrank.cu") PART("cuda/orthonormal_rows.cu") "    .byte 0\n"
+                                                                         "    .popsection\n");
 
 extern const char sw_kernel_source_text[] __attribute__((visibility("hidden")));
 

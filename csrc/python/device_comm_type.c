@@ -326,7 +326,8 @@ static bool read_segment(PyObject *item, sw_pack_segment *segment)
     return !PyErr_Occurred();
 }
 
-/* Copies (to, from, nbytes) on `stream`, SW_PACK_SEGMENT_MAX a launch. */
+/* Copies (to, from, nbytes) on `stream`, SW_PACK_SEGMENT_MAX a launch; unless *verdict, if there is
+ * one. */
 static PyObject *device_pack(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -335,9 +336,11 @@ static PyObject *device_pack(PyObject *op, PyObject *args)
     sw_error err;
     sw_status status = SW_OK;
     sw_pack_args pack = {.segment_count = 0};
-    if (!PyArg_ParseTuple(args, "O!O:pack", &PyList_Type, &list, &stream_value) ||
+    unsigned long long verdict = 0;
+    if (!PyArg_ParseTuple(args, "O!O|K:pack", &PyList_Type, &list, &stream_value, &verdict) ||
         !sw_py_device_stream(stream_value, &stream) || !sw_py_device_enter(self))
         return NULL;
+    pack.verdict = (const void *)(uintptr_t)verdict;
     Py_ssize_t count = PyList_Size(list);
     for (Py_ssize_t i = 0; i < count && status == SW_OK; ++i) {
         if (!read_segment(PyList_GetItem(list, i), &pack.segment[pack.segment_count])) {
@@ -438,7 +441,7 @@ static PyMethodDef device_methods[] = {
     {"follow", device_follow, METH_VARARGS,
      "follow(later, earlier)\n--\n\nOne stream after what another was given."},
     {"pack", device_pack, METH_VARARGS,
-     "pack(copies, stream)\n--\n\nCopies of (to, from, nbytes), many a launch."},
+     "pack(copies, stream, verdict=0)\n--\n\nCopies of (to, from, nbytes), many a launch."},
     {"watch", device_watch, METH_NOARGS,
      "watch()\n--\n\nRaises when a rank has failed or is late; does not wait."},
     {"abort", device_abort, METH_VARARGS,

@@ -30,7 +30,7 @@ static int module_exec(PyObject *module)
         add_type(module, &sw_py_device_units_type_spec, &state->device_units_type) < 0 ||
         sw_py_optim_functions_add(module) < 0 || sw_py_compress_functions_add(module) < 0 ||
         sw_py_device_functions_add(module) < 0 || sw_py_device_codec_functions_add(module) < 0 ||
-        sw_py_fork_functions_add(module) < 0)
+        sw_py_device_powersgd_functions_add(module) < 0 || sw_py_fork_functions_add(module) < 0)
         return -1;
     return 0;
 }

@@ -131,6 +131,16 @@ static sw_status narrow(const sw_device_mean *m, const sw_device_range *bucket,
                 (float)(1.0 / sw_nccl_world_size(m->comm->nccl)), err);
 }
 
+/* A mean over all ranks becomes one over those that count, rounded once more. */
+static sw_status rescale(const sw_device_mean *m, void *mean, sw_dtype dtype, size_t numel,
+                         sw_error *err)
+{
+    int world_size = sw_nccl_world_size(m->comm->nccl);
+    float factor = (float)((double)world_size / m->divisor);
+    return m->divisor == world_size ? SW_OK
+                                    : cast(m, mean, dtype, mean, dtype, numel, factor, err);
+}
+
 /* ---- whole ---- */
 
 static sw_status reduce_in_rank_order(const sw_device_mean *m, const sw_device_range *bucket,
@@ -147,7 +157,8 @@ static sw_status reduce_narrowed(const sw_device_mean *m, const sw_device_range 
     sw_device_range wire;
     SW_TRY(narrow(m, bucket, &wire, err));
     SW_TRY(reduce_in_rank_order(m, &wire, SW_REDOP_SUM, err));
-    return cast(m, bucket->data, bucket->dtype, wire.data, wire.dtype, bucket->numel, 1.0f, err);
+    SW_TRY(cast(m, bucket->data, bucket->dtype, wire.data, wire.dtype, bucket->numel, 1.0f, err));
+    return rescale(m, bucket->data, bucket->dtype, bucket->numel, err);
 }
 
 /* NCCL's own order. Its mean knows one divisor; another one scales the sum. */
@@ -221,6 +232,7 @@ static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_s
                         .source_count = 2};
     SW_TRY(cast(m, wide, s->dtype, behind(s->narrowed, begin, m->wire), m->wire, end - begin, 1.0f,
                 err));
+    SW_TRY(rescale(m, wide, s->dtype, end - begin, err));
     return is_standing ? launch(m, SW_KERNEL_FOLD, &sum, err) : SW_OK;
 }
 

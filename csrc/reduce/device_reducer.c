@@ -207,10 +207,9 @@ sw_status sw_device_reducer_divide_by(sw_device_reducer *r, int count, sw_error 
     if (count < 1 || count > world_size)
         SW_FAIL(err, SW_E_INVALID, "device reducer: means divide by a count in [1, %d], not %d",
                 world_size, count);
-    if (count != world_size && (r->sliced || r->mean.wire != SW_DTYPE_COUNT))
+    if (count != world_size && r->sliced)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "device reducer: means that are sliced, or travel narrower, divide by the world "
-                "size %d, not by %d",
+                "device reducer: means that are sliced divide by the world size %d, not by %d",
                 world_size, count);
     r->mean.divisor = count;
     return SW_OK;

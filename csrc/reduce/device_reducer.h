@@ -126,8 +126,8 @@ SW_MUST_USE sw_status sw_device_reducer_finish(sw_device_reducer *reducer, const
                                                const uint64_t *tag, sw_error *err);
 
 /* Means of buckets posted from now on divide by `count`, in [1, world_size], alike on all ranks; at
- * first by the world size. The other ranks contribute -0.0, to which every sum is indifferent. Not
- * with `sliced`, nor `wire`. */
+ * first by the world size. The other ranks contribute -0.0, to which every sum is indifferent. With
+ * `wire` the mean over all ranks is multiplied by world_size / count. Not with `sliced`. */
 SW_MUST_USE sw_status sw_device_reducer_divide_by(sw_device_reducer *reducer, int count,
                                                   sw_error *err);
 

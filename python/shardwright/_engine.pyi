@@ -238,6 +238,55 @@ def device_block_owe(
 ) -> None:
     """error += rest * scale, unless the int32 at `verdict` is 1."""
 
+#: (gradient, memory, left, right, basis, out, copy, rows, cols, rank, memory_dtype): addresses, 0 for none
+_DeviceMatrix = tuple[int, int, int, int, int, int, int, int, int, int, str]
+
+def device_powersgd_project(comm: DeviceComm, matrices: list[_DeviceMatrix], verdict: int, stream: int, /) -> None:
+    """As powersgd_project, `out` is P; enqueued on `stream`, one launch for up to 46 matrices. So are those below."""
+
+def device_powersgd_absorb(comm: DeviceComm, matrices: list[_DeviceMatrix], verdict: int, stream: int, /) -> None:
+    """Unless the int32 at `verdict` is not 0: memory = v; out and copy (0: none) = Q = vᵀ left. out 0: memory alone."""
+
+def device_powersgd_expand(comm: DeviceComm, matrices: list[_DeviceMatrix], verdict: int, stream: int, /) -> None:
+    """gradient = leftᵀ right if the verdict is 0, else NaN; if it is 2, memory and out become zeros."""
+
+def device_powersgd_orthonormalize(
+    comm: DeviceComm, factors: list[tuple[int, int, int, int, int]], verdict: int, stream: int, /
+) -> None:
+    """Of (to, from, count, rank, seed): rows of `from` made orthonormal, unless the verdict is not 0. Up to 64 a launch."""
+
+def device_finite(comm: DeviceComm, verdict: int, values: int, numel: int, refusal: int, stream: int, /) -> None:
+    """The int32 at `verdict` becomes `refusal` (1 or 2) if it is 0 and one of the float32 values is not finite."""
+
+def device_fold(
+    comm: DeviceComm,
+    to: int,
+    own: int,
+    rest: int,
+    numel: int,
+    stride_bytes: int,
+    own_index: int,
+    count: int,
+    dtype: str,
+    is_mean: bool,
+    stream: int,
+    /,
+) -> None:
+    """As fold: contribution k lies at rest + k * stride_bytes, but number own_index at `own`."""
+
+def device_cast(
+    comm: DeviceComm,
+    to: int,
+    to_dtype: str,
+    from_: int,
+    from_dtype: str,
+    numel: int,
+    scale: float,
+    stream: int,
+    /,
+) -> None:
+    """Scales in float32 and rounds; float32, float16 and bfloat16 each way."""
+
 def device_tensor(
     ordinal: int,
     owner: object,
@@ -291,8 +340,8 @@ class DeviceComm:
         """The exact sum of squares, as norm_sum() gives it, of at most 2^31 elements. Waits on the host."""
     def follow(self, later: int, earlier: int, /) -> None:
         """What stream `later` does from now on comes after all that `earlier` was given."""
-    def pack(self, copies: list[tuple[int, int, int]], stream: int, /) -> None:
-        """Copies (to, from, nbytes) on `stream`, up to 64 a launch."""
+    def pack(self, copies: list[tuple[int, int, int]], stream: int, verdict: int = 0, /) -> None:
+        """Copies (to, from, nbytes) on `stream`, up to 64 a launch; unless the int32 at `verdict`, if there is one, is not 0."""
     def watch(self) -> None:
         """Raises when a rank has failed or is late, which ends the communicator. Does not wait; any thread."""
     def abort(self, reason: str, /) -> None:

@@ -130,10 +130,15 @@ class PowerSGD(Compressor):
     def __post_init__(self) -> None:
         self._state()
 
-    def _state(self) -> PowerSGDState:
+    def _state(self, *, on_device: bool = False) -> PowerSGDState:
         from .powersgd import PowerSGDState
 
-        return PowerSGDState(
+        kind = PowerSGDState
+        if on_device:
+            from .device_powersgd import DevicePowerSGDState
+
+            kind = DevicePowerSGDState
+        return kind(
             None,
             self.rank,
             start_powerSGD_iter=self.warmup_steps,
@@ -148,7 +153,7 @@ class PowerSGD(Compressor):
     def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
         from .hooks import powerSGD_hook
 
-        state: CompressionState = self._state()
+        state: CompressionState = self._state(on_device=exchange.on_device)
         state.use_exchange(exchange)
         return state, powerSGD_hook
 

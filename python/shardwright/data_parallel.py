@@ -393,7 +393,7 @@ class DistributedDataParallel(TorchDDP):
         At zero >= 1 a rank that ran out goes on updating the slices that it owns, with the hyperparameters of the lowest rank that
         still trains; collectives of one's own inside (full_gradients, full_parameters, checkpoints) wait for it in vain.
         """
-        self._check_join(divide_by_initial_world_size)
+        self._check_join()
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
         return Join(
@@ -403,21 +403,16 @@ class DistributedDataParallel(TorchDDP):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook for torch's Join; `divide_by_initial_world_size` is the one argument it reads."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        self._check_join(divide_by_initial_world_size)
+        self._check_join()
         return ShadowHook(self, divide_by_initial_world_size)
 
-    def _check_join(self, divide_by_initial_world_size: bool) -> None:
+    def _check_join(self) -> None:
         replica = self._replica
         if replica is None or replica.link is None:
             return
         if self._zero:
             raise NotImplementedError(
                 f"join at zero={self._zero} on GPUs is not there yet: use zero=0, or give every rank the same number of inputs"
-            )
-        if replica.compression is not None and not divide_by_initial_world_size:
-            raise NotImplementedError(
-                f"join(divide_by_initial_world_size=False) under compress={replica.compression[0]} on GPUs is not there yet: "
-                "compressed gradients are divided by the world size"
             )
 
     def _agree_on_sync(self, required: bool, *, trains: bool = True) -> bool:

@@ -1,4 +1,4 @@
-"""The two-shot exchange of wire bytes between GPUs, and blocks over it.
+"""The two-shot exchange of wire bytes between GPUs, and blocks over it (PowerSGD: device_powersgd.py).
 
 Everything is enqueued: arithmetic on torch's current stream, which the collectives on the communicator's stream follow and are
 followed by. Nothing of a message is read by the host; what it decides on the CPU, whether errors are kept, a verdict in the
@@ -6,6 +6,8 @@ GPU's memory says to the kernels.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -16,8 +18,11 @@ from ._engine import (
     device_block_fold,
     device_block_owe,
     device_block_verdict,
+    device_cast,
+    device_fold,
 )
-from .block_compression import BlockState, _Owner
+from .block_compression import BlockState, _Owner, _Part
+from .compression_state import CompressionState
 from .device import DeviceLink
 from .exchange import Exchange
 
@@ -62,11 +67,57 @@ class DeviceExchange(Exchange):
     def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
         self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
 
+    def agree(self, ok: bool) -> bool:
+        """Streams order the ranks' messages, so there is nothing to wait for; and hosts decide nothing here."""
+        return ok
 
-class DeviceBlockState(BlockState):
-    """BlockState whose exchange, errors and scratch memory are a GPU's."""
+    def tell(self, flags: torch.Tensor) -> int:
+        """Of world_size + 1 int32 each rank has set its own; the last one becomes the sum of all ranks'. Its address."""
+        world, stream = self.world_size, self.link.current_stream()
+        self.wire_bytes += 4 * (world - 1)
+        begin, last = flags.data_ptr(), flags.data_ptr() + 4 * world
+        self.link.comm.all_gather([(begin, world, "int32")], stream)
+        device_fold(self.link.comm, last, 0, begin, 1, 4, -1, world, "int32", False, stream)
+        return last
 
-    _sums = _verdict = torch.empty(0)
+    def floats(self, numel: int) -> torch.Tensor:
+        return self.zeros(numel, torch.float32)
+
+    def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
+        own = self.rank
+        other = int(own == 0)  # received ones are equally far apart
+        rest = pieces[other] - other * self._slice_bytes
+        device_fold(
+            self.link.comm,
+            result,
+            pieces[own],
+            rest,
+            numel,
+            self._slice_bytes,
+            own,
+            self.world_size,
+            dtype,
+            op == "mean",
+            self.link.current_stream(),
+        )
+
+    def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
+        device_cast(self.link.comm, wire, dtype, source, "float32", numel, scale, self.link.current_stream())
+
+    def decode_half(self, dtype: str, out: int, wire: int, numel: int) -> None:
+        device_cast(self.link.comm, out, "float32", wire, dtype, numel, 1.0, self.link.current_stream())
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], verdict: int = 0) -> None:
+        """In one launch for each 64; with the address of a verdict, unless that is 1."""
+        copies = [
+            (to.data_ptr(), source.data_ptr(), to.numel() * to.element_size()) for to, source in pairs if to.numel()
+        ]
+        if copies:
+            self.link.comm.pack(copies, self.link.current_stream(), verdict)
+
+
+class OnDevice(CompressionState):
+    """A state whose exchange, and what it keeps, are a GPU's."""
 
     @property
     def _device(self) -> DeviceExchange:
@@ -79,6 +130,12 @@ class DeviceBlockState(BlockState):
 
     def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return self._zeros(tuple(tensor.shape), tensor.dtype, parameter).copy_(tensor)
+
+
+class DeviceBlockState(OnDevice, BlockState):
+    """BlockState whose exchange, errors and scratch memory are a GPU's."""
+
+    _sums = _flags = torch.empty(0)
 
     def _exchange_records(self, exchange: Exchange, owners: list[_Owner], keeps_slice: bool) -> None:
         device_exchange = self._device
@@ -93,17 +150,11 @@ class DeviceBlockState(BlockState):
         for rank, owner in enumerate(owners):  # records of zeros
             message[(rank * count + owner.end - owner.begin) * size : (rank + 1) * count * size].zero_()
         wires = [piece.data_ptr() for piece in exchange.scatter()]
-        sums, rest, verdict = self._scratch(device_exchange, count)
+        sums, rest = self._scratch(device_exchange, count)
         result = exchange.result().data_ptr()
         device_block_fold(comm, *codec, result, wires, count, 1.0 / world, sums, rest, stream)
-        whole = exchange.gather().data_ptr()
-        if self.error_feedback:
-            device_block_verdict(comm, *codec, verdict, whole, count * world, stream)
-        for part in parts:
-            at = part.at * size
-            device_block_decode(
-                comm, *codec, part.address, whole + at, part.error, base + at, verdict, part.numel, stream
-            )
+        take = self._take_own if keeps_slice else self._take_all
+        verdict = take(device_exchange, parts, base, count)
         for span, begin, place, numel in owners[exchange.rank].rests(self.block) if self.error_feedback else ():
             device_block_owe(
                 comm,
@@ -116,15 +167,49 @@ class DeviceBlockState(BlockState):
                 stream,
             )
 
-    def _scratch(self, exchange: DeviceExchange, count: int) -> tuple[int, int, int]:
-        """Addresses of sums, of what rounding left out of them, and of the verdict; 0 for what is not needed."""
+    def _take_all(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
+        """Every rank's results are decoded, and errors kept. Where the verdict lies."""
+        comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
+        size, verdict = self._record_bytes, self._flags.data_ptr()
+        whole = exchange.gather().data_ptr()
+        if self.error_feedback:
+            device_block_verdict(comm, *codec, verdict, whole, count * exchange.world_size, stream)
+        for part in parts:
+            at = part.at * size
+            device_block_decode(
+                comm, *codec, part.address, whole + at, part.error, base + at, verdict, part.numel, stream
+            )
+        return verdict
+
+    def _take_own(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
+        """This rank's results alone are decoded, and the errors of all parts kept. Where the verdict lies."""
+        comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
+        size, first, verdict = self._record_bytes, exchange.rank * count, 0
+        result = exchange.result().data_ptr()
+        if self.error_feedback:
+            device_block_verdict(comm, *codec, self._flags.data_ptr() + 4 * exchange.rank, result, count, stream)
+            verdict = exchange.tell(self._flags)
+            for (
+                part
+            ) in parts:  # what the message says takes the place of what was to be said, and is written over below
+                at = base + part.at * size
+                if not part.is_copy:
+                    device_block_decode(comm, *codec, part.address, at, part.error, at, verdict, part.numel, stream)
+        for part in parts:
+            if first <= part.at < first + count:
+                at = result + (part.at - first) * size
+                device_block_decode(comm, *codec, part.address, at, 0, 0, 0, part.numel, stream)
+        return verdict
+
+    def _scratch(self, exchange: DeviceExchange, count: int) -> tuple[int, int]:
+        """Addresses of sums, and of what rounding left out of them; 0 for what is not needed."""
         numel = count * self.block
         if self._sums.numel() < numel:
-            self._sums = exchange.zeros(numel, torch.float32)
+            self._sums = exchange.floats(numel)
         if not self.error_feedback:
-            return self._sums.data_ptr(), 0, 0
+            return self._sums.data_ptr(), 0
         if self._rest.numel() < numel:
-            self._rest = exchange.zeros(numel, torch.float32)
-        if not self._verdict.numel():
-            self._verdict = exchange.zeros(1, torch.int32)
-        return self._sums.data_ptr(), self._rest.data_ptr(), self._verdict.data_ptr()
+            self._rest = exchange.floats(numel)
+        if not self._flags.numel():
+            self._flags = exchange.zeros(exchange.world_size + 1, torch.int32)
+        return self._sums.data_ptr(), self._rest.data_ptr()

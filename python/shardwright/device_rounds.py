@@ -155,6 +155,10 @@ class DeviceRounds:
         assert flat is not None
         return flat
 
+    def standing_ranks(self, index: int) -> int:
+        """Ranks whose contribution came without the mean that stands in a slice."""
+        return 0
+
     def place(self, index: int) -> tuple[int, int, int]:
         """(bucket, begin, numel) of a parameter; begin in elements of its bucket."""
         return self._places[index]
@@ -392,9 +396,7 @@ class DeviceRounds:
             self._finish()
 
     def _finish(self) -> None:
-        for bucket in self._buckets[self._next :]:
-            if bucket.flat is not None:
-                self._send(bucket)
+        self._send_rest()
         used = bytearray(self._used)
         for bucket in self._buckets:
             if bucket.flat is None:
@@ -408,6 +410,11 @@ class DeviceRounds:
         self._publish()
         self._state = _State.CLOSED
         self._counts["rounds"] += 1
+
+    def _send_rest(self) -> None:
+        for bucket in self._buckets[self._next :]:
+            if bucket.flat is not None:
+                self._send(bucket)
 
     def _end(self, used: bytearray, tag: int | None) -> None:
         """The engine's share of a round is enqueued, and what torch's stream is given next sees it."""

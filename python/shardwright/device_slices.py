@@ -48,7 +48,7 @@ class SlicedDeviceRounds(DeviceRounds):
     @property
     def planned_bytes(self) -> int:
         sizes = [nbytes_of(bucket) for bucket in self._buckets if bucket.shape[3] or bucket.flat is not None]
-        return sum(sizes) // self._slicing.count + sum(sorted(sizes)[-2:])
+        return sum(sizes) // self._slicing.count + sum(sorted(sizes)[-self._places_wanted() :])
 
     # tensors --------------------------------------------------------------------------------------------------------
 
@@ -60,19 +60,25 @@ class SlicedDeviceRounds(DeviceRounds):
         _, numel, dtype, _ = bucket.shape
         like = self._parameters[bucket.members[0]]
         bucket.flat = device.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
-        self._engine.adopt(bucket.index, bucket.flat.data_ptr())
+        if self._callback is None:
+            self._engine.adopt(bucket.index, bucket.flat.data_ptr())
         self._make_ring(like)
         for index in bucket.members:
             low, high = self._run(bucket, index)
             self.views[index] = ShardedGradient(_dense(self._layouts[index]), bucket.flat[low:high], self.board)
 
     def _make_ring(self, like: torch.Tensor) -> None:
-        sizes = sorted(nbytes_of(bucket) for bucket in self._buckets if bucket.flat is not None)[-2:][::-1]
+        sizes = sorted(nbytes_of(bucket) for bucket in self._buckets if bucket.flat is not None)
+        sizes = sizes[-self._places_wanted() :][::-1]
         if [place.numel() for place in self._ring] == sizes:
             return
         if self._ring:  # torch may give it to others once its stream is behind ours
             self._link.comm.follow(self._link.current_stream(), self._link.comm.stream)
         self._ring = [device.runtime.zeros(size, torch.uint8, like) for size in sizes]
+
+    def _places_wanted(self) -> int:
+        """Where a hook averages, buckets follow one another on torch's stream."""
+        return 2 if self._callback is None else 1
 
     def _run(self, bucket: Bucket, index: int) -> tuple[int, int]:
         """[begin, end) of a parameter in this rank's slice of its bucket; an empty one where it has none."""
@@ -87,8 +93,9 @@ class SlicedDeviceRounds(DeviceRounds):
         self._turn = (self._turn + 1) % len(self._ring)
         if self._ring[self._turn].numel() < nbytes_of(bucket):
             self._turn = 0
-        self._engine.reserve(self._turn, stream)
-        flat = self._ring[self._turn][: nbytes_of(bucket)].view(getattr(torch, bucket.shape[2]))
+        if self._callback is None:
+            self._engine.reserve(self._turn, stream)
+        flat = self._travelling(bucket)
         copies: list[tuple[int, int, int]] = []
         copied: list[torch.Tensor] = []  # until the copy is enqueued
         with torch.no_grad():
@@ -96,7 +103,46 @@ class SlicedDeviceRounds(DeviceRounds):
                 self._place(flat, index, copies, copied)
             if copies:
                 self._link.comm.pack(copies, stream)
-        self._engine.post_slice(bucket.index, flat.data_ptr(), self._standing_runs(bucket), stream)
+        if self._callback is None:
+            self._engine.post_slice(bucket.index, flat.data_ptr(), self._standing_runs(bucket), stream)
+
+    def _travelling(self, bucket: Bucket) -> torch.Tensor:
+        """The whole bucket, in the place whose turn it is."""
+        return self._ring[self._turn][: nbytes_of(bucket)].view(getattr(torch, bucket.shape[2]))
+
+    # Where a hook averages, a bucket is filled just before: until then gradients are autograd's.
+
+    def set_bucket_callback(self, callback: Callable[[int, bool], None]) -> None:
+        super().set_bucket_callback(callback)
+        adopted = next((bucket for bucket in self._buckets if bucket.flat is not None), None)
+        if adopted is not None:
+            self._make_ring(self._parameters[adopted.members[0]])
+            self._turn = 0
+
+    def bucket(self, bucket: int) -> torch.Tensor:
+        return self._travelling(self._buckets[bucket])
+
+    def standing_ranks(self, index: int) -> int:
+        return self._link.world_size if self._standing[index] else 0
+
+    def _send_rest(self) -> None:
+        if self._callback is None:
+            super()._send_rest()
+            return
+        for index, view in enumerate(self.views):  # what the round's tag tells the others
+            if isinstance(view, ShardedGradient):
+                self._standing[index] = self._stands(index, view)
+
+    def _call_back(self, callback: Callable[[int, bool], None]) -> None:
+        def average(index: int, is_last: bool) -> None:
+            self._send(self._buckets[index])
+            callback(index, is_last)
+
+        super()._call_back(average)
+
+    def _stands(self, index: int, view: ShardedGradient) -> bool:
+        """Whether the contribution is on top of the mean that stands in the slice."""
+        return self._parameters[index].grad is view and not view._cleared
 
     def _place(
         self, flat: torch.Tensor, index: int, copies: list[tuple[int, int, int]], copied: list[torch.Tensor]
@@ -106,13 +152,13 @@ class SlicedDeviceRounds(DeviceRounds):
         assert isinstance(view, ShardedGradient)
         gradient = parameter.grad
         source = view._pending if gradient is view else gradient
-        stands = self._standing[index] = gradient is view and not view._cleared
+        stands = self._standing[index] = self._stands(index, view)
         if stands and not self._used[index]:  # if no rank used it, it stays as it is
             self._kept[index] = view.piece.clone()
         _, begin, numel = self._places[index]
         memory = flat[begin : begin + numel].as_strided(view.shape, view.stride())
         if source is None:
-            if stands and self.wire is None:
+            if stands and self.wire is None and self._callback is None:
                 fill_with_nothing(memory)
             else:
                 memory.zero_()

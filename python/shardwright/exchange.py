@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 from . import device
-from ._engine import HostComm, fold
+from ._engine import HostComm, fold, half_decode, half_encode
 from .process_group import comm_error
 
 _ALIGNMENT = 64
@@ -103,6 +103,29 @@ class Exchange:
         """In place of gather(), where each rank needs its own result alone: whether all ranks say ok. A byte from each."""
         self.wire_bytes += self.world_size - 1
         return self._agree(ok)
+
+    # arithmetic on messages, where they lie; addresses
+
+    def floats(self, numel: int) -> torch.Tensor:
+        """Memory beside the messages, float32; what is in it is anything."""
+        return torch.empty(numel)
+
+    def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
+        """scatter()'s pieces, or what lies equally far into each, in rank order."""
+        fold(result, pieces, numel, dtype, op)
+
+    def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
+        """Scales float32 and rounds it."""
+        half_encode(dtype, wire, source, numel, scale)
+
+    def decode_half(self, dtype: str, out: int, wire: int, numel: int) -> None:
+        """Widens to float32."""
+        half_decode(dtype, out, wire, numel)
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The first of each pair becomes the second. Both are one-dimensional, dense and of one dtype."""
+        for to, source in pairs:
+            to.copy_(source)
 
     def _message(self, slice_bytes: int) -> torch.Tensor:
         raise NotImplementedError
@@ -369,7 +392,7 @@ def fold_slice(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tens
     if exchange.world_size == 1:
         return message
     pieces = exchange.scatter()
-    return _fold(exchange.result().view(message.dtype), pieces, op)
+    return _fold(exchange, exchange.result().view(message.dtype), pieces, op)
 
 
 def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
@@ -378,14 +401,14 @@ def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Te
         return message
     messages = exchange.swap()
     if messages is not None:
-        return _fold(exchange.whole().view(message.dtype), messages, op)
+        return _fold(exchange, exchange.whole().view(message.dtype), messages, op)
     own = fold_slice(exchange, message, op)
     return exchange.gather().view(own.dtype)
 
 
-def _fold(result: torch.Tensor, pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+def _fold(exchange: Exchange, result: torch.Tensor, pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     name = str(result.dtype).removeprefix("torch.")
-    fold(result.data_ptr(), [piece.data_ptr() for piece in pieces], result.numel(), name, op)
+    exchange.fold(result.data_ptr(), [piece.data_ptr() for piece in pieces], result.numel(), name, op)
     return result
 
 

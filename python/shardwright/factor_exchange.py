@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ._engine import fold, half_decode, half_encode
 from .exchange import Exchange, fold_message, slice_numel
 
 
@@ -51,14 +50,15 @@ class FactorExchange:
         self._share, self._small_share = slice_numel(head, world), slice_numel(total, world) if total else 0
         self._slice_bytes = 2 * self._share + 4 * self._small_share
         self._message = exchange.begin(self._slice_bytes)
-        self._reserve(world)
+        self._reserve(exchange)
         return self._own[:head]
 
-    def _reserve(self, world: int) -> None:
+    def _reserve(self, exchange: Exchange) -> None:
+        world = exchange.world_size
         whole, small = world * self._share, world * self._small_share
         sizes = [whole, whole, self._share, self._share, small]
         if self._scratch.numel() < sum(sizes):
-            self._scratch = torch.empty(sum(sizes))
+            self._scratch = exchange.floats(sum(sizes))
         *parts, _ = self._scratch.split([*sizes, self._scratch.numel() - sum(sizes)])
         self._own, self._whole, self._sum, self._term, self._flat = parts
 
@@ -67,17 +67,17 @@ class FactorExchange:
         return self._average_half(exchange) if self.rounds else self._average_whole(exchange)
 
     def _average_whole(self, exchange: Exchange) -> torch.Tensor:
-        pack(self._message[self._head :], self._small)
+        pack(exchange, self._message[self._head :], self._small)
         whole = fold_message(exchange, self._message, "mean")
-        unpack(whole[self._head :], self._small)
+        unpack(exchange, whole[self._head :], self._small)
         return whole[: self._head]
 
     def _average_half(self, exchange: Exchange) -> torch.Tensor:
         world, at = exchange.world_size, self._message.data_ptr()
-        pack(self._flat, self._small)
+        pack(exchange, self._flat, self._small)
         for rank, (part, small) in enumerate(self._slices(world)):
             place = at + rank * self._slice_bytes
-            half_encode(self._name, place, part.data_ptr(), part.numel(), 1.0 / world)
+            exchange.encode_half(self._name, place, part.data_ptr(), part.numel(), 1.0 / world)
             rest = self._message[rank * self._slice_bytes :][: self._slice_bytes]
             rest[2 * part.numel() : 2 * self._share].zero_()
             rest[2 * self._share :].view(torch.float32).copy_(small)
@@ -87,12 +87,12 @@ class FactorExchange:
             received = exchange.gather()
         for rank in range(world):
             place = received.data_ptr() + rank * self._slice_bytes
-            half_decode(self._name, self._whole.data_ptr() + 4 * rank * self._share, place, self._share)
+            exchange.decode_half(self._name, self._whole.data_ptr() + 4 * rank * self._share, place, self._share)
             begin = rank * self._slice_bytes + 2 * self._share
             self._flat[rank * self._small_share :][: self._small_share].copy_(
                 received[begin : begin + 4 * self._small_share].view(torch.float32)
             )
-        unpack(self._flat, self._small)
+        unpack(exchange, self._flat, self._small)
         return self._whole[: self._head]
 
     @property
@@ -112,12 +112,12 @@ class FactorExchange:
         result = exchange.result().data_ptr()
         self._sum.zero_()
         for piece in pieces:
-            half_decode(self._name, self._term.data_ptr(), piece, self._share)
+            exchange.decode_half(self._name, self._term.data_ptr(), piece, self._share)
             self._sum.add_(self._term)
-        half_encode(self._name, result, self._sum.data_ptr(), self._share, 1.0)
+        exchange.encode_half(self._name, result, self._sum.data_ptr(), self._share, 1.0)
         if self._small_share:
             skip = 2 * self._share
-            fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
+            exchange.fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
 
     def settle(self, exchange: Exchange) -> torch.Tensor:
         """Own factors, now what they counted for in average(): the mean of the ranks' is then the mean that came.
@@ -127,7 +127,7 @@ class FactorExchange:
         world, own = exchange.world_size, self._own
         for rank in range(world):
             place = self._message.data_ptr() + rank * self._slice_bytes
-            half_decode(self._name, own.data_ptr() + 4 * rank * self._share, place, self._share)
+            exchange.decode_half(self._name, own.data_ptr() + 4 * rank * self._share, place, self._share)
         if world == 1:
             return own[: self._head]
         if self._world is None or self._world_size != world:  # kept: a number would be made a tensor at each use
@@ -138,17 +138,19 @@ class FactorExchange:
         return own[: self._head]
 
 
-def pack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def pack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """One after the other, and zeros behind."""
-    at = 0
-    for part in parts:
-        message[at : at + part.numel()].copy_(part)
-        at += part.numel()
-    message[at:].zero_()
+    exchange.copy(_places(message, parts))
+    message[sum(part.numel() for part in parts) :].zero_()
 
 
-def unpack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    at = 0
+def unpack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    exchange.copy([(part, place) for place, part in _places(message, parts)])
+
+
+def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found, at = [], 0
     for part in parts:
-        part.copy_(message[at : at + part.numel()])
+        found.append((message[at : at + part.numel()], part))
         at += part.numel()
+    return found

@@ -162,7 +162,8 @@ class PowerSGDState(CompressionState):
                 continue
             rows, cols = entry["memory"].shape
             error = torch.empty(rows, cols)
-            row = (0, *(entry[key].data_ptr() for key in ("memory", "left", "right", "basis")))
+            held = [entry[key].cpu() for key in ("memory", "left", "right", "basis")]
+            row = (0, *(tensor.data_ptr() for tensor in held))
             dtype = dtype_name(self.error_dtype)
             powersgd_error([(*row, rows, cols, entry["left"].shape[0], 0, dtype)], [error.data_ptr()])
             found[name] = error
@@ -199,10 +200,16 @@ class PowerSGDState(CompressionState):
                 matrices.append(self._matrix(parameter, part, rows, rank))
             elif part.numel():
                 small.append(part)
+        self._average_matrices(matrices, small)
+
+    def _is_turn_of_p(self) -> bool:
+        return (self.iter - self.start_powerSGD_iter) % 2 == 0
+
+    def _average_matrices(self, matrices: list[Matrix], small: list[torch.Tensor]) -> None:
+        """Of one bucket, in place."""
         table = [matrix.row for matrix in matrices]
         if self.alternate:
-            of_p = (self.iter - self.start_powerSGD_iter) % 2 == 0
-            finite = self._turns.average(self.exchange, matrices, small, of_p=of_p)
+            finite = self._turns.average(self.exchange, matrices, small, of_p=self._is_turn_of_p())
         else:
             finite, own = self._exchange_p(table, matrices, small)
             finite = finite and (not matrices or self._exchange_q(table, matrices, own))
@@ -223,8 +230,11 @@ class PowerSGDState(CompressionState):
         seed = (self.random_seed * 1_000_003 + index * 8191 + (0 if self.warm_start else self.iter * 131)) & (2**63 - 1)
         matrix = Matrix(part, entry, rows, cols, rank, seed, dtype_name(self.error_dtype))
         if is_new or not self.warm_start:
-            powersgd_init_basis([matrix.row])
+            self._begin_basis(matrix)
         return matrix
+
+    def _begin_basis(self, matrix: Matrix) -> None:
+        powersgd_init_basis([matrix.row])
 
     def _exchange_p(
         self, table: list[Any], matrices: list[Matrix], small: list[torch.Tensor]
@@ -277,11 +287,20 @@ class Matrix:
     ) -> None:
         self.part = part
         self.entry = entry
+        self.rows, self.cols, self.rank, self.seed = rows, cols, rank, seed
         self.left_numel = entry["left"].numel()
         self.right_numel = entry["right"].numel()
         memory = entry["memory"].data_ptr() if "memory" in entry else 0
         state = (entry["left"].data_ptr(), entry["right"].data_ptr(), entry["basis"].data_ptr())
         self.row = (part.data_ptr(), memory, *state, rows, cols, rank, seed, dtype)
+
+    def left_from(self, factor: int, to: int = 0) -> tuple[int, int, int, int, int]:
+        """P̂ made of the factor at that address, in `to` (0: in its own left): a row of device_powersgd_orthonormalize()."""
+        return to or self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
+
+    def basis_from(self, factor: int) -> tuple[int, int, int, int, int]:
+        """The same of Q̂, in its own basis."""
+        return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
 
     def row_with(self, **others: int) -> tuple[int, int, int, int, int, int, int, int, int, str]:
         """Its row with other memory, left or right."""

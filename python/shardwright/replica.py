@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from . import _hooks
 from ._engine import Error, Reducer, norm_sum
 from .comm_hook import HookRunner, SlicedHookRunner, Wanted
-from .compress import Bf16, Compressor, Fp16, Int4, Int8
+from .compress import Bf16, Compressor, Fp16
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
@@ -103,7 +103,7 @@ class Replica:
             self.table = ParameterTable.of(module, ignored)
             if self.table.is_on_gpu:
                 _check_gpu(zero, settings["offload"], options)
-                self._wire = _wire_of(compress, zero, self.table)
+                self._wire = _wire_of(compress, self.table)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
@@ -282,7 +282,7 @@ class Replica:
             return levels_of(self.group), None
         from .device_exchange import DeviceExchange
 
-        if _wire_of(compress, self.zero, self.table) is not None:
+        if _wire_of(compress, self.table) is not None:
             raise NotImplementedError(
                 f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
             )
@@ -293,7 +293,7 @@ class Replica:
         not of this rank's slice out; a user's has the last word on both."""
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
-        if self.zero >= 2 and self.reducer.transport == "pool":
+        if self.zero >= 2 and self.reducer.transport != "staged":
             pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
             wanted = Wanted(in_slots=True, slice_alone=is_ours and not self.slicing.is_replicated)
             return SlicedHookRunner(
@@ -680,17 +680,11 @@ def _check_gpu(zero: int, offload: str | None, options: Options) -> None:
         )
 
 
-def _wire_of(compress: Compressor | None, zero: int, table: ParameterTable) -> str | None:
+def _wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:
     """In what gradients travel between GPUs; None: as they are."""
     if compress is None:
         return None
-    halves = isinstance(compress, (Fp16, Bf16))
-    if not halves and (not isinstance(compress, (Int8, Int4)) or zero > 1):
-        raise NotImplementedError(
-            f"compress={compress!r} at zero={zero} is not there yet on GPUs: sw.Fp16() and sw.Bf16() are, sw.Int8() and "
-            "sw.Int4() at zero=0 and 1"
-        )
-    if not halves:  # a hook's: see device_exchange.py
+    if not isinstance(compress, (Fp16, Bf16)):  # a hook's: see device_exchange.py
         return None
     for name, parameter in zip(table.names, table.parameters):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):

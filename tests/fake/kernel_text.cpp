@@ -16,13 +16,18 @@
 
 #include "kernels/cuda/block_codec.cu"
 
+#include "kernels/cuda/lowrank.cu"
+
+#include "kernels/cuda/orthonormal_rows.cu"
+
 #define RUN(noun) [](const void *args) { sw_##noun(*static_cast<const sw_##noun##_args *>(args)); }
 
 // Runs kernel number `kernel` (sw_kernel) over a grid; false for an unknown number.
 extern "C" bool run_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads)
 {
     static void (*const bodies[])(const void *) = {RUN(cast), RUN(pack),     RUN(fold),       RUN(adam),    RUN(sgd),
-                                                   RUN(norm), RUN(quantize), RUN(dequantize), RUN(residual), RUN(verdict), RUN(owe)};
+                                                   RUN(norm), RUN(quantize), RUN(dequantize), RUN(residual), RUN(verdict), RUN(owe),
+                                                   RUN(project), RUN(absorb), RUN(expand), RUN(orthonormalize), RUN(finite)};
     if (kernel < 0 || kernel >= static_cast<int>(sizeof bodies / sizeof *bodies))
         return false;
     cuda_run(bodies[kernel], args, blocks, threads);

@@ -5,11 +5,17 @@
 #include "sim.h"
 
 SIM_API const sw_kernel_contract *sim_kernel_contracts(void);
+SIM_API int sim_kernel_count(void);
 SIM_API unsigned long long sim_image_hash(void);
 
 const sw_kernel_contract *sim_kernel_contracts(void)
 {
     return sw_kernel_contracts();
+}
+
+int sim_kernel_count(void)
+{
+    return SW_KERNEL_COUNT;
 }
 
 unsigned long long sim_image_hash(void)

@@ -136,6 +136,11 @@ static void check_packs(size_t numel)
             .to = region(s, s), .from = region(8 + s, s == 3 ? 5 : s), .size_bytes = numel * s};
     fill(region(8, 0), 4 * REGION_BYTES / 4, SW_DTYPE_FLOAT32, false);
     compare(SW_KERNEL_PACK, &args, "segments", NULL);
+    args.verdict = region(15, 0);
+    for (int refused = 0; refused < 2; ++refused) {
+        *(int *)region(15, 0) = refused;
+        compare(SW_KERNEL_PACK, &args, refused ? "refused" : "kept", NULL);
+    }
 }
 
 static void check_folds(size_t numel)
@@ -320,6 +325,103 @@ static void check_blocks(size_t numel)
     }
 }
 
+/* A factor of rank x count, zeros behind its rows. `form` 1: the rows are alike; 2: zeros; 3: the first not
+ * finite; 4: tiny; 5: huge. */
+static void *factor(size_t k, size_t rank, size_t count, int form)
+{
+    static const float scales[] = {1.0f, 1.0f, 0.0f, 1.0f, 0x1p-140f, 0x1p120f};
+    size_t stride = sw_lowrank_stride(count);
+    float *at = region(k, 4);
+    memset(at, 0, rank * stride * sizeof *at);
+    for (size_t r = 0; r < rank; ++r) {
+        fill(at + r * stride, count, SW_DTYPE_FLOAT32, false);
+        if (form == 1 && r > 0)
+            memcpy(at + r * stride, at, count * sizeof *at);
+        for (size_t i = 0; i < count; ++i)
+            at[r * stride + i] *= scales[form];
+    }
+    if (form == 3)
+        at[count / 2] = __builtin_inff();
+    return at;
+}
+
+typedef struct shape {
+    size_t rows, cols, rank;
+} shape;
+
+static sw_matrix_args matrix_at(size_t first, shape of, bool remembers, sw_dtype memory)
+{
+    sw_matrix_args m = {.gradient = region(first, 4),
+                        .memory = remembers ? region(first + 1, 4) : NULL,
+                        .left = factor(first + 2, of.rank, of.rows, 0),
+                        .right = factor(first + 3, of.rank, of.cols, 0),
+                        .basis = factor(first + 4, of.rank, of.cols, 0),
+                        .out = region(first + 5, 4),
+                        .copy = remembers ? region(first + 6, 4) : NULL,
+                        .rows = of.rows,
+                        .cols = of.cols,
+                        .rank = of.rank,
+                        .memory_dtype = (int)memory};
+    fill(m.gradient, of.rows * of.cols, SW_DTYPE_FLOAT32, false);
+    fill(region(first + 1, 4), of.rows * of.cols, memory, false);
+    return m;
+}
+
+static void check_matrices(void)
+{
+    static const shape shapes[] = {{1, 1, 1},   {3, 5, 2},   {33, 17, 4},  {40, 97, 5},
+                                   {17, 200, 9}, {3, 1024, 3}, {1009, 4, 2}, {64, 60, 19}};
+    enum { COUNT = sizeof shapes / sizeof *shapes };
+    for (int i = 0; i < 4 * COUNT; ++i) {
+        sw_dtype memory = i / COUNT % 2 ? SW_DTYPE_BFLOAT16 : SW_DTYPE_FLOAT32;
+        sw_matrices_args args = {.matrix_count = 2, .verdict = region(15, 0)};
+        args.matrix[0] = matrix_at(0, shapes[i % COUNT], true, memory);
+        args.matrix[1] = matrix_at(8, shapes[(i + 3) % COUNT], i / COUNT > 1, memory);
+        compare(SW_KERNEL_PROJECT, &args, "two matrices", NULL);
+        for (int verdict = 0; verdict <= (i % 4 ? 0 : SW_REFUSED_LATE); ++verdict) {
+            *(int *)region(15, 0) = verdict;
+            compare(SW_KERNEL_ABSORB, &args, "two matrices", NULL);
+            compare(SW_KERNEL_EXPAND, &args, "two matrices", NULL);
+        }
+        *(int *)region(15, 0) = 0;
+        args.verdict = NULL;
+        ((float *)args.matrix[0].gradient)[0] = 0x1.fffffep127f; /* beyond bfloat16 */
+        args.matrix[0].out = NULL;
+        compare(SW_KERNEL_ABSORB, &args, "memory alone", NULL);
+    }
+}
+
+static void check_factors(void)
+{
+    static const shape shapes[] = {{1, 1, 1}, {0, 5, 5}, {0, 97, 4}, {0, 1024, 3}, {0, 40, 17}};
+    enum { COUNT = sizeof shapes / sizeof *shapes };
+    for (int i = 0; i < 6 * COUNT; i += 1 + i / COUNT % 2) {
+        sw_orthonormalize_args args = {.factor_count = 3, .verdict = region(15, 0)};
+        for (size_t f = 0; f < 3; ++f) {
+            shape of = shapes[((size_t)i + f) % COUNT];
+            void *from = factor(4 * f, of.rank, of.cols, i / COUNT);
+            args.factor[f] = (sw_factor_args){.to = f == 1 ? from : region(4 * f + 1, 4),
+                                              .from = from,
+                                              .count = of.cols,
+                                              .rank = of.rank,
+                                              .seed = 0x123456789abcdefull * f};
+        }
+        *(int *)region(15, 0) = i % 7 == 6;
+        compare(SW_KERNEL_ORTHONORMALIZE, &args, "three factors", NULL);
+    }
+}
+
+static void check_finite(size_t numel)
+{
+    sw_finite_args args = {
+        .verdict = region(15, 0), .values = region(0, 4), .numel = numel, .refusal = SW_REFUSED};
+    for (int form = 0; form < 6; ++form) {
+        fill(region(0, 4), numel, SW_DTYPE_FLOAT32, form % 2 == 1);
+        *(int *)region(15, 0) = form / 2;
+        compare(SW_KERNEL_FINITE, &args, "values", NULL);
+    }
+}
+
 int main(void)
 {
     arena = aligned_alloc(128, ARENA_BYTES);
@@ -333,7 +435,10 @@ int main(void)
         check_optimizers(numels[i]);
         check_norms(numels[i]);
         check_blocks(numels[i]);
+        check_finite(numels[i]);
     }
+    check_matrices();
+    check_factors();
     free(arena);
     free(by_text);
     free(by_reference);

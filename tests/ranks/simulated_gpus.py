@@ -207,7 +207,7 @@ class SimulatedGpus:
         self._close_groups()
         self._write_image()
         os.environ["SIM_NCCL_FOLDER"] = str(self.folder)
-        count = 11  # SW_KERNEL_COUNT
+        count = self._kernels.sim_kernel_count()
         self._cuda.sim_torch_begin(self._policy, self._seed, self._kernels.sim_kernel_contracts(), count)
         self.stream = self._cuda.sim_torch_stream()
         self._before = sw_device.runtime

@@ -46,7 +46,7 @@ def train(wrapped, optimizer, rank, steps, first=0):
 
 
 def values(wrapped):
-    return [p.detach().clone() for p in wrapped.module.parameters()]
+    return [value.clone() for value in sw.full_state_dict(wrapped).values()]
 
 
 def equal(left, right):
@@ -85,7 +85,7 @@ def test_gradients_are_the_naive_compressor_s(rank, world_size, name, zero):
         for i, p in enumerate(plain.parameters())
     ]
     for step in range(4):
-        plain.load_state_dict(wrapped.module.state_dict())
+        plain.load_state_dict(sw.full_state_dict(wrapped))
         plain.zero_grad()
         plain(batch(rank, 8, 7, step=step)).square().mean().backward()
         everyone = gather([p.grad for p in plain.parameters()])
@@ -114,7 +114,7 @@ def test_a_resumed_state_goes_on_with_the_same_bits(rank, world_size, name, zero
     half, optimizer = made(zero, name)
     train(half, optimizer, rank, 3)
     saved = half.compression_state.state_dict() if half.compression_state else None
-    module, steps = half.module.state_dict(), sw.full_optimizer_state_dict(half, optimizer)
+    module, steps = sw.full_state_dict(half), sw.full_optimizer_state_dict(half, optimizer)
     module = {key: value.clone() for key, value in module.items()}
     again, optimizer = made(5 - zero, name)  # at the other stage
     with sw.full_parameters(again, writable=True):

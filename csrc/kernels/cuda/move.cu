@@ -24,6 +24,8 @@ SW_INLINE void sw_pack_one(const sw_pack_segment &segment)
 
 SW_KERNEL sw_pack(const sw_pack_args a)
 {
+    if (a.verdict && *(const int *)a.verdict != 0)
+        return;
     for (int s = 0; s < a.segment_count; ++s)
         sw_pack_one(a.segment[s]);
 }

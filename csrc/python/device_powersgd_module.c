@@ -1,0 +1,246 @@
+/* device_powersgd_module.c - the module's functions for PowerSGD on GPUs
+ * (compress/device_powersgd.h), and the arithmetic of its messages: folds and casts. Addresses are
+ * integers; each call is enqueued on the stream given, and none waits. */
+#include <stdlib.h>
+
+#include "compress/device_powersgd.h"
+#include "kernels/kernels.h"
+#include "python/device_object.h"
+
+static void *address_of(unsigned long long address)
+{
+    return (void *)(uintptr_t)address;
+}
+
+/* The communicator, entered; NULL with an exception. */
+static device_comm_object *enter(PyObject *module, PyObject *comm)
+{
+    if (!PyObject_TypeCheck(comm, ((engine_state *)PyModule_GetState(module))->device_comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "comm must be a DeviceComm");
+        return NULL;
+    }
+    device_comm_object *self = (device_comm_object *)comm;
+    return sw_py_device_enter(self) ? self : NULL;
+}
+
+/* One launch. */
+static PyObject *launch(PyObject *module, PyObject *comm, sw_kernel kernel, const void *args,
+                        unsigned long long stream)
+{
+    sw_error err;
+    device_comm_object *self = enter(module, comm);
+    if (!self)
+        return NULL;
+    return sw_py_device_finish(
+        self, sw_kernel_launch(&self->comm->kernels, kernel, args, address_of(stream), &err), &err);
+}
+
+/* ---- tables ---- */
+
+typedef bool read_row_fn(PyObject *row, void *out);
+
+static bool read_matrix(PyObject *row, void *out)
+{
+    unsigned long long gradient, memory, left, right, basis, to, copy, rows, cols, rank;
+    const char *dtype;
+    if (!PyArg_ParseTuple(row,
+                          "KKKKKKKKKKs;a matrix is (gradient, memory, left, right, basis, out, "
+                          "copy, rows, cols, rank, dtype)",
+                          &gradient, &memory, &left, &right, &basis, &to, &copy, &rows, &cols,
+                          &rank, &dtype))
+        return false;
+    *(sw_matrix_args *)out = (sw_matrix_args){.gradient = address_of(gradient),
+                                              .memory = address_of(memory),
+                                              .left = address_of(left),
+                                              .right = address_of(right),
+                                              .basis = address_of(basis),
+                                              .out = address_of(to),
+                                              .copy = address_of(copy),
+                                              .rows = rows,
+                                              .cols = cols,
+                                              .rank = rank,
+                                              .memory_dtype = (int)sw_dtype_from_name(dtype)};
+    return true;
+}
+
+static bool read_factor(PyObject *row, void *out)
+{
+    unsigned long long to, from, count, rank, seed;
+    if (!PyArg_ParseTuple(row, "KKKKK;a factor is (to, from, count, rank, seed)", &to, &from,
+                          &count, &rank, &seed))
+        return false;
+    *(sw_factor_args *)out = (sw_factor_args){
+        .to = address_of(to), .from = address_of(from), .count = count, .rank = rank, .seed = seed};
+    return true;
+}
+
+/* Owned array of `row_bytes` a row of the list; NULL with an exception. */
+static void *read_table(PyObject *list, read_row_fn *read, size_t row_bytes)
+{
+    Py_ssize_t count = PyList_Size(list);
+    char *table = calloc((size_t)count + 1, row_bytes);
+    if (!table)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject *row = PyList_GetItem(list, i);
+        if (!PyTuple_Check(row) || !read(row, table + (size_t)i * row_bytes)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_TypeError, "a row of the table must be a tuple");
+            free(table);
+            return NULL;
+        }
+    }
+    return table;
+}
+
+static PyObject *run(PyObject *module, PyObject *args, const char *format, sw_kernel pass)
+{
+    PyObject *comm, *list;
+    unsigned long long verdict, stream;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, format, &comm, &PyList_Type, &list, &verdict, &stream))
+        return NULL;
+    sw_matrix_args *matrices = read_table(list, read_matrix, sizeof *matrices);
+    if (!matrices)
+        return NULL;
+    PyObject *done = NULL;
+    device_comm_object *self = enter(module, comm);
+    if (self) {
+        sw_device_passes passes = {.kernels = &self->comm->kernels,
+                                   .stream = address_of(stream),
+                                   .verdict = address_of(verdict)};
+        done = sw_py_device_finish(
+            self, sw_device_powersgd_run(&passes, pass, matrices, (size_t)PyList_Size(list), &err),
+            &err);
+    }
+    free(matrices);
+    return done;
+}
+
+static PyObject *project(PyObject *module, PyObject *args)
+{
+    return run(module, args, "OO!KK:device_powersgd_project", SW_KERNEL_PROJECT);
+}
+
+static PyObject *absorb(PyObject *module, PyObject *args)
+{
+    return run(module, args, "OO!KK:device_powersgd_absorb", SW_KERNEL_ABSORB);
+}
+
+static PyObject *expand(PyObject *module, PyObject *args)
+{
+    return run(module, args, "OO!KK:device_powersgd_expand", SW_KERNEL_EXPAND);
+}
+
+static PyObject *orthonormalize(PyObject *module, PyObject *args)
+{
+    PyObject *comm, *list;
+    unsigned long long verdict, stream;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "OO!KK:device_powersgd_orthonormalize", &comm, &PyList_Type, &list,
+                          &verdict, &stream))
+        return NULL;
+    sw_factor_args *factors = read_table(list, read_factor, sizeof *factors);
+    if (!factors)
+        return NULL;
+    PyObject *done = NULL;
+    device_comm_object *self = enter(module, comm);
+    if (self) {
+        sw_device_passes passes = {.kernels = &self->comm->kernels,
+                                   .stream = address_of(stream),
+                                   .verdict = address_of(verdict)};
+        sw_status status =
+            sw_device_powersgd_orthonormalize(&passes, factors, (size_t)PyList_Size(list), &err);
+        done = sw_py_device_finish(self, status, &err);
+    }
+    free(factors);
+    return done;
+}
+
+/* ---- messages ---- */
+
+static PyObject *is_finite(PyObject *module, PyObject *args)
+{
+    PyObject *comm;
+    unsigned long long verdict, values, numel, stream;
+    int refusal;
+    if (!PyArg_ParseTuple(args, "OKKKiK:device_finite", &comm, &verdict, &values, &numel, &refusal,
+                          &stream))
+        return NULL;
+    sw_finite_args finite = {.verdict = address_of(verdict),
+                             .values = address_of(values),
+                             .numel = numel,
+                             .refusal = refusal};
+    return launch(module, comm, SW_KERNEL_FINITE, &finite, stream);
+}
+
+static PyObject *device_fold(PyObject *module, PyObject *args)
+{
+    PyObject *comm;
+    unsigned long long to, own, rest, numel, stride, stream;
+    int own_index, count;
+    const char *dtype;
+    int is_mean;
+    if (!PyArg_ParseTuple(args, "OKKKKKiispK:device_fold", &comm, &to, &own, &rest, &numel, &stride,
+                          &own_index, &count, &dtype, &is_mean, &stream))
+        return NULL;
+    sw_fold_args fold = {.to = address_of(to),
+                         .own = address_of(own),
+                         .rest = address_of(rest),
+                         .numel = numel,
+                         .stride_bytes = stride,
+                         .scale = is_mean ? 1.0 / count : 1.0,
+                         .dtype = (int)sw_dtype_from_name(dtype),
+                         .op = (int)(is_mean ? SW_REDOP_MEAN : SW_REDOP_SUM),
+                         .own_index = own_index,
+                         .source_count = count};
+    return launch(module, comm, SW_KERNEL_FOLD, &fold, stream);
+}
+
+static PyObject *device_cast(PyObject *module, PyObject *args)
+{
+    PyObject *comm;
+    unsigned long long to, from, numel, stream;
+    const char *to_dtype, *from_dtype;
+    double scale;
+    if (!PyArg_ParseTuple(args, "OKsKsKdK:device_cast", &comm, &to, &to_dtype, &from, &from_dtype,
+                          &numel, &scale, &stream))
+        return NULL;
+    sw_cast_args cast = {.to = address_of(to),
+                         .from = address_of(from),
+                         .numel = numel,
+                         .scale = (float)scale,
+                         .to_dtype = (int)sw_dtype_from_name(to_dtype),
+                         .from_dtype = (int)sw_dtype_from_name(from_dtype)};
+    return launch(module, comm, SW_KERNEL_CAST, &cast, stream);
+}
+
+static PyMethodDef functions[] = {
+    {"device_powersgd_project", project, METH_VARARGS,
+     "device_powersgd_project(comm, matrices, verdict, stream)\n--\n\nAs powersgd_project, of all "
+     "matrices."},
+    {"device_powersgd_absorb", absorb, METH_VARARGS,
+     "device_powersgd_absorb(comm, matrices, verdict, stream)\n--\n\nQ = vᵀ P; keeps v; unless the "
+     "verdict says otherwise."},
+    {"device_powersgd_expand", expand, METH_VARARGS,
+     "device_powersgd_expand(comm, matrices, verdict, stream)\n--\n\nGradients from P and Q, or "
+     "NaN."},
+    {"device_powersgd_orthonormalize", orthonormalize, METH_VARARGS,
+     "device_powersgd_orthonormalize(comm, factors, verdict, stream)\n--\n\nRows made "
+     "orthonormal."},
+    {"device_finite", is_finite, METH_VARARGS,
+     "device_finite(comm, verdict, values, numel, refusal, stream)\n--\n\nThe verdict becomes "
+     "`refusal` if it is 0 and a value is not finite."},
+    {"device_fold", device_fold, METH_VARARGS,
+     "device_fold(comm, to, own, rest, numel, stride_bytes, own_index, count, dtype, is_mean, "
+     "stream)\n--\n\nContributions in rank order."},
+    {"device_cast", device_cast, METH_VARARGS,
+     "device_cast(comm, to, to_dtype, from, from_dtype, numel, scale, stream)\n--\n\nScales and "
+     "rounds."},
+    {NULL, NULL, 0, NULL},
+};
+
+int sw_py_device_powersgd_functions_add(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

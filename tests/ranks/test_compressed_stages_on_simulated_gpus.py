@@ -1,0 +1,100 @@
+"""Law: what compressors promise at zero=2 and 3 between CPUs (test_compressed_gradients_at_every_stage, body for body) they keep between
+GPUs: the naive compressor's bits, of a standing average too; and over meshes of two dimensions the bits of zero=0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_compressed_gradients_at_every_stage as at_every_stage
+import torch
+from compressed_on_gpus import Trained, running_out_of_the_mean, steps
+from models import Mlp
+from peer import PEER
+from simulated_gpus import POLICIES, SimulatedGpus, run, sw
+from torch.distributed.device_mesh import DeviceMesh
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
+
+PROMISES: list[tuple[str, dict[str, Any]]] = [
+    *(("gradients_are_the_naive_compressor_s", {"name": n, "zero": z}) for n in ("int8", "int4") for z in (2, 3)),
+    ("a_resumed_state_goes_on_with_the_same_bits", {"name": "powersgd", "zero": 2}),
+    ("a_resumed_state_goes_on_with_the_same_bits", {"name": "powersgd in turns", "zero": 3}),
+    ("a_standing_average_is_not_compressed_again", {"name": "int4"}),
+    *(("local_sums_and_unused_parameters_are_as_at_stage_0", {"name": n}) for n in ("int8", "powersgd")),
+    *(("what_is_not_finite_leaves_no_trace", {"name": n}) for n in ("int4", "powersgd")),
+    *(("norms_and_low_precision_are_as_at_stage_0", {"name": n}) for n in ("int8", "powersgd")),
+    *(
+        ("complex_gradients_are_compressed_as_pairs", {"name": n, "dtype": torch.complex64})
+        for n in ("int4", "powersgd")
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(PROMISES)), ids=lambda n: "-".join(map(str, PROMISES[n][1].values())))
+def test_promises_of_the_cpu(teams: Any, world_size: int, paths: dict[str, str], number: int) -> None:
+    run(teams, world_size, paths, keep, number, policy=POLICIES[number % len(POLICIES)])
+
+
+def keep(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
+    name, given = PROMISES[number]
+    wrap = sw.wrap
+
+    def wrapped(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+        return wrap(gpus.adopt_module(module), *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sw, "wrap", wrapped)
+        getattr(at_every_stage, f"test_{name}").body(rank, world_size, **given)
+
+
+COMPRESSORS: dict[str, Any] = {
+    "fp16": sw.Fp16(),
+    "bf16": sw.Bf16(),
+    "int8": sw.Int8(block=32),
+    "int4": sw.Int4(),
+    "powersgd": sw.PowerSGD(2, min_compression_rate=1),
+    "powersgd in turns": sw.PowerSGD(2, min_compression_rate=1, alternate=True, wire_dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_the_mean_may_be_over_ranks_that_still_train(
+    teams: Any, world_size: int, paths: dict[str, str], name: str
+) -> None:
+    run(teams, world_size, paths, over_those_that_train, name, policy=POLICIES[len(name) % len(POLICIES)])
+
+
+def over_those_that_train(gpus: SimulatedGpus, rank: int, world_size: int, name: str) -> None:
+    for build in (Mlp, lambda: Mlp().to(torch.bfloat16)):
+        options = {"build": build, "bucket_cap_mb": 25}
+        with gpus.torch_on_cpu():
+            expected = Trained(gpus, rank, COMPRESSORS[name], running_out_of_the_mean, **options)
+        found = Trained(gpus, rank, COMPRESSORS[name], running_out_of_the_mean, **options)
+        found.assert_equals(expected, name, same_bytes=False)
+
+
+def on_four(test: Any) -> Any:
+    test.exactly = 4
+    return test
+
+
+def mesh(shape: tuple[int, int]) -> DeviceMesh:
+    count = shape[0] * shape[1]
+    return DeviceMesh("cpu", torch.arange(count).reshape(shape), mesh_dim_names=("replicate", "shard"))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@on_four
+def test_rows_of_a_mesh(teams: Any, world_size: int, paths: dict[str, str], zero: int) -> None:
+    run(teams, world_size, paths, rows, zero)
+
+
+def rows(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+    """A slice has two owners then."""
+    for compress in (sw.Int8(block=32), sw.PowerSGD(2, min_compression_rate=1)):
+        with gpus.torch_on_cpu():
+            expected = Trained(gpus, rank, compress, steps)
+        found = Trained(gpus, rank, compress, steps, zero=zero, device_mesh=mesh((2, 2)))
+        found.assert_equals(expected, f"{compress} zero={zero}", same_bytes=False)
