@@ -410,7 +410,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def empty_state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """One-dimensional, for elements of a slice's state that are about to be loaded: where state is kept."""
         store = getattr(self._inner, "store", None)
-        return torch.empty(numel, dtype=dtype) if store is None else store.empty(torch.empty(1).expand(numel), dtype)
+        return (
+            torch.empty(numel, dtype=dtype) if store is None else store.empty(torch.empty(numel, device="meta"), dtype)
+        )
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The parameter's whole state. Collective."""

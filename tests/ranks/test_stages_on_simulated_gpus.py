@@ -371,8 +371,6 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         sw.wrap(module, optimizer, zero=3, share_parameters=True)
     with pytest.raises(NotImplementedError, match="partition='tensor' is not there yet on GPUs"):
         sw.wrap(module, optimizer, zero=1, partition="tensor")
-    with pytest.raises(NotImplementedError, match="offload='cpu' is not there yet on GPUs"):
-        sw.wrap(module, optimizer, zero=1, offload="cpu")
 
 
 @pytest.mark.parametrize(("policy", "low"), some(itertools.product(POLICIES, (False, True)), 3))
