@@ -75,6 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._slices: dict[int, torch.Tensor | None] = {}
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
+        self._group_of: dict[int, dict[str, Any]] = {}
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -104,6 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             [parameters] if isinstance(parameters, torch.Tensor) else parameters, len(getattr(self, "param_groups", ()))
         )
         super().add_param_group(param_group)
+        self._group_of |= {self._index[id(p)]: self.param_groups[-1] for p in self.param_groups[-1]["params"]}
         if all(group is not param_group for group in self._inner.param_groups):
             self._inner.param_groups.append(param_group)
 
@@ -296,7 +298,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             elif isinstance(value, torch.Tensor):
                 value = value.clone()
             kept[key] = value
-        self._inner.state[piece] = kept
+        self._inner.state[piece] = self._placed(index, kept, piece)
+
+    def _placed(self, index: int, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
+        """State that comes from elsewhere, where a step needs it; what is offloaded moves as it is stepped on."""
+        if getattr(self._inner, "store", None) is not None:
+            return dict(state)
+        return beside(state, piece, self._group_of[index])
 
     def _layout(self) -> list[Any]:
         group = self._replica.group
@@ -344,7 +352,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, state in saved["state"].items():
             piece = self.slice_of(int(index))
             assert piece is not None
-            self._inner.state[piece] = {k: _copy(v) for k, v in state.items()}
+            self._inner.state[piece] = self._placed(int(index), {k: _copy(v) for k, v in state.items()}, piece)
 
     def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
         if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
@@ -425,7 +433,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter, state in states.items():
             piece = self.slice_of(self._index[id(parameter)])
             assert piece is not None
-            self._inner.state[piece] = dict(state if self._keeps_float32(parameter) else _cast(state, parameter))
+            loaded = state if self._keeps_float32(parameter) else _cast(state, parameter)
+            self._inner.state[piece] = self._placed(self._index[id(parameter)], loaded, piece)
 
     def _gather_state(self, index: int) -> dict[str, Any]:
         comm, memory = self._replica.group.comm, self._replica.parameters()
@@ -468,6 +477,16 @@ def _describe(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
         else:
             described[key] = ("value", "", value)
     return json.dumps(described)
+
+
+def beside(state: Mapping[str, Any], piece: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with its tensors on the device of `piece`; as in torch's own loading a count of steps stays where it is, but in forms of
+    the step that have it on the GPU."""
+    counts_there = group.get("capturable") or group.get("fused")
+    return {
+        key: value.to(piece.device) if isinstance(value, torch.Tensor) and (key != "step" or counts_there) else value
+        for key, value in state.items()
+    }
 
 
 def _copy(value: Any) -> Any:

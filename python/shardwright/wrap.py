@@ -17,6 +17,7 @@ from .clip import clip_grad_norm_
 from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .device_offload import HostStateStore, make_host_store
+from .device_tensor_partition import DeviceTensorPartitionedOptimizer
 from .fully_shard import wrapper_of
 from .masters import MasterOptimizer, has_own_masters, without_masters
 from .offload import StateStore, make_store, offload_folder, offload_kind, rounded_bytes
@@ -124,7 +125,6 @@ def wrap(
         raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     if zero and optimizer is not None:
         check_sliceable(without_masters(optimizer), partition)
-        _check_place(module, partition)
         _check_members(module, optimizer)
     if optimizer is not None or not zero:
         _check_offload(module, offload, optimizer)
@@ -187,17 +187,18 @@ def shard_optimizer(
         )
     optimizer = without_masters(optimizer)
     check_sliceable(optimizer, partition)
-    _check_place(wrapped.module, partition)
-    kind = TensorPartitionedOptimizer if partition == "tensor" else ShardedOptimizer
     _check_offload(wrapped.module, wrapped._offload, optimizer)
-    made = kind(optimizer, wrapped._engine(), partition, _without_master(wrapped))
+    made = _sliced_class(partition, wrapped._engine())(
+        optimizer, wrapped._engine(), partition, _without_master(wrapped)
+    )
     _keep_state(wrapped, made, optimizer)
     return made
 
 
-def _check_place(module: torch.nn.Module, partition: str) -> None:
-    if partition == "tensor" and any(device.runtime.holds(p) for p in module.parameters()):
-        raise NotImplementedError("partition='tensor' is not there yet on GPUs: slices of elementwise optimizers are")
+def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
+    if partition != "tensor":
+        return ShardedOptimizer
+    return TensorPartitionedOptimizer if replica.link is None else DeviceTensorPartitionedOptimizer
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None) -> None:
