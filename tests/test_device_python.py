@@ -74,3 +74,19 @@ def test_the_benchmark_on_gpus_says_why_it_was_skipped() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"bench": "gpu", "skipped": reason}
+
+
+def test_loaded_state_lies_beside_its_slice_but_for_a_count_of_steps_on_the_host() -> None:
+    from shardwright.sharded_optimizer import beside
+
+    piece = torch.empty(3, device="meta")
+    state = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(3), "row": torch.zeros(1), "name": "x"}
+    for group, counts in (
+        ({}, "cpu"),
+        ({"fused": None}, "cpu"),
+        ({"fused": True}, "meta"),
+        ({"capturable": True}, "meta"),
+    ):
+        found = beside(state, piece, group)
+        devices = {key: value.device.type for key, value in found.items() if isinstance(value, torch.Tensor)}
+        assert devices == {"step": counts, "exp_avg": "meta", "row": "meta"} and found["name"] == "x"

@@ -18,7 +18,7 @@ from test_fake_gpu import FAKE, SHARED, libraries
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 #: the program that must fail without a wait of a file; the first one's for those of other files
-PROGRAMS = {"device_reducer.c": FAKE / "test_device_reducer.c", "device_units.c": FAKE / "test_device_units.c"}
+PROGRAMS = {f"{noun}.c": FAKE / f"test_{noun}.c" for noun in ("device_reducer", "device_units", "device_offload")}
 CALL = r"(?:ops->(?:stream_wait|event_wait)|sw_nccl_wait|sw_device_comm_follow)\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
 OTHERS = ("device", "python")

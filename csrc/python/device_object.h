@@ -1,4 +1,5 @@
-/* device_object.h - the DeviceComm object, shared by its type and DeviceReducer's.
+/* device_object.h - the DeviceComm object, shared by its type and those of what is made with it;
+ * and the DeviceOffload object, which optimizers step through.
  *
  * Thread rule: with the GIL held.
  */
@@ -7,6 +8,7 @@
 
 #include "comm/device_comm.h"
 #include "python/engine.h"
+#include "zero/device_offload.h"
 
 typedef struct device_comm_object {
     PyObject_HEAD sw_device_comm *comm; /* owned; NULL before init */
@@ -14,6 +16,11 @@ typedef struct device_comm_object {
     bool in_use; /* a thread is inside a call that gave the GIL away */
     bool closed;
 } device_comm_object;
+
+typedef struct device_offload_object {
+    PyObject_HEAD device_comm_object *comm; /* owned */
+    sw_device_offload *offload;             /* owned; NULL before init */
+} device_offload_object;
 
 /* Marks it as in use by this thread; false with an exception when it is not connected, closed, used
  * by another thread, or inherited by a forked child. */

@@ -36,7 +36,9 @@ typedef struct step_call {
     PyObject *mismatched; /* owned list of indices */
     const void *table;
     state_file_object *file; /* borrowed; NULL: state is in memory */
-    device_comm_object *gpu; /* borrowed; NULL: all is on the CPU. Else steps alone are */
+    device_comm_object *gpu; /* borrowed; NULL: all is on the CPU. Else steps alone are, or */
+    device_offload_object *offload; /* borrowed; NULL: none. Else gradients alone are on the GPU,
+                                       and copies, or parameters that have none */
     sw_stream *stream;
 } step_call;
 
@@ -69,25 +71,35 @@ static bool read_file(step_call *call, PyObject *module, PyObject *file)
     return true;
 }
 
-/* Where the step runs: None for the CPU, or (DeviceComm, stream). */
+/* Where the step runs: None for the CPU, (DeviceComm, stream), or (DeviceOffload, stream) for the
+ * CPU while parameters are on a GPU. */
 static bool read_place(step_call *call, PyObject *module, PyObject *place)
 {
+    const engine_state *state = PyModule_GetState(module);
     PyObject *gpu, *stream;
     if (place == Py_None)
         return true;
     if (!PyTuple_Check(place) ||
-        !PyArg_ParseTuple(place, "OO;gpu is (DeviceComm, stream)", &gpu, &stream)) {
+        !PyArg_ParseTuple(place, "OO;gpu is (DeviceComm or DeviceOffload, stream)", &gpu,
+                          &stream)) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "gpu must be None or (DeviceComm, stream)");
+            PyErr_SetString(PyExc_TypeError,
+                            "gpu must be None or (DeviceComm or DeviceOffload, stream)");
         return false;
     }
-    if (!PyObject_TypeCheck(gpu, ((engine_state *)PyModule_GetState(module))->device_comm_type) ||
-        call->file) {
-        PyErr_Format(PyExc_TypeError, "%s: gpu must be (DeviceComm, stream), without a StateFile",
+    bool offloads = PyObject_TypeCheck(gpu, state->device_offload_type);
+    if ((!offloads && !PyObject_TypeCheck(gpu, state->device_comm_type)) || call->file) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: gpu must be (DeviceComm or DeviceOffload, stream), without a StateFile",
                      call->operation);
         return false;
     }
-    call->gpu = (device_comm_object *)gpu;
+    call->offload = offloads ? (device_offload_object *)gpu : NULL;
+    call->gpu = offloads ? call->offload->comm : (device_comm_object *)gpu;
+    if (offloads && !call->offload->offload) {
+        PyErr_Format(PyExc_RuntimeError, "%s: the DeviceOffload is not made yet", call->operation);
+        return false;
+    }
     return sw_py_device_stream(stream, &call->stream);
 }
 
@@ -129,12 +141,21 @@ static const char *full_name(const step_call *call, int list, char *buffer, size
     return buffer;
 }
 
+/* Whether tensors of a list are on the GPU. */
+static bool is_on_gpu(const step_call *call, int list)
+{
+    if (!call->offload)
+        return call->gpu && list != LIST_STEPS;
+    return list == LIST_GRADS || list == LIST_COPIES ||
+           (list == LIST_PARAMS && !call->lists[LIST_COPIES]);
+}
+
 static bool read_tensor(const step_call *call, int list, Py_ssize_t index, tensor_reading *out)
 {
     char name[64];
     PyObject *tensor = PyTuple_GetItem(call->lists[list], index);
     if (!sw_py_tensor_read(call->table, tensor, full_name(call, list, name, sizeof name), index,
-                           call->gpu && list != LIST_STEPS, out))
+                           is_on_gpu(call, list), out))
         return false;
     if (out->dtype == SW_DTYPE_FLOAT64 && list != LIST_STEPS) {
         PyErr_Format(PyExc_ValueError,
@@ -286,16 +307,20 @@ static sw_status sgd_batch(const void *options, const sw_optim_run *runs, size_t
 }
 
 /* Without the GIL; options and runs are checked as a whole before a part of them is stepped on. */
-static sw_status run_step(const step_call *call, sw_offload_step_fn *step, const void *options,
-                          sw_status checked, sw_error *err)
+static sw_status run_on_host(const step_call *call, const sw_adam_options *adam,
+                             const sw_sgd_options *sgd, sw_error *err)
 {
-    sw_status status = checked;
-    if (status != SW_OK)
-        return status;
-    if (!call->file)
-        return step(options, call->runs, (size_t)call->count, err);
-    return sw_offload_step(&call->file->offload, step, options, call->runs, (size_t)call->count,
-                           err);
+    const void *options = adam ? (const void *)adam : sgd;
+    sw_offload_step_fn *step = adam ? adam_batch : sgd_batch;
+    size_t count = (size_t)call->count;
+    SW_TRY(adam ? sw_adam_check(adam, call->runs, count, err)
+                : sw_sgd_check(sgd, call->runs, count, err));
+    if (call->offload)
+        return sw_device_offload_step(call->offload->offload, step, options, call->runs, count,
+                                      call->stream, err);
+    if (call->file)
+        return sw_offload_step(&call->file->offload, step, options, call->runs, count, err);
+    return step(options, call->runs, count, err);
 }
 
 /* Enqueues a step on the GPU: with the GIL, it is short. */
@@ -312,6 +337,31 @@ static void mark_in_use(const step_call *call, bool in_use)
 {
     if (call->file)
         call->file->in_use = in_use;
+}
+
+/* The step, wherever; false with an exception. */
+static bool run_step(const step_call *call, PyObject *module, const sw_adam_options *adam,
+                     const sw_sgd_options *sgd)
+{
+    sw_error err;
+    sw_status status;
+    if (call->gpu &&
+        !(call->offload ? sw_py_device_enter(call->gpu) : sw_py_device_enter_alone(call->gpu)))
+        return false;
+    if (call->gpu && !call->offload) {
+        status = run_on_gpu(call, adam, sgd, &err);
+    } else {
+        mark_in_use(call, true);
+        Py_BEGIN_ALLOW_THREADS
+        status = run_on_host(call, adam, sgd, &err);
+        Py_END_ALLOW_THREADS
+        mark_in_use(call, false);
+    }
+    if (call->gpu)
+        sw_py_device_leave(call->gpu);
+    if (status != SW_OK)
+        sw_py_raise(PyModule_GetState(module), &err, NULL);
+    return status == SW_OK;
 }
 
 static PyObject *take_mismatched(step_call *call)
@@ -335,8 +385,6 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
     /* What was not given is NaN, which the step refuses by name. */
     sw_adam_options options = {NAN, NAN, NAN, NAN, NAN, .grad_scale = 1.0};
     int decoupled = 0, maximize = 0;
-    sw_error err;
-    sw_status status = SW_OK;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOOOOO|$dddddppdOO:adam_step", names,
                                      &given[LIST_PARAMS], &given[LIST_GRADS], &given[LIST_FIRST],
                                      &given[LIST_SECOND], &given[LIST_MAXIMUM], &given[LIST_STEPS],
@@ -349,28 +397,13 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
     options.amsgrad = given[LIST_MAXIMUM] != Py_None;
     if (read_file(&call, module, file) && read_place(&call, module, place) &&
         step_call_init(&call, given) && read_runs(&call)) {
-        if (PyList_Size(call.mismatched) == 0 && call.gpu) {
-            if (!sw_py_device_enter_alone(call.gpu))
-                goto done;
-            status = run_on_gpu(&call, &options, NULL, &err);
-            sw_py_device_leave(call.gpu);
-        } else if (PyList_Size(call.mismatched) == 0) {
-            mark_in_use(&call, true);
-            Py_BEGIN_ALLOW_THREADS
-            status = sw_adam_check(&options, call.runs, (size_t)call.count, &err);
-            status = run_step(&call, adam_batch, &options, status, &err);
-            Py_END_ALLOW_THREADS
-            mark_in_use(&call, false);
-        }
-        if (status != SW_OK) {
-            sw_py_raise(PyModule_GetState(module), &err, NULL);
-        } else {
-            if (PyList_Size(call.mismatched) == 0)
+        bool matches = PyList_Size(call.mismatched) == 0;
+        if (!matches || run_step(&call, module, &options, NULL)) {
+            if (matches)
                 count_steps(&call);
             result = take_mismatched(&call);
         }
     }
-done:
     step_call_fini(&call);
     return result;
 }
@@ -385,8 +418,6 @@ static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *keywords)
     PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None, *place = Py_None;
     sw_sgd_options options = {NAN, NAN, NAN, NAN, .grad_scale = 1.0};
     int nesterov = 0, first = 0, maximize = 0;
-    sw_error err;
-    sw_status status = SW_OK;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO|$ddddpppdOO:sgd_step", names,
                                      &given[LIST_PARAMS], &given[LIST_GRADS], &given[LIST_FIRST],
                                      &given[LIST_COPIES], &options.lr, &options.momentum,
@@ -399,25 +430,9 @@ static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *keywords)
         step_call_init(&call, given) && read_runs(&call)) {
         for (Py_ssize_t i = 0; i < call.count; ++i)
             call.runs[i].step = first ? 1 : 2;
-        if (PyList_Size(call.mismatched) == 0 && call.gpu) {
-            if (!sw_py_device_enter_alone(call.gpu))
-                goto done;
-            status = run_on_gpu(&call, NULL, &options, &err);
-            sw_py_device_leave(call.gpu);
-        } else if (PyList_Size(call.mismatched) == 0) {
-            mark_in_use(&call, true);
-            Py_BEGIN_ALLOW_THREADS
-            status = sw_sgd_check(&options, call.runs, (size_t)call.count, &err);
-            status = run_step(&call, sgd_batch, &options, status, &err);
-            Py_END_ALLOW_THREADS
-            mark_in_use(&call, false);
-        }
-        if (status != SW_OK)
-            sw_py_raise(PyModule_GetState(module), &err, NULL);
-        else
+        if (PyList_Size(call.mismatched) > 0 || run_step(&call, module, NULL, &options))
             result = take_mismatched(&call);
     }
-done:
     step_call_fini(&call);
     return result;
 }

@@ -76,7 +76,7 @@ def adam_step(
     maximize: bool = False,
     grad_scale: float = 1.0,
     state_file: StateFile | None = None,
-    gpu: tuple[DeviceComm, int] | None = None,
+    gpu: tuple[DeviceComm | DeviceOffload, int] | None = None,
 ) -> list[int]:
     """One step of Adam (decoupled: AdamW) on CPU tensors of float32, bfloat16 or float16; amsgrad if `max_exp_avg_sqs`.
 
@@ -84,7 +84,8 @@ def adam_step(
     a parameter has its shape. Returns the indices of those whose arrays have other strides than they: if there are
     any, nothing was done. ValueError, before anything is written, for anything else. Arrays over `state_file` are moved
     through its buffers: OSError if that fails, and Error at each later step if part of them had changed by then. `gpu`: all but
-    `steps` is on that GPU; up to 48 parameters of one step count go as one launch, enqueued on the stream of that address.
+    `steps` is on that GPU; up to 48 parameters of one step count go as one launch, enqueued on the stream of that address. With a
+    DeviceOffload gradients alone are there, and `copies`, or `params` where there are none: the step runs on the CPU, in the order of the stream.
     """
 
 def sgd_step(
@@ -102,7 +103,7 @@ def sgd_step(
     maximize: bool = False,
     grad_scale: float = 1.0,
     state_file: StateFile | None = None,
-    gpu: tuple[DeviceComm, int] | None = None,
+    gpu: tuple[DeviceComm | DeviceOffload, int] | None = None,
 ) -> list[int]:
     """One step of SGD; as adam_step. `first`: buffers are not used, they become the gradient."""
 
@@ -433,6 +434,22 @@ class DeviceUnits:
         """The unit that lies, or is being gathered, in a place."""
     def stats(self) -> dict[str, int]:
         """gathers, releases, gathered_bytes (of whole units)."""
+
+@final
+class DeviceOffload:
+    """Steps on the CPU for parameters on a GPU, in batches through pinned memory. See csrc/zero/device_offload.h.
+
+    `slot_bytes`: of each of three slots, a multiple of 256; `thread_count`: that step, the caller's among them.
+    """
+
+    def __init__(self, comm: DeviceComm, slot_bytes: int, thread_count: int) -> None: ...
+    @property
+    def buffer_nbytes(self) -> int:
+        """Of pinned memory that steps go through."""
+    @property
+    def thread_count(self) -> int: ...
+    def stats(self) -> dict[str, int]:
+        """batches, bytes_down, bytes_up."""
 
 #: gradient, memory, left, right, basis (addresses), rows, cols, rank, seed, the memory's dtype ("float32" or "bfloat16")
 _Matrix = tuple[int, int, int, int, int, int, int, int, int, str]

@@ -133,9 +133,11 @@ def _offload(replica: Any) -> dict[str, Any]:
     stores = list(replica.stores)
     if stores:
         found: dict[str, Any] = stores[0].describe()
-        return found | {"offload_bytes": sum(store.file.nbytes for store in stores)}
+        return found | {"offload_bytes": sum(store.nbytes for store in stores)}
     said = {
-        "cpu": "cpu: no effect, all of it is there",
+        "cpu": "cpu: no effect, all of it is there"
+        if replica.link is None
+        else "cpu: no optimizer of this model was sliced or wrapped yet",
         "nvme": "nvme: no optimizer of this model was sliced or wrapped yet",
     }
     kind = replica.settings["offload"]

@@ -58,6 +58,11 @@ class DeviceParameters(ParameterSlices):
             if parameter.requires_grad:
                 self.adopt(index)
 
+    @property
+    def row(self) -> DeviceLink:
+        """Of the ranks that own all slices together."""
+        return self._row
+
     def adopt(self, index: int) -> None:
         """Moves a parameter, and its whole bucket into what publish() gathers."""
         parameter = self._table.parameters[index]

@@ -194,6 +194,14 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         if index not in self._released:
             super().adopt(index)
 
+    def is_released(self, index: int) -> bool:
+        """Whether a parameter is whole only while its unit runs."""
+        return index in self._released
+
+    def piece(self, index: int) -> torch.Tensor:
+        """This rank's elements of a parameter that is released; may be empty."""
+        return self._slices[index]
+
     def is_moved(self, index: int) -> bool:
         return index in self._released or super().is_moved(index)
 
@@ -204,14 +212,16 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         piece = self._slices[index]
         return piece if piece.numel() else None
 
-    def publish(self) -> None:
+    def publish(self, *, sliced: bool = True) -> None:
         """Every rank has updated its slices, on torch's current stream: units are gathered anew when they are used. Collective.
+        `sliced`: of what is never released ranks have updated slices too, and lack one another's still.
 
         Cost: the bytes of what is never released, and of units that stay whole. Waits for nothing.
         """
         self.schedule.release_all()
         self._places.update()
-        super().publish()
+        if sliced:
+            super().publish()
         self.schedule.gather_pinned()
 
     @property

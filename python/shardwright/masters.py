@@ -60,7 +60,7 @@ class Masters:
                 return made
             master = made
         if self._versions.get(id(parameter)) != parameter._version:
-            if not torch.equal(master.to(parameter.dtype), parameter):
+            if not torch.equal(master.to(parameter.dtype), parameter.to(master.device)):
                 master.copy_(parameter)
         return master
 

@@ -107,7 +107,7 @@ class StateStore:
 
     def _new(self, like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
         if like.numel() == 0:
-            return torch.empty_like(like, dtype=dtype, requires_grad=False), True
+            return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False), True
         size = rounded_bytes(like.numel(), dtype)
         address, is_zero = self._take(size)
         name, strides = str(dtype).removeprefix("torch."), dense_strides(like)
@@ -132,11 +132,24 @@ class StateStore:
                 if value.data_ptr() not in self._used:
                     state[key] = self.empty(value, value.dtype).copy_(value)
 
+    def place(self) -> None:
+        """No GPU."""
+
+    @property
+    def planned_nbytes(self) -> int:
+        """Of memory: the buffers."""
+        return self.file.buffer_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self.file.nbytes
+
     def describe(self) -> dict[str, Any]:
         """For describe()."""
         file = self.file
         path = "past the page cache" if file.direct else "through the page cache: the file system refuses O_DIRECT"
-        return {"offload": f"nvme:{self.folder}", "offload_bytes": file.nbytes, "offload_io": path}
+        return {"offload": f"nvme:{self.folder}", "offload_io": path}
 
 
 def make_store(group: HostGroup, folder: str, label: str, nbytes: int) -> StateStore:

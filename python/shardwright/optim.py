@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import _engine, device
 from .masters import LOW, Masters, load_in_float32
+from .device_offload import HostStateStore
 from .offload import StateStore
 
 __all__ = ["SGD", "Adam", "AdamW", "global_norm"]
@@ -44,7 +45,7 @@ class _Fused(torch.optim.Optimizer):
     _master: bool
     _masters: Masters
     #: where the state lies, if not in memory; not a copy's
-    store: StateStore | None = None
+    store: StateStore | HostStateStore | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_master": self._master}
@@ -113,13 +114,15 @@ class _Fused(torch.optim.Optimizer):
     def _moment_count(self, group: dict[str, Any]) -> int:
         raise NotImplementedError
 
-    def keep_in(self, store: StateStore) -> None:
-        """State that is made from now on, and at a parameter's next step what it has, lies in `store`."""
+    def keep_in(self, store: StateStore | HostStateStore | None) -> None:
+        """State that is made from now on, and at a parameter's next step what it has, lies in `store`; None: beside its parameter."""
         self.store = store
 
-    @property
-    def _state_file(self) -> _engine.StateFile | None:
-        return None if self.store is None else self.store.file
+    def _where(self, p: Tensor) -> dict[str, Any]:
+        """The engine's arguments that say where a step of parameters beside `p` runs, and where state lies."""
+        if self.store is None:
+            return {"gpu": device.place_of(p)}
+        return {"state_file": self.store.file, "gpu": self.store.place()}
 
     def _written(self, params: list[Tensor], masters: list[Tensor]) -> None:
         """Tell autograd, and remember that this write of the low-precision ones was ours."""
@@ -172,7 +175,7 @@ class _Lists:
 def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
     if tensor.stride() == like.stride():
         return tensor
-    return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+    return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
 
 
 def _increment_versions(tensors: list[Tensor]) -> None:
@@ -222,7 +225,6 @@ class _AdamStep(_Fused):
             "decoupled": isinstance(self, torch.optim.AdamW) or group.get("decoupled_weight_decay", False),
             "maximize": group["maximize"],
             "grad_scale": grad_scale,
-            "state_file": self._state_file,
         }
         calls: dict[tuple[bool, torch.device], _Lists] = {}
         for p in group["params"]:
@@ -248,7 +250,7 @@ class _AdamStep(_Fused):
                 tensors.append(state[key])
         for (has_master, _), lists in calls.items():
             masters = lists.targets if has_master else []
-            self._call(lists, lists.params if masters else None, {**options, "gpu": device.place_of(lists.params[0])})
+            self._call(lists, lists.params if masters else None, {**options, **self._where(lists.params[0])})
             self._written(lists.params, masters)
 
     def _moment_count(self, group: dict[str, Any]) -> int:
@@ -468,7 +470,6 @@ class SGD(_Fused, torch.optim.SGD):
     def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
         options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
         options |= {"nesterov": group["nesterov"], "maximize": group["maximize"], "grad_scale": grad_scale}
-        options["state_file"] = self._state_file
         buffered = group["momentum"] != 0
         calls: dict[tuple[bool, bool, torch.device], _Lists] = {}
         for p in group["params"]:
@@ -491,7 +492,7 @@ class SGD(_Fused, torch.optim.SGD):
                 lists.lists["momentum_buffer"].append(self._state_like(p) if buffer is None else buffer)
         for (has_master, first, _), lists in calls.items():
             copies = lists.params if has_master else None
-            self._call(lists, copies, {**options, "first": first, "gpu": device.place_of(lists.params[0])})
+            self._call(lists, copies, {**options, "first": first, **self._where(lists.params[0])})
             self._written(lists.params, lists.targets if has_master else [])
 
     @staticmethod

@@ -30,7 +30,7 @@ def memory_plan(replica: Replica) -> dict[str, Any]:
     states = [_state_bytes(replica, optimizer) for optimizer in optimizers]
     known = [each for each in states if each is not None]
     state = sum(known) if len(known) == len(states) else None
-    buffers = sum(store.file.buffer_nbytes for store in replica.stores)
+    buffers = sum(store.planned_nbytes for store in replica.stores)
     in_memory = 0 if replica.stores else state
     whole = _parameter_bytes(replica) + replica.reducer.planned_bytes
     plan: dict[str, Any] = {"optimizer_state_bytes": state} if optimizers else {}

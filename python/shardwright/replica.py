@@ -36,6 +36,7 @@ from .write_guard import ReadOnlyParameters, SampledParameters
 
 if TYPE_CHECKING:
     from .auto_compression import AutoCompression
+    from .device_offload import HostStateStore
     from .device_parameters import DeviceParameters
     from .device_units import DeviceUnitMemory
     from .join import Announcer
@@ -137,7 +138,7 @@ class Replica:
         self.watcher: AutoCompression | None = None
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         self._steppers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self.stores: weakref.WeakSet[StateStore] = weakref.WeakSet()
+        self.stores: weakref.WeakSet[StateStore | HostStateStore] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
 
@@ -674,10 +675,8 @@ def _check_gpu(zero: int, offload: str | None, options: Options) -> None:
         raise NotImplementedError(
             "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
         )
-    if offload is not None:
-        raise NotImplementedError(
-            f"offload={offload!r} is not there yet on GPUs: optimizer state stays beside the parameters"
-        )
+    if offload == "nvme":
+        raise NotImplementedError("offload='nvme:<folder>' is not there yet on GPUs: offload='cpu' is")
 
 
 def _wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:

@@ -77,7 +77,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._slices: dict[int, torch.Tensor | None] = {}
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
+<<<<<<< HEAD
         self._shadow_hooks: dict[int, Callable[[], Any]] = OrderedDict()
+=======
+        self._group_of: dict[int, dict[str, Any]] = {}
+>>>>>>> g8b
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -102,7 +106,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+<<<<<<< HEAD
         """As torch's: the user's own class takes it first, and may refuse it."""
+=======
+        parameters = param_group.get("params", ())
+        self._check_members(
+            [parameters] if isinstance(parameters, torch.Tensor) else parameters, len(getattr(self, "param_groups", ()))
+        )
+        super().add_param_group(param_group)
+        self._group_of |= {self._index[id(p)]: self.param_groups[-1] for p in self.param_groups[-1]["params"]}
+>>>>>>> g8b
         if all(group is not param_group for group in self._inner.param_groups):
             self._check_members(_members(param_group), len(self.param_groups))
             self._inner.add_param_group(param_group)
@@ -328,7 +341,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             elif isinstance(value, torch.Tensor):
                 value = value.clone()
             kept[key] = value
-        self._inner.state[piece] = kept
+        self._inner.state[piece] = self._placed(index, kept, piece)
+
+    def _placed(self, index: int, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
+        """State that comes from elsewhere, where a step needs it; what is offloaded moves as it is stepped on."""
+        if getattr(self._inner, "store", None) is not None:
+            return dict(state)
+        return beside(state, piece, self._group_of[index])
 
     def _layout(self) -> list[Any]:
         group = self._replica.group
@@ -376,9 +395,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, state in saved["state"].items():
             piece = self.slice_of(int(index))
             assert piece is not None
+<<<<<<< HEAD
             parameter = self._replica.table.parameters[int(index)]
             self._inner.state[piece] = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
         self._loaded()
+=======
+            self._inner.state[piece] = self._placed(int(index), {k: _copy(v) for k, v in state.items()}, piece)
+>>>>>>> g8b
 
     def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
         if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
@@ -444,7 +467,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def empty_state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """One-dimensional, for elements of a slice's state that are about to be loaded: where state is kept."""
         store = getattr(self._inner, "store", None)
-        return torch.empty(numel, dtype=dtype) if store is None else store.empty(torch.empty(1).expand(numel), dtype)
+        return (
+            torch.empty(numel, dtype=dtype) if store is None else store.empty(torch.empty(numel, device="meta"), dtype)
+        )
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The parameter's whole state. Collective."""
@@ -457,8 +482,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter, state in states.items():
             piece = self.slice_of(self._index[id(parameter)])
             assert piece is not None
+<<<<<<< HEAD
             self._inner.state[piece] = dict(self._as_kept(parameter, state, exactly=True))
         self._loaded()
+=======
+            loaded = state if self._keeps_float32(parameter) else _cast(state, parameter)
+            self._inner.state[piece] = self._placed(self._index[id(parameter)], loaded, piece)
+>>>>>>> g8b
 
     def _gather_state(self, index: int) -> dict[str, Any]:
         comm, memory = self._replica.group.comm, self._replica.parameters()
@@ -501,6 +531,16 @@ def _describe(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
         else:
             described[key] = ("value", "", value)
     return json.dumps(described)
+
+
+def beside(state: Mapping[str, Any], piece: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with its tensors on the device of `piece`; as in torch's own loading a count of steps stays where it is, but in forms of
+    the step that have it on the GPU."""
+    counts_there = group.get("capturable") or group.get("fused")
+    return {
+        key: value.to(piece.device) if isinstance(value, torch.Tensor) and (key != "step" or counts_there) else value
+        for key, value in state.items()
+    }
 
 
 def _copy(value: Any) -> Any:

@@ -198,9 +198,8 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
     def _take_state(self, index: int, state: Mapping[str, Any]) -> None:
         piece = self.slice_of(index)
         if piece is not None:
-            self._inner.state[piece] = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
-            }
+            copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            self._inner.state[piece] = self._placed(index, copied, piece)
 
     def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         like = self._replica.layout_of(self._index[id(parameter)])
@@ -214,12 +213,16 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         piece = self.slice_of(index)
         packed = io.BytesIO()
         if piece is not None:
-            torch.save(dict(self._inner.state.get(piece, {})), packed)
+            state = self._inner.state.get(piece, {})
+            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            on_gpu = [key for key, value in tensors.items() if value.device.type != "cpu"]  # others' have other numbers
+            torch.save([{**state, **{key: tensors[key].cpu() for key in on_gpu}}, on_gpu], packed)
         label = f"optimizer state of {self._replica.table.names[index]}"
         owner = self._replica.slicing.first_owner(self._owners[index])
         sent = self._replica.group.comm.all_gather_bytes(packed.getvalue(), label)[owner]
-        state: dict[str, Any] = torch.load(io.BytesIO(sent), weights_only=True)
-        return state
+        found, on_gpu = torch.load(io.BytesIO(sent), weights_only=True)
+        where = self._replica.layout_of(index).device
+        return {key: value.to(where) if key in on_gpu else value for key, value in found.items()}
 
 
 def _shaped(gradient: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:

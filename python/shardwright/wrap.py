@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -16,11 +16,14 @@ from ._engine import Error
 from .clip import clip_grad_norm_
 from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
+from .device_offload import HostStateStore, make_host_store
+from .device_tensor_partition import DeviceTensorPartitionedOptimizer
 from .fully_shard import wrapper_of
 from .masters import MasterOptimizer, has_own_masters, without_masters
-from .offload import make_store, offload_folder, offload_kind, rounded_bytes
+from .offload import StateStore, make_store, offload_folder, offload_kind, rounded_bytes
 from .options import Options, check_zero
 from .precision import PrecisionPlan
+from .replica import Replica
 from .sharded_optimizer import ShardedOptimizer, check_sliceable, not_of
 from .tensor_partition import TensorPartitionedOptimizer
 
@@ -69,8 +72,9 @@ def wrap(
         cast for the time of the wrapper's forward. None: nothing is cast. See docs/design/precision.md.
     offload : {"cpu", "nvme:<folder>"}, optional
         Where the optimizer's state lies, masters among it. "nvme:<folder>": in a file a rank in that folder, without a name, which a step
-        moves through three buffers of 16 MiB; of sw.optim's optimizers, with the bits of no offload. "cpu": of GPUs; no effect
-        on the CPU. See docs/design/zero.md.
+        moves through three buffers of 16 MiB. "cpu", of parameters on a GPU: in the host's memory, where a step runs, batch by batch, with
+        gradients coming down and new parameters going up beside it; no effect on the CPU. Either of sw.optim's optimizers, with the bits of
+        no offload. See docs/design/zero.md and gpu.md.
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, of optimizers that are known to treat each
         element by itself; "flat": of any, the caller vouches for it; "tensor": whole tensors, balanced over ranks.
@@ -121,10 +125,9 @@ def wrap(
         raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     if zero and optimizer is not None:
         check_sliceable(without_masters(optimizer), partition)
-        _check_place(module, partition)
         _check_members(module, optimizer)
     if optimizer is not None or not zero:
-        _check_offload(offload, optimizer)
+        _check_offload(module, offload, optimizer)
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
     wrapped = DistributedDataParallel(
@@ -184,52 +187,81 @@ def shard_optimizer(
         )
     optimizer = without_masters(optimizer)
     check_sliceable(optimizer, partition)
-    _check_place(wrapped.module, partition)
-    kind = TensorPartitionedOptimizer if partition == "tensor" else ShardedOptimizer
-    _check_offload(wrapped._offload, optimizer)
-    made = kind(optimizer, wrapped._engine(), partition, _without_master(wrapped))
+    _check_offload(wrapped.module, wrapped._offload, optimizer)
+    made = _sliced_class(partition, wrapped._engine())(
+        optimizer, wrapped._engine(), partition, _without_master(wrapped)
+    )
     _keep_state(wrapped, made, optimizer)
     return made
 
 
-def _check_place(module: torch.nn.Module, partition: str) -> None:
-    if partition == "tensor" and any(device.runtime.holds(p) for p in module.parameters()):
-        raise NotImplementedError("partition='tensor' is not there yet on GPUs: slices of elementwise optimizers are")
+def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
+    if partition != "tensor":
+        return ShardedOptimizer
+    return TensorPartitionedOptimizer if replica.link is None else DeviceTensorPartitionedOptimizer
 
 
-def _check_offload(offload: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    if offload_folder(offload) is not None and not (optimizer is not None and has_own_masters(optimizer)):
+def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    if offload_folder(offload) is None and not (offload == "cpu" and _is_on_gpu(module)):
+        return
+    if not (optimizer is not None and has_own_masters(optimizer)):
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise ValueError(f"offload={offload!r} needs an optimizer of sw.optim (AdamW, Adam or SGD), got {got}")
+        where = " of a module on a GPU" if offload == "cpu" else ""
+        raise ValueError(f"offload={offload!r}{where} needs an optimizer of sw.optim (AdamW, Adam or SGD), got {got}")
+
+
+def _is_on_gpu(module: torch.nn.Module) -> bool:
+    return any(device.runtime.holds(p) for p in module.parameters())
 
 
 def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) -> None:
     """The state of `inner`, which steps for `optimizer`, is put where offload= says. Collective then."""
     folder, replica = offload_folder(wrapped._offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
-    if earlier is not None:  # of an earlier wrapping: the state is there
+    if isinstance(earlier, StateStore):  # of an earlier wrapping: the state is there
         replica.stores.add(earlier)
-    if folder is None or earlier is not None:
         return
-    indices, nbytes = {id(p): i for i, p in enumerate(replica.table.parameters)}, 0
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            piece = optimizer.slice_of(indices[id(p)]) if replica.zero else p
-            if piece is not None and p.requires_grad:
-                nbytes += sum(rounded_bytes(piece.numel(), dtype) for dtype in inner.state_dtypes(piece, group))
+    on_gpu = replica.link is not None and (wrapped._offload == "cpu" or earlier is not None)
+    if folder is None and not on_gpu:
+        if earlier is not None:  # the module has left its GPU, and the state is where it is
+            inner.keep_in(None)
+        return
+    store: StateStore | HostStateStore
     try:
-        store = make_store(replica.group, folder, replica.label, nbytes)
-    except OSError:
+        if replica.link is not None:  # an earlier one's may be gone
+            store = make_host_store(replica.group, replica.link, replica.label, _state_bytes(replica, optimizer, inner))
+        else:
+            assert folder is not None
+            nbytes = _state_bytes(replica, optimizer, inner, rounded_bytes)
+            store = make_store(replica.group, folder, replica.label, nbytes)
+    except (OSError, MemoryError, ValueError, Error):
         replica.retire(together=True)  # the module is as it was
         raise
     inner.keep_in(store)
     replica.stores.add(store)
 
 
+def _exact_bytes(numel: int, dtype: torch.dtype) -> int:
+    return numel * dtype.itemsize
+
+
+def _state_bytes(
+    replica: Replica, optimizer: Any, inner: Any, nbytes_of: Callable[[int, torch.dtype], int] = _exact_bytes
+) -> int:
+    """Of the state of `inner`, once each parameter that trains was stepped on."""
+    indices, nbytes = {id(p): i for i, p in enumerate(replica.table.parameters)}, 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            piece = optimizer.slice_of(indices[id(p)]) if replica.zero else p
+            if piece is not None and p.requires_grad:
+                nbytes += sum(nbytes_of(piece.numel(), dtype) for dtype in inner.state_dtypes(piece, group))
+    return nbytes
+
+
 def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """What steps at zero=0: the optimizer itself, or on float32 masters where parameters of it are low-precision, it keeps none
     and no policy says no; as at zero >= 1, where they are slices. Its state is where offload= says. Collective then."""
-    _check_offload(wrapped._offload, optimizer)
+    _check_offload(wrapped.module, wrapped._offload, optimizer)
     optimizer = without_masters(optimizer)
     if not has_own_masters(optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
         made = MasterOptimizer(optimizer, _without_master(wrapped))

@@ -1,0 +1,47 @@
+/* crew.h - a few threads that share the items of one piece of work at a time.
+ *
+ * Idea: items are taken one by one, so a thread that is held up leaves the rest to the others. The
+ * caller takes items too, so a crew of no helpers is a plain loop. Which thread does an item must
+ * not matter to its result.
+ *
+ * Thread rule: owner only; helpers call nothing but the work.
+ */
+#ifndef SW_PLATFORM_CREW_H
+#define SW_PLATFORM_CREW_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "base/status.h"
+#include "platform/thread.h"
+
+/* Item `item` of the work behind `context`. */
+typedef sw_status sw_crew_fn(void *context, size_t item, sw_error *err);
+
+typedef struct sw_crew {
+    sw_thread *helpers; /* owned */
+    int helper_count;
+    pthread_mutex_t mutex;
+    pthread_cond_t called, finished;
+    sw_crew_fn *work;         /* mutex, as all below */
+    void *context;            /* borrowed for one sw_crew_run */
+    size_t items, next, done; /* of this piece of work; taken; ended */
+    sw_error failure;         /* the first one */
+    bool ends;
+} sw_crew;
+
+/* `helper_count` threads beside the caller's, 0 or more. `name` as in sw_thread_start. SW_E_OS when
+ * the system has no thread left, SW_E_MEMORY: nothing was started. */
+SW_MUST_USE sw_status sw_crew_init(sw_crew *crew, int helper_count, const char *name,
+                                   sw_error *err);
+
+/* Returns when work(context, i) has ended for each i below `items`; the first failure, after which
+ * no more are begun. Cost: a lock an item. */
+SW_MUST_USE sw_status sw_crew_run(sw_crew *crew, sw_crew_fn *work, void *context, size_t items,
+                                  sw_error *err);
+
+/* Helpers end. */
+void sw_crew_fini(sw_crew *crew);
+
+#endif

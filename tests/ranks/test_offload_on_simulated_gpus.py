@@ -1,0 +1,265 @@
+"""Law of offload="cpu" on a GPU: losses, parameters, states and checkpoints have the bits of the CPU at every stage, whatever the schedule;
+state lies on the host; a step waits for each batch of gradients once and for nothing else; what goes wrong is an error with a name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import test_offloaded_state_has_the_same_bits as offloaded
+import torch
+from harness import at_least_two, gather, same_everywhere
+from models import Mlp
+from peer import PEER, batch
+from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
+from test_stages_on_simulated_gpus import LONG, OnGpu, some
+from torch import nn
+
+from shardwright import device_offload
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
+ALL = (0, 1, 2, 3)
+OPTIMIZERS = offloaded.OPTIMIZERS
+
+
+def small() -> None:
+    """Several batches in a step of a small model."""
+    device_offload.SLOT_BYTES = 1 << 10
+
+
+class Small(offloaded.Mixed):
+    """Every kind of parameter, none of them large: the simulation looks at all memory at each launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.randn(20, 31))
+
+
+def build(make: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    module = Small()
+    return module, make(module.parameters())
+
+
+def wrap(gpus: SimulatedGpus, made: Any, **options: Any) -> Any:
+    module, optimizer = made
+    return OnGpu(gpus).wrap(module, optimizer, **options)
+
+
+@pytest.mark.parametrize(("name", "policy"), some(itertools.product(OPTIMIZERS, POLICIES), 5))
+def test_every_stage_has_the_bits_of_the_cpu(
+    teams: Any, world_size: int, paths: dict[str, str], name: str, policy: str
+) -> None:
+    run(teams, world_size, paths, every_stage, name, policy=policy)
+
+
+def every_stage(gpus: SimulatedGpus, rank: int, world_size: int, name: str) -> None:
+    small()
+    with gpus.torch_on_cpu():
+        model, optimizer = sw.wrap(*build(OPTIMIZERS[name]), clip_grad_norm=1.0)
+        losses, expected = offloaded.train(model, optimizer, rank), offloaded.whole(model, optimizer)
+    for zero in ALL:
+        for cap in (0.001, 25):
+            given = {"zero": zero, "clip_grad_norm": 1.0, "offload": "cpu", "bucket_cap_mb": cap}
+            model, optimizer = wrap(gpus, build(OPTIMIZERS[name]), **given)
+            assert offloaded.train(model, optimizer, rank) == losses, given
+            offloaded.assert_same(offloaded.whole(model, optimizer), expected, given)
+
+
+@pytest.mark.parametrize(("zero", "policy"), some(itertools.product(ALL, POLICIES), 5))
+def test_a_step_waits_for_gradients_and_for_nothing_else(
+    teams: Any, world_size: int, paths: dict[str, str], zero: int, policy: str
+) -> None:
+    run(teams, world_size, paths, quiet_steps, zero, policy=policy)
+
+
+def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+    small()
+    gc.collect()
+    model, optimizer = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=zero, offload="cpu", bucket_cap_mb=0.01)
+    store = getattr(optimizer, "_inner", optimizer).store
+    before, moved = stats(model), store.stats()
+    for step in range(4):
+        model(batch(rank, 6, 7, step=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:  # masters are made of parameters that are read
+            gc.collect()
+            before, moved = stats(model), store.stats()
+    after, found = stats(model), store.stats()
+    batches = found["batches"] - moved["batches"]
+    assert after["host_waits"] - before["host_waits"] == batches >= 3 * 3
+    assert after["allocations"] == before["allocations"]
+    # float32: gradient and parameter down, parameter up; bfloat16 with a master: gradient down, parameter up
+    module = sw.unwrap(model)
+    wide, low = (sum(p.numel() for p in module.parameters() if p.dtype is d) for d in (torch.float32, torch.bfloat16))
+    shares = 1 if zero == 0 else world_size
+    moved_bytes = [sum(each) for each in zip(*gather([found[key] - moved[key] for key in ("bytes_down", "bytes_up")]))]
+    assert moved_bytes == [
+        3 * (world_size // shares) * (8 * wide + 2 * low),
+        3 * (world_size // shares) * (4 * wide + 2 * low),
+    ]
+
+
+def test_state_is_on_the_host_and_described(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, described)
+
+
+def described(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    small()
+    adopted = len(gpus._begins)
+    model, optimizer = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=2, offload="cpu")
+    found = sw.describe()["models"][-1]
+    plain, _ = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=2)
+    beside = sw.describe()["models"][-1]
+    assert found["offload"] == "cpu" and found["offload_pinned_bytes"] == 3 * device_offload.SLOT_BYTES
+    assert found["offload_threads"] >= 1
+    assert found["planned_bytes"] + beside["optimizer_state_bytes"] == beside["planned_bytes"]
+    offloaded.train(model, optimizer, rank, range(1))
+    state = optimizer._inner.state.values()
+    held = [t for each in state for key, t in each.items() if isinstance(t, torch.Tensor) and key != "step"]
+    assert found["offload_bytes"] == sum(t.numel() * t.element_size() for t in held)
+    assert not any(gpus.ranges(t, 1) for t in held) and len(gpus._begins) > adopted
+    store = optimizer._inner.store
+    for made in (store.zeros, store.empty):
+        tensor = made(torch.empty(3, 5, device="meta").t(), torch.float32)
+        assert tensor.device.type == "cpu" and tensor.stride() == (1, 5)
+
+
+@pytest.mark.parametrize("zero", some(ALL, 3))
+def test_states_go_in_and_out(teams: Any, world_size: int, paths: dict[str, str], zero: int) -> None:
+    run(teams, world_size, paths, in_and_out, zero)
+
+
+def in_and_out(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+    small()
+    make = OPTIMIZERS["Adam amsgrad"]
+    with gpus.torch_on_cpu():
+        model, optimizer = sw.wrap(*build(make))
+        losses, expected = offloaded.train(model, optimizer, rank), offloaded.whole(model, optimizer)
+    model, optimizer = wrap(gpus, build(make), zero=zero, offload="cpu")
+    begun = offloaded.train(model, optimizer, rank, range(2))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    weights, state = sw.full_state_dict(model), offloaded.whole(model, optimizer)[1]
+    folder = gather(str(gpus.folder / "saved"))[0]
+    sw.save(folder, model, optimizer)
+    assert begun + offloaded.train(model, optimizer, rank, range(2, 4)) == losses
+    offloaded.assert_same(offloaded.whole(model, optimizer), expected, zero)
+    for other, offload in ((0, None), (1, "cpu"), (3, "cpu")):
+        for from_file in (False, True):
+            module, optimizer = build(make, seed=3)
+            if not from_file:
+                module.load_state_dict(weights)
+            model, optimizer = wrap(gpus, (module, optimizer), zero=other, offload=offload)
+            if from_file:
+                sw.load(folder, model, optimizer)
+            else:
+                sw.load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
+            assert begun + offloaded.train(model, optimizer, rank, range(2, 4)) == losses
+            offloaded.assert_same(offloaded.whole(model, optimizer), expected, (zero, other))
+
+
+def test_wrapping_again_keeps_the_state_on_the_host(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, wrapped_again)
+
+
+def wrapped_again(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    small()
+    make = OPTIMIZERS["AdamW"]
+    with gpus.torch_on_cpu():
+        model, optimizer = sw.wrap(*build(make))
+        losses, expected = offloaded.train(model, optimizer, rank), offloaded.whole(model, optimizer)
+    module, optimizer = build(make)
+    model, optimizer = wrap(gpus, (module, optimizer), offload="cpu")
+    begun = offloaded.train(model, optimizer, rank, range(1))
+    for step, options in enumerate(({"offload": "cpu"}, {}), 1):
+        model, optimizer = wrap(gpus, (module, optimizer), **options)
+        begun += offloaded.train(model, optimizer, rank, range(step, step + 1))
+        assert isinstance(optimizer.store, device_offload.HostStateStore)
+    begun += offloaded.train(model, optimizer, rank, range(3, 4))
+    assert begun == losses
+    offloaded.assert_same(offloaded.whole(model, optimizer), expected, "again")
+
+
+@pytest.mark.parametrize("zero", some((1, 2, 3), 2))
+def test_the_scalers_factor_is_in_the_step(teams: Any, world_size: int, paths: dict[str, str], zero: int) -> None:
+    run(teams, world_size, paths, scaled, zero, policy="late")
+
+
+def scaled(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+    small()
+
+    def steps(model: Any, optimizer: Any) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        for step in range(5):
+            loss = model(batch(rank, 6, 7, step=step)).square().mean()
+            scaler.scale(loss * (float("inf") if step == 2 and rank == world_size - 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return offloaded.whole(model, optimizer), scaler.get_scale()
+
+    with gpus.torch_on_cpu():
+        expected, scale = steps(*sw.wrap(*build(OPTIMIZERS["AdamW"]), zero=zero, clip_grad_norm=0.5))
+    given = {"zero": zero, "clip_grad_norm": 0.5, "offload": "cpu"}
+    found, ours = steps(*wrap(gpus, build(OPTIMIZERS["AdamW"]), **given))
+    assert ours == scale
+    offloaded.assert_same(found, expected, zero)
+
+
+@pytest.mark.parametrize("nth", [1, 3, 9] if LONG else [3])
+def test_a_call_of_the_driver_that_fails_in_a_step_is_named(
+    teams: Any, world_size: int, paths: dict[str, str], nth: int
+) -> None:
+    run(teams, 1, paths, failing_call, nth)
+
+
+def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int) -> None:
+    small()
+    model, optimizer = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=1, offload="cpu")
+    offloaded.train(model, optimizer, rank, range(1))
+    model(batch(rank, 6, 7)).square().mean().backward()
+    gpus.fail_call(nth, 999)
+    with pytest.raises(sw.Error, match=r"CUDA_ERROR_UNKNOWN|\(999\)"):
+        optimizer.step()
+    gpus.fail_call(0, 0)
+
+
+@at_least_two
+def test_a_rank_whose_store_cannot_be_made_is_named_on_all(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, no_store)
+
+
+def no_store(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    module, optimizer = build(OPTIMIZERS["AdamW"])
+    wrap(gpus, (module, None))  # the link is there
+    device_offload.SLOT_BYTES = 100 if rank == 1 else 1 << 10
+    with pytest.raises((sw.Error, ValueError), match="must be a multiple of 256, above 0, not 100"):
+        wrap(gpus, (module, optimizer), offload="cpu")
+    small()
+    model, optimizer = wrap(gpus, (module, optimizer), offload="cpu")  # the same module, again
+    offloaded.train(model, optimizer, rank, range(1))
+    assert same_everywhere([p.detach() for p in module.parameters()])
+
+
+def test_what_is_not_there_is_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, refusals)
+
+
+def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    module = gpus.adopt_module(Mlp())
+    plain = torch.optim.AdamW(module.parameters(), lr=0.1)
+    for zero in (0, 2):
+        with pytest.raises(
+            ValueError, match=r"of a module on a GPU needs an optimizer of sw.optim .* got torch.optim.adamw"
+        ):
+            sw.wrap(module, plain, zero=zero, offload="cpu")
+    with pytest.raises(ValueError, match=r"of a module on a GPU needs an optimizer of sw.optim .* got none"):
+        sw.wrap(module, offload="cpu")
+    ours = sw.optim.AdamW(module.parameters(), lr=0.1)
+    with pytest.raises(NotImplementedError, match="offload='nvme:<folder>' is not there yet on GPUs: offload='cpu' is"):
+        sw.wrap(module, ours, zero=1, offload="nvme:/tmp")
