@@ -59,13 +59,7 @@ class SlicedDeviceRounds(DeviceRounds):
     def _adopt(self, bucket: Bucket) -> None:
         _, numel, dtype, _ = bucket.shape
         like = self._parameters[bucket.members[0]]
-<<<<<<< HEAD
-        bucket.flat = device.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
-        if self._callback is None:
-            self._engine.adopt(bucket.index, bucket.flat.data_ptr())
-=======
         bucket.flat = self._adopted(bucket, numel // self._slicing.count, getattr(torch, dtype), like)
->>>>>>> g8b
         self._make_ring(like)
         for index in bucket.members:
             low, high = self._run(bucket, index)

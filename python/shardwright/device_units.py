@@ -99,6 +99,7 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         members = [[i for i in plan.indices if can_be_released(table.parameters[i])] for plan in plans]
         self._released = {index for each in members for index in each}
         self._pieces: dict[int, torch.Tensor] = {}  # a bucket's slice
+        self._stepped_slices: set[int] = set()  # buckets with parameters that are released and train, or have
         self._whole = {}
         link.broadcast(table.parameters, 0)
         super().__init__(link, row, rounds, table, label, slicing)
@@ -191,8 +192,13 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
 
     def adopt(self, index: int) -> None:
         """What is released is sliced from the start."""
-        if index not in self._released:
+        if index in self._released:
+            self._stepped_slices.add(self._reducer.place(index)[0])
+        else:
             super().adopt(index)
+
+    def is_stepped(self, index: int) -> bool:
+        return self._reducer.place(index)[0] in self._stepped_slices or super().is_stepped(index)
 
     def is_released(self, index: int) -> bool:
         """Whether a parameter is whole only while its unit runs."""

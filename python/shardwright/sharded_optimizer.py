@@ -77,11 +77,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._slices: dict[int, torch.Tensor | None] = {}
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
-<<<<<<< HEAD
         self._shadow_hooks: dict[int, Callable[[], Any]] = OrderedDict()
-=======
         self._group_of: dict[int, dict[str, Any]] = {}
->>>>>>> g8b
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -106,20 +103,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-<<<<<<< HEAD
         """As torch's: the user's own class takes it first, and may refuse it."""
-=======
-        parameters = param_group.get("params", ())
-        self._check_members(
-            [parameters] if isinstance(parameters, torch.Tensor) else parameters, len(getattr(self, "param_groups", ()))
-        )
-        super().add_param_group(param_group)
-        self._group_of |= {self._index[id(p)]: self.param_groups[-1] for p in self.param_groups[-1]["params"]}
->>>>>>> g8b
         if all(group is not param_group for group in self._inner.param_groups):
             self._check_members(_members(param_group), len(self.param_groups))
             self._inner.add_param_group(param_group)
         super().add_param_group(param_group)
+        self._group_of |= {self._index[id(p)]: self.param_groups[-1] for p in self.param_groups[-1]["params"]}
 
     def __getstate__(self) -> Any:
         raise Error("a sliced optimizer cannot be copied or pickled: use sw.full_optimizer_state_dict")
@@ -395,13 +384,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, state in saved["state"].items():
             piece = self.slice_of(int(index))
             assert piece is not None
-<<<<<<< HEAD
             parameter = self._replica.table.parameters[int(index)]
-            self._inner.state[piece] = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
+            kept = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
+            self._inner.state[piece] = self._placed(int(index), kept, piece)
         self._loaded()
-=======
-            self._inner.state[piece] = self._placed(int(index), {k: _copy(v) for k, v in state.items()}, piece)
->>>>>>> g8b
 
     def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
         if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
@@ -482,13 +468,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter, state in states.items():
             piece = self.slice_of(self._index[id(parameter)])
             assert piece is not None
-<<<<<<< HEAD
-            self._inner.state[piece] = dict(self._as_kept(parameter, state, exactly=True))
+            kept = self._as_kept(parameter, state, exactly=True)
+            self._inner.state[piece] = self._placed(self._index[id(parameter)], kept, piece)
         self._loaded()
-=======
-            loaded = state if self._keeps_float32(parameter) else _cast(state, parameter)
-            self._inner.state[piece] = self._placed(self._index[id(parameter)], loaded, piece)
->>>>>>> g8b
 
     def _gather_state(self, index: int) -> dict[str, Any]:
         comm, memory = self._replica.group.comm, self._replica.parameters()
