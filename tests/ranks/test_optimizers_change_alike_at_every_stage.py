@@ -326,3 +326,29 @@ def test_groups_changed_behind_the_wrappers_back_are_named(rank, world_size):
             with pytest.raises(sw.Error, match="has other groups than the one that it returned"):
                 optimizer.step()
             gather(None)
+
+
+@pytest.mark.parametrize("by", ["two models", "sub-groups"])
+@on_every_rank()
+def test_two_models_and_sub_groups_train_alike_at_every_stage(rank, world_size, by):
+    """Two models in turn, of which one steps every other time; and ranks of even and of odd number apart."""
+    groups = [torch.distributed.new_group(range(parity, world_size, 2)) for parity in (0, 1) if parity < world_size]
+    group = groups[rank % 2] if by == "sub-groups" else None
+    expected = None
+    for options in STAGES:
+        torch.manual_seed(rank % 2 if group is not None else 0)
+        modules = [Mlp(), Mlp()]
+        made = [
+            sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), process_group=group, **options)
+            for module in modules
+        ]
+        for step in range(4):
+            for which, (model, optimizer) in enumerate(made):
+                model(batch(rank, 6, 7, step=step)).square().mean().backward()
+                if which == 0 or step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found = [tensor for model, _ in made for tensor in whole(model)]
+        expected = expected or found
+        assert all(map(bits_equal, found, expected)), options
+        gather(None)
