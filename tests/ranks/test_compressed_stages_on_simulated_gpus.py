@@ -9,13 +9,25 @@ import pytest
 import test_compressed_gradients_at_every_stage as at_every_stage
 import torch
 from compressed_on_gpus import Trained, running_out_of_the_mean, steps
+from harness import gather
 from models import Mlp
-from peer import PEER
+from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from torch.distributed.device_mesh import DeviceMesh
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
+
+
+def at_least_two(test: Any) -> Any:
+    test.at_least = 2
+    return test
+
+
+def on_four(test: Any) -> Any:
+    test.exactly = 4
+    return test
+
 
 PROMISES: list[tuple[str, dict[str, Any]]] = [
     *(("gradients_are_the_naive_compressor_s", {"name": n, "zero": z}) for n in ("int8", "int4") for z in (2, 3)),
@@ -49,6 +61,43 @@ def keep(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
         getattr(at_every_stage, f"test_{name}").body(rank, world_size, **given)
 
 
+@at_least_two
+def test_gradients_that_one_rank_cleared_alone_are_named_a_step_later(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, cleared_alone, policy="on demand")
+
+
+def cleared_alone(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    gpus.watch()
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Mlp())
+    wrapped, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=2, compress=sw.Int4())
+    with pytest.raises(sw.Error, match="ranks cleared different gradients of Mlp"):
+        for step in range(50):
+            wrapped(batch(rank, 6, 7, step=step)).square().mean().backward()
+            if rank == 0 or step % 2:
+                wrapped.zero_grad()
+    gather(None)
+
+
+@pytest.mark.parametrize(("zero", "nth"), [(2, 5), (2, 19), (3, 8), (3, 31)])
+def test_a_call_of_the_driver_that_fails_is_named(
+    teams: Any, world_size: int, paths: dict[str, str], zero: int, nth: int
+) -> None:
+    run(teams, 1, paths, failing_call, zero, nth)
+
+
+def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, nth: int) -> None:
+    for compress in (sw.Int4(), sw.PowerSGD(2, min_compression_rate=1)):
+        module = gpus.adopt_module(Mlp())
+        model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), compress=compress, zero=zero)
+        gpus.fail_call(nth, 999)
+        with pytest.raises(sw.Error, match=r"CUDA_ERROR_UNKNOWN|\(999\)"):
+            steps(model, optimizer, rank)
+        gpus.fail_call(0, 0)
+
+
 COMPRESSORS: dict[str, Any] = {
     "fp16": sw.Fp16(),
     "bf16": sw.Bf16(),
@@ -73,11 +122,6 @@ def over_those_that_train(gpus: SimulatedGpus, rank: int, world_size: int, name:
             expected = Trained(gpus, rank, COMPRESSORS[name], running_out_of_the_mean, **options)
         found = Trained(gpus, rank, COMPRESSORS[name], running_out_of_the_mean, **options)
         found.assert_equals(expected, name, same_bytes=False)
-
-
-def on_four(test: Any) -> Any:
-    test.exactly = 4
-    return test
 
 
 def mesh(shape: tuple[int, int]) -> DeviceMesh:
