@@ -237,6 +237,24 @@ static PyObject *reducer_divide_by(PyObject *op, PyObject *value)
                                &err);
 }
 
+static PyObject *reducer_leave_out(PyObject *op, PyObject *trains)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    sw_error err;
+    if (!check_made(self) || !sw_py_device_enter(self->comm))
+        return NULL;
+    int world_size = sw_nccl_world_size(self->comm->comm->nccl);
+    if (!PyBytes_Check(trains) || PyBytes_Size(trains) != world_size) {
+        sw_py_device_leave(self->comm);
+        PyErr_Format(PyExc_ValueError, "leave_out: trains must be %d bytes, one a rank",
+                     world_size);
+        return NULL;
+    }
+    sw_status status =
+        sw_device_reducer_leave_out(self->reducer, (const uint8_t *)PyBytes_AsString(trains), &err);
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
 static PyObject *reducer_post(PyObject *op, PyObject *args)
 {
     device_reducer_object *self = (device_reducer_object *)op;
@@ -400,6 +418,8 @@ static PyMethodDef reducer_methods[] = {
      "adopt(bucket, address)\n--\n\nIts memory; it takes part from the next step on."},
     {"divide_by", reducer_divide_by, METH_O,
      "divide_by(count)\n--\n\nMeans divide by so many ranks."},
+    {"leave_out", reducer_leave_out, METH_O,
+     "leave_out(trains)\n--\n\nOf slices: whether a rank contributes, a byte a rank."},
     {"begin", reducer_begin, METH_O, "begin(stream)\n--\n\nGradients will be written on it."},
     {"post", reducer_post, METH_VARARGS, "post(bucket, stream)\n--\n\nIt is complete on it."},
     {"reserve", reducer_reserve, METH_VARARGS,

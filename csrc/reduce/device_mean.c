@@ -2,6 +2,7 @@
 #include "reduce/device_mean.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 /* ---- life ---- */
 
@@ -13,8 +14,11 @@ static sw_status create_pieces(sw_device_mean *m, const sw_slices *slices, sw_er
     int replicas = world_size / m->slice_count;
     m->piece = calloc((size_t)world_size, sizeof *m->piece);
     m->owners = calloc((size_t)replicas, sizeof *m->owners);
-    if (!m->piece || !m->owners)
+    m->trains = malloc((size_t)world_size);
+    if (!m->piece || !m->owners || !m->trains)
         SW_FAIL(err, SW_E_MEMORY, "device reducer: no memory for %d ranks", world_size);
+    m->active = world_size;
+    memset(m->trains, 1, (size_t)world_size);
     for (int k = 0; k < world_size; ++k)
         m->piece[k] = slices ? slices->of_rank[k] * replicas + slices->replica_of_rank[k] : k;
     for (int k = 0; k < world_size; ++k)
@@ -28,8 +32,11 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
     sw_device *device = config->comm->device;
     const sw_device_ops *ops = device->ops;
     int world_size = sw_nccl_world_size(config->comm->nccl);
-    *m = (sw_device_mean){
-        .comm = config->comm, .op = config->op, .divisor = world_size, .wire = config->wire};
+    *m = (sw_device_mean){.comm = config->comm,
+                          .op = config->op,
+                          .divisor = world_size,
+                          .wire = config->wire,
+                          .bytes = config->bytes};
     SW_TRY(create_pieces(m, config->slices, err));
     bool is_compressed = m->wire != SW_DTYPE_COUNT;
     if (is_compressed)
@@ -46,8 +53,25 @@ void sw_device_mean_fini(sw_device_mean *m)
         return;
     m->comm->device->ops->memory_free(m->comm->device, m->contributions);
     m->comm->device->ops->memory_free(m->comm->device, m->compressed);
+    free(m->trains);
     free(m->piece);
     free(m->owners);
+}
+
+sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_error *err)
+{
+    sw_device *device = m->comm->device;
+    int world_size = sw_nccl_world_size(m->comm->nccl), active = 0;
+    for (int k = 0; k < world_size; ++k)
+        active += trains[k] != 0;
+    if (active == 0)
+        SW_FAIL(err, SW_E_INVALID, "device reducer: of %d ranks one at least must train",
+                world_size);
+    if (active < world_size && !m->contributions)
+        SW_TRY(device->ops->memory_alloc(device, m->bytes, &m->contributions, err));
+    memcpy(m->trains, trains, (size_t)world_size);
+    m->active = active;
+    return SW_OK;
 }
 
 /* ---- what all ways share ---- */
@@ -137,8 +161,7 @@ static sw_status rescale(const sw_device_mean *m, void *mean, sw_dtype dtype, si
 {
     int world_size = sw_nccl_world_size(m->comm->nccl);
     float factor = (float)((double)world_size / m->divisor);
-    return m->divisor == world_size ? SW_OK
-                                    : cast(m, mean, dtype, mean, dtype, numel, factor, err);
+    return m->divisor == world_size ? SW_OK : cast(m, mean, dtype, mean, dtype, numel, factor, err);
 }
 
 /* ---- whole ---- */
@@ -233,6 +256,9 @@ static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_s
     SW_TRY(cast(m, wide, s->dtype, behind(s->narrowed, begin, m->wire), m->wire, end - begin, 1.0f,
                 err));
     SW_TRY(rescale(m, wide, s->dtype, end - begin, err));
+    if (is_standing && m->active != m->divisor) /* it stands under some contributions alone */
+        SW_TRY(cast(m, to, s->dtype, to, s->dtype, end - begin,
+                    (float)((double)m->active / m->divisor), err));
     return is_standing ? launch(m, SW_KERNEL_FOLD, &sum, err) : SW_OK;
 }
 
@@ -243,6 +269,30 @@ static sw_status make_run(const slicing *s, size_t begin, size_t end, bool is_st
         return SW_OK;
     return s->narrowed ? widen_run(s, begin, end, is_standing, err)
                        : fold_run(s, begin, end, is_standing, err);
+}
+
+/* Contributions of those that train move together, in their order, and are what is folded: to be
+ * left out is not to add -0.0 where the sum would begin with what stands. */
+static sw_status leave_out(const sw_device_mean *m, sw_fold_args *fold, sw_error *err)
+{
+    sw_device *device = m->comm->device;
+    int world_size = sw_nccl_world_size(m->comm->nccl), own = fold->own_index, place = 0;
+    size_t stride = (size_t)fold->stride_bytes;
+    char *base = m->contributions;
+    fold->own_index = -1;
+    for (int k = 0; k < world_size; ++k) {
+        if (!m->trains[k])
+            continue;
+        if (k == own)
+            fold->own_index = place;
+        else if (k != place)
+            SW_TRY(device->ops->copy_async(device, base + (size_t)place * stride,
+                                           base + (size_t)k * stride, stride, m->comm->stream,
+                                           err));
+        ++place;
+    }
+    fold->source_count = place;
+    return SW_OK;
 }
 
 /* Contributions come to their owner. */
@@ -256,8 +306,10 @@ static sw_status collect(slicing *s, const sw_device_range *bucket, sw_error *er
         return fold_in_place(m, &wire, SW_REDOP_SUM, err);
     }
     s->fold = fold_of(m, bucket, m->op, s->piece);
-    if (m->contributions)
-        return exchange(m, bucket, err);
+    if (m->contributions) {
+        SW_TRY(exchange(m, bucket, err));
+        return m->active < sw_nccl_world_size(m->comm->nccl) ? leave_out(m, &s->fold, err) : SW_OK;
+    }
     return sw_nccl_reduce_scatter(m->comm->nccl, bucket->data, piece_numel(m, bucket),
                                   bucket->dtype, m->op, m->comm->stream, err);
 }

@@ -17,6 +17,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "base/status.h"
 #include "comm/comm.h"
@@ -38,7 +39,10 @@ typedef struct sw_device_mean_config {
 typedef struct sw_device_mean {
     sw_device_comm *comm; /* borrowed */
     sw_redop op;
-    int divisor; /* of means */
+    int divisor;     /* of means */
+    size_t bytes;    /* of the largest bucket */
+    int active;      /* ranks that contribute to slices */
+    uint8_t *trains; /* owned, a byte a rank: whether it does */
     sw_dtype wire;
     int slice_count;     /* of a bucket */
     int *piece;          /* owned, a number a rank: of a bucket's world_size pieces, who folds it */
@@ -52,6 +56,12 @@ SW_MUST_USE sw_status sw_device_mean_init(sw_device_mean *mean, const sw_device_
                                           sw_error *err);
 /* The stream has passed what was enqueued. */
 void sw_device_mean_fini(sw_device_mean *mean);
+
+/* Of slices made from now on, only ranks of which `trains` holds a byte that is not 0, one at
+ * least, contribute: what stands is under their contributions alone. Alike on all ranks. From the
+ * first rank that does not on, the fold is ours. SW_E_MEMORY. */
+SW_MUST_USE sw_status sw_device_mean_leave_out(sw_device_mean *mean, const uint8_t *trains,
+                                               sw_error *err);
 
 /* `bucket` becomes its mean, or sum. */
 SW_MUST_USE sw_status sw_device_mean_whole(const sw_device_mean *mean,

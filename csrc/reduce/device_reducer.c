@@ -197,7 +197,7 @@ sw_status sw_device_reducer_adopt(sw_device_reducer *r, size_t index, void *data
         SW_FAIL(err, SW_E_STATE, "device reducer: bucket %zu of %zu cannot be adopted %s", index,
                 r->bucket_count, r->phase == PHASE_OPEN ? "inside a step" : "again");
     SW_TRY(sw_redop_check(r->mean.op, r->bucket[index].dtype, err));
-    r->bucket[index].data = data;
+    r->bucket[index].data = data ? data : r; /* one without elements takes part all the same */
     return SW_OK;
 }
 
@@ -207,12 +207,13 @@ sw_status sw_device_reducer_divide_by(sw_device_reducer *r, int count, sw_error 
     if (count < 1 || count > world_size)
         SW_FAIL(err, SW_E_INVALID, "device reducer: means divide by a count in [1, %d], not %d",
                 world_size, count);
-    if (count != world_size && r->sliced)
-        SW_FAIL(err, SW_E_UNSUPPORTED,
-                "device reducer: means that are sliced divide by the world size %d, not by %d",
-                world_size, count);
     r->mean.divisor = count;
     return SW_OK;
+}
+
+sw_status sw_device_reducer_leave_out(sw_device_reducer *r, const uint8_t *trains, sw_error *err)
+{
+    return r->sliced ? sw_device_mean_leave_out(&r->mean, trains, err) : SW_OK;
 }
 
 size_t sw_device_reducer_bucket_count(const sw_device_reducer *r)

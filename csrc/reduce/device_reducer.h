@@ -127,8 +127,14 @@ SW_MUST_USE sw_status sw_device_reducer_finish(sw_device_reducer *reducer, const
 
 /* Means of buckets posted from now on divide by `count`, in [1, world_size], alike on all ranks; at
  * first by the world size. The other ranks contribute -0.0, to which every sum is indifferent. With
- * `wire` the mean over all ranks is multiplied by world_size / count. Not with `sliced`. */
+ * `wire` the mean over all ranks is multiplied by world_size / count. */
 SW_MUST_USE sw_status sw_device_reducer_divide_by(sw_device_reducer *reducer, int count,
+                                                  sw_error *err);
+
+/* With `sliced`: ranks whose byte in `trains` is 0 contribute nothing to buckets posted from now
+ * on, not even what stands in a slice (sw_device_mean_leave_out); a byte a rank, alike on all
+ * ranks. */
+SW_MUST_USE sw_status sw_device_reducer_leave_out(sw_device_reducer *reducer, const uint8_t *trains,
                                                   sw_error *err);
 
 /* SW_E_MISMATCH when ranks finished a step with different tags, *tag being this rank's, and of

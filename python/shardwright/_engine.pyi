@@ -399,6 +399,9 @@ class DeviceReducer:
         rank has no say."""
     def divide_by(self, count: int, /) -> None:
         """Means of buckets posted from now on divide by `count`, in [1, world_size]; the other ranks contribute -0.0."""
+    def leave_out(self, trains: bytes, /) -> None:
+        """Where slices are kept: ranks whose byte is 0 contribute nothing to what is posted from now on; what stands in a slice is under the
+        others' contributions alone. Alike on all ranks."""
     def check(self) -> tuple[int, int] | None:
         """(this rank's tag, bytes set where ranks' tags differ) of a step that they finished with different ones; None if none is
         known. Does not wait."""

@@ -101,6 +101,8 @@ def _norm_of_slices(replica: Replica) -> float:
     slices = [replica.gradient_slice(index) for index in range(len(replica.table.parameters))]
     if replica.zero == 1 and replica.is_joining:  # who has joined keeps no gradients; here they are whole
         gradients = [parameter.grad for parameter in replica.table.parameters if parameter.grad is not None]
+        if replica.link is not None:
+            return replica.link.norm(gradients)
         return _engine.norm_value([_engine.norm_sum([_real(gradient) for gradient in gradients])])
     replica.announce("norm")
     return replica.norm_of(slices)

@@ -393,7 +393,6 @@ class DistributedDataParallel(TorchDDP):
         At zero >= 1 a rank that ran out goes on updating the slices that it owns, with the hyperparameters of the lowest rank that
         still trains; collectives of one's own inside (full_gradients, full_parameters, checkpoints) wait for it in vain.
         """
-        self._check_join()
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
         return Join(
@@ -403,17 +402,7 @@ class DistributedDataParallel(TorchDDP):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook for torch's Join; `divide_by_initial_world_size` is the one argument it reads."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        self._check_join()
         return ShadowHook(self, divide_by_initial_world_size)
-
-    def _check_join(self) -> None:
-        replica = self._replica
-        if replica is None or replica.link is None:
-            return
-        if self._zero:
-            raise NotImplementedError(
-                f"join at zero={self._zero} on GPUs is not there yet: use zero=0, or give every rank the same number of inputs"
-            )
 
     def _agree_on_sync(self, required: bool, *, trains: bool = True) -> bool:
         """Whether some rank that still trains synchronises in its next backward. Collective."""
@@ -421,7 +410,7 @@ class DistributedDataParallel(TorchDDP):
         mine = bytes([trains, required])
         said = replica.group.comm.all_gather_bytes(mine, "whether this backward synchronises")
         if replica.link is not None:  # on the host the round itself says who contributes
-            replica.reducer.set_active(sum(each[0] for each in said))
+            replica.reducer.set_active([each[0] == 1 for each in said])
         return any(each[1] for each in said)
 
     # communication hooks ------------------------------------------------------------------------------------------

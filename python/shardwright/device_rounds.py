@@ -103,7 +103,7 @@ class DeviceRounds:
         self.wire = wire
         self._callback: Callable[[int, bool], None] | None = None
         self._divides_by_active = False
-        self._divisor = link.world_size
+        self._active = self._divisor = link.world_size
         self._names = [row[0] for row in rows]
         self._places = [self._engine.place(index) for index in range(len(rows))]
         self._buckets = [Bucket(self._engine, index) for index in range(self._engine.bucket_count)]
@@ -197,16 +197,11 @@ class DeviceRounds:
     def _adopt(self, bucket: Bucket) -> None:
         _, numel, dtype, _ = bucket.shape
         first = self._parameters[bucket.members[0]]
-        bucket.flat = self._adopted(bucket, numel, getattr(torch, dtype), first)
+        bucket.flat = device.runtime.zeros(numel, getattr(torch, dtype), first)
+        if self._callback is None:
+            self._engine.adopt(bucket.index, bucket.flat.data_ptr())
         for index in bucket.members:
             self.views[index] = self._view(bucket, index)
-
-    def _adopted(self, bucket: Bucket, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a bucket that takes part from now on; one without elements has an address too."""
-        flat = device.runtime.zeros(max(numel, 1), dtype, like)
-        if self._callback is None:
-            self._engine.adopt(bucket.index, flat.data_ptr())
-        return flat[:numel]
 
     def _view(self, bucket: Bucket, index: int) -> torch.Tensor:
         assert bucket.flat is not None
@@ -536,11 +531,13 @@ class DeviceRounds:
     def set_divide_by(self, active_only: bool) -> None:
         """Whether means divide by the ranks that still train, of which set_active() tells."""
         self._divides_by_active = active_only
-        self.set_active(self._link.world_size)
+        self.set_active([True] * self._link.world_size)
 
-    def set_active(self, count: int) -> None:
-        """How many ranks still train, as all know it before a round."""
-        self._divisor = count if self._divides_by_active else self._link.world_size
+    def set_active(self, trains: Sequence[bool]) -> None:
+        """Which ranks still train, as all know it before a round."""
+        self._active = sum(trains)
+        self._divisor = self._active if self._divides_by_active else self._link.world_size
+        self._engine.leave_out(bytes(trains))
         self._engine.divide_by(self._divisor)
 
     def divisor(self) -> int:

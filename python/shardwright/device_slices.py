@@ -12,13 +12,13 @@ a digest of what it did travels with the round's tag: where they differ, all are
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import device
-from .device_rounds import Bucket, DeviceRounds, fill_with_nothing, lies_alike, nbytes_of
+from .device_rounds import Bucket, DeviceRounds, _State, fill_with_nothing, lies_alike, nbytes_of
 from .gradients import copy_gradient, dense_strides
 from .sharded_gradient import GradientBoard, ShardedGradient
 
@@ -44,6 +44,8 @@ class SlicedDeviceRounds(DeviceRounds):
         self._standing = bytearray(len(self._names))
         #: digest of the units that were gathered so far
         self.order: Callable[[], int] = int
+        #: inside a join: what tells ranks that have joined what stands, as a round opens
+        self.announce_round: Callable[[bytes], None] | None = None
 
     @property
     def planned_bytes(self) -> int:
@@ -87,13 +89,18 @@ class SlicedDeviceRounds(DeviceRounds):
 
     # a round --------------------------------------------------------------------------------------------------------
 
+    def _open(self, task: int) -> None:
+        super()._open(task)
+        if self.announce_round is not None and self._state is _State.OPEN:
+            self.announce_round(bytes(self._stands(index) for index in range(len(self.views))))
+
+    def _stands(self, index: int) -> bool:
+        """Whether the contribution is on top of the mean that stands in the slice."""
+        view = self.views[index]
+        return isinstance(view, ShardedGradient) and self._parameters[index].grad is view and not view._cleared
+
     def _enqueue(self, bucket: Bucket, stream: int) -> None:
-        self._turn = (self._turn + 1) % len(self._ring)
-        if self._ring[self._turn].numel() < nbytes_of(bucket):
-            self._turn = 0
-        if self._callback is None:
-            self._engine.reserve(self._turn, stream)
-        flat = self._travelling(bucket)
+        flat = self._take_place(bucket, stream)
         copies: list[tuple[int, int, int]] = []
         copied: list[torch.Tensor] = []  # until the copy is enqueued
         with torch.no_grad():
@@ -121,15 +128,14 @@ class SlicedDeviceRounds(DeviceRounds):
         return self._travelling(self._buckets[bucket])
 
     def standing_ranks(self, index: int) -> int:
-        return self._link.world_size if self._standing[index] else 0
+        return self._active if self._standing[index] else 0
 
     def _send_rest(self) -> None:
         if self._callback is None:
             super()._send_rest()
             return
-        for index, view in enumerate(self.views):  # what the round's tag tells the others
-            if isinstance(view, ShardedGradient):
-                self._standing[index] = self._stands(index, view)
+        for index in range(len(self.views)):  # what the round's tag tells the others
+            self._standing[index] = self._stands(index)
 
     def _call_back(self, callback: Callable[[int, bool], None]) -> None:
         def average(index: int, is_last: bool) -> None:
@@ -138,9 +144,57 @@ class SlicedDeviceRounds(DeviceRounds):
 
         super()._call_back(average)
 
-    def _stands(self, index: int, view: ShardedGradient) -> bool:
-        """Whether the contribution is on top of the mean that stands in the slice."""
-        return self._parameters[index].grad is view and not view._cleared
+    def _take_place(self, bucket: Bucket, stream: int) -> torch.Tensor:
+        """Where the bucket travels; what is given to the stream next may write there."""
+        self._turn = (self._turn + 1) % len(self._ring)
+        if self._ring[self._turn].numel() < nbytes_of(bucket):
+            self._turn = 0
+        if self._callback is None:
+            self._engine.reserve(self._turn, stream)
+        return self._travelling(bucket)
+
+    def shadow(self, standing: Sequence[int] = ()) -> None:
+        """A whole round without contributing, in which this rank has no say; it goes on averaging its slices.
+
+        `standing`: a number a parameter, whether contributions are on top of the mean that stands."""
+        self._link.check()
+        self.pending_forward = False
+        self._standing[:] = bytes(standing)
+        for index, view in enumerate(self.views):
+            if self._standing[index]:
+                assert isinstance(view, ShardedGradient)
+                self._kept[index] = view.piece.clone()
+        stream = self._link.current_stream()
+        self._streams.clear()
+        self._arrive(stream)
+        for bucket in self._buckets if self._callback is None else ():
+            if bucket.flat is not None:
+                flat = self._take_place(bucket, stream)
+                fill_with_nothing(flat)
+                self._engine.post_slice(bucket.index, flat.data_ptr(), self._standing_runs(bucket), stream)
+        self._end(bytearray(len(self._used)), None)
+        self._used_by_any = self._engine.used_by_any()
+        if self._callback is not None:
+            self._shadow_hook(self._callback)
+        self._restore_unused()
+        self._counts["rounds"] += 1  # what slices were scaled by is forgotten, and norms of them
+
+    def _shadow_hook(self, callback: Callable[[int, bool], None]) -> None:
+        def average(index: int, is_last: bool) -> None:
+            self._take_place(self._buckets[index], self._link.current_stream()).zero_()
+            callback(index, is_last)
+
+        super()._call_back(average)
+
+    def _restore_unused(self) -> None:
+        """What no rank used stays as it was."""
+        with torch.no_grad():
+            for index, piece in self._kept.items():
+                view = self.views[index]
+                assert isinstance(view, ShardedGradient)
+                if not self._used_by_any[index]:
+                    view.piece.copy_(piece)
+        self._kept.clear()
 
     def _place(
         self, flat: torch.Tensor, index: int, copies: list[tuple[int, int, int]], copied: list[torch.Tensor]
@@ -150,7 +204,7 @@ class SlicedDeviceRounds(DeviceRounds):
         assert isinstance(view, ShardedGradient)
         gradient = parameter.grad
         source = view._pending if gradient is view else gradient
-        stands = self._standing[index] = self._stands(index, view)
+        stands = self._standing[index] = self._stands(index)
         if stands and not self._used[index]:  # if no rank used it, it stays as it is
             self._kept[index] = view.piece.clone()
         _, begin, numel = self._places[index]
@@ -207,11 +261,8 @@ class SlicedDeviceRounds(DeviceRounds):
                 if self._used_by_any[index]:
                     view._cleared = False
                     self._parameters[index].grad = view
-                elif index in self._kept:
-                    with torch.no_grad():
-                        view.piece.copy_(self._kept[index])
                 self._used[index] = 0
-        self._kept.clear()
+        self._restore_unused()
 
 
 def _dense(parameter: torch.Tensor) -> torch.Tensor:

@@ -51,8 +51,12 @@ class Places:
         self._apart: set[int] = set()
         self._coming: set[int] = set()
         self.digest = 0
+        #: inside a join: what tells ranks that have joined, which then gather the same
+        self.announce: Callable[[int], None] | None = None
 
     def _note(self, unit: int) -> None:
+        if self.announce is not None:
+            self.announce(unit)
         self.digest = zlib.crc32(unit.to_bytes(4, "little"), self.digest)
 
     def state(self, unit: int) -> str:
@@ -222,6 +226,17 @@ class DeviceUnitSchedule(UnitSchedule):
             super()._release(unit)
         finally:
             unit.lie_in(None)
+
+    def forget_order(self) -> None:
+        """What followed what is learned anew."""
+        self._before = {"forward": None, "backward": None}
+        self._after = {"forward": {}, "backward": {}}
+
+    def gather_beside(self, number: int) -> None:
+        """The collective of a gathering, for others' sake: nothing is whole here afterwards."""
+        self.release_all()
+        self._units.gather(number)
+        self._units.release(number)
 
     def release_all(self) -> None:
         self._units.drop_coming()

@@ -224,11 +224,38 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
 
         Cost: the bytes of what is never released, and of units that stay whole. Waits for nothing.
         """
-        self.schedule.release_all()
-        self._places.update()
         if sliced:
             super().publish()
-        self.schedule.gather_pinned()
+        self._gather_pinned_anew()
+
+    def _gather_pinned_anew(self) -> None:
+        """Units are as at first. Collective, on ranks that have joined too."""
+        with self._unannounced():
+            self.schedule.release_all()
+            self._places.update()
+            self.schedule.gather_pinned()
+
+    @contextlib.contextmanager
+    def _unannounced(self) -> Iterator[None]:
+        announce, self._places.announce = self._places.announce, None
+        try:
+            yield
+        finally:
+            self._places.announce = announce
+
+    def announce_units(self, announce: Callable[[int], None] | None) -> None:
+        """Inside a join: what is called with a unit before it is gathered."""
+        self._places.announce = announce
+
+    def gather_beside(self, unit: int) -> None:
+        """Of a rank that has joined: its part in a gathering of those who train. Collective."""
+        with self._unannounced():
+            self.schedule.gather_beside(unit)
+
+    def gather_anew(self) -> None:
+        """On all ranks at once, whatever each has gathered: units are as after a step. Collective."""
+        self.schedule.forget_order()
+        self._gather_pinned_anew()
 
     @property
     def bytes_held(self) -> int:

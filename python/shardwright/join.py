@@ -69,6 +69,7 @@ class ShadowHook(JoinHook):
         wrapper = self._wrapper
         replica = wrapper._engine()
         replica.join_through(None)
+        replica.gather_anew()
         _forget(wrapper)
         root = replica.group.highest_rank_where(is_last_joiner, "last rank to join")
         wrapper._authoritative_rank = root
@@ -85,7 +86,7 @@ def _shadow_forward(wrapper: DistributedDataParallel) -> None:
         wrapper._sync_buffers(candidate=False)
     synchronises = wrapper._agree_on_sync(False, trains=False)
     wrapper.require_forward_param_sync = synchronises
-    if synchronises:
+    if synchronises and not wrapper._engine().announces_rounds:
         wrapper._engine().shadow()
 
 
@@ -148,7 +149,7 @@ class Announcer:
             raise NotImplementedError(
                 "a Join at zero >= 1 begins with a module that shardwright wrapped, and holds no others: put wrapped modules alone in it"
             )
-        for each in members:
+        for each in members if kind not in _INSIDE else ():
             _check_ended(each, kind)
         work = Join.notify_join_context(members[0])
         if work is not None:
@@ -158,7 +159,7 @@ class Announcer:
         replica = wrapper._engine()
         position = next(i for i, each in enumerate(members) if each is wrapper)
         said: dict[str, Any] = {"kind": kind, "member": position, "number": number, "groups": groups}
-        if kind != "forward":
+        if kind not in ("forward", *_INSIDE):
             said["gradients"] = [_state_of(parameter.grad) for parameter in replica.table.parameters]
             said["factors"] = replica.gradient_factors()
         self._exchange(members, json.dumps(said).encode())
@@ -175,6 +176,20 @@ class Announcer:
         members = self._members()
         heard: dict[str, Any] = self._exchange(members, b"")
         return members[heard["member"]], heard
+
+    def announce_round(self, standing: bytes) -> None:
+        """On GPUs at zero >= 2 a round is announced as it opens, with which contributions are on top of a mean that stands, a byte a parameter:
+        on the host these bits travel with the data. Collective where a rank has joined."""
+        self._announce_to_joined("round", 0, list(standing))
+
+    def announce_unit(self, unit: int) -> None:
+        """On GPUs at zero=3 gathering a unit is a collective. Collective where a rank has joined."""
+        self._announce_to_joined("unit", unit, None)
+
+    def _announce_to_joined(self, kind: str, number: int, groups: Any) -> None:
+        """Who joins later takes part itself: since the last announcement no rank has left out anything."""
+        if self.joined and self.is_on:
+            self.announce(kind, number, groups)
 
     def _exchange(self, members: Sequence[DistributedDataParallel], mine: bytes) -> dict[str, Any]:
         first = members[0]._engine()
@@ -214,7 +229,11 @@ def _check_ended(wrapper: DistributedDataParallel, kind: str) -> None:
     raise Error(message)
 
 
+#: part of a forward or a backward
+_INSIDE = ("round", "unit")
 _WORDS = {
+    "round": "a backward",
+    "unit": "a unit",
     "forward": "a forward",
     "step": "a step of an optimizer",
     "norm": "clipping by the norm",
@@ -268,7 +287,17 @@ def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
     optimizer.shadow_step(heard["groups"], gradients)
 
 
+def _shadow_round(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.shadow(heard["groups"])
+
+
+def _shadow_unit(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.gather_beside(int(heard["number"]))
+
+
 _SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
+    "round": _shadow_round,
+    "unit": _shadow_unit,
     "norm": _shadow_norm,
     "norms": _shadow_norms,
     "vote": _shadow_vote,
@@ -283,7 +312,7 @@ def exchange_slices(
     liked. Collective; what a joined rank gets back is what it steps with, `states` says which gradients there are, and
     run(index, rank) what a rank steps on.
 
-    Cost: the bytes of the joined ranks' slices.
+    Cost: the bytes of the joined ranks' slices; on GPUs through their hosts, which wait for them.
     """
     announcer = replica.announcer
     assert announcer is not None
@@ -297,7 +326,7 @@ def exchange_slices(
                 low, high = run(index, to)
                 if parameter.grad is not None and low < high:
                     flat = memory_order(parameter.grad.detach(), parameter)[low:high]
-                    mine.append(flat.contiguous().view(torch.uint8).numpy().tobytes())
+                    mine.append(flat.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     label = f"gradients for ranks that have joined, of {replica.label}"
     data = replica.group.comm.all_gather_bytes(b"".join(mine), label)[announcer.lowest]
     if states is None:
@@ -312,6 +341,7 @@ def exchange_slices(
             size = (high - low) * parameter.element_size()
             if to == rank:
                 piece = bytearray(data[at : at + size])
-                found[index] = torch.frombuffer(piece, dtype=parameter.dtype) if size else parameter.new_empty(0)
+                flat = torch.frombuffer(piece, dtype=parameter.dtype) if size else parameter.new_empty(0)
+                found[index] = flat.to(parameter.device)
             at += size
     return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -521,6 +522,24 @@ class Replica:
         self.announcer = announcer
         if self._board is not None:
             self._board.announce = self.announce if announcer is not None else lambda *_: None
+        if self.announces_rounds:
+            self.reducer.announce_round = announcer.announce_round if announcer is not None else None
+        if self.link is not None and isinstance(self._parameters, ReleasedParameters):
+            self._parameters.announce_units(announcer.announce_unit if announcer is not None else None)
+
+    @property
+    def announces_rounds(self) -> bool:
+        """Whether a rank that has joined must be told of a round as it opens."""
+        return self.link is not None and self.zero >= 2
+
+    def gather_beside(self, unit: int) -> None:
+        """Of a rank that has joined, on GPUs: its part in a gathering of the others."""
+        self.parameters().gather_beside(unit)
+
+    def gather_anew(self) -> None:
+        """At the end of a join: units are as after a step, whatever each rank has gathered. Collective on GPUs at zero=3."""
+        if self.link is not None and isinstance(self._parameters, ReleasedParameters):
+            self._parameters.gather_anew()
 
     @property
     def is_joining(self) -> bool:
@@ -623,9 +642,9 @@ class Replica:
         """A synchronised forward that no backward followed: before gradients are used."""
         self._end_round(self.reducer.close_pending)
 
-    def shadow(self) -> None:
-        """Of a rank that has run out of inputs."""
-        self._end_round(self.reducer.shadow)
+    def shadow(self, standing: Sequence[int] | None = None) -> None:
+        """Of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
+        self._end_round(self.reducer.shadow if standing is None else functools.partial(self.reducer.shadow, standing))
 
     def _end_round(self, end: Callable[[], None]) -> None:
         begin_s = time.perf_counter()
