@@ -197,11 +197,16 @@ class DeviceRounds:
     def _adopt(self, bucket: Bucket) -> None:
         _, numel, dtype, _ = bucket.shape
         first = self._parameters[bucket.members[0]]
-        bucket.flat = device.runtime.zeros(numel, getattr(torch, dtype), first)
-        if self._callback is None:
-            self._engine.adopt(bucket.index, bucket.flat.data_ptr())
+        bucket.flat = self._adopted(bucket, numel, getattr(torch, dtype), first)
         for index in bucket.members:
             self.views[index] = self._view(bucket, index)
+
+    def _adopted(self, bucket: Bucket, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a bucket that takes part from now on; one without elements has an address too."""
+        flat = device.runtime.zeros(max(numel, 1), dtype, like)
+        if self._callback is None:
+            self._engine.adopt(bucket.index, flat.data_ptr())
+        return flat[:numel]
 
     def _view(self, bucket: Bucket, index: int) -> torch.Tensor:
         assert bucket.flat is not None

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import test_sliced_ranks_may_run_out_of_inputs as uneven
-import torch
-from harness import at_least_two, gather, same_everywhere
-from models import Heads, Mlp
-from oracle.fold import bits_equal
+from harness import at_least_two, same_everywhere
+from models import Heads
 from peer import PEER
-from simulated_gpus import POLICIES, SimulatedGpus, run, sw
+from simulated_gpus import POLICIES, SimulatedGpus, run
 from test_stages_on_simulated_gpus import OnGpu, some
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
