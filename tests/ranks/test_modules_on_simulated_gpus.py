@@ -250,10 +250,6 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD((module := gpus.adopt_module(Mlp())).parameters(), lr=0.1)
     with pytest.raises(NotImplementedError, match="gather='int8' and write_guard= are the host's"):
         sw.wrap(module, optimizer, zero=3, share_parameters=False, gather="int8")
-    wrapped = sw.wrap(module)
-    if world_size > 1:
-        with pytest.raises(NotImplementedError, match="join at zero=1 on GPUs is not there yet"):
-            sw.wrap(gpus.adopt_module(Mlp()), zero=1).join()
     with pytest.raises(ValueError, match="must name the one GPU that the module is on"):
         sw.DistributedDataParallel(module, device_ids=[1])
 
