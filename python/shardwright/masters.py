@@ -80,14 +80,14 @@ class Masters:
 
         Cost: a float32 copy of their gradients for the time.
         """
-        taken = {id(p): (p, self._take(optimizer, p)) for p in parameters if p.dtype in LOW and p.grad is not None}
-        if not taken:
-            yield
-            return
+        taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         before = [group["params"] for group in optimizer.param_groups]
-        for group, members in zip(optimizer.param_groups, before):
-            group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
         try:
+            for p in parameters:
+                if p.dtype in LOW and p.grad is not None:
+                    taken[id(p)] = (p, self._take(optimizer, p))
+            for group, members in zip(optimizer.param_groups, before):
+                group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
             yield
         finally:  # after an exception too: what was stepped on stays so, as without masters
             for group, members in zip(optimizer.param_groups, before):
@@ -96,17 +96,19 @@ class Masters:
                 self._give_back(optimizer, parameter, master)
 
     def _take(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-        """The master with the gradient, and with the state of its parameter."""
-        state = optimizer.state.pop(parameter, {})
+        """The master with the gradient, and with the state of its parameter; or, where memory ends, all is as it was."""
+        assert parameter.grad is not None
+        state = dict(optimizer.state.get(parameter, {}))
         if master_in(state) is None:  # state that was made without masters
             state = {key: _widened(value, parameter) for key, value in state.items()}
         with torch.no_grad():
             master = self.of(parameter, state)
+        gradient = parameter.grad.to(torch.float32)
         del state[_KEY]  # an optimizer tells by an empty state that a step is the first
+        optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[master] = state
-        assert parameter.grad is not None
-        master.grad = parameter.grad.to(torch.float32)
+        master.grad = gradient
         return master
 
     def _give_back(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, master: torch.Tensor) -> None:
