@@ -10,6 +10,7 @@ schedulers, zero_grad and clipping work as before.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 from collections import OrderedDict
@@ -387,7 +388,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{[len(group['params']) for group in self.param_groups]}"
             )
         for group, saved in zip(self.param_groups, groups):
-            group.update({k: v for k, v in saved.items() if k not in ("params", "indices")})
+            group.update({k: copy.deepcopy(v) for k, v in saved.items() if k not in ("params", "indices")})
 
     def _load_whole(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
@@ -412,7 +413,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 positions.setdefault(self._index[id(parameter)], len(positions))
         groups = [
             {
-                **{k: v for k, v in g.items() if k != "params"},
+                **{k: copy.deepcopy(v) for k, v in g.items() if k != "params"},
                 "params": [positions[self._index[id(p)]] for p in g["params"]],
             }
             for g in self.param_groups
