@@ -25,6 +25,7 @@ __all__ = [
     "has_own_masters",
     "kept_by",
     "load_in_float32",
+    "load_with_hooks",
     "without_masters",
 ]
 
@@ -163,6 +164,19 @@ def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> 
         )
 
 
+def load_with_hooks(
+    optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+) -> None:
+    """`load(state_dict)`, with the hooks that users have registered on `optimizer`, as torch's own loading calls them."""
+    state_dict = dict(state_dict)
+    for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    load(state_dict)
+    for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
+        hook(optimizer)
+
+
 def load_in_float32(
     optimizer: torch.optim.Optimizer,
     load: Callable[[dict[str, Any]], Any],
@@ -243,6 +257,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes torch's format. A master that it lacks is made from the parameter at the next step."""
+        load_with_hooks(self, self._load, state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         load_in_float32(self._inner, self._inner.load_state_dict, state_dict, self.has_master)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._masters.forget_all()

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._engine import Error
 from .join import exchange_slices
-from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by
+from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
 from .parameter_slices import memory_order
 from .replica import Replica
 
@@ -342,6 +342,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         sw.full_optimizer_state_dict(module, optimizer) gives torch's ordinary format.
         """
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
+            hook(self)
         indices = [[self._index[id(p)] for p in group["params"]] for group in self.param_groups]
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "indices": each}
@@ -352,7 +354,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             piece = self.slice_of(index)
             if piece is not None and piece in self._inner.state:
                 state[index] = dict(self._inner.state[piece])
-        return {_MARK: {"layout": self._layout(), "groups": groups, "state": state}}
+        made: dict[str, Any] = {_MARK: {"layout": self._layout(), "groups": groups, "state": state}}
+        for hook in list(self._optimizer_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
+            changed = hook(self, made)
+            made = made if changed is None else changed
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() gave at this rank, or a whole optimizer's ordinary state, the same on every rank.
@@ -362,6 +368,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ValueError
             Slices of another rank, world size or layout; groups of other sizes.
         """
+        load_with_hooks(self, self._load, state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if _MARK not in state_dict:
             self._load_whole(state_dict)
             return

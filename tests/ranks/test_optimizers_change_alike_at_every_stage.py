@@ -374,3 +374,25 @@ def test_a_learning_rate_in_a_tensor_belongs_to_the_optimizer_alone(rank, world_
             scheduler.step()
         assert float(state["param_groups"][0]["lr"]) == 0.5, options
         gather(None)
+
+
+@on_every_rank()
+def test_hooks_of_states_and_steps_are_called_at_every_stage(rank, world_size):
+    """Of the wrapper's optimizer; those of steps also where they were registered before wrapping."""
+    for options in STAGES:
+        module, called = low(), []
+        made = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        made.register_step_pre_hook(lambda *_: called.append("before wrapping: step"))
+        model, optimizer = sw.wrap(module, made, **options)
+        optimizer.register_step_pre_hook(lambda *_: called.append("step"))
+        optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
+        optimizer.register_state_dict_pre_hook(lambda *_: called.append("state"))
+        optimizer.register_state_dict_post_hook(lambda _, made: {**made, "mine": 7})
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, given: called.append(given["mine"]) or {k: v for k, v in given.items() if k != "mine"}
+        )
+        optimizer.register_load_state_dict_post_hook(lambda *_: called.append("loaded"))
+        train_low(model, optimizer, rank, range(1))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert called == ["step", "before wrapping: step", "stepped", "state", 7, "loaded"], options
+        gather(None)
