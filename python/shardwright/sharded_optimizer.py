@@ -13,12 +13,10 @@ import contextlib
 import copy
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ._engine import Error
 from .join import exchange_slices
@@ -78,7 +76,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._slices: dict[int, torch.Tensor | None] = {}
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
-        self._shadow_hooks: dict[int, Callable[[], Any]] = OrderedDict()
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -217,17 +214,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step_together(self._own_gradient, stepped)
         return loss
 
-    def register_shadow_step_pre_hook(self, hook: Callable[[], Any]) -> RemovableHandle:
-        """`hook()` is called before each step of the others that this rank follows; hooks of steps are not."""
-        handle = RemovableHandle(self._shadow_hooks)
-        self._shadow_hooks[handle.id] = hook
-        return handle
-
     def shadow_step(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None]) -> None:
         """A step of the others, of a rank that ran out of inputs (join): on its slices, with hyperparameters and gradients that it
         was told. Collective."""
-        for hook in self._shadow_hooks.values():
-            hook()
+        self._replica.before_writes()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
         check_groups(self, self._inner)
