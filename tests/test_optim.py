@@ -680,3 +680,32 @@ def test_norm_errors_name_the_tensor() -> None:
         sw.optim.global_norm([torch.ones(2).to_sparse()])
     with pytest.raises(ValueError, match="a sum must be the 1112 bytes"):
         _engine.norm_value([b"short"])
+
+
+def test_state_that_could_not_be_made_is_made_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory, or the disk of offload=, ends between the two moments of a parameter."""
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(2)]
+        optimizer = sw.optim.AdamW(parameters, lr=0.1)
+        if fails:
+            like, calls = optimizer._state_like, []
+
+            def last_fails(p: torch.Tensor, like: Any = like, calls: list[int] = calls) -> torch.Tensor:
+                calls.append(1)
+                if len(calls) == 4:
+                    raise MemoryError("no more")
+                return like(p)
+
+            monkeypatch.setattr(optimizer, "_state_like", last_fails)
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            with pytest.raises(MemoryError):
+                optimizer.step()
+        for _ in range(2):
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        found.append([p.detach().clone() for p in parameters])
+    assert all(map(torch.equal, *found))

@@ -73,6 +73,7 @@ class ShadowHook(JoinHook):
         _forget(wrapper)
         root = replica.group.highest_rank_where(is_last_joiner, "last rank to join")
         wrapper._authoritative_rank = root
+        replica.before_writes()
         wrapper._assign_modules_buffers()
         replica.broadcast_state(root, wrapper.modules_buffers if wrapper.forward_sync_buffers else ())
         replica.reducer.set_divide_by(False)

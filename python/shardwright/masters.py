@@ -25,6 +25,7 @@ __all__ = [
     "has_own_masters",
     "kept_by",
     "load_in_float32",
+    "load_with_hooks",
     "without_masters",
 ]
 
@@ -80,14 +81,14 @@ class Masters:
 
         Cost: a float32 copy of their gradients for the time.
         """
-        taken = {id(p): (p, self._take(optimizer, p)) for p in parameters if p.dtype in LOW and p.grad is not None}
-        if not taken:
-            yield
-            return
+        taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         before = [group["params"] for group in optimizer.param_groups]
-        for group, members in zip(optimizer.param_groups, before):
-            group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
         try:
+            for p in parameters:
+                if p.dtype in LOW and p.grad is not None:
+                    taken[id(p)] = (p, self._take(optimizer, p))
+            for group, members in zip(optimizer.param_groups, before):
+                group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
             yield
         finally:  # after an exception too: what was stepped on stays so, as without masters
             for group, members in zip(optimizer.param_groups, before):
@@ -96,17 +97,19 @@ class Masters:
                 self._give_back(optimizer, parameter, master)
 
     def _take(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-        """The master with the gradient, and with the state of its parameter."""
-        state = optimizer.state.pop(parameter, {})
+        """The master with the gradient, and with the state of its parameter; or, where memory ends, all is as it was."""
+        assert parameter.grad is not None
+        state = dict(optimizer.state.get(parameter, {}))
         if master_in(state) is None:  # state that was made without masters
             state = {key: _widened(value, parameter) for key, value in state.items()}
         with torch.no_grad():
             master = self.of(parameter, state)
+        gradient = parameter.grad.to(torch.float32)
         del state[_KEY]  # an optimizer tells by an empty state that a step is the first
+        optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[master] = state
-        assert parameter.grad is not None
-        master.grad = parameter.grad.to(torch.float32)
+        master.grad = gradient
         return master
 
     def _give_back(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, master: torch.Tensor) -> None:
@@ -159,6 +162,19 @@ def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> 
             "the optimizer that was given to sw.wrap has other groups than the one that it returned (add_param_group or load_state_dict was "
             "called on it): call them on the optimizer that sw.wrap returned"
         )
+
+
+def load_with_hooks(
+    optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+) -> None:
+    """`load(state_dict)`, with the hooks that users have registered on `optimizer`, as torch's own loading calls them."""
+    state_dict = dict(state_dict)
+    for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    load(state_dict)
+    for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
+        hook(optimizer)
 
 
 def load_in_float32(
@@ -241,6 +257,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes torch's format. A master that it lacks is made from the parameter at the next step."""
+        load_with_hooks(self, self._load, state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         load_in_float32(self._inner, self._inner.load_state_dict, state_dict, self.has_master)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._masters.forget_all()

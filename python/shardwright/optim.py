@@ -257,9 +257,8 @@ class _AdamStep(_Fused):
         return 2 + group["amsgrad"]
 
     def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state["exp_avg"] = self._state_like(p)
-        state["exp_avg_sq"] = self._state_like(p)
+        first, second = self._state_like(p), self._state_like(p)  # all of it or, where memory or a disk ends, nothing
+        state.update(step=torch.zeros((), dtype=torch.float32), exp_avg=first, exp_avg_sq=second)
 
     @staticmethod
     def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:

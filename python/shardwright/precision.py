@@ -109,7 +109,8 @@ class PrecisionPlan:
                 near = difflib.get_close_matches(str(name), submodules, 1)
                 offer = f", did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"precision: no module is called {name!r}{offer}")
-        self._policies = {name: Precision.of(value, f"precision[{name!r}]") for name, value in given.items()}
+        where = "precision[{!r}]" if given is precision else "precision"
+        self._policies = {name: Precision.of(value, where.format(name)) for name, value in given.items()}
         self._module = module
         self._root = self._nearest("")
         self._boundaries: dict[torch.nn.Module, tuple[Precision, torch.dtype | None]] = {

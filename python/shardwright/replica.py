@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
+from torch.utils.hooks import RemovableHandle
 
 from . import _hooks
 from ._engine import Error, Reducer, norm_sum
@@ -139,6 +141,7 @@ class Replica:
         self.watcher: AutoCompression | None = None
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         self._steppers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
         self.stores: weakref.WeakSet[StateStore | HostStateStore] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
@@ -473,9 +476,21 @@ class Replica:
             return kept[1]
         return memory_order(gradient.detach(), parameter)[low:high]
 
+    def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
+        """`hook()` is called before parameters are written by another way than a step of this rank: full_parameters(writable=True), and
+        steps of others that this rank follows, in which their hooks are not called."""
+        handle = RemovableHandle(self._before_writes)
+        self._before_writes[handle.id] = hook
+        return handle
+
+    def before_writes(self) -> None:
+        for hook in list(self._before_writes.values()):
+            hook()
+
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
         """See full_parameters."""
+        self.before_writes()
         if self._parameters is None:
             try:
                 yield

@@ -162,6 +162,31 @@ class ShardedGradient(torch.Tensor):
             "a gradient of which this rank keeps a slice has no memory to share: zero_grad() first, and wrap again after"
         )
 
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """Itself. Assigned, it would be changed past the dispatch of operations, and the slice would stay."""
+        return self
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if value is not self:
+            raise Error(
+                "the data of a gradient of which this rank keeps a slice cannot be replaced: see sw.full_gradients"
+            )
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise Error("a gradient of which this rank keeps a slice has no memory to lend: see sw.full_gradients")
+
+    def apply_(self, callable: Any) -> Any:
+        """It and its like read memory past the dispatch."""
+        raise Error("a gradient of which this rank keeps a slice has no elements to visit: see sw.full_gradients")
+
+    def map_(self, tensor: Any, callable: Any) -> Any:
+        return self.apply_(callable)
+
+    def map2_(self, x: Any, y: Any, callable: Any) -> Any:
+        return self.apply_(callable)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
@@ -174,7 +199,10 @@ class ShardedGradient(torch.Tensor):
 
 
 def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
-    if not isinstance(grad, ShardedGradient) or isinstance(other, ShardedGradient) or alpha != 1:
+    is_gradient = (
+        isinstance(other, torch.Tensor) and other.shape == grad.shape and not isinstance(other, ShardedGradient)
+    )
+    if not isinstance(grad, ShardedGradient) or not is_gradient or alpha != 1:
         raise Error(
             "a gradient of which this rank keeps a slice takes a backward's gradient and nothing else: see sw.full_gradients"
         )

@@ -10,18 +10,17 @@ schedulers, zero_grad and clipping work as before.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ._engine import Error
 from .join import exchange_slices
-from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by
+from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
 from .parameter_slices import memory_order
 from .replica import Replica
 
@@ -77,7 +76,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._slices: dict[int, torch.Tensor | None] = {}
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
-        self._shadow_hooks: dict[int, Callable[[], Any]] = OrderedDict()
         self._group_of: dict[int, dict[str, Any]] = {}
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
@@ -218,17 +216,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step_together(self._own_gradient, stepped)
         return loss
 
-    def register_shadow_step_pre_hook(self, hook: Callable[[], Any]) -> RemovableHandle:
-        """`hook()` is called before each step of the others that this rank follows; hooks of steps are not."""
-        handle = RemovableHandle(self._shadow_hooks)
-        self._shadow_hooks[handle.id] = hook
-        return handle
-
     def shadow_step(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None]) -> None:
         """A step of the others, of a rank that ran out of inputs (join): on its slices, with hyperparameters and gradients that it
         was told. Collective."""
-        for hook in self._shadow_hooks.values():
-            hook()
+        self._replica.before_writes()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
         check_groups(self, self._inner)
@@ -349,6 +340,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         sw.full_optimizer_state_dict(module, optimizer) gives torch's ordinary format.
         """
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
+            hook(self)
         indices = [[self._index[id(p)] for p in group["params"]] for group in self.param_groups]
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "indices": each}
@@ -359,7 +352,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             piece = self.slice_of(index)
             if piece is not None and piece in self._inner.state:
                 state[index] = dict(self._inner.state[piece])
-        return {_MARK: {"layout": self._layout(), "groups": groups, "state": state}}
+        made: dict[str, Any] = {_MARK: {"layout": self._layout(), "groups": groups, "state": state}}
+        for hook in list(self._optimizer_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
+            changed = hook(self, made)
+            made = made if changed is None else changed
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() gave at this rank, or a whole optimizer's ordinary state, the same on every rank.
@@ -369,6 +366,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ValueError
             Slices of another rank, world size or layout; groups of other sizes.
         """
+        load_with_hooks(self, self._load, state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if _MARK not in state_dict:
             self._load_whole(state_dict)
             return
@@ -396,7 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{[len(group['params']) for group in self.param_groups]}"
             )
         for group, saved in zip(self.param_groups, groups):
-            group.update({k: v for k, v in saved.items() if k not in ("params", "indices")})
+            group.update({k: copy.deepcopy(v) for k, v in saved.items() if k not in ("params", "indices")})
 
     def _load_whole(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
@@ -421,7 +421,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 positions.setdefault(self._index[id(parameter)], len(positions))
         groups = [
             {
-                **{k: v for k, v in g.items() if k != "params"},
+                **{k: copy.deepcopy(v) for k, v in g.items() if k != "params"},
                 "params": [positions[self._index[id(p)]] for p in g["params"]],
             }
             for g in self.param_groups

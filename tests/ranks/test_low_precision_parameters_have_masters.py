@@ -288,3 +288,33 @@ def test_an_optimizer_at_stage_0_is_copied_and_a_failed_step_leaves_it_whole(ran
     optimizer.zero_grad()
     train(model, optimizer, rank, range(2, 3))
     gather(None)
+
+
+@on_every_rank()
+def test_memory_that_ends_before_a_step_loses_no_state(rank, world_size):
+    """A gradient in float32 that cannot be made: momentum and masters stay, and the next step goes on with them."""
+    found = []
+    for fails in (False, True):
+        model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"]), **STAGES[0])
+        train(model, optimizer, rank, range(2))
+        loss_of(model, rank, 2).backward()
+        if fails:
+            masters, calls = optimizer._masters, []
+            take = masters._take
+
+            def second_fails(inner, parameter, take=take, calls=calls):
+                calls.append(parameter)
+                if len(calls) == 2:
+                    raise MemoryError("no more")
+                return take(inner, parameter)
+
+            masters._take = second_fails
+            with pytest.raises(MemoryError):
+                optimizer.step()
+            masters._take = take
+        optimizer.step()
+        found.append(whole(model, optimizer))
+    assert all(map(bits_equal, found[0][0], found[1][0]))
+    for position, entry in found[0][1]["state"].items():
+        for key, value in entry.items():
+            assert bits_equal(found[1][1]["state"][position][key], value), (position, key)

@@ -352,3 +352,47 @@ def test_two_models_and_sub_groups_train_alike_at_every_stage(rank, world_size, 
         expected = expected or found
         assert all(map(bits_equal, found, expected)), options
         gather(None)
+
+
+@on_every_rank()
+def test_a_learning_rate_in_a_tensor_belongs_to_the_optimizer_alone(rank, world_size):
+    """Schedulers write into it: a state that was taken, or is loaded, keeps its own."""
+    for options in STAGES:
+        torch.manual_seed(0)
+        module = Mlp()
+        made = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.5), foreach=False)
+        model, optimizer = sw.wrap(module, made, **options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        state = sw.full_optimizer_state_dict(model, optimizer)
+        train(model, optimizer, rank, range(1))
+        scheduler.step()
+        assert float(state["param_groups"][0]["lr"]) == 0.5, options
+        for _ in range(2):
+            sw.load_full_optimizer_state_dict(model, optimizer, state)
+            assert float(optimizer.param_groups[0]["lr"]) == 0.5, options
+            train(model, optimizer, rank, range(1, 2))
+            scheduler.step()
+        assert float(state["param_groups"][0]["lr"]) == 0.5, options
+        gather(None)
+
+
+@on_every_rank()
+def test_hooks_of_states_and_steps_are_called_at_every_stage(rank, world_size):
+    """Of the wrapper's optimizer; those of steps also where they were registered before wrapping."""
+    for options in STAGES:
+        module, called = low(), []
+        made = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        made.register_step_pre_hook(lambda *_: called.append("before wrapping: step"))
+        model, optimizer = sw.wrap(module, made, **options)
+        optimizer.register_step_pre_hook(lambda *_: called.append("step"))
+        optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
+        optimizer.register_state_dict_pre_hook(lambda *_: called.append("state"))
+        optimizer.register_state_dict_post_hook(lambda _, made: {**made, "mine": 7})
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, given: called.append(given["mine"]) or {k: v for k, v in given.items() if k != "mine"}
+        )
+        optimizer.register_load_state_dict_post_hook(lambda *_: called.append("loaded"))
+        train_low(model, optimizer, rank, range(1))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert called == ["step", "before wrapping: step", "stepped", "state", 7, "loaded"], options
+        gather(None)

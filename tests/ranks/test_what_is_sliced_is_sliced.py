@@ -118,6 +118,11 @@ def test_a_sliced_gradient_answers_norms_and_refuses_the_rest(rank, world_size, 
         lambda: first.fill_(1),
         lambda: copy.deepcopy(first),
         lambda: first.tolist(),
+        lambda: first.add_(1),
+        lambda: first.apply_(lambda x: x),  # torch's own reads memory that is not there
+        lambda: first.map_(first, lambda x, y: x),
+        lambda: torch.from_dlpack(first),
+        lambda: setattr(first, "data", torch.zeros(first.shape)),
     ):
         with pytest.raises((engine.Error, RuntimeError, NotImplementedError)):
             misuse()

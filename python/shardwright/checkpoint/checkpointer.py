@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError
-from ..sharded_optimizer import ShardedOptimizer
+from ..fully_shard import wrapper_of
 from .files import MAX_FILE_BYTES, check_options
 from .peers import Peers
 from .reading import agree_on, apply_together
@@ -48,7 +48,8 @@ class Checkpointer:
         Which metric is better.
     snapshot : {"copy", "lazy"}
         "copy": save() copies this rank's share of the state. "lazy": save() copies next to nothing; what is not written
-        yet when the optimizer steps is copied then. Parameters and optimizer state must change in optimizer.step() only.
+        yet when the optimizer steps is copied then. Parameters and optimizer state must change in optimizer.step() and in
+        full_parameters(writable=True) only; what else writes to them makes the save fail if it runs still, and else is warned of.
     on_busy : {"wait", "skip", "raise"}
         What save() does while the one before is being written. All ranks do alike.
     process_group : ProcessGroup, optional
@@ -148,7 +149,7 @@ class Checkpointer:
         except BaseException:
             self._release()
             raise
-        self._hooks = _before_writes(optimizer, _protector(self._writer)) if self._lazy else []
+        self._hooks = _before_writes(model, optimizer, _protector(self._writer)) if self._lazy else []
         self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
@@ -357,13 +358,12 @@ def live_checkpointers() -> list[Checkpointer]:
     return [each for each in _live if not each._closed]
 
 
-def _before_writes(optimizer: torch.optim.Optimizer, protect: Any) -> list[Any]:
-    """Handles of what calls `protect` before each step of an optimizer: this rank's, and those of others that it follows in a join,
-    in which a step's own hooks are the others' affair."""
-    hooks = [optimizer.register_step_pre_hook(protect)]
-    if isinstance(optimizer, ShardedOptimizer):
-        hooks.append(optimizer.register_shadow_step_pre_hook(protect))
-    return hooks
+def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, protect: Any) -> list[Any]:
+    """Handles of what calls `protect` before each step of an optimizer, and before the engine writes otherwise."""
+    wrapped = wrapper_of(model)
+    replica = None if wrapped is None else wrapped._replica
+    engine = [] if replica is None else [replica.register_before_writes(protect)]
+    return [optimizer.register_step_pre_hook(protect), *engine]
 
 
 def _protector(writer: Writer) -> Any:

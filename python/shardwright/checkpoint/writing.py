@@ -279,9 +279,15 @@ class Writer:
         """A lazy save of what something other than the optimizer's step has written to may hold values of two moments."""
         changed = next((name for name, tensor, version in self._versions if tensor._version != version), None)
         self._versions = []
-        if changed is not None:
+        if changed is not None and self.is_busy:
             self._saver.cancel(
                 f"'{changed}' was changed before the optimizer's step, while it was being saved: use snapshot='copy'"
+            )
+        elif changed is not None:
+            logger.warning(
+                "'%s' was changed by something other than the optimizer's step since the last save with snapshot='lazy' began. The save has "
+                "ended meanwhile; if that was while it read, it holds values of two moments: use snapshot='copy', or wait() before the change",
+                changed,
             )
 
     @property
@@ -296,8 +302,7 @@ class Writer:
         CheckpointError
             The save failed, on whatever rank: the same sentence on all. Once a save.
         """
-        if self.is_busy:
-            self._cancel_if_changed()
+        self._cancel_if_changed()
         failure: CheckpointError | None = None
         over, everyone = False, [False]
         while self._peers.has_hosts and not all(everyone):
