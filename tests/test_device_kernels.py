@@ -78,7 +78,16 @@ def test_nvrtc_compiles_the_text_at_run_time(library: tuple[Path, Path | None]) 
     origin, image = _engine.device_kernel_image(9, 0, nvrtc=str(library[0]), builtins=str(library[1]))
     assert locale.getpreferredencoding(False) == encoding  # nvrtc 12.1 changes the calling thread's
     assert origin == "compiled, not cached" and image[:4] == b"\x7fELF"
-    for kernel in (b"sw_cast", b"sw_pack", b"sw_fold", b"sw_adam", b"sw_sgd", b"sw_norm", b"sw_quantize"):
+    for kernel in (
+        b"sw_cast",
+        b"sw_pack",
+        b"sw_fold",
+        b"sw_adam",
+        b"sw_sgd",
+        b"sw_norm",
+        b"sw_quantize",
+        b"sw_project",
+    ):
         assert kernel in image
 
 

@@ -1,5 +1,5 @@
 """Modules on GPUs: a training step against torch's DDP over NCCL, copies into buckets and the exact norm against the card's own
-copy bandwidth. One rank a GPU, all GPUs of this machine; times are CUDA events'.
+copy bandwidth, PowerSGD against torch's hook. One rank a GPU, all GPUs of this machine; times are CUDA events'.
 
     .venv/bin/python benchmarks/gpu/bench_gpu.py [--quick] [--json FILE]
 
@@ -32,6 +32,7 @@ Row = dict[str, Any]
 CASES = {name: models.CASES[name] for name in ("mlp", "gpt")}
 COPIES, COPY_NUMEL = 400, 64 << 10
 NORM_NUMEL = 64 << 20
+MATRICES = [(256 * (1 + k % 4), 256 * (1 + k % 3)) for k in range(240)]
 
 
 def reason_to_skip() -> str:
@@ -156,12 +157,83 @@ def kernel_rows(rounds: int) -> list[Row]:
     ]
 
 
+class Given(torch.nn.Module):
+    """Whose gradients are what it is called with: a backward of elementwise products, and what averages behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(rows, cols) for rows, cols in MATRICES)
+
+    def forward(self, given: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(weight * each).sum() for weight, each in zip(self.weights, given)]).sum()
+
+
+def powersgd_arms(rank: int, where: torch.device, group: Any) -> dict[str, Callable[[], None]]:
+    """Backwards through low rank, ours and torch's, and a plain one. Gradients of rank one come through whole before anything is timed."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
+
+    generator = torch.Generator().manual_seed(rank)
+    given = [torch.randn(m, 1, generator=generator) @ torch.ones(1, n) for m, n in MATRICES]
+    means = []
+    for each in given:
+        total = each.clone()
+        dist.all_reduce(total)
+        means.append(total / dist.get_world_size())
+    placed = [each.to(where) for each in given]
+    ids = [where.index] if where.type == "cuda" else None
+    modules: dict[str, Any] = {
+        "ours": sw.DistributedDataParallel(Given().to(where), compress=sw.PowerSGD(4), bucket_cap_mb=1000),
+        "torch": torch.nn.parallel.DistributedDataParallel(
+            Given().to(where), ids, process_group=group, bucket_cap_mb=1000
+        ),
+        "plain": torch.nn.parallel.DistributedDataParallel(
+            Given().to(where), ids, process_group=group, bucket_cap_mb=1000
+        ),
+    }
+    state = theirs.PowerSGDState(group, 4, start_powerSGD_iter=2)
+    modules["torch"].register_comm_hook(state, theirs.powerSGD_hook)
+
+    def backward(module: Any) -> Callable[[], None]:
+        def run() -> None:
+            module.zero_grad()
+            module(placed).backward()
+
+        return run
+
+    arms = {name: backward(module) for name, module in modules.items()}
+    for name, run in arms.items():
+        for _ in range(4):
+            run()
+        for weight, mean in zip(modules[name].module.weights, means):
+            off = float((weight.grad.cpu() - mean).abs().max())
+            assert off <= 1e-3 * float(mean.abs().max()), (name, off)
+    return arms
+
+
+def powersgd_rows(rank: int, nccl: Any, rounds: int) -> list[Row]:
+    """Whole backwards, so the ratio is what a step sees of it; less the plain one it is about the hooks alone."""
+    taken = take_turns(powersgd_arms(rank, torch.device("cuda", rank), nccl), rounds, 5)
+    plain = statistics.median(taken["plain"])
+    what = f"PowerSGD r = 4, {len(MATRICES)} matrices"
+    return [
+        row(f"backward, {what}", taken["ours"], taken["torch"], "torch powerSGD_hook"),
+        row(
+            f"{what}: beyond a plain backward",
+            [each - plain for each in taken["ours"]],
+            [each - plain for each in taken["torch"]],
+            "torch powerSGD_hook",
+            goal=1 / 3,
+        ),
+    ]
+
+
 def run_rank(rank: int, world_size: int, folder: str, quick: bool, path: str | None) -> None:
     torch.cuda.set_device(rank)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
     rounds = 5 if quick else 15
-    rows = step_rows(rank, dist.new_group(backend="nccl"), rounds) + kernel_rows(rounds)
+    nccl = dist.new_group(backend="nccl")
+    rows = step_rows(rank, nccl, rounds) + kernel_rows(rounds) + powersgd_rows(rank, nccl, rounds)
     if rank == 0:
         device = torch.cuda.get_device_name()
         first = {"machine": f"{world_size} x {device}", "torch": torch.__version__, "command": " ".join(sys.argv)}

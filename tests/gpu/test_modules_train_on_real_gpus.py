@@ -59,6 +59,10 @@ def test_clipping_on_gpus(gpus: int, tmp_path: Path) -> None:
     run(clip, tmp_path, gpus, "cuda")
 
 
+def test_compressed_gradients_on_gpus(gpus: int, tmp_path: Path) -> None:
+    run(compress, tmp_path, gpus, "cuda")
+
+
 def test_the_same_on_the_cpu(tmp_path: Path) -> None:
     run(everything, tmp_path, 2, "cpu")
 
@@ -144,6 +148,43 @@ def clip(rank: int, world_size: int, device: str) -> None:
         other.zero_grad()
 
 
+class Given(torch.nn.Module):
+    """Whose gradients are what it is called with, on whatever device: nothing of them is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in ((40, 24), (17, 300), (64, 64), (9,)))
+
+    def forward(self, given: list[torch.Tensor]) -> torch.Tensor:
+        return sum(((weight * each).sum() for weight, each in zip(self.weights, given)), given[0].new_zeros(()))
+
+
+def compress(rank: int, world_size: int, device: str) -> None:
+    """The bits that the same ranks' CPUs have, through the same compressor."""
+    where = place(rank, device)
+    compressors = [
+        sw.Bf16(),
+        sw.Int8(error_feedback=True),
+        sw.Int4(),
+        *(sw.PowerSGD(4, alternate=a) for a in (False, True)),
+    ]
+    for zero in (0, 2):
+        for compressor in compressors:
+            modules = [Given().to(where), Given()]
+            wrapped = [sw.wrap(module, compress=compressor, zero=zero) for module in modules]
+            waits = host_waits(wrapped[0])
+            for number in range(4):
+                for model in wrapped:
+                    to = next(model.parameters()).device
+                    given = [batch(rank, *w.shape, step=number).to(to) for w in modules[1].weights]
+                    model.zero_grad()
+                    model(given).backward()
+                found = [sw.full_gradients(model) for model in wrapped]
+                for name, gradient in found[1].items():
+                    assert bits_equal(found[0][name].cpu(), gradient), (zero, compressor, number, name)
+            assert host_waits(wrapped[0]) == waits
+
+
 def everything(rank: int, world_size: int, device: str) -> None:
-    for body in (train, leave_out, clip):
+    for body in (train, leave_out, clip, compress):
         body(rank, world_size, device)

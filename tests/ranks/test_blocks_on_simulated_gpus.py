@@ -15,6 +15,7 @@ from compressed_on_gpus import (
     resumed_from,
     running_out,
     some_heads,
+    some_stages,
     steps,
 )
 from models import Heads, Mlp
@@ -53,7 +54,7 @@ def test_blocks_have_the_bits_of_the_cpu(teams: Any, world_size: int, paths: dic
 def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
     name, scene, given = SCENES[number]
     options = dict(given)
-    stages = options.pop("stages", (0, 1, 2, 3))
+    stages = options.pop("stages", some_stages(number))
     by_bucket = COMPRESSORS[name]().error_feedback
     compare_stages(gpus, rank, COMPRESSORS[name](), scene, options, stages, by_bucket=by_bucket)
 

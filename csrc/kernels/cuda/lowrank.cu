@@ -1,9 +1,10 @@
-/* lowrank.cu - PROJECT, ABSORB, EXPAND: host/lowrank_body.h's passes, all matrices of a launch cut into tiles that
- * blocks of threads take in turns.
+/* lowrank.cu - PROJECT, ABSORB, EXPAND: host/lowrank_body.h's passes, all matrices of a launch cut
+ * into tiles that blocks of threads take in turns.
  *
- * Idea: the host's sums have one order (16 lanes over columns; four rows at a time), and so have these. What is parallel
- * is what that order leaves free: PROJECT has a thread a lane of a row; in ABSORB all threads make the terms of 32 rows,
- * and one a column adds them up in order. Tiles are walked with strides of the block, so any number of threads will do.
+ * Idea: the host's sums have one order (16 lanes over columns; four rows at a time), and so have
+ * these. What is parallel is what that order leaves free: PROJECT has a thread a lane of a row; in
+ * ABSORB all threads make the terms of 32 rows, and one a column adds them up in order. Tiles are
+ * walked with strides of the block, so any number of threads will do.
  */
 
 enum {
@@ -56,18 +57,20 @@ SW_INLINE float sw_owed_value(const sw_matrix_args &m, sw_u64 row, sw_u64 col)
     const sw_u64 rows = sw_factor_stride(m.rows), cols = sw_factor_stride(m.cols);
     float value = sw_load(m.memory, at, m.memory_dtype);
     for (sw_u64 k = 0; k < m.rank; ++k)
-        value = value - ((const float *)m.left)[k * rows + row] * ((const float *)m.right)[k * cols + col];
+        value = value -
+                ((const float *)m.left)[k * rows + row] * ((const float *)m.right)[k * cols + col];
     return gradient[at] = gradient[at] + value;
 }
 
 /* One lane of a row: columns `lane`, `lane` + 16, ... by SW_RANKS rows of the basis from k on. */
-SW_INLINE void sw_project_lane(const sw_matrix_args &m, sw_u64 row, unsigned lane, sw_u64 k, float *sum)
+SW_INLINE void sw_project_lane(const sw_matrix_args &m, sw_u64 row, unsigned lane, sw_u64 k,
+                               float *sum)
 {
     const sw_u64 stride = sw_factor_stride(m.cols), ranks = sw_low(m.rank - k, SW_RANKS);
     const float *basis = (const float *)m.basis + k * stride;
     for (sw_u64 j = lane; row < m.rows && j < m.cols; j += SW_LANES) {
-        const float v = k == 0 ? sw_owed_value(m, row, j)
-                               : ((const float *)m.gradient)[row * m.cols + j];
+        const float v =
+            k == 0 ? sw_owed_value(m, row, j) : ((const float *)m.gradient)[row * m.cols + j];
         for (unsigned r = 0; r < SW_RANKS; ++r)
             if (r < ranks)
                 sum[r] = sum[r] + v * basis[r * stride + j];
@@ -104,36 +107,41 @@ SW_INLINE void sw_project_tile(const sw_matrix_args &m, sw_u64 tile)
     }
 }
 
-/* The matrix that tile `at` of all is of; `at` becomes its own tile's number. */
-#define SW_EACH_TILE(a, m, tile, tiles_of)                                              \
-    for (sw_u64 at_ = blockIdx.x, i_ = 0, begin_ = 0; i_ < (sw_u64)(a).matrix_count;) { \
-        const sw_matrix_args &m = (a).matrix[i_];                                       \
-        const sw_u64 tiles_ = (tiles_of);                                               \
-        if (at_ >= begin_ + tiles_) {                                                   \
-            begin_ += tiles_;                                                           \
-            ++i_;                                                                       \
-            continue;                                                                   \
-        }                                                                               \
-        const sw_u64 tile = at_ - begin_;                                               \
-        at_ += gridDim.x;
-
-#define SW_EACH_TILE_END }
+/* The matrix that tile number `tile` of all is of; `tile` becomes its number there. matrix_count
+ * beyond the last. */
+template <sw_u64 TILES(const sw_matrix_args &)>
+SW_INLINE int sw_matrix_of(const sw_matrices_args &a, sw_u64 &tile)
+{
+    int i = 0;
+    for (sw_u64 tiles; i < a.matrix_count && tile >= (tiles = TILES(a.matrix[i])); ++i)
+        tile -= tiles;
+    return i;
+}
 
 SW_INLINE int sw_verdict_of(const void *verdict)
 {
     return verdict ? *(const int *)verdict : 0;
 }
 
+SW_INLINE sw_u64 sw_project_tiles(const sw_matrix_args &m)
+{
+    return sw_parts(sw_factor_stride(m.rows), SW_TILE_ROWS);
+}
+
 SW_KERNEL sw_project(const sw_project_args a)
 {
-    SW_EACH_TILE(a, m, tile, sw_parts(sw_factor_stride(m.rows), SW_TILE_ROWS))
-        sw_project_tile(m, tile);
-    SW_EACH_TILE_END
+    for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
+        sw_u64 tile = at;
+        const int i = sw_matrix_of<sw_project_tiles>(a, tile);
+        if (i == a.matrix_count)
+            return;
+        sw_project_tile(a.matrix[i], tile);
+    }
 }
 
 /* The terms of one column and four rows, one a row of the factor from k on. */
-SW_INLINE void sw_absorb_terms(const sw_matrix_args &m, sw_u64 row, sw_u64 col, sw_u64 k, float *term,
-                               sw_u64 step)
+SW_INLINE void sw_absorb_terms(const sw_matrix_args &m, sw_u64 row, sw_u64 col, sw_u64 k,
+                               float *term, sw_u64 step)
 {
     const sw_u64 stride = sw_factor_stride(m.rows), ranks = sw_low(m.rank - k, SW_RANKS);
     const float *left = (const float *)m.left + k * stride + row;
@@ -170,7 +178,9 @@ SW_INLINE void sw_absorb_tile(const sw_matrix_args &m, sw_u64 tile)
             for (unsigned t = threadIdx.x; t < cells; t += blockDim.x) {
                 const unsigned r = t / SW_TILE_COLS, c = t % SW_TILE_COLS;
                 float sum = total[r][c];
-                for (unsigned g = 0; m.out && k + r < m.rank && g < SW_GROUPS && row + g * SW_GROUP_ROWS < m.rows; ++g)
+                for (unsigned g = 0;
+                     m.out && k + r < m.rank && g < SW_GROUPS && row + g * SW_GROUP_ROWS < m.rows;
+                     ++g)
                     sum = sum + term[r][g][c];
                 total[r][c] = sum;
             }
@@ -189,13 +199,22 @@ SW_INLINE void sw_absorb_tile(const sw_matrix_args &m, sw_u64 tile)
     }
 }
 
+SW_INLINE sw_u64 sw_absorb_tiles(const sw_matrix_args &m)
+{
+    return sw_parts(sw_factor_stride(m.cols), SW_TILE_COLS);
+}
+
 SW_KERNEL sw_absorb(const sw_absorb_args a)
 {
     if (sw_verdict_of(a.verdict) != 0)
         return;
-    SW_EACH_TILE(a, m, tile, sw_parts(sw_factor_stride(m.cols), SW_TILE_COLS))
-        sw_absorb_tile(m, tile);
-    SW_EACH_TILE_END
+    for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
+        sw_u64 tile = at;
+        const int i = sw_matrix_of<sw_absorb_tiles>(a, tile);
+        if (i == a.matrix_count)
+            return;
+        sw_absorb_tile(a.matrix[i], tile);
+    }
 }
 
 /* Four rows of one column of leftᵀ right. */
@@ -224,16 +243,26 @@ SW_INLINE void sw_expand_tile(const sw_matrix_args &m, sw_u64 tile, int verdict)
     const unsigned cells = SW_WIDE_COLS * SW_TILE_ROWS / SW_GROUP_ROWS;
     for (unsigned t = threadIdx.x; t < cells; t += blockDim.x)
         if (col + t % SW_WIDE_COLS < m.cols)
-            sw_expand_column(m, row + t / SW_WIDE_COLS * SW_GROUP_ROWS, col + t % SW_WIDE_COLS, verdict);
+            sw_expand_column(m, row + t / SW_WIDE_COLS * SW_GROUP_ROWS, col + t % SW_WIDE_COLS,
+                             verdict);
     if (verdict == SW_REFUSED_LATE && tile == 0 && m.out)
         for (sw_u64 i = threadIdx.x; i < m.rank * stride; i += blockDim.x)
             ((float *)m.out)[i] = 0.0f;
 }
 
+SW_INLINE sw_u64 sw_expand_tiles(const sw_matrix_args &m)
+{
+    return sw_parts(m.rows, SW_TILE_ROWS) * sw_parts(m.cols, SW_WIDE_COLS);
+}
+
 SW_KERNEL sw_expand(const sw_expand_args a)
 {
     const int verdict = sw_verdict_of(a.verdict);
-    SW_EACH_TILE(a, m, tile, sw_parts(m.rows, SW_TILE_ROWS) * sw_parts(m.cols, SW_WIDE_COLS))
-        sw_expand_tile(m, tile, verdict);
-    SW_EACH_TILE_END
+    for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
+        sw_u64 tile = at;
+        const int i = sw_matrix_of<sw_expand_tiles>(a, tile);
+        if (i == a.matrix_count)
+            return;
+        sw_expand_tile(a.matrix[i], tile, verdict);
+    }
 }

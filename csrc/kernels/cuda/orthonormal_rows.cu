@@ -1,7 +1,9 @@
-/* orthonormal_rows.cu - ORTHONORMALIZE and FINITE: host/lowrank_body.h's Gram-Schmidt, one block of threads a factor.
+/* orthonormal_rows.cu - ORTHONORMALIZE and FINITE: host/lowrank_body.h's Gram-Schmidt, one block of
+ * threads a factor.
  *
- * Idea: rows follow one another, and so do the sums that each needs; what is parallel is a row's elements, and the products
- * of a sum, which 16 lanes then add in the host's order. Whatever decides is the same in all threads of a block.
+ * Idea: rows follow one another, and so do the sums that each needs; what is parallel is a row's
+ * elements, and the products of a sum, which 16 lanes then add in the host's order. Whatever
+ * decides is the same in all threads of a block.
  */
 
 enum { SW_PRODUCTS = 1024 };
@@ -90,7 +92,8 @@ SW_INLINE float sw_random_at(sw_u64 seed, sw_u64 place)
     return (float)(int)(unsigned)((z ^ (z >> 31)) >> 32) * __uint_as_float(96u << 23); /* 2^-31 */
 }
 
-SW_INLINE void sw_row_reseed(float *a, sw_u64 count, sw_u64 stride, sw_u64 seed, sw_u64 k, sw_u64 attempt)
+SW_INLINE void sw_row_reseed(float *a, sw_u64 count, sw_u64 stride, sw_u64 seed, sw_u64 k,
+                             sw_u64 attempt)
 {
     const sw_u64 random_attempts = 4;
     for (sw_u64 j = threadIdx.x; j < stride; j += blockDim.x) {
@@ -111,7 +114,8 @@ SW_INLINE bool sw_row_orthogonalize(sw_row_work &work, float *factor, sw_u64 k, 
     const float first = before;
     for (int sweep = 0; sweep < 5; ++sweep) {
         for (sw_u64 l = 0; l < k; ++l)
-            sw_row_sub(row, factor + l * stride, sw_row_dot(work, row, factor + l * stride, stride), stride);
+            sw_row_sub(row, factor + l * stride, sw_row_dot(work, row, factor + l * stride, stride),
+                       stride);
         const float after = __fsqrt_rn(sw_row_dot(work, row, row, stride));
         if (!(after > 4e-6f * first))
             return false;
@@ -155,6 +159,7 @@ SW_KERNEL sw_finite(const sw_finite_args a)
 {
     int *verdict = (int *)a.verdict;
     SW_EACH(i, a.numel)
-    if ((__float_as_uint(((const float *)a.values)[i]) & 0x7fffffffu) >= 0x7f800000u && *verdict == 0)
+    if ((__float_as_uint(((const float *)a.values)[i]) & 0x7fffffffu) >= 0x7f800000u &&
+        *verdict == 0)
         *verdict = a.refusal;
 }
