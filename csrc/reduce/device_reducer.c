@@ -197,7 +197,7 @@ sw_status sw_device_reducer_adopt(sw_device_reducer *r, size_t index, void *data
         SW_FAIL(err, SW_E_STATE, "device reducer: bucket %zu of %zu cannot be adopted %s", index,
                 r->bucket_count, r->phase == PHASE_OPEN ? "inside a step" : "again");
     SW_TRY(sw_redop_check(r->mean.op, r->bucket[index].dtype, err));
-    r->bucket[index].data = data ? data : r; /* one without elements takes part all the same */
+    r->bucket[index].data = data;
     return SW_OK;
 }
 

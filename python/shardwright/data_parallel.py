@@ -425,7 +425,7 @@ class DistributedDataParallel(TorchDDP):
         TypeError, ValueError
             Not a communication hook, by torch's own checks.
         NotImplementedError
-            torch's post-local SGD at zero >= 1, or on a GPU any hook at zero >= 2.
+            torch's post-local SGD at zero >= 1.
 
         Notes
         -----
@@ -433,7 +433,7 @@ class DistributedDataParallel(TorchDDP):
 
         At zero >= 2 a bucket (of 8 MiB at most) holds this rank's whole contributions all the same, and the hook averages all of it; this
         rank keeps its slice of the result. So the bits are those of zero=0 with equal buckets, and so are the bytes on the wire. A standing average, of which no
-        rank has more than a slice, is not in the bucket: it is added to the result.
+        rank has more than a slice, is not in the bucket: it is added to the result. On a GPU at zero=3 a bucket is of one unit.
         """
         self._check_comm_hook(hook)
         if self._zero and type(state).__name__ == "PostLocalSGDState":

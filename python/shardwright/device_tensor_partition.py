@@ -120,8 +120,9 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     def _publish(self) -> None:
         for whole, places in self._by_bucket(self._released):
             self._copy((whole[slice(*places[i])], flat) for i, flat in self._held(places))
-            for root, owned in self._owned():
-                self._broadcast(root, [whole[slice(*places[i])] for i in owned if i in places])
+            for owner in range(self._replica.slicing.count):
+                root = self._replica.slicing.first_owner(owner)
+                self._broadcast(root, [whole[slice(*at)] for i, at in places.items() if self._owners[i] == owner])
             self._copy((self._released[i], self._own_part(whole, i, begin)) for i, (begin, _) in places.items())
         self._released = {}
         for root, owned in self._owned():

@@ -7,7 +7,7 @@ torch's, and load into each other both ways. Tensors on the CPU, or on a GPU; do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from torch.optim.optimizer import ParamsT
 
 from . import _engine, device
 from .masters import LOW, Masters, load_in_float32
-from .device_offload import HostStateStore
 from .offload import StateStore
+
+if TYPE_CHECKING:
+    from .device_offload import HostStateStore
 
 __all__ = ["SGD", "Adam", "AdamW", "global_norm"]
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -16,8 +16,6 @@ from ._engine import Error
 from .clip import clip_grad_norm_
 from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
-from .device_offload import HostStateStore, make_host_store
-from .device_tensor_partition import DeviceTensorPartitionedOptimizer
 from .fully_shard import wrapper_of
 from .masters import MasterOptimizer, has_own_masters, without_masters
 from .offload import StateStore, make_store, offload_folder, offload_kind, rounded_bytes
@@ -26,6 +24,9 @@ from .precision import PrecisionPlan
 from .replica import Replica
 from .sharded_optimizer import ShardedOptimizer, check_sliceable, not_of
 from .tensor_partition import TensorPartitionedOptimizer
+
+if TYPE_CHECKING:
+    from .device_offload import HostStateStore
 
 
 @overload
@@ -198,7 +199,11 @@ def shard_optimizer(
 def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
     if partition != "tensor":
         return ShardedOptimizer
-    return TensorPartitionedOptimizer if replica.link is None else DeviceTensorPartitionedOptimizer
+    if replica.link is None:
+        return TensorPartitionedOptimizer
+    from .device_tensor_partition import DeviceTensorPartitionedOptimizer
+
+    return DeviceTensorPartitionedOptimizer
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None) -> None:
@@ -229,6 +234,8 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
     store: StateStore | HostStateStore
     try:
         if replica.link is not None:  # an earlier one's may be gone
+            from .device_offload import make_host_store
+
             store = make_host_store(replica.group, replica.link, replica.label, _state_bytes(replica, optimizer, inner))
         else:
             assert folder is not None

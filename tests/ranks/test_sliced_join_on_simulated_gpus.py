@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import test_sliced_ranks_may_run_out_of_inputs as uneven
+import torch
 from harness import at_least_two, same_everywhere
-from models import Heads
+from models import Heads, Mlp
 from peer import PEER
-from simulated_gpus import POLICIES, SimulatedGpus, run
-from test_stages_on_simulated_gpus import OnGpu, some
+from simulated_gpus import POLICIES, SimulatedGpus, run, sw
+from test_stages_on_simulated_gpus import LONG, OnGpu, some
+
+from shardwright import device_offload
+from shardwright.replica import live_replicas
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -21,11 +25,23 @@ STAGES = (1, 2, 3)
 TRAININGS = [training.__name__ for training in uneven.TRAININGS]
 
 
+class ReadWhole(Mlp):
+    """The laws of the CPU read parameters between the steps, where the host has them whole: on a GPU at zero=3 that is a collective."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        replica = next((each for each in live_replicas() if each.wraps(self)), None)
+        if replica is None or replica.zero < 3 or replica.is_joining:
+            return super().parameters(recurse)
+        with replica.whole_parameters():
+            return iter([p.detach().clone() for p in super().parameters(recurse)])
+
+
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Any:
     """The laws of the CPU wrap modules on simulated GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uneven, "sw", OnGpu(gpus))
+        patch.setattr(uneven, "Mlp", ReadWhole)
         yield
 
 
@@ -64,10 +80,97 @@ def unused(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         uneven.assert_same(uneven.run(rank, world_size, zero, uneven.some_heads, **given), expected)
 
 
-#: bodies of the CPU's laws, of several ranks
+#: bodies of the CPU's laws: (its test without "test_", arguments)
 LAWS: list[tuple[str, dict[str, Any]]] = [
     ("a_scaler_of_torch_scales_and_skips_as_at_stage_0", {}),
     ("a_rank_without_any_input_and_training_afterwards", {}),
     ("closures_and_several_optimizers", {}),
     ("a_join_that_is_not_enabled_announces_nothing", {}),
+    ("several_modules_in_one_join_have_the_bits_of_the_naive_loop", {}),
+    ("a_forward_without_gradients_inside_a_join_has_no_round", {"zero": 2}),
+    *[
+        (
+            "several_modules_in_one_join_have_the_bits_of_stage_0_one_after_the_other",
+            {"stages": stages, "private": False},
+        )
+        for stages in uneven.STAGES
+    ],
 ]
+
+
+@at_least_two
+@pytest.mark.parametrize("law", LAWS if LONG else LAWS[:7], ids=lambda law: law[0])
+def test_the_laws_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, str], law: Any) -> None:
+    run(teams, world_size, paths, keep_law, *law, policy=POLICIES[len(law[0]) % len(POLICIES)])
+
+
+def keep_law(gpus: SimulatedGpus, rank: int, world_size: int, name: str, given: dict[str, Any]) -> None:
+    getattr(uneven, f"test_{name}").body(rank, world_size, **given)
+
+
+@at_least_two
+@pytest.mark.parametrize(
+    ("compress", "training"),
+    some(itertools.product(("Fp16", "Int8"), ("accumulated_onto_the_average", "clipped_by_ours")), 2)
+    + [("Int8", "accumulated_onto_the_average")],
+)
+def test_compressed_gradients_have_the_bits_of_the_cpu(
+    teams: Any, world_size: int, paths: dict[str, str], compress: str, training: str
+) -> None:
+    run(teams, world_size, paths, compressed, compress, training, policy="late")
+
+
+def compressed(gpus: SimulatedGpus, rank: int, world_size: int, compress: str, training: str) -> None:
+    body = getattr(uneven, training)
+    for initial in (True, False):
+        for zero in (2, 3):
+            given = {"initial": initial, "compress": getattr(sw, compress)(), "bucket_cap_mb": 0.001}
+            expected = on_cpu(gpus, rank, world_size, zero, body, **given)
+            uneven.assert_same(uneven.run(rank, world_size, zero, body, **given), expected)
+
+
+@at_least_two
+def test_nccls_own_mean_is_near_and_alike_on_all_ranks(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, nccls_mean)
+
+
+def nccls_mean(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    body = uneven.accumulated_onto_the_average
+    for initial in (True, False):
+        expected = on_cpu(gpus, rank, world_size, 0, body, initial=initial)
+        found = uneven.run(rank, world_size, 2, body, initial=initial, deterministic=False)
+        for mine, theirs in zip(found[1], expected[1], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert same_everywhere([*found[1]])
+
+
+def test_meshes_of_two_dimensions(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 4, paths, on_a_mesh)
+
+
+def on_a_mesh(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    body = uneven.accumulated_onto_the_average
+    expected = on_cpu(gpus, rank, world_size, 0, body)
+    for zero in STAGES:
+        uneven.assert_same(uneven.run(rank, world_size, zero, body, device_mesh=mesh, bucket_cap_mb=0.001), expected)
+
+
+@at_least_two
+def test_whole_tensors_and_state_on_the_host(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, other_owners)
+
+
+def other_owners(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    device_offload.SLOT_BYTES = 1 << 10
+
+    def make(parameters: Any) -> Any:
+        return sw.optim.AdamW(parameters, lr=1e-2)
+
+    expected = on_cpu(gpus, rank, world_size, 0, uneven.clipped_by_ours, optimizer=make)
+    for zero in STAGES:
+        for options in ({"partition": "tensor"}, {"offload": "cpu"}):
+            found = uneven.run(rank, world_size, zero, uneven.clipped_by_ours, optimizer=make, **options)
+            uneven.assert_same(found, expected)
