@@ -163,6 +163,7 @@ typedef struct sim_state {
     int device_count, version;
     int actor_count;
     long idle_polls; /* queries since something last moved */
+    unsigned long host_calls; /* of whatever kind */
     bool deadlocked;
     bool has_peers; /* ranks are processes: whoever waits does so for seconds, not for polls */
     int64_t idle_since_ns;
@@ -211,6 +212,7 @@ SIM_API sim_op *sim_op_new(int kind, const char *what);
 SIM_API void sim_enqueue(sw_cu_stream stream, sim_op *op);
 SIM_API void sim_pop(sw_cu_stream stream);
 /* Runs operations as the policy has it: after an enqueue, and when a query asks for `event`. */
+void sim_elapse(void);
 SIM_API void sim_progress(void);
 SIM_API void sim_demand(sw_cu_event event);
 SIM_API void sim_drive(sw_cu_stream stream, sim_op *until, int depth);

@@ -49,6 +49,7 @@ bool sim_enter(const char *call, int *result)
     take_baton();
     sim_rank *rank = &sim.rank[own_rank];
     rank->clock.at[rank->actor]++;
+    sim.host_calls++;
     if (++rank->calls != rank->fail_nth)
         return true;
     snprintf(sim.failed, sizeof sim.failed, "%s", call);

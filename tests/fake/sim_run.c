@@ -90,6 +90,13 @@ void sim_progress(void)
             run_any();
 }
 
+/* Time passes: everything that can run does. */
+void sim_elapse(void)
+{
+    while (run_any())
+        continue;
+}
+
 /* The record that makes `event` reach `generation`, and its stream; NULL if it is not enqueued. */
 static sim_op *find_record(const struct CUevent_st *event, uint64_t generation,
                            sw_cu_stream *stream)
@@ -126,6 +133,7 @@ bool sim_drain(sw_cu_stream stream)
     const struct timespec nap = {.tv_nsec = 100000};
     for (;;) {
         sim_lock();
+        sim.host_calls++;
         sim_drive(stream, NULL, 0);
         bool done = !stream->first, stuck = !done && (sim.deadlocked || sim_is_stuck());
         if (stuck && !sim.deadlocked) {

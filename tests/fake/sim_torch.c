@@ -6,7 +6,8 @@
  * not ordered after what it needs is a race, whatever the values are. Memory of torch's that the
  * engine's streams touch is adopted; the rest nobody but torch's stream sees.
  *
- * Called from Python, through ctypes; ranks are processes. Thread rule: the rank's own thread.
+ * Called from Python, through ctypes; ranks are processes. Thread rule: the rank's own thread;
+ * look() is for another.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -66,7 +67,8 @@ SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count
     sw_cu_stream torch_stream = stream;
     if (!sim_drain(torch_stream))
         return -1;
-    if (count == 0) /* nothing that has an order: the results of what is enqueued were needed at most */
+    if (count ==
+        0) /* nothing that has an order: the results of what is enqueued were needed at most */
         return 0;
     sim_lock();
     sim_site site = sim_here(label);
@@ -76,6 +78,19 @@ SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count
                   (sw_access)access[i].access, &site);
     sim_leave();
     return 0;
+}
+
+/* Called now and then by a thread that looks after nothing else: where the host has called nothing
+ * since, it computes, or waits for other ranks in ways that the simulation does not see, and what
+ * those wait for may be enqueued here. A GPU would have run it by then. */
+SIM_API void sim_torch_look(void)
+{
+    static unsigned long seen; /* under the lock */
+    sim_lock();
+    if (sim.host_calls == seen)
+        sim_elapse();
+    seen = sim.host_calls;
+    sim_leave();
 }
 
 /* The host has waited for torch's stream. */

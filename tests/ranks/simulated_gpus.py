@@ -16,6 +16,7 @@ import gc
 import importlib
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from shardwright import device as sw_device
 
 POLICIES = ("eager", "on demand", "random", "late")
 READ, WRITE = 1, 2
+#: GPUs run what they can where their host has called nothing for so long: it waits for others, who may wait for that
+STALL_S = 0.05
 #: read nothing of what they are given but its shape
 _SHAPES_ALONE = (
     "empty_like",
@@ -212,6 +215,9 @@ class SimulatedGpus:
         self.stream = self._cuda.sim_torch_stream()
         self._before = sw_device.runtime
         sw_device.runtime = _Runtime(self)
+        self._left = threading.Event()
+        self._clock = threading.Thread(target=self._pass_time, name="gpu-time", daemon=True)
+        self._clock.start()
         self._mode = _Watch(self)
         self._mode.__enter__()
         before_waiting.append(self._drain)
@@ -222,6 +228,13 @@ class SimulatedGpus:
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        try:
+            self._leave(kind, value)
+        finally:
+            self._left.set()
+            self._clock.join()
+
+    def _leave(self, kind: Any, value: Any) -> None:
         self._mode.__exit__(None, None, None)
         before_waiting.remove(self._drain)
         torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
@@ -304,6 +317,10 @@ class SimulatedGpus:
         text = self._labels.get(label) or self._labels.setdefault(label, str(label).encode())
         if self._cuda.sim_torch_op(self.stream, array, len(accesses), text) < 0:
             raise AssertionError(f"the simulation is stuck before {label}: {self.reports()}")
+
+    def _pass_time(self) -> None:
+        while not self._left.wait(STALL_S):
+            self._cuda.sim_torch_look()
 
     def _drain(self) -> None:
         """Everything on torch's stream runs; the host learns nothing of it."""
