@@ -84,5 +84,10 @@ CASES = {
         _gpt_batch,
         _cross_entropy,
     ),
+    "gpt-50m": Case(
+        _seeded(lambda: GPT(context=GPT_CONTEXT, layers=7, width=768, heads=12)),
+        _gpt_batch,
+        _cross_entropy,
+    ),
     "small": Case(_seeded(SmallParameters), _small_batch, lambda module, batch: module(*batch)),
 }
