@@ -2,6 +2,7 @@
  */
 #include "comm/local.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,21 +12,27 @@
 #include "comm/fabric.h"
 #include "platform/memory.h"
 
+/* What a rank lays out of an arena. It stays until all ranks have destroyed theirs: as with
+ * mappings of processes, who is done first takes nothing away from those who still look. Where some
+ * rank could not finish the arena, it stays until the group ends. */
+typedef struct local_part {
+    struct local_part *before, *next; /* in the group's `parts` */
+    _Atomic int users;
+    uint8_t *address;
+    size_t size_bytes;
+} local_part;
+
 struct sw_local_group {
     int world_size;
     sw_control **control; /* owned, and the blocks */
+    pthread_mutex_t lock; /* over `parts` */
+    local_part *parts;    /* owned */
 };
 
 typedef struct local_comm {
     sw_fabric fabric; /* first */
+    sw_local_group *group;
 } local_comm;
-
-/* What a rank lays out of an arena. It stays until all ranks have destroyed theirs: as with
- * mappings of processes, who is done first takes nothing away from those who still look. */
-typedef struct local_part {
-    _Atomic int users;
-    uint8_t *address;
-} local_part;
 
 typedef struct local_arena {
     sw_arena arena;     /* first */
@@ -51,6 +58,7 @@ sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error
     }
     made->world_size = world_size;
     made->control = control;
+    pthread_mutex_init(&made->lock, NULL);
     for (int r = 0; r < world_size; ++r) {
         sw_status status = sw_pages_map(sizeof(sw_control), (uint8_t **)&control[r], err);
         if (status != SW_OK) {
@@ -64,10 +72,43 @@ sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error
     return SW_OK;
 }
 
+/* NULL without memory for it. Its address is the caller's to fill. */
+static local_part *part_create(sw_local_group *group, size_t size_bytes)
+{
+    local_part *part = calloc(1, sizeof *part);
+    if (!part)
+        return NULL;
+    atomic_init(&part->users, group->world_size);
+    part->size_bytes = size_bytes;
+    pthread_mutex_lock(&group->lock);
+    part->next = group->parts;
+    if (part->next)
+        part->next->before = part;
+    group->parts = part;
+    pthread_mutex_unlock(&group->lock);
+    return part;
+}
+
+static void part_destroy(sw_local_group *group, local_part *part)
+{
+    if (!part)
+        return;
+    pthread_mutex_lock(&group->lock);
+    if (part->next)
+        part->next->before = part->before;
+    *(part->before ? &part->before->next : &group->parts) = part->next;
+    pthread_mutex_unlock(&group->lock);
+    sw_memory_unmap(part->address, part->size_bytes);
+    free(part);
+}
+
 void sw_local_group_destroy(sw_local_group *group)
 {
     if (!group)
         return;
+    while (group->parts)
+        part_destroy(group, group->parts);
+    pthread_mutex_destroy(&group->lock);
     for (int r = 0; r < group->world_size; ++r)
         sw_memory_unmap((uint8_t *)group->control[r], sizeof(sw_control));
     free(group->control);
@@ -88,10 +129,8 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
         return;
     for (int r = 0; r < comm->world_size; ++r) {
         local_part *part = held->parts[r];
-        if (atomic_fetch_sub(&part->users, 1) > 1)
-            continue;
-        sw_memory_unmap(part->address, arena->size_bytes);
-        free(part);
+        if (atomic_fetch_sub(&part->users, 1) == 1)
+            part_destroy(((local_comm *)comm)->group, part);
     }
     free(held->parts);
     free(arena->base);
@@ -116,7 +155,8 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     sw_status status;
     sw_error cause = {.message = ""};
     arena_offer mine = {.part = NULL};
-    local_part *part = calloc(1, sizeof *part);
+    sw_local_group *group = ((local_comm *)comm)->group;
+    local_part *part = part_create(group, size_bytes);
     local_arena *made = calloc(1, sizeof *made);
     local_part **parts = calloc(count, sizeof *parts);
     uint8_t **base = calloc(count, sizeof *base);
@@ -126,13 +166,17 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
                                  label);
         goto free_tables;
     }
-    atomic_init(&part->users, comm->world_size);
     if (sw_pages_map(size_bytes, &part->address, &cause) == SW_OK)
         mine.part = part;
     else
         snprintf(mine.message, sizeof mine.message, "%.120s", cause.message);
-    SW_TRY_GOTO(status, comm->ops->gather(comm, &mine, sizeof mine, offers, label, err), unmap);
-    SW_TRY_GOTO(status, check_offers(offers, comm->world_size, label, err), unmap);
+    SW_TRY_GOTO(status, comm->ops->gather(comm, &mine, sizeof mine, offers, label, err),
+                free_tables);
+    status = check_offers(offers, comm->world_size, label, err);
+    if (status != SW_OK) {
+        mine.part = NULL; /* all ranks see that one is missing, and none looks at the others */
+        goto free_tables;
+    }
     for (size_t r = 0; r < count; ++r) {
         parts[r] = offers[r].part;
         base[r] = parts[r]->address;
@@ -145,10 +189,9 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     free(offers);
     *arena = &made->arena;
     return SW_OK;
-unmap:
-    sw_memory_unmap(part->address, size_bytes);
-free_tables:
-    free(part);
+free_tables: /* a part that was offered may be in use */
+    if (!mine.part)
+        part_destroy(group, part);
     free(made);
     free(parts);
     free(base);
@@ -197,6 +240,7 @@ sw_status sw_local_comm_create(sw_local_group *group, int rank, sw_comm **comm, 
                                   .timeout_ns = INT64_C(1800) * 1000000000,
                                   .warn_after_ns = INT64_C(30) * 1000000000};
     made->fabric.peer_ended = peer_never_ends;
+    made->group = group;
     sw_status status = sw_fabric_init(&made->fabric, rank, group->world_size, group->control, err);
     if (status != SW_OK) {
         destroy(&made->fabric.comm);

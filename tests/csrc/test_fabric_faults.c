@@ -601,6 +601,40 @@ static void slots_are_used_again(rank_context *self)
     free(all);
 }
 
+/* ---- an arena that one rank could not bring to its end ---- */
+
+static sw_comm_ops failing;
+static const sw_comm_ops *given;
+
+static sw_status gather_then_fail(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
+                                  const char *label, sw_error *err)
+{
+    SW_TRY(given->gather(comm, mine, size_bytes, all, label, err));
+    SW_FAIL(err, SW_E_TIMEOUT, "late, after the others had all");
+}
+
+/* The others know rank 1's part, and may look at it for as long as they like. */
+static void part_of_a_failed_gather(rank_context *self)
+{
+    sw_comm *comm = self->comm;
+    sw_arena *arena = NULL;
+    if (self->rank == 1) {
+        given = comm->ops;
+        failing = *given;
+        failing.gather = gather_then_fail;
+        comm->ops = &failing;
+    }
+    sw_status status = comm->ops->arena_create(comm, ARENA_BYTES, "shown", &arena, &self->err);
+    check(status == (self->rank == 1 ? SW_E_TIMEOUT : SW_OK) &&
+              (arena != NULL) == (status == SW_OK),
+          "rank %d got %s", self->rank, sw_status_name(status));
+    ranks_meet(self);
+    if (arena)
+        arena->base[1][self->rank] = 7;
+    ranks_meet(self);
+    comm->ops->arena_destroy(comm, arena);
+}
+
 int main(void)
 {
     static const uint32_t starts[] = {0, UINT32_MAX - 150, UINT32_MAX - 3, UINT32_MAX / 2 - 10};
@@ -613,6 +647,7 @@ int main(void)
     }
     ranks_run_all(abort_while_peers_wait, WORLD, NULL);
     ranks_run_all(deadline, WORLD, NULL);
+    ranks_run_all(part_of_a_failed_gather, WORLD, NULL);
     test_full_ring();
     test_interruption();
     test_post_after_an_end();
