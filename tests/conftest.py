@@ -1,11 +1,11 @@
-"""A time limit for every test, and three groups of tests that a few processes share (`-n 3`).
+"""A time limit for every test, and four groups of tests that a few processes share (`-n 3`).
 
 A test that hangs is a failed promise, and must say where it hung: a test may set a limit of its own with
 @pytest.mark.timeout; the long form allows more.
 
-What looks at time is one group, and comes first in one process. Programs that are built and run alone, the C tests above all,
-come first in another, at the lowest priority. All else starts ranks that compare bits, and goes file by file, at a low
-priority, to the process that is free. So the latter two take what the first leaves of the machine.
+What looks at time is one group, and comes first in one process. The C tests come first in another, at the lowest priority. All
+else goes file by file, at a low priority, to the process that is free: what needs no ranks first, since a few of its files are the
+longest, then ranks that compare bits. So the others take what the first group leaves of the machine, and end together.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ IN_TIME = (
     "tests/ranks/test_ranks_",
     "tests/ranks/test_stages_over_hosts_that_are_apart",
 )
-IN_TURN = "tests/ranks/"
-#: not far apart: who may not rise again takes part in the last group at the lowest
-NICENESS = {"in time": 0, "when idle": 12, "in turn": 6}
+LONGEST = "tests/test_example.py"  # of those that go by files
+#: in order, and not far apart: who may not rise again takes part in the last group at the lowest
+NICENESS = {"in time": 0, "C programs": 12, "alone": 12, "ranks": 6}
 
 
 def group(nodeid: str) -> str:
     if nodeid.startswith(IN_TIME):
         return "in time"
-    return "in turn" if nodeid.startswith(IN_TURN) else "when idle"
+    if nodeid.startswith("tests/test_csrc.py"):
+        return "C programs"
+    return "ranks" if nodeid.startswith("tests/ranks/") else "alone"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(limit_s))
-    items.sort(key=lambda item: list(NICENESS).index(group(item.nodeid)))
+    items.sort(key=lambda item: (list(NICENESS).index(group(item.nodeid)), not item.nodeid.startswith(LONGEST)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -63,13 +65,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of xdist: the first two groups each as a whole to one process, the third by files, where processes may take any."""
+    """Of xdist: the first two groups each as a whole to one process, the others by files, where processes may take any."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # first in the collection, first to go
 
     class SideBySide(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.split("::")[0] if group(nodeid) == "in turn" else group(nodeid)
+            return nodeid.split("::")[0] if group(nodeid) in ("alone", "ranks") else group(nodeid)
 
     return SideBySide(config, log)

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 import torch
-from harness import gather, on_every_rank, same_everywhere
+from harness import LONG, gather, on_every_rank, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
@@ -158,11 +158,11 @@ def test_every_training_has_the_bits_of_stage_0(rank, world_size, training, opti
     make = OPTIMIZERS[optimizer]
     expected = run(rank, 0, training, make)
     for zero in (1, 2, 3):
-        found = run(rank, zero, training, make, bucket_cap_mb=0.001)
-        assert_same(found, expected, zero)
-        assert same_everywhere([*found[1]])
         other = {"transport": "staged"} if zero < 3 else {"share_parameters": False, "units": nn.Linear}
-        assert_same(run(rank, zero, training, make, **other), expected, (zero, other))
+        for options in ({"bucket_cap_mb": 0.001}, other) if LONG or optimizer == "AdamW" else (other,):
+            found = run(rank, zero, training, make, **options)
+            assert_same(found, expected, (zero, options))
+            assert same_everywhere([*found[1]])
 
 
 @pytest.mark.parametrize(("build", "training"), [(Odd, plain), (Odd, onto_the_average), (Heads, some_heads)])
