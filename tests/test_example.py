@@ -22,6 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
+LIMIT_S = 600 if os.environ.get("SW_TEST_LONG") == "1" else 150  # of a program: at a low priority, beside five ranks
 SMALL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--seed", "3", "--minutes", "5"]
 LAST_LINE = re.compile(r"demo: validation loss ([\d.]+) -> ([\d.]+) nats/byte, (\d+) ranks?, ([\d,]+) tokens/s")
 
@@ -96,7 +97,7 @@ def forked(tmp_path_factory):
             port = free.getsockname()[1]
         request = dict(world=2, port=port, output=str(output), arguments=[str(program), *map(str, arguments)])
         print(json.dumps(request), file=forge.stdin, flush=True)
-        assert select.select([forge.stdout], [], [], 150)[0], output.read_text()
+        assert select.select([forge.stdout], [], [], LIMIT_S)[0], output.read_text()
         codes = json.loads(forge.stdout.readline())
         assert codes == [0, 0], output.read_text()
         return output.read_text()
@@ -126,7 +127,7 @@ def run(launcher, *arguments):
     """Everything printed."""
     process = start(launcher, *arguments)
     try:
-        output, errors = process.communicate(timeout=150)
+        output, errors = process.communicate(timeout=LIMIT_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)

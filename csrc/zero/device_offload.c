@@ -96,19 +96,28 @@ sw_status sw_device_offload_create(sw_device_comm *comm, size_t slot_bytes, int 
     return SW_OK;
 }
 
+/* All that is under way, also of a batch that broke off in the middle: its events are too old. */
+static void drain(const sw_device_offload *o)
+{
+    sw_device *device = o->comm->device;
+    const sw_device_ops *ops = device->ops;
+    const offload_slot *slot = &o->slot[0];
+    int64_t timeout_ns = o->comm->timeout_ns;
+    if (slot->fetched && ops->event_record(device, slot->fetched, o->down, NULL) == SW_OK)
+        (void)ops->event_wait(device, slot->fetched, timeout_ns, "gradients", NULL);
+    if (slot->sent && ops->event_record(device, slot->sent, o->up, NULL) == SW_OK)
+        (void)ops->event_wait(device, slot->sent, timeout_ns, "new parameters", NULL);
+}
+
 void sw_device_offload_destroy(sw_device_offload *o)
 {
     if (!o)
         return;
     sw_device *device = o->comm->device;
     const sw_device_ops *ops = device->ops;
-    int64_t timeout_ns = o->comm->timeout_ns;
+    drain(o);
     for (int s = 0; s < SW_DEVICE_OFFLOAD_SLOTS; ++s) {
         offload_slot *slot = &o->slot[s];
-        if (slot->sent) { /* the last that was made of it; what was never recorded is done */
-            (void)ops->event_wait(device, slot->fetched, timeout_ns, "gradients", NULL);
-            (void)ops->event_wait(device, slot->sent, timeout_ns, "new parameters", NULL);
-        }
         ops->event_destroy(device, slot->fetched);
         ops->event_destroy(device, slot->sent);
         ops->pinned_free(device, slot->memory);

@@ -3,6 +3,7 @@ by rank and host, on all of them at the deadline, also on hosts that wait for an
 
 import functools
 import logging
+import pathlib
 import signal
 import time
 
@@ -39,11 +40,19 @@ def backward(model, rank):
     model(torch.full((2, 8), rank + 1.0)).sum().backward()
 
 
-def trains_until_an_error(rank, world_size):
-    """What ended it, how long that took from its last step's end, and what was logged."""
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def trains_until_an_error(rank, world_size, begun):
+    """What ended it, how long that took from its last step's end, and what was logged. All ranks train once there is a file `begun`."""
     model, lines = warned(TIMEOUT_S)
     backward(model, rank)
     gather(None)
+    if rank == 0:
+        pathlib.Path(begun).touch()
     while True:
         since = time.monotonic()
         try:
@@ -54,12 +63,13 @@ def trains_until_an_error(rank, world_size):
 
 
 @pytest.mark.parametrize("victim", [1, 2, *(pytest.param(rank, marks=long_form) for rank in (0, 3))])
-def test_a_stopped_rank_is_warned_about_and_named_at_the_deadline(hosts, victim):
+def test_a_stopped_rank_is_warned_about_and_named_at_the_deadline(hosts, victim, tmp_path):
     """1 is beside the rank that carries for its host, for which the others wait; 2 carries."""
     with hosts(2, 2) as lab:
         survivors = [rank for rank in range(4) if rank != victim]
-        lab.team.start(trains_until_an_error)
-        time.sleep(0.5)
+        lab.team.start(trains_until_an_error, begun=str(tmp_path / "begun"))
+        wait_for(tmp_path / "begun")
+        time.sleep(0.3)
         lab.team.signal(victim, signal.SIGSTOP)
         outcomes = lab.team.wait(15, ignore=[victim], patient=True)
         for rank in survivors:
@@ -99,18 +109,20 @@ def test_a_rank_that_evaluates_for_long_is_a_warning_and_nothing_more(hosts):
     assert any("for rank 1" in line for line in logs[0]) and any("for rank 2" in line for line in logs[0]), logs
 
 
-def goes_on(rank, world_size):
+def goes_on(rank, world_size, begun):
     model, lines = warned(30.0)
-    for _ in range(120):
+    for step in range(120):
         backward(model, rank)
+        if rank == 0 and step == 10:
+            pathlib.Path(begun).touch()
         time.sleep(0.005)
     return gather(lines)
 
 
-def test_a_rank_that_was_stopped_for_a_while_goes_on(hosts):
+def test_a_rank_that_was_stopped_for_a_while_goes_on(hosts, tmp_path):
     with hosts(2, 1) as lab:
-        lab.team.start(goes_on)
-        time.sleep(0.3)
+        lab.team.start(goes_on, begun=str(tmp_path / "begun"))
+        wait_for(tmp_path / "begun")
         lab.team.signal(2, signal.SIGSTOP)
         time.sleep(0.6)
         lab.team.signal(2, signal.SIGCONT)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -67,7 +68,7 @@ def test_a_rank_that_could_not_join_and_lives_on_is_not_waited_for(rank, world_s
     seconds = time.monotonic() - begin_s
     texts = gather(str(raised.value))  # rank 1 lives on all the while
     assert seconds < 3, texts
-    assert "mapping" in texts[1] and "rank 2" in texts[1], texts
+    assert re.search(r"mapping the control page of rank [2-9] failed", texts[1]), texts  # whoever called first
     assert all("rank 1" in text or "rank 0" in text for rank, text in enumerate(texts) if rank != 1), texts
 
 

@@ -207,11 +207,12 @@ def test_a_rank_holds_its_slices_on_disk_and_regions_are_used_again(rank, world_
 
 
 class Wide(nn.Module):
-    """48 MiB of parameters, and eight times that of state under Adam with amsgrad."""
+    """16 MiB of parameters a rank, 48 at least, and eight times that of state under Adam with amsgrad."""
 
-    def __init__(self):
+    def __init__(self, world_size):
         super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.randn(1 << 20).bfloat16()) for _ in range(24))
+        parts = 8 * max(world_size, 3)
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(1 << 20).bfloat16()) for _ in range(parts))
 
     def forward(self, scale):
         return sum(p.dot(p.detach()) for p in self.parts).float() * scale
@@ -223,7 +224,7 @@ def within_a_limit(rank, world_size, folder, saves):
     offload.BUFFER_BYTES = 1 << 20
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back, so that the limit is felt
     torch.manual_seed(0)
-    module = Wide()
+    module = Wide(world_size)
     optimizer = sw.optim.Adam(module.parameters(), amsgrad=True)
     model, optimizer = sw.wrap(module, optimizer, zero=2, offload=f"nvme:{folder}")
     model(1.0 + rank).backward()  # what torch takes once
