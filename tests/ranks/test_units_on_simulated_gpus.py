@@ -53,7 +53,7 @@ SHAPES = [
     (build.__name__, cut)
     for build in units.MODELS
     for cut in units.CUTS
-    if (build.__name__, cut) not in (("Tied", "layers"), ("Tied", "nested"))
+    if (build.__name__, cut) not in (("Tied", "layers"), ("Tied", "nested"), ("Viewed", "blocks"))
 ]
 
 
@@ -167,18 +167,19 @@ def at_once(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     units.assert_same_training(lambda model, optimizer: units.steps(model, optimizer, rank), Crossed)
 
 
-def test_a_backward_through_a_backward_needs_units_that_are_kept(
-    teams: Any, world_size: int, paths: dict[str, str]
+@pytest.mark.parametrize("case", ["a backward through a backward", "outputs that are views of parameters"])
+def test_units_that_a_backward_needs_at_once_must_be_kept(
+    teams: Any, world_size: int, paths: dict[str, str], case: str
 ) -> None:
-    run(teams, world_size, paths, twice_backward)
+    run(teams, world_size, paths, at_once_in_a_backward, units.Viewed if case.startswith("outputs") else units.Blocks)
 
 
-def twice_backward(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+def at_once_in_a_backward(gpus: SimulatedGpus, rank: int, world_size: int, build: Any) -> None:
     def train(model: Any, optimizer: Any) -> Any:
-        return units.penalty_on_gradients(model, optimizer, rank)
+        return (units.steps if build is units.Viewed else units.penalty_on_gradients)(model, optimizer, rank)
 
-    units.assert_same_training(train, units.Blocks, reshard_after_forward=False)
-    model, optimizer = units.private(units.Blocks)
+    units.assert_same_training(train, build, reshard_after_forward=False)
+    model, optimizer = units.private(build)
     with pytest.raises(sw.Error, match="share memory on a GPU.*reshard_after_forward=False"):
         train(model, optimizer)
     gather(None)
