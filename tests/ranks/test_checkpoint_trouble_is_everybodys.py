@@ -182,3 +182,29 @@ def test_a_lazy_save_is_given_up_if_something_is_loaded_before_it_is_written(ran
         checkpoints.save(1)
         checkpoints.wait()
         assert checkpoints.restore() == 2
+
+
+@pytest.mark.parametrize("zero", [None, 2])
+@on_every_rank(deadline_s=60)
+def test_a_save_that_failed_on_one_rank_alone_costs_at_most_the_next_one(rank, world_size, zero):
+    model, optimizer = build(Small)
+    if zero is not None:
+        model, optimizer = sw.wrap(model, optimizer, zero=zero)
+    culprit = world_size - 1
+    outcomes = []
+    with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
+        for step in range(5):
+            metric = float("nan") if step == 0 and rank == culprit else 1.0
+            try:  # no wait(): the outcome of a save is heard at the next one
+                checkpoints.save(step, metric=metric)
+                outcomes.append("begun")
+            except (sw.CheckpointError, ValueError) as error:
+                outcomes.append(str(error))
+        checkpoints.wait()
+        heard = f"rank {culprit}: metric must be finite, got nan"
+        if zero is None:  # the others did begin, and hear of it at the next one
+            first = ["metric must be finite, got nan" if rank == culprit else "begun", heard]
+        else:
+            first = ["metric must be finite, got nan" if rank == culprit else heard, "begun"]
+        assert outcomes == [*first, "begun", "begun", "begun"]
+        assert checkpoints.restore() == 5

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError
+from .._engine import CheckpointError, Error
 from ..fully_shard import wrapper_of
 from .files import MAX_FILE_BYTES, check_options
 from .peers import Peers
@@ -211,16 +211,32 @@ class Checkpointer:
             if self._on_busy == "raise":
                 raise CheckpointError(f"step {step + 1} was not saved: the save before it is still being written")
             return False
-        try:
-            self.wait()
-        except CheckpointError:
-            self._writer.skip("the save before this one failed on this rank", self._training)
-            raise
-        if metric is not None and not math.isfinite(metric):  # it may be one rank's alone: the others do begin
+        self._settle()
+        if not _is_finite(metric):  # it may be one rank's alone: the others do begin
             self._writer.skip(f"metric must be finite, got {metric!r}", self._training)
             raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
+
+    def _settle(self) -> None:
+        """As wait(), and what some ranks hear is raised on all: one that could not begin has raised its part at that save, and
+        would begin the next one while the others do not. Collective."""
+        failure: Exception | None = None
+        try:
+            self.wait()
+        except Exception as error:
+            failure = error
+        try:
+            heard = self._peers.exchange("" if failure is None else str(failure) or type(failure).__name__, "how the save before ended")
+        except Error:  # a rank died, or came with something else
+            if failure is None:
+                raise
+            heard = []
+        if failure is not None:
+            raise failure
+        for sentence in heard:
+            if sentence:
+                raise CheckpointError(sentence)
 
     def _begin(self, step: int, metric: float | None) -> None:
         folder = os.path.join(self.directory, folder_name(step))
@@ -280,7 +296,7 @@ class Checkpointer:
         CheckpointError
             On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model.
         """
-        self.wait()
+        self._settle()
         listed: list[str] = []
         refusal = ""
         if self._peers.rank == 0:
@@ -408,6 +424,13 @@ def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _is_finite(metric: Any) -> bool:
+    try:
+        return metric is None or math.isfinite(metric)
+    except Exception:  # no number, or one beyond floats
+        return False
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -62,7 +62,7 @@ _Parts = tuple[ModelTensors, dict[str, torch.Tensor], Content, Any, list[Any], d
 
 
 class Writer:
-    """This rank's part in saves. One at a time; save() is a collective call, but it waits for nobody.
+    """This rank's part in saves. One at a time; save() is a collective call.
 
     Collective when it is made: the nonce is agreed on, and the page through which failures are told. `board`: the path of
     the file that holds it where ranks are on several hosts.
