@@ -59,6 +59,32 @@ def test_a_metric_that_is_nan_on_one_rank_fails_the_save_for_all(rank, world_siz
         assert checkpoints.restore() == 2
 
 
+@on_every_rank(deadline_s=60)
+def test_a_reason_that_is_no_text_is_told_to_all(rank, world_size):
+    class Position:
+        names: str = ""
+
+        def state_dict(self):
+            if self.names:
+                raise RuntimeError(f"no file {self.names}")
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    model, optimizer = build(Small)
+    position = Position()
+    with sw.Checkpointer(shared_folder(rank), model, optimizer, dataloader=position, timeout_s=30) as checkpoints:
+        position.names = "of latin-1 \udce9 with a \0" if rank == world_size - 1 else ""
+        with pytest.raises(sw.CheckpointError, match="no file of latin-1"):
+            checkpoints.save(0)
+            checkpoints.wait()
+        position.names = ""
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
+
+
 @on_every_rank()
 def test_sets_of_sets_and_keys_that_are_sets_come_back(rank, world_size):
     model, optimizer = build(Small)

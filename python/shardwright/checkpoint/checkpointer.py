@@ -15,7 +15,7 @@ import torch
 
 from .._engine import CheckpointError, Error
 from ..fully_shard import wrapper_of
-from .files import MAX_FILE_BYTES, check_options
+from .files import MAX_FILE_BYTES, absolute_path, check_options
 from .peers import Peers
 from .reading import agree_on, apply_together
 from .retention import BOARD, STEP_LIMIT, DirectoryLock, Kept, folder_name, left_overs, list_checkpoints, to_retire
@@ -125,7 +125,7 @@ class Checkpointer:
             raise ValueError(
                 "snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got none"
             )
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = absolute_path("directory", directory)
         self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
         self._rules = {
             "keep_last": keep_last,
@@ -227,7 +227,9 @@ class Checkpointer:
         except Exception as error:
             failure = error
         try:
-            heard = self._peers.exchange("" if failure is None else str(failure) or type(failure).__name__, "how the save before ended")
+            heard = self._peers.exchange(
+                "" if failure is None else str(failure) or type(failure).__name__, "how the save before ended"
+            )
         except Error:  # a rank died, or came with something else
             if failure is None:
                 raise

@@ -135,9 +135,8 @@ class Content:
 
 def model_group(found: ModelTensors, max_file_bytes: int) -> Group:
     """model*.safetensors: parameters, then buffers; a tied name stands in the metadata."""
-    return Group(
-        "model", found.all(), MODEL_METADATA | found.tied, max_file_bytes=max_file_bytes, eager=frozenset(found.buffers)
-    )
+    metadata = MODEL_METADATA | found.tied | MODEL_METADATA  # which is not to be lost to a tied name 'format'
+    return Group("model", found.all(), metadata, max_file_bytes=max_file_bytes, eager=frozenset(found.buffers))
 
 
 def optimizer_content(
@@ -154,7 +153,12 @@ def optimizer_content(
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
         encoded = tree.encode(options, f"param_groups.{number}", tensors)
+        if "$dict" in encoded:
+            raise CheckpointError(
+                f"param_groups.{number} has an option whose name is no string, or begins with '$': not savable"
+            )
         groups.append({**encoded, "params": [names[id(p)] for p in group["params"]]})
+    options_of_groups = frozenset(tensors)  # a scheduler writes them, at its own time
     state = {}
     for parameter, name in ordered_parameters(optimizer, names, found):
         values = whole.get(parameter, {})
@@ -170,7 +174,9 @@ def optimizer_content(
             f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are none of its parameters: not savable"
         )
     body = {"groups": groups, "state": state}
-    return Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes), body
+    group = Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
+    group.eager = options_of_groups
+    return group, body
 
 
 def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:

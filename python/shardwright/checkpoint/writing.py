@@ -49,6 +49,12 @@ class Training:
                 "user_state={'trainer': ...}, which any number of ranks takes back, and in dataloader=[...], which holds each "
                 "rank's own"
             )
+        if not isinstance(self.model, torch.nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, got a {type(self.model).__name__}")
+        if not (self.optimizer is None or hasattr(self.optimizer, "param_groups")):
+            raise ValueError(
+                f"optimizer must be one torch.optim.Optimizer, got a {type(self.optimizer).__name__}: pass the others in user_state={{...}}"
+            )
         user_state = self.user_state.values() if isinstance(self.user_state, dict) else (self.user_state,)
         if any(isinstance(each, DiLoCo) and each.is_sliced for each in user_state):
             raise ValueError(
@@ -120,11 +126,20 @@ class Writer:
             with whole_parameters(training.model, writable=False):
                 self._begin(folder, step, training, lazy, metric, stale, retired)
         except BaseException as error:
-            self._held = None
-            self._saver.fail(self._number, str(error) or type(error).__name__)
+            self._give_up(_tellable(str(error) or type(error).__name__))
             if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
                 raise
             raise CheckpointError(f"'{folder}' could not be saved: {type(error).__name__}: {error}") from error
+
+    def _give_up(self, reason: str) -> None:
+        """The save that is being begun: its threads may run already, and read memory that is held for them."""
+        if self.is_busy:
+            self._saver.cancel(reason)
+            with contextlib.suppress(CheckpointError, MemoryError):  # the error on its way is the one to hear of
+                self.wait_alone()
+        else:
+            self._saver.fail(self._number, reason)
+        self._held, self._versions = None, []
 
     def skip(self, reason: str, training: Training) -> None:
         """This rank begins no save, which the others may: it then fails for all. Where state is spread over ranks, this one
@@ -133,7 +148,7 @@ class Writer:
         if is_sliced(training.model, training.optimizer):
             with contextlib.suppress(Error), whole_parameters(training.model, writable=False):
                 self._sliced_parts(training, refusal=reason)
-        self._saver.fail(self._number, reason)
+        self._saver.fail(self._number, _tellable(reason))
 
     def _begin(
         self,
@@ -153,6 +168,7 @@ class Writer:
         own = self._own_content(training, divergent)
         if self._peers.rank == 0:
             _add_rank0_content(own, training, found, step, plan, optimizer_tree)
+        self._held = shared if lazy else None
         self._saver.begin(
             folder=folder,
             nonce=self._nonce_prefix + _base36(self._number),
@@ -169,7 +185,6 @@ class Writer:
             timeout_s=self._timeout_s,
         )
         if lazy:
-            self._held = shared
             live = [(n, t) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager]
             watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
             self._versions = [(n, each, each._version) for n, each in watched]
@@ -385,6 +400,11 @@ def _model_index(plan: Any, names: Sequence[str]) -> bytes:
 def _checksum(tensor: torch.Tensor) -> int:
     memory = plain(tensor)
     return _engine.crc32c(memory.data_ptr(), memory.numel() * memory.element_size()) if memory.numel() else 0
+
+
+def _tellable(reason: str) -> str:
+    """What the engine takes: a message may quote a name that is no UTF-8."""
+    return reason.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
 def _base36(number: int) -> str:

@@ -309,6 +309,7 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
     import torch
 
     from ..checkpoint.names import TORCH_DTYPES
+    from ..checkpoint.stored import complex_mark
 
     target = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
     target_name = next((name for name, dtype in TORCH_DTYPES.items() if dtype == target), "")
@@ -318,7 +319,7 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
         entries: dict[str, tuple[str, list[int], Callable[[], Any]]] = {}
         for name, dtype, shape, begin, nbytes in stored:
             entry = {"file": path, "begin": begin, "nbytes": nbytes}
-            is_real = f"complex.{name}" not in metadata
+            is_real = complex_mark(metadata, name) is None
             is_float = TORCH_DTYPES[dtype].is_floating_point and not dtype.startswith("F8")
             casts = target is not None and is_float and is_real
             if casts:
