@@ -267,6 +267,9 @@ def test_the_command_line_says_in_words_what_json_says(tmp_path: Path, capsys: p
         checkpoints.save(0, metric=0.5)
         checkpoints.save(1)
     first, last = tmp_path / "c" / "step-000001", tmp_path / "c" / "step-000002"
+    with sw.Checkpointer(tmp_path / "rated", model) as checkpoints:
+        for step, metric in enumerate((0.5, 0.25, 0.75, 0.125)):
+            checkpoints.save(step, metric=metric)
 
     def say(*words: object) -> tuple[int, str, str]:
         code = main(["ckpt", *map(str, words)])
@@ -287,6 +290,9 @@ def test_the_command_line_says_in_words_what_json_says(tmp_path: Path, capsys: p
     assert code == 2
     code, out, _ = say("prune", tmp_path / "c", "--keep-last", "1")
     assert code == 0 and f"would remove {first}" in out and "--yes" in out and first.exists()
+    for best, goes in (("min", (1, 2, 3)), ("max", (1, 2))):
+        code, out, _ = say("prune", tmp_path / "rated", "--keep-best", "1", "--best", best)
+        assert [n for n in (1, 2, 3, 4) if f"step-{n:06d}" in out] == list(goes), best
     assert say("prune", tmp_path / "c")[0] == 2 and say("ls", tmp_path / "nothing")[0] == 2
     with sw.Checkpointer(tmp_path / "c", model):
         code, _, error = say("prune", tmp_path / "c", "--keep-last", "1", "--yes")

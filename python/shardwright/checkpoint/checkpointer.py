@@ -165,8 +165,8 @@ class Checkpointer:
                 self._lock = DirectoryLock(self.directory)
             except CheckpointError as error:
                 refusal = str(error)
-            except OSError as error:
-                refusal = f"'{self.directory}' cannot be written to: {error.strerror}"
+            except Exception as error:
+                refusal = f"'{self.directory}' cannot be written to: {_why(error)}"
         refusal = self._peers.exchange(refusal, f"Checkpointer for {self.directory}")[0]
         if refusal:
             self._release()
@@ -248,13 +248,13 @@ class Checkpointer:
             try:
                 stale = left_overs(self.directory)
                 kept = list_checkpoints(self.directory, metrics=self._rules["keep_best"] is not None)
-            except OSError as error:
-                refusal = f"'{self.directory}' cannot be read: {error.strerror}"
+                others = [k for k in kept if k.path != folder]
+                goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
+                retired = [k.path for k in goes if k.path != folder]
+            except Exception as error:
+                refusal = f"'{self.directory}' cannot be read: {_why(error)}"
                 self._writer.skip(refusal, self._training)
                 raise CheckpointError(refusal) from error
-            others = [k for k in kept if k.path != folder]
-            goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
-            retired = [k.path for k in goes if k.path != folder]
         self._writer.begin(
             folder,
             step,
@@ -304,8 +304,8 @@ class Checkpointer:
         if self._peers.rank == 0:
             try:
                 listed = [kept.path for kept in reversed(list_checkpoints(self.directory))]
-            except OSError as error:
-                refusal = f"'{self.directory}' cannot be read: {error.strerror}"
+            except Exception as error:
+                refusal = f"'{self.directory}' cannot be read: {_why(error)}"
         paths, refusal = self._peers.exchange([listed, refusal], f"checkpoints in {self.directory}")[0]
         if refusal:
             raise CheckpointError(refusal)
@@ -426,6 +426,10 @@ def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _is_finite(metric: Any) -> bool:

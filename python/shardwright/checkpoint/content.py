@@ -116,9 +116,15 @@ class Content:
             lambda: [(number, [(b, n) for b, n, _ in tensor.ranges()]) for number, tensor in held.items()],
             "slices of a checkpoint",
         )
-        holdings = merge_holdings(tables, sizes, names)
-        transfers = plan.assign(holdings, peers.world_size)
-        received = peers.exchange_bytes(pack(transfers, peers.rank, held), "bytes beyond slices of a checkpoint")
+        holdings: list[tuple[int, int, int, int]] = []
+        transfers: list[tuple[int, int, int, int, int]] = []
+
+        def pack_all() -> bytes:
+            holdings.extend(merge_holdings(tables, sizes, names))
+            transfers.extend(plan.assign(holdings, peers.world_size))
+            return pack(transfers, peers.rank, held)
+
+        received = peers.bytes_together(pack_all, "bytes beyond slices of a checkpoint")
         found = []
         addresses = {(n, begin): address for n, t in held.items() for begin, _, address in t.ranges()}
         for number, begin, nbytes, rank in holdings:

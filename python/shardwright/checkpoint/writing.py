@@ -120,9 +120,13 @@ class Writer:
         CheckpointError
             What is wrong on this rank. The other ranks hear of it at their next save() or wait().
         """
-        self._number += 1
         try:
             self._peers.renew_board(self._board, self._nonce_prefix)
+        except CheckpointError as error:
+            self.skip(str(error), training)
+            raise
+        self._number += 1
+        try:
             with whole_parameters(training.model, writable=False):
                 self._begin(folder, step, training, lazy, metric, stale, retired)
         except BaseException as error:
@@ -142,12 +146,13 @@ class Writer:
         self._held, self._versions = None, []
 
     def skip(self, reason: str, training: Training) -> None:
-        """This rank begins no save, which the others may: it then fails for all. Where state is spread over ranks, this one
-        takes part in what they exchange first."""
+        """This rank begins no save, which the others may: it then fails for all. It takes part first in what they exchange."""
         self._number += 1
-        if is_sliced(training.model, training.optimizer):
-            with contextlib.suppress(Error), whole_parameters(training.model, writable=False):
+        with contextlib.suppress(Error), whole_parameters(training.model, writable=False):
+            if is_sliced(training.model, training.optimizer):
                 self._sliced_parts(training, refusal=reason)
+            else:
+                self._look_together(training.model, refusal=reason)
         self._saver.fail(self._number, _tellable(reason))
 
     def _begin(
@@ -204,10 +209,10 @@ class Writer:
         looked: list[tuple[ModelTensors, dict[str, torch.Tensor]]] = []
         made: list[tuple[Content, Any, dict[str, Any] | None]] = []
         tables: list[dict[str, str]] = []
-        failure: Exception | None = CheckpointError(refusal) if refusal else None
+        failure: Exception | None = None
         try:
-            looked.append(self._look_together(training.model))
-        except CheckpointError as error:
+            looked.append(self._look_together(training.model, refusal=refusal))
+        except Exception as error:
             failure = error
 
         def describe() -> dict[str, str]:
@@ -243,13 +248,16 @@ class Writer:
         shared.groups.append(group)
         return shared, optimizer_tree
 
-    def _look_together(self, model: torch.nn.Module) -> tuple[ModelTensors, dict[str, torch.Tensor]]:
+    def _look_together(self, model: torch.nn.Module, refusal: str = "") -> tuple[ModelTensors, dict[str, torch.Tensor]]:
         """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's.
 
-        Collective where there are buffers and ranks; a rank whose own part goes wrong takes part before it raises.
+        Collective where there are buffers and ranks; a rank whose own part goes wrong, or has gone wrong before (`refusal`), takes
+        part before it raises.
         """
         found, checksums, failure = None, None, None
         try:
+            if refusal:
+                raise CheckpointError(refusal)
             found = model_tensors(model)
             checksums = {name: _checksum(buffer) for name, buffer in found.buffers.items()}
         except Exception as error:

@@ -53,7 +53,13 @@ def add_parser(commands: Any) -> None:
     pruning.add_argument("directory")
     pruning.add_argument("--keep-last", type=_count, metavar="N", help="keep that many of the newest")
     pruning.add_argument("--keep-every", type=_count, metavar="N", help="keep those whose step is a multiple")
-    pruning.add_argument("--keep-best", type=_count, metavar="N", help="keep that many with the smallest metric")
+    pruning.add_argument("--keep-best", type=_count, metavar="N", help="keep that many of the best metric")
+    pruning.add_argument(
+        "--best",
+        choices=("min", "max"),
+        default="min",
+        help="which metric is better; default: min, as a Checkpointer's",
+    )
     pruning.add_argument("--yes", action="store_true", help="do it; without, it is only said")
 
 
@@ -354,7 +360,11 @@ def run_prune(options: argparse.Namespace) -> int:
         goes = [
             k.path
             for k in to_retire(
-                kept, keep_last=options.keep_last, keep_every=options.keep_every, keep_best=options.keep_best
+                kept,
+                keep_last=options.keep_last,
+                keep_every=options.keep_every,
+                keep_best=options.keep_best,
+                largest=options.best == "max",
             )
         ]
         left = left_overs(options.directory)
