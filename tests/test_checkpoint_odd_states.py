@@ -170,3 +170,18 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_does_not_cost_the_best_chec
                 checkpoints.save(step, metric=metric)
                 checkpoints.wait()
     assert "step-000001" in os.listdir(tmp_path)
+
+
+def test_a_failed_save_through_torch_leaves_the_old_folder_alone(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    model = nn.Linear(3, 2)
+
+    def save(**more: object) -> None:
+        writer = sw.checkpoint.StorageWriter(tmp_path / "a")
+        dcp.save({"model": model.state_dict(), **more}, storage_writer=writer, no_dist=True)
+
+    save()
+    before = (tmp_path / "a" / "MANIFEST.json").read_bytes()
+    with pytest.raises(BaseException, match="what is a object: a checkpoint holds"):  # of torch, which is no Exception
+        save(what=object())
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a" / "MANIFEST.json").read_bytes() == before
