@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.checkpoint import retention, writing
+from shardwright.checkpoint import files, retention, writing
 
 
 class Counting(nn.Linear):
@@ -185,3 +185,16 @@ def test_a_failed_save_through_torch_leaves_the_old_folder_alone(tmp_path: Path)
     with pytest.raises(BaseException, match="what is a object: a checkpoint holds"):  # of torch, which is no Exception
         save(what=object())
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a" / "MANIFEST.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("step", [-1, 2**53, 2**64 + 3, 1.5, True])
+def test_a_step_that_no_reader_would_take_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: object
+) -> None:
+    with pytest.raises(ValueError, match=r"step must be an integer in \[0, 2\*\*53\), got"):
+        sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
+    if step == -1:  # nor would the engine commit it
+        monkeypatch.setattr(files, "check_step", lambda step: None)
+        with pytest.raises(sw.CheckpointError, match="the manifest to be written: step, .* is missing or out of range"):
+            sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
+    assert os.listdir(tmp_path) == []

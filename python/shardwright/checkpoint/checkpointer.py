@@ -119,8 +119,8 @@ class Checkpointer:
         check_options(max_file_bytes, timeout_s)
         if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 16:
             raise ValueError(f"threads must be an integer in [1, 16], got {threads!r}")
-        if not isinstance(bandwidth_bytes_per_s, int) or bandwidth_bytes_per_s < 0:
-            raise ValueError(f"bandwidth_bytes_per_s must be an integer of at least 0, got {bandwidth_bytes_per_s!r}")
+        if not isinstance(bandwidth_bytes_per_s, int) or not 0 <= bandwidth_bytes_per_s < 2**63:
+            raise ValueError(f"bandwidth_bytes_per_s must be an integer in [0, 2**63), got {bandwidth_bytes_per_s!r}")
         if snapshot == "lazy" and not hasattr(optimizer, "register_step_pre_hook"):
             raise ValueError(
                 "snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got none"

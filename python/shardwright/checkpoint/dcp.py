@@ -44,7 +44,7 @@ from .. import _engine
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from . import tree
 from .content import Group
-from .files import MAX_FILE_BYTES
+from .files import MAX_FILE_BYTES, check_step
 from .names import plain
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
@@ -107,6 +107,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         cache_staged_state_dict: bool = False,
         type_check: bool = False,
     ) -> None:
+        check_step(step)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict, type_check)
         self.checkpoint_id: str | os.PathLike[str] = path
         self._keys = (model, optimizer)

@@ -66,6 +66,7 @@ def save(
     """
     folder = absolute_path("path", path)
     check_options(max_file_bytes, timeout_s)
+    check_step(step)
     peers = Peers(module, process_group, timeout_s)
     refusal = ""
     if peers.rank == 0:
@@ -145,6 +146,12 @@ def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
     if "\0" in found:
         raise ValueError(f"{name} must have no zero byte, got {found!r}")
     return found
+
+
+def check_step(step: int) -> None:
+    """Raises ValueError for one that no manifest can hold."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
+        raise ValueError(f"step must be an integer in [0, 2**53), got {step!r}")
 
 
 def check_options(max_file_bytes: int, timeout_s: float) -> None:

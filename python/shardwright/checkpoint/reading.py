@@ -104,7 +104,7 @@ class Reader:
             reads.append((found, tensor))
         left_over = [name for name in stored if name not in used]
         if "dcp" not in self._state:  # there torch's planner has put it, under names of its own
-            kept, ours = self._state["model_extra_state"], self._found.extras
+            kept, ours = self._state.get("model_extra_state", {}), self._found.extras
             missing += [name for name in ours if name not in kept]
             left_over += [name for name in kept if name not in ours]
         _raise_mismatch(self.folder.path, "model", missing, left_over, wrong)

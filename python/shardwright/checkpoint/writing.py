@@ -148,7 +148,7 @@ class Writer:
     def skip(self, reason: str, training: Training) -> None:
         """This rank begins no save, which the others may: it then fails for all. It takes part first in what they exchange."""
         self._number += 1
-        with contextlib.suppress(Error), whole_parameters(training.model, writable=False):
+        with contextlib.suppress(Exception), whole_parameters(training.model, writable=False):  # what is told matters
             if is_sliced(training.model, training.optimizer):
                 self._sliced_parts(training, refusal=reason)
             else:
