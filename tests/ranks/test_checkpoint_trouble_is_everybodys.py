@@ -235,3 +235,23 @@ def test_a_save_that_failed_on_one_rank_alone_costs_at_most_the_next_one(rank, w
             first = ["metric must be finite, got nan" if rank == culprit else heard, "begun"]
         assert outcomes == [*first, "begun", "begun", "begun"]
         assert checkpoints.restore() == 5
+
+
+@on_every_rank(deadline_s=60)
+def test_a_rank_that_cannot_give_away_what_it_holds_of_a_cut_leaves_nobody_waiting(rank, world_size):
+    from shardwright.checkpoint import content
+
+    def refuse(*_):
+        raise MemoryError("no memory for bytes beyond a cut")
+
+    model, optimizer = sw.wrap(*build(Small), zero=1)
+    culprit = world_size - 1
+    with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == culprit:
+                patch.setattr(content, "pack", refuse)
+            with pytest.raises(sw.CheckpointError, match="no memory for bytes beyond a cut"):
+                checkpoints.save(0)
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
