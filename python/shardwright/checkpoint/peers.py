@@ -135,6 +135,10 @@ class Peers:
                 raise CheckpointError(f"rank {rank}: {why}")
         return [each for _, each in answers]
 
+    def exchange_bytes(self, data: bytes, label: str) -> list[bytes]:
+        """Every rank's bytes, in rank order. Collective."""
+        return self._group.comm.all_gather_bytes(data, label) if self.world_size > 1 else [data]
+
     def bytes_together(self, make: Callable[[], bytes], label: str) -> list[memoryview]:
         """Every rank's make(), of bytes, in rank order. As together()."""
         data, failure = b"", None
@@ -143,7 +147,7 @@ class Peers:
         except Exception as error:
             failure = error
             data = b"\0" + (str(error) or type(error).__name__).encode("utf-8", "backslashreplace")
-        answers = self._group.comm.all_gather_bytes(data, label) if self.world_size > 1 else [data]
+        answers = self.exchange_bytes(data, label)
         if failure is not None:
             raise failure
         for rank, answer in enumerate(answers):
