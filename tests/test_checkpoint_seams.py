@@ -4,9 +4,11 @@ bare model's, and folders of the first release stay readable."""
 from __future__ import annotations
 
 import json
+import locale
 import os
 import shutil
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -159,6 +161,31 @@ def test_a_directory_behind_a_link_is_a_directory(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "real").iterdir()) == [".lock", "other", "step-000001"]
 
 
+def test_a_locale_with_a_decimal_comma_changes_no_byte_of_a_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, source = tmp_path / "comma.UTF-8", tmp_path / "source"
+    source.write_text('LC_NUMERIC\ndecimal_point ","\nthousands_sep ""\ngrouping -1\nEND LC_NUMERIC\n')
+    try:  # -c: it lacks all that no number needs, and says so
+        subprocess.run(["localedef", "-c", "-i", source, "-f", "UTF-8", name], capture_output=True)
+        monkeypatch.setenv("LOCPATH", str(tmp_path))
+        before = locale.setlocale(locale.LC_NUMERIC)
+        locale.setlocale(locale.LC_NUMERIC, "comma.UTF-8")
+    except (OSError, locale.Error) as error:
+        pytest.skip(f"no locale can be made here: {error}")
+    try:
+        assert locale.localeconv()["decimal_point"] == ","
+        with sw.Checkpointer(tmp_path / "a", nn.Linear(2, 1), keep_best=1, keep_last=1) as checkpoints:
+            for step, metric in enumerate((1.75, 1.25, 1.5)):
+                checkpoints.save(step, metric=metric)
+            checkpoints.wait()
+            assert checkpoints.restore() == 3
+        assert sorted(p.name for p in (tmp_path / "a").glob("step-*")) == ["step-000002", "step-000003"]
+    finally:
+        locale.setlocale(locale.LC_NUMERIC, before)
+    assert json.loads((tmp_path / "a" / "step-000003" / "MANIFEST.json").read_text())["metric"] == 1.5
+
+
 def test_retention_keeps_what_some_rule_names_and_always_the_newest() -> None:
     kept = [
         Kept(step, f"step-{step:06d}", metric)
@@ -240,6 +267,9 @@ def test_the_command_line_says_in_words_what_json_says(tmp_path: Path, capsys: p
         checkpoints.save(0, metric=0.5)
         checkpoints.save(1)
     first, last = tmp_path / "c" / "step-000001", tmp_path / "c" / "step-000002"
+    with sw.Checkpointer(tmp_path / "rated", model) as checkpoints:
+        for step, metric in enumerate((0.5, 0.25, 0.75, 0.125)):
+            checkpoints.save(step, metric=metric)
 
     def say(*words: object) -> tuple[int, str, str]:
         code = main(["ckpt", *map(str, words)])
@@ -260,6 +290,9 @@ def test_the_command_line_says_in_words_what_json_says(tmp_path: Path, capsys: p
     assert code == 2
     code, out, _ = say("prune", tmp_path / "c", "--keep-last", "1")
     assert code == 0 and f"would remove {first}" in out and "--yes" in out and first.exists()
+    for best, goes in (("min", (1, 2, 3)), ("max", (1, 2))):
+        code, out, _ = say("prune", tmp_path / "rated", "--keep-best", "1", "--best", best)
+        assert [n for n in (1, 2, 3, 4) if f"step-{n:06d}" in out] == list(goes), best
     assert say("prune", tmp_path / "c")[0] == 2 and say("ls", tmp_path / "nothing")[0] == 2
     with sw.Checkpointer(tmp_path / "c", model):
         code, _, error = say("prune", tmp_path / "c", "--keep-last", "1", "--yes")

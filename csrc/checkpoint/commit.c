@@ -32,6 +32,18 @@ static sw_status sync_files(const char *partial, const sw_manifest *manifest, sw
     return SW_OK;
 }
 
+/* What no reader would take must not replace what some would. */
+static sw_status check_manifest(const char *text, size_t size_bytes, sw_error *err)
+{
+    sw_manifest found = {0};
+    if (size_bytes > SW_MANIFEST_MAX_BYTES)
+        SW_FAIL(err, SW_E_INVALID, "the manifest would have %zu bytes, and may have %llu",
+                size_bytes, (unsigned long long)SW_MANIFEST_MAX_BYTES);
+    SW_TRY(sw_manifest_parse(text, size_bytes, false, "the manifest to be written", &found, err));
+    sw_manifest_fini(&found);
+    return SW_OK;
+}
+
 static sw_status write_manifest(const char *partial, const sw_manifest *manifest, sw_error *err)
 {
     char temporary[SW_PATH_BYTES], final[SW_PATH_BYTES];
@@ -40,7 +52,9 @@ static sw_status write_manifest(const char *partial, const sw_manifest *manifest
     SW_TRY(sw_path_join(temporary, partial, "MANIFEST.tmp", err));
     SW_TRY(sw_path_join(final, partial, SW_MANIFEST_NAME, err));
     SW_TRY(sw_manifest_print(manifest, false, &text, &size_bytes, err));
-    sw_status status = sw_file_write_new(temporary, text, size_bytes, true, err);
+    sw_status status = check_manifest(text, size_bytes, err);
+    if (status == SW_OK)
+        status = sw_file_write_new(temporary, text, size_bytes, true, err);
     free(text);
     SW_TRY(status);
     SW_TRY(sw_file_rename(temporary, final, err));

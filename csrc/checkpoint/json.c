@@ -2,6 +2,7 @@
 #include "checkpoint/json.h"
 
 #include <errno.h>
+#include <locale.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -188,6 +189,30 @@ static size_t count_digits(reader *r)
     return (size_t)(r->at - begin);
 }
 
+/* printf and strtod follow the process's locale, whose decimal point may be a comma: this thread
+ * does not, between the two calls. 0: no memory for that. */
+static locale_t enter_plain_locale(locale_t *made)
+{
+    *made = newlocale(LC_ALL_MASK, "C", (locale_t)0);
+    return *made ? uselocale(*made) : (locale_t)0;
+}
+
+static void leave_plain_locale(locale_t before, locale_t made)
+{
+    if (!made)
+        return;
+    uselocale(before);
+    freelocale(made);
+}
+
+static double read_decimal(const char *text)
+{
+    locale_t made, before = enter_plain_locale(&made);
+    double value = strtod(text, NULL);
+    leave_plain_locale(before, made);
+    return value;
+}
+
 static sw_status read_number(reader *r, sw_json_node *node)
 {
     char copy[NUMBER_BYTES];
@@ -219,7 +244,7 @@ static sw_status read_number(reader *r, sw_json_node *node)
     is_integer = is_integer && errno == 0;
     node->kind = is_integer ? SW_JSON_INTEGER : SW_JSON_NUMBER;
     node->integer = is_integer ? integer : 0;
-    node->number = strtod(copy, NULL);
+    node->number = is_integer ? (double)integer : read_decimal(copy);
     return SW_OK;
 }
 
@@ -398,6 +423,13 @@ void sw_text_print(sw_text *text, const char *format, ...)
         va_end(arguments);
         text->size_bytes += (size_t)length;
     }
+}
+
+void sw_text_number(sw_text *text, double value)
+{
+    locale_t made, before = enter_plain_locale(&made);
+    sw_text_print(text, "%.17g", value);
+    leave_plain_locale(before, made);
 }
 
 void sw_text_quote(sw_text *text, const char *value)

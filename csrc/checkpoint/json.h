@@ -72,6 +72,8 @@ typedef struct sw_text {
 
 void sw_text_append(sw_text *text, const char *bytes, size_t size_bytes);
 void sw_text_print(sw_text *text, const char *format, ...) SW_PRINTF(2, 3);
+/* A finite number, every bit of it, with a point whatever the process's locale says. */
+void sw_text_number(sw_text *text, double value);
 /* `value` in quotes, escaped. */
 void sw_text_quote(sw_text *text, const char *value);
 SW_MUST_USE sw_status sw_text_check(const sw_text *text, const char *label, sw_error *err);

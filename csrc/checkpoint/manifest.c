@@ -185,8 +185,11 @@ sw_status sw_manifest_print(const sw_manifest *manifest, bool is_acknowledgement
                   "{\"format\":\"" FORMAT_NAME "\",\"version\":%d,\"step\":%" PRIu64
                   ",\"world_size\":%d,\"nonce\":\"%s\",",
                   SW_MANIFEST_VERSION, manifest->step, manifest->world_size, manifest->nonce);
-    if (manifest->has_metric)
-        sw_text_print(&text, "\"metric\":%.17g,", manifest->metric);
+    if (manifest->has_metric) {
+        sw_text_append(&text, "\"metric\":", 9);
+        sw_text_number(&text, manifest->metric);
+        sw_text_append(&text, ",", 1);
+    }
     sw_text_print(&text, "\"block_bytes\":%d,\"files\":[", SW_BLOCK_BYTES);
     for (size_t i = 0; i < manifest->file_count; ++i) {
         if (is_acknowledgement) {

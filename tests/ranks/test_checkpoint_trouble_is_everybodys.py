@@ -59,6 +59,32 @@ def test_a_metric_that_is_nan_on_one_rank_fails_the_save_for_all(rank, world_siz
         assert checkpoints.restore() == 2
 
 
+@on_every_rank(deadline_s=60)
+def test_a_reason_that_is_no_text_is_told_to_all(rank, world_size):
+    class Position:
+        names: str = ""
+
+        def state_dict(self):
+            if self.names:
+                raise RuntimeError(f"no file {self.names}")
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    model, optimizer = build(Small)
+    position = Position()
+    with sw.Checkpointer(shared_folder(rank), model, optimizer, dataloader=position, timeout_s=30) as checkpoints:
+        position.names = "of latin-1 \udce9 with a \0" if rank == world_size - 1 else ""
+        with pytest.raises(sw.CheckpointError, match="no file of latin-1"):
+            checkpoints.save(0)
+            checkpoints.wait()
+        position.names = ""
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
+
+
 @on_every_rank()
 def test_sets_of_sets_and_keys_that_are_sets_come_back(rank, world_size):
     model, optimizer = build(Small)
@@ -179,6 +205,53 @@ def test_a_lazy_save_is_given_up_if_something_is_loaded_before_it_is_written(ran
         with torch.no_grad():
             model.weight.zero_()
         assert "'weight' was changed before the optimizer's step" in agreed(checkpoints.wait)
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
+
+
+@pytest.mark.parametrize("zero", [None, 2])
+@on_every_rank(deadline_s=60)
+def test_a_save_that_failed_on_one_rank_alone_costs_at_most_the_next_one(rank, world_size, zero):
+    model, optimizer = build(Small)
+    model.register_buffer("steps", torch.zeros(3))  # whose values ranks compare before they begin
+    if zero is not None:
+        model, optimizer = sw.wrap(model, optimizer, zero=zero)
+    culprit = world_size - 1
+    outcomes = []
+    with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
+        for step in range(5):
+            metric = float("nan") if step == 0 and rank == culprit else 1.0
+            try:  # no wait(): the outcome of a save is heard at the next one
+                checkpoints.save(step, metric=metric)
+                outcomes.append("begun")
+            except (sw.CheckpointError, ValueError) as error:
+                outcomes.append(str(error))
+        checkpoints.wait()
+        heard = f"rank {culprit}: metric must be finite, got nan"
+        if zero is None:  # the others did begin, and hear of it at the next one
+            first = ["metric must be finite, got nan" if rank == culprit else "begun", heard]
+        else:
+            first = ["metric must be finite, got nan" if rank == culprit else heard, "begun"]
+        assert outcomes == [*first, "begun", "begun", "begun"]
+        assert checkpoints.restore() == 5
+
+
+@on_every_rank(deadline_s=60)
+def test_a_rank_that_cannot_give_away_what_it_holds_of_a_cut_leaves_nobody_waiting(rank, world_size):
+    from shardwright.checkpoint import content
+
+    def refuse(*_):
+        raise MemoryError("no memory for bytes beyond a cut")
+
+    model, optimizer = sw.wrap(*build(Small), zero=1)
+    culprit = world_size - 1
+    with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == culprit:
+                patch.setattr(content, "pack", refuse)
+            with pytest.raises(sw.CheckpointError, match="no memory for bytes beyond a cut"):
+                checkpoints.save(0)
         checkpoints.save(1)
         checkpoints.wait()
         assert checkpoints.restore() == 2

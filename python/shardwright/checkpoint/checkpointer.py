@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError
+from .._engine import CheckpointError, Error
 from ..fully_shard import wrapper_of
-from .files import MAX_FILE_BYTES, check_options
+from .files import MAX_FILE_BYTES, absolute_path, check_options
 from .peers import Peers
 from .reading import agree_on, apply_together
 from .retention import BOARD, STEP_LIMIT, DirectoryLock, Kept, folder_name, left_overs, list_checkpoints, to_retire
@@ -119,13 +119,13 @@ class Checkpointer:
         check_options(max_file_bytes, timeout_s)
         if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 16:
             raise ValueError(f"threads must be an integer in [1, 16], got {threads!r}")
-        if not isinstance(bandwidth_bytes_per_s, int) or bandwidth_bytes_per_s < 0:
-            raise ValueError(f"bandwidth_bytes_per_s must be an integer of at least 0, got {bandwidth_bytes_per_s!r}")
+        if not isinstance(bandwidth_bytes_per_s, int) or not 0 <= bandwidth_bytes_per_s < 2**63:
+            raise ValueError(f"bandwidth_bytes_per_s must be an integer in [0, 2**63), got {bandwidth_bytes_per_s!r}")
         if snapshot == "lazy" and not hasattr(optimizer, "register_step_pre_hook"):
             raise ValueError(
                 "snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got none"
             )
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = absolute_path("directory", directory)
         self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
         self._rules = {
             "keep_last": keep_last,
@@ -165,8 +165,8 @@ class Checkpointer:
                 self._lock = DirectoryLock(self.directory)
             except CheckpointError as error:
                 refusal = str(error)
-            except OSError as error:
-                refusal = f"'{self.directory}' cannot be written to: {error.strerror}"
+            except Exception as error:
+                refusal = f"'{self.directory}' cannot be written to: {_why(error)}"
         refusal = self._peers.exchange(refusal, f"Checkpointer for {self.directory}")[0]
         if refusal:
             self._release()
@@ -211,16 +211,34 @@ class Checkpointer:
             if self._on_busy == "raise":
                 raise CheckpointError(f"step {step + 1} was not saved: the save before it is still being written")
             return False
-        try:
-            self.wait()
-        except CheckpointError:
-            self._writer.skip("the save before this one failed on this rank", self._training)
-            raise
-        if metric is not None and not math.isfinite(metric):  # it may be one rank's alone: the others do begin
+        self._settle()
+        if not _is_finite(metric):  # it may be one rank's alone: the others do begin
             self._writer.skip(f"metric must be finite, got {metric!r}", self._training)
             raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
+
+    def _settle(self) -> None:
+        """As wait(), and what some ranks hear is raised on all: one that could not begin has raised its part at that save, and
+        would begin the next one while the others do not. Collective."""
+        failure: Exception | None = None
+        try:
+            self.wait()
+        except Exception as error:
+            failure = error
+        try:
+            heard = self._peers.exchange(
+                "" if failure is None else str(failure) or type(failure).__name__, "how the save before ended"
+            )
+        except Error:  # a rank died, or came with something else
+            if failure is None:
+                raise
+            heard = []
+        if failure is not None:
+            raise failure
+        for sentence in heard:
+            if sentence:
+                raise CheckpointError(sentence)
 
     def _begin(self, step: int, metric: float | None) -> None:
         folder = os.path.join(self.directory, folder_name(step))
@@ -230,13 +248,13 @@ class Checkpointer:
             try:
                 stale = left_overs(self.directory)
                 kept = list_checkpoints(self.directory, metrics=self._rules["keep_best"] is not None)
-            except OSError as error:
-                refusal = f"'{self.directory}' cannot be read: {error.strerror}"
+                others = [k for k in kept if k.path != folder]
+                goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
+                retired = [k.path for k in goes if k.path != folder]
+            except Exception as error:
+                refusal = f"'{self.directory}' cannot be read: {_why(error)}"
                 self._writer.skip(refusal, self._training)
                 raise CheckpointError(refusal) from error
-            others = [k for k in kept if k.path != folder]
-            goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
-            retired = [k.path for k in goes if k.path != folder]
         self._writer.begin(
             folder,
             step,
@@ -280,14 +298,14 @@ class Checkpointer:
         CheckpointError
             On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model.
         """
-        self.wait()
+        self._settle()
         listed: list[str] = []
         refusal = ""
         if self._peers.rank == 0:
             try:
                 listed = [kept.path for kept in reversed(list_checkpoints(self.directory))]
-            except OSError as error:
-                refusal = f"'{self.directory}' cannot be read: {error.strerror}"
+            except Exception as error:
+                refusal = f"'{self.directory}' cannot be read: {_why(error)}"
         paths, refusal = self._peers.exchange([listed, refusal], f"checkpoints in {self.directory}")[0]
         if refusal:
             raise CheckpointError(refusal)
@@ -408,6 +426,17 @@ def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _is_finite(metric: Any) -> bool:
+    try:
+        return metric is None or math.isfinite(metric)
+    except Exception:  # no number, or one beyond floats
+        return False
 
 
 def _check_count(name: str, value: Any) -> None:

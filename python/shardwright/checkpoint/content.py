@@ -116,9 +116,15 @@ class Content:
             lambda: [(number, [(b, n) for b, n, _ in tensor.ranges()]) for number, tensor in held.items()],
             "slices of a checkpoint",
         )
-        holdings = merge_holdings(tables, sizes, names)
-        transfers = plan.assign(holdings, peers.world_size)
-        received = peers.exchange_bytes(pack(transfers, peers.rank, held), "bytes beyond slices of a checkpoint")
+        holdings: list[tuple[int, int, int, int]] = []
+        transfers: list[tuple[int, int, int, int, int]] = []
+
+        def pack_all() -> bytes:
+            holdings.extend(merge_holdings(tables, sizes, names))
+            transfers.extend(plan.assign(holdings, peers.world_size))
+            return pack(transfers, peers.rank, held)
+
+        received = peers.bytes_together(pack_all, "bytes beyond slices of a checkpoint")
         found = []
         addresses = {(n, begin): address for n, t in held.items() for begin, _, address in t.ranges()}
         for number, begin, nbytes, rank in holdings:
@@ -135,9 +141,8 @@ class Content:
 
 def model_group(found: ModelTensors, max_file_bytes: int) -> Group:
     """model*.safetensors: parameters, then buffers; a tied name stands in the metadata."""
-    return Group(
-        "model", found.all(), MODEL_METADATA | found.tied, max_file_bytes=max_file_bytes, eager=frozenset(found.buffers)
-    )
+    metadata = MODEL_METADATA | found.tied | MODEL_METADATA  # which is not to be lost to a tied name 'format'
+    return Group("model", found.all(), metadata, max_file_bytes=max_file_bytes, eager=frozenset(found.buffers))
 
 
 def optimizer_content(
@@ -154,7 +159,12 @@ def optimizer_content(
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
         encoded = tree.encode(options, f"param_groups.{number}", tensors)
+        if "$dict" in encoded:
+            raise CheckpointError(
+                f"param_groups.{number} has an option whose name is no string, or begins with '$': not savable"
+            )
         groups.append({**encoded, "params": [names[id(p)] for p in group["params"]]})
+    options_of_groups = frozenset(tensors)  # a scheduler writes them, at its own time
     state = {}
     for parameter, name in ordered_parameters(optimizer, names, found):
         values = whole.get(parameter, {})
@@ -170,7 +180,9 @@ def optimizer_content(
             f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are none of its parameters: not savable"
         )
     body = {"groups": groups, "state": state}
-    return Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes), body
+    group = Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
+    group.eager = options_of_groups
+    return group, body
 
 
 def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:

@@ -13,6 +13,7 @@ import io
 import os
 import secrets
 import shutil
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ from .. import _engine
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from . import tree
 from .content import Group
-from .files import MAX_FILE_BYTES
+from .files import MAX_FILE_BYTES, check_step
 from .names import plain
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
@@ -106,6 +107,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         cache_staged_state_dict: bool = False,
         type_check: bool = False,
     ) -> None:
+        check_step(step)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict, type_check)
         self.checkpoint_id: str | os.PathLike[str] = path
         self._keys = (model, optimizer)
@@ -128,9 +130,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
             self.checkpoint_id = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._layout is not None:  # of a save that failed on another rank
-            shutil.rmtree(self._layout.partial, ignore_errors=True)
-        self._layout = None
+        self._layout = None  # of a save that failed on another rank: its folder goes with it
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -146,6 +146,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         """The coordinator: every file, allocated, with its header; every rank is told where its boxes go."""
         self._layout = _Layout(os.path.abspath(os.fspath(self.checkpoint_id)), plans, self._keys, self._max_file_bytes)
         self._layout.create()
+        weakref.finalize(self._layout, _remove, self._layout.partial, os.getpid())
         return [dataclasses.replace(plan, storage_data=(self._layout.partial, self._layout.places)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -169,6 +170,9 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                 )
                 results.append(WriteResult(item.index, memory.nbytes, files.write(path, begin, ranges, memory)))
             files.close(sync=True)
+        except BaseException:
+            self._layout = None
+            raise
         finally:
             files.close(sync=False)
         future: Future[list[WriteResult]] = Future()
@@ -423,6 +427,12 @@ class _Layout:
             elif kind == "state":
                 state[str(place)][str(key)] = node
         return {"groups": [groups[i] for i in sorted(groups)], "state": state}
+
+
+def _remove(partial: str, pid: int) -> None:
+    """What is left of a save that came to no end: torch tells nobody of those. After a commit there is nothing of that name."""
+    if os.getpid() == pid:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Files:

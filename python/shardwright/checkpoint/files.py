@@ -64,8 +64,9 @@ def save(
     ...     sw.load(folder + "/a", model)
     {'epoch': 3}
     """
-    folder = os.path.abspath(os.fspath(path))
+    folder = absolute_path("path", path)
     check_options(max_file_bytes, timeout_s)
+    check_step(step)
     peers = Peers(module, process_group, timeout_s)
     refusal = ""
     if peers.rank == 0:
@@ -127,12 +128,30 @@ def load(
     -----
     Collective. Ranks share the verification; each then reads what it needs.
     """
-    folder = os.path.abspath(os.fspath(path))
+    folder = absolute_path("path", path)
     peers = Peers(module, process_group, timeout_s)
     reader, why = agree_on(folder, Training(module, optimizer), peers, verify=verify)
     if reader is None:
         raise CheckpointError(why)
     return apply_together(reader, peers, everything=False)
+
+
+def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
+    """`path` from the root on; ValueError on every rank for one that the engine cannot name."""
+    found = os.path.abspath(os.fsdecode(path))
+    try:
+        found.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be UTF-8, got {os.fsencode(found)!r}") from None
+    if "\0" in found:
+        raise ValueError(f"{name} must have no zero byte, got {found!r}")
+    return found
+
+
+def check_step(step: int) -> None:
+    """Raises ValueError for one that no manifest can hold."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
+        raise ValueError(f"step must be an integer in [0, 2**53), got {step!r}")
 
 
 def check_options(max_file_bytes: int, timeout_s: float) -> None:

@@ -139,6 +139,22 @@ class Peers:
         """Every rank's bytes, in rank order. Collective."""
         return self._group.comm.all_gather_bytes(data, label) if self.world_size > 1 else [data]
 
+    def bytes_together(self, make: Callable[[], bytes], label: str) -> list[memoryview]:
+        """Every rank's make(), of bytes, in rank order. As together()."""
+        data, failure = b"", None
+        try:
+            data = b"\1" + make()
+        except Exception as error:
+            failure = error
+            data = b"\0" + (str(error) or type(error).__name__).encode("utf-8", "backslashreplace")
+        answers = self.exchange_bytes(data, label)
+        if failure is not None:
+            raise failure
+        for rank, answer in enumerate(answers):
+            if not answer[0]:
+                raise CheckpointError(f"rank {rank}: {answer[1:].decode()}")
+        return [memoryview(answer)[1:] for answer in answers]
+
     @property
     def is_alive(self) -> bool:
         """Whether no other rank is known to have failed or left."""

@@ -103,6 +103,10 @@ class Reader:
                 continue
             reads.append((found, tensor))
         left_over = [name for name in stored if name not in used]
+        if "dcp" not in self._state:  # there torch's planner has put it, under names of its own
+            kept, ours = self._state.get("model_extra_state", {}), self._found.extras
+            missing += [name for name in ours if name not in kept]
+            left_over += [name for name in kept if name not in ours]
         _raise_mismatch(self.folder.path, "model", missing, left_over, wrong)
         return reads
 
@@ -118,8 +122,18 @@ class Reader:
         left_over = sorted({n for group in theirs for n in group} - {n for group in ours for n in group})
         wrong = []
         if not missing and not left_over and [sorted(g) for g in ours] != [sorted(g) for g in theirs]:
+            place = {name: number for number, group in enumerate(theirs) for name in group}
+            moved = next(
+                (
+                    f"'{n}' is in group {place[n]} there, in group {i} here"
+                    for i, g in enumerate(ours)
+                    for n in g
+                    if place[n] != i
+                ),
+                "",
+            )
             wrong.append(
-                f"parameter groups of {[len(g) for g in theirs]} parameters in the checkpoint, of {[len(g) for g in ours]} here"
+                f"parameter groups of {[len(g) for g in theirs]} parameters in the checkpoint, of {[len(g) for g in ours]} here: {moved}"
             )
         _raise_mismatch(self.folder.path, "optimizer", missing, left_over, wrong)
         stored, _ = stored_tensors(self.folder, "optimizer")
@@ -160,13 +174,20 @@ class Reader:
                 self._apply_optimizer(self._optimizer)
         tensors = self._load_all("state")
         for name, module in self._found.extras.items():
-            if name in self._state["model_extra_state"]:
+            if name in self._state["model_extra_state"]:  # all of them, or written through torch.distributed.checkpoint
                 module.set_extra_state(tree.decode(self._state["model_extra_state"][name], tensors))
         if everything:
             for name in ("scheduler", "scaler", "user_state"):
+                if getattr(self.training, name) is not None and self._state[name] is None:
+                    _logger.warning("%s holds no state of the %s: it stays as it is", self.folder.path, name)
                 load_stateful(getattr(self.training, name), tree.decode(self._state[name], tensors), name)
         if self.folder.world_size == world_size:
             self._apply_own(rank, everything)
+        elif everything and self.training.dataloader is not None:
+            _logger.warning(
+                "%s was written by %d ranks, these are %d: the dataloader and the random generators stay as they are",
+                self.folder.path, self.folder.world_size, world_size,
+            )  # fmt: skip
         if everything:
             self._apply_compressor(rank)
         return tree.decode(self._state["extra"], tensors)

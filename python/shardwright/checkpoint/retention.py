@@ -15,6 +15,8 @@ from .._engine import CheckpointError, CheckpointFolder
 _STEP = re.compile(r"step-(\d{6,15})\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}\.[0-9a-z]{1,64}\.(partial|trash)\Z")
 MANIFEST = "MANIFEST.json"
+#: damage, and something else in its place: not of a moment
+_NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
 BOARD = ".board"  # stays, as .lock does: a slower rank may still read the last verdict
 STEP_LIMIT = 10**15  # a folder's number has 15 digits at most
 
@@ -26,6 +28,8 @@ class Kept:
     step: int
     path: str
     metric: float | None = None
+    is_rated: bool = True
+    """False: its manifest could not be read, and it may be the best there is"""
 
 
 def folder_name(step: int) -> str:
@@ -39,7 +43,7 @@ def list_checkpoints(directory: str, *, metrics: bool = False) -> list[Kept]:
         match = _STEP.match(name)
         path = os.path.join(directory, name)
         if match and not os.path.islink(path) and os.path.exists(os.path.join(path, MANIFEST)):
-            found.append(Kept(int(match[1]), path, _metric(path) if metrics else None))
+            found.append(Kept(int(match[1]), path, *(_metric(path) if metrics else ())))
     return sorted(found, key=lambda kept: (kept.step, kept.path))
 
 
@@ -48,11 +52,12 @@ def left_overs(directory: str) -> list[str]:
     return sorted(os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name))
 
 
-def _metric(path: str) -> float | None:
+def _metric(path: str) -> tuple[float | None, bool]:
+    """A folder's metric, and whether that was found out: a descriptor or a disk that fails for a moment must not cost it."""
     try:  # the engine's reader: no link, no pipe, no manifest without end
-        return CheckpointFolder(path).metric
-    except (CheckpointError, OSError):
-        return None
+        return CheckpointFolder(path).metric, True
+    except (CheckpointError, OSError, MemoryError) as error:
+        return None, isinstance(error, CheckpointError) and error.errno in _NOT_A_MANIFEST
 
 
 def remove(path: str) -> None:
@@ -82,7 +87,9 @@ def to_retire(
         safe |= {k for k in kept if k.step % keep_every == 0}
     if keep_best:
         rated = [(-k.metric if largest else k.metric, k) for k in newest_first if k.metric is not None]
-        safe |= {k for _, k in sorted(rated, key=lambda pair: pair[0])[:keep_best]}
+        safe |= {k for _, k in sorted(rated, key=lambda pair: pair[0])[:keep_best]} | {
+            k for k in kept if not k.is_rated
+        }
     return [k for k in kept if k not in safe]
 
 

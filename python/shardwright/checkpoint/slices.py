@@ -243,7 +243,7 @@ def pack(transfers: Sequence[tuple[int, int, int, int, int]], rank: int, held: M
 
 
 def unpack(
-    transfers: Sequence[tuple[int, int, int, int, int]], rank: int, received: Sequence[bytes]
+    transfers: Sequence[tuple[int, int, int, int, int]], rank: int, received: Sequence[bytes | memoryview]
 ) -> list[tuple[int, int, torch.Tensor]]:
     """(source, begin, bytes) of what this rank writes and others had, from pack() of all ranks."""
     found, at = [], [0] * len(received)

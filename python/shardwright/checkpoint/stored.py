@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -40,6 +41,17 @@ class Stored:
         return made
 
 
+def complex_mark(metadata: Mapping[str, str], name: str) -> str | None:
+    """What the metadata of a file calls the tensor `name`, which is stored as its real view; None: it is real."""
+    key = f"complex.{name}"
+    return metadata[key] if key in metadata and _is_mark(key, metadata[key]) else None
+
+
+def _is_mark(key: str, value: str) -> bool:
+    """Of a tied tensor of a module called `complex` the value is a tensor's name."""
+    return key.startswith("complex.") and re.fullmatch(r"complex\d+", value) is not None
+
+
 def _complex_dtype(
     path: str, name: str, of_complex: str | None, dtype: str, shape: Sequence[int]
 ) -> torch.dtype | None:
@@ -61,10 +73,10 @@ def stored_tensors(folder: CheckpointFolder, prefix: str) -> tuple[dict[str, Sto
             continue
         metadata, entries = folder.tensors(path)
         for name, dtype, shape, begin, nbytes in entries:
-            of_complex = metadata.get(f"complex.{name}")
+            of_complex = complex_mark(metadata, name)
             complex_dtype = _complex_dtype(f"{folder.path}/{path}", name, of_complex, dtype, shape)
             if name in tensors:
                 raise CheckpointError(f"'{folder.path}' holds the tensor '{name}' twice")
             tensors[name] = Stored(path, dtype, tuple(shape), begin, nbytes, complex_dtype)
-        tied |= {n: kept for n, kept in metadata.items() if n != "format" and not n.startswith("complex.")}
+        tied |= {n: kept for n, kept in metadata.items() if n != "format" and not _is_mark(n, kept)}
     return tensors, tied

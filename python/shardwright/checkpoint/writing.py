@@ -49,6 +49,12 @@ class Training:
                 "user_state={'trainer': ...}, which any number of ranks takes back, and in dataloader=[...], which holds each "
                 "rank's own"
             )
+        if not isinstance(self.model, torch.nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, got a {type(self.model).__name__}")
+        if not (self.optimizer is None or hasattr(self.optimizer, "param_groups")):
+            raise ValueError(
+                f"optimizer must be one torch.optim.Optimizer, got a {type(self.optimizer).__name__}: pass the others in user_state={{...}}"
+            )
         user_state = self.user_state.values() if isinstance(self.user_state, dict) else (self.user_state,)
         if any(isinstance(each, DiLoCo) and each.is_sliced for each in user_state):
             raise ValueError(
@@ -62,7 +68,7 @@ _Parts = tuple[ModelTensors, dict[str, torch.Tensor], Content, Any, list[Any], d
 
 
 class Writer:
-    """This rank's part in saves. One at a time; save() is a collective call, but it waits for nobody.
+    """This rank's part in saves. One at a time; save() is a collective call.
 
     Collective when it is made: the nonce is agreed on, and the page through which failures are told. `board`: the path of
     the file that holds it where ranks are on several hosts.
@@ -114,26 +120,40 @@ class Writer:
         CheckpointError
             What is wrong on this rank. The other ranks hear of it at their next save() or wait().
         """
-        self._number += 1
         try:
             self._peers.renew_board(self._board, self._nonce_prefix)
+        except CheckpointError as error:
+            self.skip(str(error), training)
+            raise
+        self._number += 1
+        try:
             with whole_parameters(training.model, writable=False):
                 self._begin(folder, step, training, lazy, metric, stale, retired)
         except BaseException as error:
-            self._held = None
-            self._saver.fail(self._number, str(error) or type(error).__name__)
+            self._give_up(_tellable(str(error) or type(error).__name__))
             if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
                 raise
             raise CheckpointError(f"'{folder}' could not be saved: {type(error).__name__}: {error}") from error
 
+    def _give_up(self, reason: str) -> None:
+        """The save that is being begun: its threads may run already, and read memory that is held for them."""
+        if self.is_busy:
+            self._saver.cancel(reason)
+            with contextlib.suppress(CheckpointError, MemoryError):  # the error on its way is the one to hear of
+                self.wait_alone()
+        else:
+            self._saver.fail(self._number, reason)
+        self._held, self._versions = None, []
+
     def skip(self, reason: str, training: Training) -> None:
-        """This rank begins no save, which the others may: it then fails for all. Where state is spread over ranks, this one
-        takes part in what they exchange first."""
+        """This rank begins no save, which the others may: it then fails for all. It takes part first in what they exchange."""
         self._number += 1
-        if is_sliced(training.model, training.optimizer):
-            with contextlib.suppress(Error), whole_parameters(training.model, writable=False):
+        with contextlib.suppress(Exception), whole_parameters(training.model, writable=False):  # what is told matters
+            if is_sliced(training.model, training.optimizer):
                 self._sliced_parts(training, refusal=reason)
-        self._saver.fail(self._number, reason)
+            else:
+                self._look_together(training.model, refusal=reason)
+        self._saver.fail(self._number, _tellable(reason))
 
     def _begin(
         self,
@@ -153,6 +173,7 @@ class Writer:
         own = self._own_content(training, divergent)
         if self._peers.rank == 0:
             _add_rank0_content(own, training, found, step, plan, optimizer_tree)
+        self._held = shared if lazy else None
         self._saver.begin(
             folder=folder,
             nonce=self._nonce_prefix + _base36(self._number),
@@ -169,7 +190,6 @@ class Writer:
             timeout_s=self._timeout_s,
         )
         if lazy:
-            self._held = shared
             live = [(n, t) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager]
             watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
             self._versions = [(n, each, each._version) for n, each in watched]
@@ -189,10 +209,10 @@ class Writer:
         looked: list[tuple[ModelTensors, dict[str, torch.Tensor]]] = []
         made: list[tuple[Content, Any, dict[str, Any] | None]] = []
         tables: list[dict[str, str]] = []
-        failure: Exception | None = CheckpointError(refusal) if refusal else None
+        failure: Exception | None = None
         try:
-            looked.append(self._look_together(training.model))
-        except CheckpointError as error:
+            looked.append(self._look_together(training.model, refusal=refusal))
+        except Exception as error:
             failure = error
 
         def describe() -> dict[str, str]:
@@ -228,13 +248,16 @@ class Writer:
         shared.groups.append(group)
         return shared, optimizer_tree
 
-    def _look_together(self, model: torch.nn.Module) -> tuple[ModelTensors, dict[str, torch.Tensor]]:
+    def _look_together(self, model: torch.nn.Module, refusal: str = "") -> tuple[ModelTensors, dict[str, torch.Tensor]]:
         """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's.
 
-        Collective where there are buffers and ranks; a rank whose own part goes wrong takes part before it raises.
+        Collective where there are buffers and ranks; a rank whose own part goes wrong, or has gone wrong before (`refusal`), takes
+        part before it raises.
         """
         found, checksums, failure = None, None, None
         try:
+            if refusal:
+                raise CheckpointError(refusal)
             found = model_tensors(model)
             checksums = {name: _checksum(buffer) for name, buffer in found.buffers.items()}
         except Exception as error:
@@ -385,6 +408,11 @@ def _model_index(plan: Any, names: Sequence[str]) -> bytes:
 def _checksum(tensor: torch.Tensor) -> int:
     memory = plain(tensor)
     return _engine.crc32c(memory.data_ptr(), memory.numel() * memory.element_size()) if memory.numel() else 0
+
+
+def _tellable(reason: str) -> str:
+    """What the engine takes: a message may quote a name that is no UTF-8."""
+    return reason.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
 def _base36(number: int) -> str:

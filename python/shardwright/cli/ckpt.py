@@ -53,7 +53,13 @@ def add_parser(commands: Any) -> None:
     pruning.add_argument("directory")
     pruning.add_argument("--keep-last", type=_count, metavar="N", help="keep that many of the newest")
     pruning.add_argument("--keep-every", type=_count, metavar="N", help="keep those whose step is a multiple")
-    pruning.add_argument("--keep-best", type=_count, metavar="N", help="keep that many with the smallest metric")
+    pruning.add_argument("--keep-best", type=_count, metavar="N", help="keep that many of the best metric")
+    pruning.add_argument(
+        "--best",
+        choices=("min", "max"),
+        default="min",
+        help="which metric is better; default: min, as a Checkpointer's",
+    )
     pruning.add_argument("--yes", action="store_true", help="do it; without, it is only said")
 
 
@@ -309,6 +315,7 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
     import torch
 
     from ..checkpoint.names import TORCH_DTYPES
+    from ..checkpoint.stored import complex_mark
 
     target = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
     target_name = next((name for name, dtype in TORCH_DTYPES.items() if dtype == target), "")
@@ -318,7 +325,7 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
         entries: dict[str, tuple[str, list[int], Callable[[], Any]]] = {}
         for name, dtype, shape, begin, nbytes in stored:
             entry = {"file": path, "begin": begin, "nbytes": nbytes}
-            is_real = f"complex.{name}" not in metadata
+            is_real = complex_mark(metadata, name) is None
             is_float = TORCH_DTYPES[dtype].is_floating_point and not dtype.startswith("F8")
             casts = target is not None and is_float and is_real
             if casts:
@@ -353,7 +360,11 @@ def run_prune(options: argparse.Namespace) -> int:
         goes = [
             k.path
             for k in to_retire(
-                kept, keep_last=options.keep_last, keep_every=options.keep_every, keep_best=options.keep_best
+                kept,
+                keep_last=options.keep_last,
+                keep_every=options.keep_every,
+                keep_best=options.keep_best,
+                largest=options.best == "max",
             )
         ]
         left = left_overs(options.directory)

@@ -1,0 +1,200 @@
+"""Laws of what a training may hold beyond plain parameters, on one rank: it comes back, or is named before a byte is written;
+and what a save reads of it is of one moment."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from shardwright.checkpoint import files, retention, writing
+
+
+class Counting(nn.Linear):
+    """With state that is no tensor."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_state_of_every_kind_comes_back(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.bias.requires_grad_(False)
+    state = {
+        "zero-dim": torch.tensor(3.0), "none": None, "nested": {"x": torch.ones(2), "y": [1, torch.zeros(1, 2)]}, "yes": True,
+        "half": torch.ones(2, 3, dtype=torch.bfloat16), "whole": torch.arange(3), "nothing": (), "empty": torch.zeros(0),
+        "nan": float("nan"), "$key": 1, "turned": torch.arange(6.0).reshape(2, 3).t(), "wave": torch.ones(2, dtype=torch.complex64),
+    }  # fmt: skip
+    optimizer.state[model.weight], optimizer.state[model.bias] = dict(state), {"frozen": torch.ones(1)}
+    sw.save(tmp_path / "a", model, optimizer)
+    other = torch.optim.SGD(model.parameters(), lr=0.2)
+    sw.load(tmp_path / "a", model, other)
+    found = other.state[model.weight]
+    assert repr(sorted(found.items())) == repr(sorted(state.items())) and found["half"].dtype == torch.bfloat16
+    assert other.state[model.bias] == {"frozen": torch.ones(1)} and other.param_groups[0]["lr"] == 0.1
+
+
+def test_what_torch_would_not_match_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    sw.save(tmp_path / "a", model, optimizer)
+    turned = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=0.1)
+    with pytest.raises(sw.CheckpointError, match="'bias' is in group 1 there, in group 0 here"):
+        sw.load(tmp_path / "a", model, turned)
+    optimizer.param_groups[1][3] = "no string"
+    with pytest.raises(sw.CheckpointError, match=r"param_groups\.1 has an option whose name is no string"):
+        sw.save(tmp_path / "b", model, optimizer)
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(ValueError, match="optimizer must be one torch.optim.Optimizer, got a list"):
+        sw.save(tmp_path / "b", model, [turned])
+    with pytest.raises(ValueError, match="directory must be UTF-8, got b'.*xff'"):
+        sw.Checkpointer(os.fsencode(tmp_path) + b"/\xff", model)
+
+
+def test_extra_state_is_part_of_the_model(tmp_path: Path) -> None:
+    model, plain = Counting(3, 2), nn.Linear(3, 2)
+    model.count = 5
+    sw.save(tmp_path / "a", model)
+    sw.save(tmp_path / "b", plain)
+    found = Counting(3, 2)
+    sw.load(tmp_path / "a", found)
+    assert found.count == 5
+    before = model.weight.detach().clone()
+    with pytest.raises(sw.CheckpointError, match="it lacks '_extra_state'"):
+        sw.load(tmp_path / "b", model)
+    assert torch.equal(model.weight, before)
+    with pytest.raises(sw.CheckpointError, match="it has '_extra_state', which the model here lacks"):
+        sw.load(tmp_path / "a", plain)
+
+
+def test_what_a_checkpoint_does_not_hold_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sw.Checkpointer(tmp_path, model, optimizer) as checkpoints:
+        checkpoints.save(0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with sw.Checkpointer(tmp_path, model, optimizer, scheduler=scheduler) as checkpoints:
+        with caplog.at_level(logging.WARNING, "shardwright"):
+            assert checkpoints.restore() == 1
+    assert "holds no state of the scheduler" in caplog.text and "scaler" not in caplog.text
+
+
+def test_modules_and_parameters_named_as_the_metadata_is(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(2))
+    model.other = nn.Parameter(torch.randn(3))
+    model.format = model.other
+    model.complex = nn.Module()
+    model.complex.weight = model.other
+    sw.save(tmp_path / "a", model)
+    kept = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    sw.load(tmp_path / "a", model)
+    assert all(torch.equal(value, kept[name]) for name, value in model.named_parameters())
+    header = (tmp_path / "a" / "model.safetensors").read_bytes()
+    metadata = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"]
+    assert metadata == {"format": "pt", "complex.weight": "other"}
+
+
+def slow(tmp_path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> sw.Checkpointer:
+    return sw.Checkpointer(tmp_path, model, optimizer, snapshot="lazy", bandwidth_bytes_per_s=32 << 20)
+
+
+def test_a_learning_rate_that_is_a_tensor_belongs_to_the_snapshot(tmp_path: Path) -> None:
+    model = nn.Linear(1024, 2048)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with slow(tmp_path, model, optimizer) as checkpoints:
+        checkpoints.save(0)
+        scheduler.step()
+        assert checkpoints.progress["busy"] and optimizer.param_groups[0]["lr"] == 0.25
+        optimizer.step()
+        checkpoints.wait()
+        assert checkpoints.restore() == 1 and optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_save_that_fails_after_its_threads_began_ends_before_its_memory_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(1024, 2048)
+    model.weight = nn.Parameter(model.weight.detach().t().clone().t())  # read from a copy that the save holds
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    class Broken:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("a peer left")
+
+    with slow(tmp_path, model, optimizer) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(writing, "whole_parameters", lambda *_, **__: Broken())
+            with pytest.raises(sw.CheckpointError, match="could not be saved: RuntimeError: a peer left"):
+                checkpoints.save(0)
+        assert not checkpoints.progress["busy"]
+        checkpoints.save(1)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-000002"]
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_does_not_cost_the_best_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_descriptors(path: str) -> None:
+        error = sw.CheckpointError("opening failed")
+        error.errno = errno.EMFILE
+        raise error
+
+    with sw.Checkpointer(tmp_path, nn.Linear(2, 1), keep_best=1) as checkpoints:
+        for step, metric in enumerate((1.0, 3.0, 2.0)):
+            with monkeypatch.context() as patch:
+                if step == 2:
+                    patch.setattr(retention, "CheckpointFolder", out_of_descriptors)
+                checkpoints.save(step, metric=metric)
+                checkpoints.wait()
+    assert "step-000001" in os.listdir(tmp_path)
+
+
+def test_a_failed_save_through_torch_leaves_the_old_folder_alone(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    model = nn.Linear(3, 2)
+
+    def save(**more: object) -> None:
+        writer = sw.checkpoint.StorageWriter(tmp_path / "a")
+        dcp.save({"model": model.state_dict(), **more}, storage_writer=writer, no_dist=True)
+
+    save()
+    before = (tmp_path / "a" / "MANIFEST.json").read_bytes()
+    with pytest.raises(BaseException, match="what is a object: a checkpoint holds"):  # of torch, which is no Exception
+        save(what=object())
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a" / "MANIFEST.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("step", [-1, 2**53, 2**64 + 3, 1.5, True])
+def test_a_step_that_no_reader_would_take_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: object
+) -> None:
+    with pytest.raises(ValueError, match=r"step must be an integer in \[0, 2\*\*53\), got"):
+        sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
+    if step == -1:  # nor would the engine commit it
+        monkeypatch.setattr(files, "check_step", lambda step: None)
+        with pytest.raises(sw.CheckpointError, match="the manifest to be written: step, .* is missing or out of range"):
+            sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
+    assert os.listdir(tmp_path) == []
