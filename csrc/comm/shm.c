@@ -416,19 +416,13 @@ static sw_status look_for_callers(void *context, sw_error *err)
     const sw_comm *comm = &shm->fabric.comm;
     if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context))
         SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while joining the ranks of this host");
-    for (int r = comm->rank + 1; r < comm->world_size; ++r) {
-        int probe = -1;
-        sw_error unreached;
-        if (shm->link[r].socket >= 0)
-            continue;
-        if (sw_socket_connect(shm->addresses[r], &probe, &unreached) != SW_OK)
+    for (int r = comm->rank + 1; r < comm->world_size; ++r)
+        if (shm->link[r].socket < 0 && !sw_socket_listens(shm->addresses[r]))
             return sw_error_set(
                 err, SW_E_COMM, sw_comm_name(comm, r),
                 "joining the ranks of this host: rank %d died or failed before it had "
                 "joined",
                 sw_comm_name(comm, r));
-        close_fd(&probe);
-    }
     return SW_OK;
 }
 
@@ -544,7 +538,7 @@ static sw_status join(shm_comm *shm, const char *const *addresses, const uint8_t
         status = sw_error_set(err, SW_E_MEMORY, -1, "no memory to join %d ranks", comm->world_size);
     for (; opened < comm->rank && status == SW_OK; ++opened) {
         called[opened] = -1;
-        status = sw_socket_connect(addresses[opened], &called[opened], err);
+        status = sw_socket_connect(addresses[opened], &shm->patience, &called[opened], err);
         if (status == SW_OK)
             status = send_hello(shm, called[opened], secret, err);
         status = name_peer(shm, status, opened, "calling", err);
@@ -591,13 +585,8 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
 
 void sw_shm_comm_probe(const sw_comm *comm, const char *const *addresses, bool *reached)
 {
-    for (int r = 0; r < comm->world_size; ++r) {
-        int probe = -1;
-        sw_error unreached;
-        reached[r] =
-            r == comm->rank || sw_socket_connect(addresses[r], &probe, &unreached) == SW_OK;
-        close_fd(&probe);
-    }
+    for (int r = 0; r < comm->world_size; ++r)
+        reached[r] = r == comm->rank || sw_socket_listens(addresses[r]);
 }
 
 sw_status sw_shm_comm_narrow(sw_comm *comm, const int *members, int count, sw_error *err)

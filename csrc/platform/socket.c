@@ -13,7 +13,7 @@
 
 #include "platform/clock.h"
 
-enum { LOOK_MS = 100 };
+enum { LOOK_MS = 100, QUEUE_LOOK_MS = 2 };
 static const int64_t crowd_wait_ns = INT64_C(10000000000);
 
 sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *err)
@@ -61,21 +61,63 @@ sw_status sw_socket_listen(int backlog, char name[SW_SOCKET_NAME_BYTES], int *fd
     return SW_OK;
 }
 
-sw_status sw_socket_connect(const char *name, int *fd, sw_error *err)
+/* A connected socket; -1 with errno: EAGAIN where the listener's queue is full. */
+static int call_once(const char *name)
 {
     struct sockaddr_un address;
     socklen_t length = make_address(name, &address);
     int made = make_socket();
     if (made < 0)
-        return sw_error_set(err, SW_E_OS, errno, "socket failed: %s", strerror(errno));
-    if (connect(made, (struct sockaddr *)&address, length) != 0) {
-        int cause = errno;
-        close(made);
-        return sw_error_set(err, SW_E_COMM, -1, "nobody listens at %s on this host: %s", name,
-                            strerror(cause));
+        return -1;
+    int flags = fcntl(made, F_GETFL);
+    if (flags >= 0 && fcntl(made, F_SETFL, flags | O_NONBLOCK) == 0 &&
+        connect(made, (struct sockaddr *)&address, length) == 0 && fcntl(made, F_SETFL, flags) == 0)
+        return made;
+    int cause = errno;
+    close(made);
+    errno = cause;
+    return -1;
+}
+
+static bool is_deaf(int cause)
+{
+    return cause == ECONNREFUSED || cause == ENOENT;
+}
+
+bool sw_socket_listens(const char *name)
+{
+    int made = call_once(name), cause = errno;
+    if (made < 0)
+        return !is_deaf(cause);
+    close(made);
+    return true;
+}
+
+sw_status sw_socket_connect(const char *name, const sw_patience *patience, int *fd, sw_error *err)
+{
+    int64_t look_ns = sw_clock_now_ns() + LOOK_MS * INT64_C(1000000);
+    for (;;) {
+        int made = call_once(name), cause = errno;
+        if (made >= 0) {
+            *fd = made;
+            return SW_OK;
+        }
+        if (is_deaf(cause))
+            return sw_error_set(err, SW_E_COMM, -1, "nobody listens at %s on this host: %s", name,
+                                strerror(cause));
+        if (cause != EAGAIN && cause != EINTR)
+            return sw_error_set(err, SW_E_OS, cause, "calling %s on this host failed: %s", name,
+                                strerror(cause));
+        int64_t now_ns = sw_clock_now_ns();
+        if (now_ns > patience->deadline_ns)
+            SW_FAIL(err, SW_E_TIMEOUT,
+                    "no place in the queue of the host socket before the deadline");
+        if (patience->look && now_ns > look_ns) {
+            SW_TRY(patience->look(patience->context, err));
+            look_ns = now_ns + LOOK_MS * INT64_C(1000000);
+        }
+        (void)poll(NULL, 0, QUEUE_LOOK_MS);
     }
-    *fd = made;
-    return SW_OK;
 }
 
 /* Waits until `fd` can be read. */

@@ -7,6 +7,7 @@
 #ifndef SW_PLATFORM_SOCKET_H
 #define SW_PLATFORM_SOCKET_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -21,9 +22,6 @@ SW_MUST_USE sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *e
 SW_MUST_USE sw_status sw_socket_listen(int backlog, char name[SW_SOCKET_NAME_BYTES], int *fd,
                                        sw_error *err);
 
-/* SW_E_COMM when nobody listens there (another host or another network namespace). */
-SW_MUST_USE sw_status sw_socket_connect(const char *name, int *fd, sw_error *err);
-
 /* How long to wait, and what may end it earlier. */
 typedef struct sw_patience {
     int64_t deadline_ns; /* of sw_clock_now_ns() */
@@ -32,6 +30,16 @@ typedef struct sw_patience {
         sw_error *err); /* called ten times a second; not SW_OK ends the wait. NULL: none */
     void *context;      /* borrowed */
 } sw_patience;
+
+/* SW_E_COMM when nobody listens there (another host or another network namespace), SW_E_TIMEOUT
+ * when who listens has taken no call up to the deadline and its queue is full. */
+SW_MUST_USE sw_status sw_socket_connect(const char *name, const sw_patience *patience, int *fd,
+                                        sw_error *err);
+
+/* Whether somebody listens there; true also where this process cannot find out. Never waits. To the
+ * listener it is a call that hangs up, and as long as nobody takes that it fills a place of its
+ * queue. */
+bool sw_socket_listens(const char *name);
 
 /* SW_E_TIMEOUT at the deadline. */
 SW_MUST_USE sw_status sw_socket_accept(int listener, const sw_patience *patience, int *fd,

@@ -72,6 +72,22 @@ def test_a_rank_that_could_not_join_and_lives_on_is_not_waited_for(rank, world_s
     assert all("rank 1" in text or "rank 0" in text for rank, text in enumerate(texts) if rank != 1), texts
 
 
+@on_every_rank(at_least=3)
+def test_a_late_rank_is_waited_for(rank, world_size):
+    """For longer than the queue of its socket has places for those who look whether it is still there."""
+    comm = engine.HostComm(rank, world_size, host=socket.gethostname(), timeout_s=20.0)
+    secret = gather(os.urandom(16))[0]
+    addresses, hosts = gather(comm.address), gather(socket.gethostname())
+    time.sleep(1.5 if rank else 0.0)  # rank 0 looks for all others
+    time.sleep(1.0 if rank == world_size - 1 else 0.0)  # and the others for the last one
+    begin_s = time.monotonic()
+    comm.connect(addresses, secret, hosts)
+    comm.barrier()
+    seconds = time.monotonic() - begin_s
+    comm.close()
+    assert max(gather(seconds)) < 10
+
+
 class Poor:
     """A HostComm whose process may map no more memory while it joins."""
 
