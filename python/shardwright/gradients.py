@@ -41,22 +41,23 @@ def gradient_view(parameter: torch.Tensor, reducer: Reducer, index: int) -> torc
     return from_dlpack(reducer.gradient(index, shape, None if strides is None else list(strides)))
 
 
-def copy_gradient(view: torch.Tensor, gradient: torch.Tensor) -> None:
-    """view[:] = gradient, of any layout, strides or dtype, without history.
-
-    A sparse gradient is made dense, with one warning a process.
-    """
+def made_dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A strided gradient: itself, or what a sparse one holds, with one warning a process."""
     global _warned_of_sparse
+    if gradient.layout is torch.strided:
+        return gradient
+    if not _warned_of_sparse:
+        _warned_of_sparse = True
+        warnings.warn(
+            "a sparse gradient was made dense to be averaged: use sparse=False, which costs less", stacklevel=2
+        )
+    return gradient.to_dense()
+
+
+def copy_gradient(view: torch.Tensor, gradient: torch.Tensor) -> None:
+    """view[:] = gradient, of any layout, strides or dtype, without history."""
     with torch.no_grad():
-        gradient = gradient.detach()
-        if gradient.layout is not torch.strided:
-            if not _warned_of_sparse:
-                _warned_of_sparse = True
-                warnings.warn(
-                    "a sparse gradient was made dense to be averaged: use sparse=False, which costs less", stacklevel=2
-                )
-            gradient = gradient.to_dense()
-        view.copy_(gradient)
+        view.copy_(made_dense(gradient.detach()))
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 
 from . import _hooks
 from .compress import Bf16, Compressor, Fp16
+from .gradients import made_dense
 
 __all__ = ["Precision"]
 
@@ -121,7 +122,7 @@ class PrecisionPlan:
         self._slots = {each: self._slots_of(name, each, set(ignored)) for name, each in submodules.items()}
         self._active = False
         self._swapped: dict[torch.nn.Module, dict[str, Any]] = {}  # what lay in their places before
-        self._copies: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._copies: dict[tuple[int, torch.dtype, bool], torch.Tensor] = {}
         self._recomputing: list[tuple[torch.nn.Module, _Taken]] = []
         self._is_whole: Callable[[torch.Tensor], bool] | None = None
         self._handles: list[Any] = []
@@ -271,7 +272,8 @@ class PrecisionPlan:
                     continue
                 if self._is_whole is None or self._is_whole(parameter):
                     before[name] = parameter
-                    submodule._parameters[name] = self._copy(parameter, dtype)  # type: ignore[assignment]
+                    cast = _CastOfSparse.apply if getattr(submodule, "sparse", False) else torch.Tensor.to
+                    submodule._parameters[name] = self._copy(parameter, dtype, cast)  # type: ignore[assignment]
                     names.append(name)
             if names:
                 taken.append((submodule, names))
@@ -280,12 +282,12 @@ class PrecisionPlan:
 
     _take_places_below = _hooks.disable_compile(_swap)
 
-    def _copy(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _copy(self, parameter: torch.Tensor, dtype: torch.dtype, cast: Callable[..., torch.Tensor]) -> torch.Tensor:
         if not self._active:
-            return parameter.to(dtype)
-        key = (id(parameter), dtype)  # one copy of what is tied
+            return cast(parameter, dtype)
+        key = (id(parameter), dtype, cast is torch.Tensor.to)  # one copy of what is tied
         if key not in self._copies:
-            self._copies[key] = parameter.to(dtype)
+            self._copies[key] = cast(parameter, dtype)
         return self._copies[key]
 
     def _put_back(self, submodule: torch.nn.Module, names: list[str]) -> None:
@@ -337,6 +339,19 @@ class PrecisionPlan:
 #: id of a wrapped module -> its plan, which holds the module
 _plans: weakref.WeakValueDictionary[int, PrecisionPlan] = weakref.WeakValueDictionary()
 _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+
+
+class _CastOfSparse(torch.autograd.Function):
+    """Tensor.to(dtype) for modules with sparse=True: torch's own has no backward for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = parameter.dtype
+        return parameter.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return made_dense(gradient).to(ctx.dtype), None
 
 
 def remove_plan(module: torch.nn.Module) -> None:

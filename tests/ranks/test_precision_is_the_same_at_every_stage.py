@@ -403,6 +403,37 @@ def test_recurrent_layers_and_structured_outputs(rank, world_size):
     gather(None)
 
 
+class Rows(nn.Module):
+    """Sparse gradients, of rows that come up more than once."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(17, 8, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+
+
+def looks_up(model, optimizer, rank, steps):
+    losses = []
+    for step in range(steps):
+        loss = model(torch.tensor([rank, 3, 3, 16, step])).float().square().mean()
+        loss.backward()
+        assert all(not p.grad.is_sparse for p in model.module.parameters() if isinstance(p.grad, torch.Tensor))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", LOW)
+@on_every_rank()
+def test_sparse_gradients_are_made_dense(rank, world_size, name):
+    expected = run(rank, 0, name, looks_up, build=Rows)
+    for options in stages():
+        assert_same(run(rank, precision=name, training=looks_up, build=Rows, **options), expected, options)
+
+
 @on_every_rank()
 def test_reduce_dtype_is_what_travels(rank, world_size):
     for stage in ({"zero": 0}, *stages()):
