@@ -118,6 +118,9 @@ class _Runtime(sw_device.CudaRuntime):
     def holds(self, tensor: torch.Tensor) -> bool:
         return True
 
+    def stages(self, tensor: torch.Tensor) -> bool:
+        return True
+
     def ordinal(self, tensor: torch.Tensor) -> int:
         return 0
 
