@@ -9,7 +9,7 @@ from .options import Options
 from .table import ParameterTable
 
 
-def check_options(zero: int, offload: str | None, options: Options) -> None:
+def check_options(zero: int, options: Options) -> None:
     """Raises NotImplementedError for what the host alone has."""
     if zero == 3 and (
         options.share_parameters is True or options.gather is not None or options.write_guard is not None
@@ -17,8 +17,6 @@ def check_options(zero: int, offload: str | None, options: Options) -> None:
         raise NotImplementedError(
             "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
         )
-    if offload == "nvme":
-        raise NotImplementedError("offload='nvme:<folder>' is not there yet on GPUs: offload='cpu' is")
 
 
 def wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:

@@ -108,7 +108,7 @@ class Replica:
             if self.table.is_on_gpu:
                 from .device_options import check_options, wire_of
 
-                check_options(zero, settings["offload"], options)
+                check_options(zero, options)
                 self._wire = wire_of(compress, self.table)
             self._supersede(module)
             if zero:
