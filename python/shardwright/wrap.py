@@ -67,7 +67,8 @@ def wrap(
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
         What travels instead of whole gradients; a communication hook then cannot be registered. "auto" compresses only where
-        that pays: not inside one host; between hosts (at zero=0) five rounds are plain and timed, and then all ranks choose alike.
+        that pays: not inside one host, nor between GPUs; between hosts (at zero=0) five rounds are plain and timed, and then all ranks
+        choose alike.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
         In what the module computes. Parameters are then float32 (low-precision ones become so), are their own masters, and are
         cast for the time of the wrapper's forward. None: nothing is cast. See docs/design/precision.md.
