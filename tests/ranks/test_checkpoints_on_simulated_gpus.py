@@ -25,6 +25,7 @@ from torch import nn
 from shardwright.checkpoint import device_staging
 from shardwright.checkpoint.content import Content
 from shardwright.checkpoint.filling import Filler
+from shardwright.checkpoint.slices import Sliced
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -37,16 +38,18 @@ OPTIMIZERS = {
 
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Any:
-    """No address on the GPU is the host's to read or write."""
-    load, sources, slices = Filler._load, Content.sources, Content.slice_sources
+    """No address on the GPU is the host's: a save says where its sources are, and a load gets slices on the host."""
+    fill, sources, slices = Filler.fill, Content.sources, Content.slice_sources
 
     def on_gpu(address: int) -> bool:
         at = bisect.bisect(gpus._begins, address)
         return bool(at) and address < gpus._ends[at - 1]
 
-    def checked_load(self: Any, pieces: Any, **how: Any) -> None:
-        assert not any(on_gpu(piece.address) for piece in pieces)
-        load(self, pieces, **how)
+    def checked_fill(self: Any, reads: Any) -> None:
+        targets = list(reads)
+        parts = [memory for _, target in targets if isinstance(target, Sliced) for _, memory in target.parts]
+        assert not any(on_gpu(memory.data_ptr()) for memory in parts)
+        fill(self, targets)
 
     def checked(list_sources: Any) -> Any:
         def listed(*given: Any) -> Any:
@@ -57,7 +60,7 @@ def inside(gpus: SimulatedGpus) -> Any:
         return listed
 
     with mock.patch.multiple(Content, sources=checked(sources), slice_sources=checked(slices)):
-        with mock.patch.object(Filler, "_load", checked_load):
+        with mock.patch.object(Filler, "fill", checked_fill):
             yield
 
 
