@@ -203,11 +203,14 @@ def wrapped_again(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert begun == losses
     offloaded.assert_same(offloaded.whole(model, optimizer), expected, "again")
     module, optimizer = build(make)
-    model, optimizer = wrap(gpus, (module, optimizer), offload=offload_to("nvme", rank))
-    begun, file = offloaded.train(model, optimizer, rank, range(1)), optimizer.store.file
-    model, optimizer = wrap(gpus, (module, optimizer))
-    assert begun + offloaded.train(model, optimizer, rank, range(1, 4)) == losses
-    assert optimizer.store.file is file
+    with gpus.torch_on_cpu():  # a module that moves to its GPU
+        model, optimizer = sw.wrap(module, optimizer, offload=offload_to("nvme", rank))
+        begun, file = offloaded.train(model, optimizer, rank, range(1)), optimizer.store.file
+    for step in (1, 2):
+        model, optimizer = wrap(gpus, (module, optimizer))
+        begun += offloaded.train(model, optimizer, rank, range(step, step + 1))
+        assert optimizer.store.file is file and optimizer.store.route is not None
+    assert begun == losses[:3]
 
 
 @pytest.mark.parametrize("zero", some((1, 2, 3), 2))
