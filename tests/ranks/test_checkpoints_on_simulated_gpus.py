@@ -22,7 +22,6 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import manifest_entries, s
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn
 
-from shardwright.checkpoint import device_staging
 from shardwright.checkpoint.content import Content
 from shardwright.checkpoint.filling import Filler
 from shardwright.checkpoint.slices import Sliced
@@ -86,12 +85,8 @@ def build(rank: int, name: str, seed: int = 0) -> Any:
     return module, OPTIMIZERS[name](module.parameters())
 
 
-def small() -> None:
-    """A block a slot; with files of 1000 bytes a save has many blocks."""
-    device_staging.SLOT_BYTES = 1 << 20
-
-
 def checkpointer(folder: str, model: Any, optimizer: Any, **options: Any) -> Any:
+    """With small files, so that a save has many blocks; the simulation's slots hold one each."""
     return sw.Checkpointer(folder, model, optimizer, max_file_bytes=1000, **options)
 
 
@@ -110,7 +105,6 @@ def test_every_stage_saves_and_takes_back_the_bytes_of_the_cpu(
 
 
 def every_stage(gpus: SimulatedGpus, rank: int, world_size: int, name: str, snapshot: str) -> None:
-    small()
     folder = shared_folder(rank)
     with gpus.torch_on_cpu():
         model, optimizer = sw.wrap(*build(rank, name), broadcast_buffers=False)
@@ -142,7 +136,6 @@ def test_a_save_waits_for_slots_and_for_nothing_else(teams: Any, world_size: int
 
 
 def quiet(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    small()
     module, optimizer = build(rank, "sw.AdamW")
     module.turned.data = module.turned.data.contiguous()  # of others the values come by torch's own copy
     model, optimizer = OnGpu(gpus).wrap(module, optimizer)
@@ -163,7 +156,6 @@ def test_lazy_saves_copy_what_is_on_the_gpu_at_once(teams: Any, world_size: int,
 
 
 def lazy(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    small()
     folder = shared_folder(rank)
     model, optimizer = OnGpu(gpus).wrap(*build(rank, "sw.AdamW"))
     go_on(model, optimizer, rank, range(1))
@@ -187,7 +179,6 @@ def test_a_call_of_the_driver_that_fails_in_a_save_is_named_on_all(
 
 
 def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int) -> None:
-    small()
     folder = shared_folder(rank)
     model, optimizer = OnGpu(gpus).wrap(*build(rank, "sw.AdamW"))
     with checkpointer(folder, model, optimizer) as checkpoints:
