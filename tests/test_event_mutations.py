@@ -17,8 +17,9 @@ from test_csrc import BUILDERS, CSRC, ROOT, run_checked
 from test_fake_gpu import FAKE, SHARED, libraries
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
+NOUNS = ("device_reducer", "device_units", "device_offload", "device_stage")
 #: the program that must fail without a wait of a file; the first one's for those of other files
-PROGRAMS = {f"{noun}.c": FAKE / f"test_{noun}.c" for noun in ("device_reducer", "device_units", "device_offload")}
+PROGRAMS = {f"{noun}.c": FAKE / f"test_{noun}.c" for noun in NOUNS}
 CALL = r"(?:ops->(?:stream_wait|event_wait)|sw_nccl_wait|sw_device_comm_follow)\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
 OTHERS = ("device", "python")

@@ -170,6 +170,16 @@ static sw_status check_request(const sw_saver *saver, const sw_save_request *req
     if (!sw_manifest_is_nonce(request->nonce))
         SW_FAIL(err, SW_E_INVALID, "nonce must be 1 to %d of [0-9a-z], not '%.80s'",
                 SW_NONCE_BYTES - 1, request->nonce);
+    size_t slot_bytes = request->stage ? sw_device_stage_slot_bytes(request->stage) : 0;
+    if (slot_bytes % SW_BLOCK_BYTES != 0)
+        SW_FAIL(err, SW_E_INVALID,
+                "slots of a device stage must hold whole blocks of %d bytes, "
+                "not %zu bytes",
+                SW_BLOCK_BYTES, slot_bytes);
+    for (size_t i = 0; i < request->shared.source_count && !request->stage; ++i)
+        if (request->shared.sources[i].is_on_device)
+            SW_FAIL(err, SW_E_INVALID, "tensor number %zu is on a device, and no stage was given",
+                    request->shared.sources[i].source);
     return SW_OK;
 }
 
@@ -205,7 +215,7 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
 }
 
 /* A flag a source of the shared plan, from a flag a range; NULL when everything is copied at once.
- */
+ * What is on a device cannot be left for later: its threads know no stream. */
 static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_error *err)
 {
     *is_eager = NULL;
@@ -215,9 +225,22 @@ static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_
     if (!*is_eager)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the flags of %zu tensors",
                 request->shared.plan->source_count);
-    for (size_t i = 0; request->is_eager && i < request->shared.source_count; ++i)
-        (*is_eager)[request->shared.sources[i].source] |= request->is_eager[i];
+    for (size_t i = 0; i < request->shared.source_count; ++i) {
+        const sw_save_source *range = &request->shared.sources[i];
+        (*is_eager)[range->source] |=
+            range->is_on_device || (request->is_eager && request->is_eager[i]);
+    }
     return SW_OK;
+}
+
+/* What the device refuses is a failure like a thread's: the save is under way. */
+static void copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request)
+{
+    sw_error why;
+    if (!request->stage)
+        sw_save_copy(saver, claim);
+    else if (sw_save_copy_down(saver, claim, request, &why) != SW_OK)
+        record_failure(saver, &why);
 }
 
 sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_error *err)
@@ -235,7 +258,7 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
                 failed);
     saver->is_running = true;
-    sw_save_copy(saver, &claim); /* while the first blocks are written already */
+    copy_claim(saver, &claim, request); /* while the first blocks are written already */
     sw_save_claim_fini(&claim);
     free(is_eager);
     return SW_OK;

@@ -4,7 +4,8 @@
  * Idea: the job is a list of blocks that this rank owns, each live (its bytes are still the
  * caller's), staged (copied), or written. begin() copies what may change at once; protect() copies
  * all that is still live, and so must come before the caller changes anything: "copy" is begin and
- * protect in one call, "lazy" leaves protect to the next optimizer step.
+ * protect in one call, "lazy" leaves protect to the next optimizer step. What lies on a GPU is
+ * copied by begin() in either form.
  *
  * Thread rule: begin, protect, wait, fail: the owner's thread, one at a time. progress, cancel:
  * any.
@@ -18,6 +19,7 @@
 
 #include "base/status.h"
 #include "checkpoint/board.h"
+#include "checkpoint/device_stage.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/plan.h"
 
@@ -25,6 +27,7 @@ typedef struct sw_save_source { /* bytes of a plan's source that this rank holds
     size_t source;              /* its number in the plan */
     uint64_t begin, size_bytes; /* the range, in the source */
     const void *data;           /* borrowed until protect() */
+    bool is_on_device;          /* a GPU's memory: borrowed until begin() returns */
 } sw_save_source;
 
 typedef struct sw_save_part {
@@ -50,7 +53,9 @@ typedef struct sw_save_request {
     size_t stale_count;
     const char *const *retired; /* rank 0: checkpoints to remove once this one is durable */
     size_t retired_count;
-    int64_t timeout_ns; /* from begin() to the verdict */
+    int64_t timeout_ns;     /* from begin() to the verdict */
+    sw_device_stage *stage; /* borrowed until begin() returns; NULL: nothing is on a device */
+    sw_stream *user;        /* after what it was given, memory on the device is read */
 } sw_save_request;
 
 typedef struct sw_saver_options {
@@ -74,8 +79,9 @@ SW_MUST_USE sw_status sw_saver_create(sw_board *board, const sw_saver_options *o
                                       sw_saver **saver, sw_error *err);
 
 /* Takes the snapshot and starts the rest. SW_E_STATE while a save runs or its outcome was not taken
- * by wait(). An error here has been told to the other ranks. Cost: one read of the blocks owned,
- * one write of staging. */
+ * by wait(). An error here has been told to the other ranks; one of the device's makes the save
+ * fail, as a thread's does. Cost: one read of the blocks owned, one write of staging; what is on
+ * the device goes through its stage first. */
 SW_MUST_USE sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request,
                                      sw_error *err);
 

@@ -2,6 +2,7 @@
  *
  * save.c           the saver and its threads' life
  * save_snapshot.c  from live memory to bytes of blocks
+ * save_device.c    from a GPU's memory to bytes of blocks
  * save_ahead.c     copies what the next step would have to wait for
  * save_write.c     from blocks to files
  * save_agree.c     READY, acknowledgements, the verdict
@@ -37,6 +38,8 @@ typedef struct sw_save_block {
     uint32_t size_bytes, crc;
     sw_block_state state;
     uint8_t *slot; /* of the stage; NULL: none */
+    const uint8_t
+        *image; /* what is on a device of it, at its place in the block; while it is copied */
 } sw_save_block;
 
 typedef struct sw_save_ahead { /* what a lazy save copies before protect() asks for it */
@@ -87,6 +90,14 @@ SW_MUST_USE sw_status sw_save_list_blocks(sw_saver *saver, const sw_save_request
 /* That this rank holds every byte of its blocks: SW_E_STATE names one that it does not. What comes
  * after cannot fail. */
 SW_MUST_USE sw_status sw_save_check_blocks(const sw_saver *saver, sw_error *err);
+typedef struct sw_save_span { /* bytes of a block that lie side by side */
+    const uint8_t *data;
+    bool is_on_device;
+    size_t at, size_bytes; /* in the block */
+} sw_save_span;
+/* `visit` gets the spans of a block in order, the header's too. */
+void sw_save_walk(const sw_save_block *block, void (*visit)(void *context, sw_save_span span),
+                  void *context);
 /* The bytes of `block` to `destination`, and their checksum to block->crc. */
 void sw_save_fill(sw_save_block *block, uint8_t *destination);
 
@@ -106,6 +117,11 @@ void sw_save_copy(sw_saver *saver, sw_save_claim *claim);
  * False: nothing is left to help with. The mutex is let go of meanwhile. */
 bool sw_save_help_copy_locked(sw_saver *saver);
 void sw_save_claim_fini(sw_save_claim *claim);
+
+/* save_device.c: sw_save_copy of a claim whose blocks have bytes on a device. After an error those
+ * that were not copied stay marked, and have no slot. */
+SW_MUST_USE sw_status sw_save_copy_down(sw_saver *saver, sw_save_claim *claim,
+                                        const sw_save_request *request, sw_error *err);
 /* Waits until no writing thread reads the caller's memory. */
 void sw_save_await_copies(sw_saver *saver);
 

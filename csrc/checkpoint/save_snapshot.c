@@ -94,15 +94,17 @@ static sw_status check_source(const sw_save_part *part, size_t source, uint64_t 
     return SW_OK;
 }
 
-static void copy_source(const sw_save_part *part, size_t source, uint64_t begin, size_t size,
-                        uint8_t **destination, uint32_t *crc)
+static void walk_source(const sw_save_part *part, size_t source, uint64_t begin, size_t size,
+                        size_t at, void (*visit)(void *context, sw_save_span span), void *context)
 {
     for (const sw_save_source *range = find_range(part, source, begin); size > 0; ++range) {
         uint64_t left = range->begin + range->size_bytes - begin;
         size_t piece = left < size ? (size_t)left : size;
-        *crc = sw_crc32c_copy(*crc, *destination,
-                              (const uint8_t *)range->data + (begin - range->begin), piece);
-        *destination += piece;
+        visit(context, (sw_save_span){.data = (const uint8_t *)range->data + (begin - range->begin),
+                                      .is_on_device = range->is_on_device,
+                                      .at = at,
+                                      .size_bytes = piece});
+        at += piece;
         begin += piece;
         size -= piece;
     }
@@ -145,27 +147,47 @@ sw_status sw_save_check_blocks(const sw_saver *saver, sw_error *err)
     return SW_OK;
 }
 
-void sw_save_fill(sw_save_block *block, uint8_t *destination)
+void sw_save_walk(const sw_save_block *block, void (*visit)(void *context, sw_save_span span),
+                  void *context)
 {
     const sw_plan *plan = block->part->plan;
     const sw_plan_file *file = block->file;
     uint64_t at = block->offset, end = at + block->size_bytes;
-    uint32_t crc = 0;
     if (at < file->header_bytes) {
         size_t size = (size_t)((end < file->header_bytes ? end : file->header_bytes) - at);
-        crc = sw_crc32c_copy(crc, destination, file->header + at, size);
-        destination += size;
+        visit(context,
+              (sw_save_span){.data = (const uint8_t *)file->header + at, .size_bytes = size});
         at += size;
     }
     for (size_t p = find_piece(plan, file, at); at < end; ++p) {
         const sw_plan_piece *piece = &plan->pieces[p];
         uint64_t stop =
             piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
-        copy_source(block->part, piece->source, at - piece->begin, (size_t)(stop - at),
-                    &destination, &crc);
+        walk_source(block->part, piece->source, at - piece->begin, (size_t)(stop - at),
+                    (size_t)(at - block->offset), visit, context);
         at = stop;
     }
-    block->crc = crc;
+}
+
+typedef struct block_filling {
+    const uint8_t *image;
+    uint8_t *destination;
+    uint32_t crc;
+} block_filling;
+
+static void fill_span(void *context, sw_save_span span)
+{
+    block_filling *filling = context;
+    const uint8_t *from = span.is_on_device ? filling->image + span.at : span.data;
+    filling->crc =
+        sw_crc32c_copy(filling->crc, filling->destination + span.at, from, span.size_bytes);
+}
+
+void sw_save_fill(sw_save_block *block, uint8_t *destination)
+{
+    block_filling filling = {.image = block->image, .destination = destination};
+    sw_save_walk(block, fill_span, &filling);
+    block->crc = filling.crc;
 }
 
 static bool touches_eager(const sw_saver *saver, const sw_save_block *block, const bool *is_eager)

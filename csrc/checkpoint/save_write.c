@@ -48,13 +48,11 @@ static sw_status open_file(writer *w, const sw_plan_file *file, sw_error *err)
 static size_t take_run_locked(sw_saver *saver, sw_save_block **first, bool *is_live)
 {
     size_t begin = saver->next_block, count = 0;
-    while (begin < saver->block_count &&
+    while (begin < saver->block_count && saver->failure.status == SW_OK &&
            saver->blocks[begin].state == SW_BLOCK_COPYING) { /* the caller's: soon staged */
         if (!sw_save_help_copy_locked(saver))
             pthread_cond_wait(&saver->changed, &saver->mutex);
         begin = saver->next_block;
-        if (saver->failure.status != SW_OK)
-            return 0;
     }
     if (begin >= saver->block_count || saver->failure.status != SW_OK)
         return 0;

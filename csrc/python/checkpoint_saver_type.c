@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "checkpoint/save.h"
-#include "python/engine.h"
+#include "python/device_stage_object.h"
 
 typedef struct saver_object {
     PyObject_HEAD sw_board board;
@@ -136,7 +136,7 @@ static PyObject *saver_close(PyObject *op, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* A list of (source, begin, nbytes, address, eager); `is_eager` may be NULL. */
+/* A list of (source, begin, nbytes, address, eager, on_device); `is_eager` may be NULL. */
 static int read_sources(PyObject *list, sw_save_source **sources, bool **is_eager)
 {
     Py_ssize_t count = PyList_Size(list);
@@ -150,12 +150,15 @@ static int read_sources(PyObject *list, sw_save_source **sources, bool **is_eage
     for (Py_ssize_t i = 0; i < count; ++i) {
         Py_ssize_t source;
         unsigned long long begin, size_bytes, address;
-        int eager;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nKKKp", &source, &begin, &size_bytes,
-                              &address, &eager))
+        int eager, on_device;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nKKKpp", &source, &begin, &size_bytes,
+                              &address, &eager, &on_device))
             return -1;
-        (*sources)[i] =
-            (sw_save_source){(size_t)source, begin, size_bytes, (const void *)(uintptr_t)address};
+        (*sources)[i] = (sw_save_source){.source = (size_t)source,
+                                         .begin = begin,
+                                         .size_bytes = size_bytes,
+                                         .data = (const void *)(uintptr_t)address,
+                                         .is_on_device = on_device != 0};
         if (is_eager)
             (*is_eager)[i] = eager != 0;
         if (source < 0 ||
@@ -197,6 +200,23 @@ static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_
     return 0;
 }
 
+/* (DeviceStage, the stream that wrote what is on the device), or None. */
+static int read_stage(engine_state *state, PyObject *pair, sw_save_request *request)
+{
+    PyObject *stage, *stream;
+    if (pair == Py_None)
+        return 0;
+    if (!PyArg_ParseTuple(pair, "OO;device must be (DeviceStage, stream) or None", &stage, &stream))
+        return -1;
+    if (!PyObject_TypeCheck(stage, state->device_stage_type)) {
+        PyErr_SetString(PyExc_TypeError, "begin: device must be (DeviceStage, stream) or None");
+        return -1;
+    }
+    request->stage = ((device_stage_object *)stage)->stage;
+    request->user = (sw_stream *)PyLong_AsVoidPtr(stream);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static void keep_plans(saver_object *self, PyObject *shared, PyObject *own)
 {
     Py_INCREF(shared);
@@ -211,21 +231,23 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"folder", "nonce",          "number",    "step",        "metric",
                             "shared", "shared_sources", "own",       "own_sources", "lazy",
-                            "stale",  "retired",        "timeout_s", NULL};
+                            "stale",  "retired",        "timeout_s", "device",      NULL};
     saver_object *self = (saver_object *)op;
     engine_state *state = sw_py_state_of(op);
     sw_save_request request = {0};
     request_memory memory = {0};
     PyObject *metric, *shared, *shared_sources, *own, *own_sources, *stale, *retired;
+    PyObject *device;
     unsigned long long number, step;
     int lazy;
     double timeout_s;
     sw_error err = {0};
     sw_status status = SW_E_INVALID;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$ssKKOOO!OO!pO!O!d:begin", names, &request.folder, &request.nonce,
-            &number, &step, &metric, &shared, &PyList_Type, &shared_sources, &own, &PyList_Type,
-            &own_sources, &lazy, &PyList_Type, &stale, &PyList_Type, &retired, &timeout_s) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$ssKKOOO!OO!pO!O!dO:begin", names,
+                                     &request.folder, &request.nonce, &number, &step, &metric,
+                                     &shared, &PyList_Type, &shared_sources, &own, &PyList_Type,
+                                     &own_sources, &lazy, &PyList_Type, &stale, &PyList_Type,
+                                     &retired, &timeout_s, &device) ||
         !is_usable(self))
         return NULL;
     if (metric != Py_None) {
@@ -234,6 +256,7 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     if (PyErr_Occurred() || read_plan(state, shared, shared_sources, &request.shared) < 0 ||
         read_plan(state, own, own_sources, &request.own) < 0 ||
+        read_stage(state, device, &request) < 0 ||
         read_sources(shared_sources, &memory.shared, &memory.is_eager) < 0 ||
         read_sources(own_sources, &memory.own, NULL) < 0 ||
         read_strings(stale, &memory.stale) < 0 || read_strings(retired, &memory.retired) < 0)

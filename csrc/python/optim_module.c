@@ -88,9 +88,10 @@ static bool read_place(step_call *call, PyObject *module, PyObject *place)
         return false;
     }
     bool offloads = PyObject_TypeCheck(gpu, state->device_offload_type);
-    if ((!offloads && !PyObject_TypeCheck(gpu, state->device_comm_type)) || call->file) {
+    if (!offloads && (!PyObject_TypeCheck(gpu, state->device_comm_type) || call->file)) {
         PyErr_Format(PyExc_TypeError,
-                     "%s: gpu must be (DeviceComm or DeviceOffload, stream), without a StateFile",
+                     "%s: gpu must be (DeviceComm or DeviceOffload, stream), with a StateFile "
+                     "(DeviceOffload, stream)",
                      call->operation);
         return false;
     }
@@ -306,6 +307,22 @@ static sw_status sgd_batch(const void *options, const sw_optim_run *runs, size_t
     return sw_sgd_step(options, runs, count, err);
 }
 
+typedef struct gpu_batch { /* of a step whose state is in a file and whose parameters are on a GPU
+                            */
+    const step_call *call;
+    sw_offload_step_fn *step;
+    const void *options;
+} gpu_batch;
+
+/* Runs whose state was read into the file's buffers: gradients come down, parameters go up. */
+static sw_status step_through_gpu(const void *given, const sw_optim_run *runs, size_t count,
+                                  sw_error *err)
+{
+    const gpu_batch *batch = given;
+    return sw_device_offload_step(batch->call->offload->offload, batch->step, batch->options, runs,
+                                  count, batch->call->stream, err);
+}
+
 /* Without the GIL; options and runs are checked as a whole before a part of them is stepped on. */
 static sw_status run_on_host(const step_call *call, const sw_adam_options *adam,
                              const sw_sgd_options *sgd, sw_error *err)
@@ -315,6 +332,10 @@ static sw_status run_on_host(const step_call *call, const sw_adam_options *adam,
     size_t count = (size_t)call->count;
     SW_TRY(adam ? sw_adam_check(adam, call->runs, count, err)
                 : sw_sgd_check(sgd, call->runs, count, err));
+    const gpu_batch batch = {call, step, options};
+    if (call->offload && call->file)
+        return sw_offload_step(&call->file->offload, step_through_gpu, &batch, call->runs, count,
+                               err);
     if (call->offload)
         return sw_device_offload_step(call->offload->offload, step, options, call->runs, count,
                                       call->stream, err);

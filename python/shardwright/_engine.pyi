@@ -751,6 +751,16 @@ class CheckpointPlan:
         """Sources of which some byte lies in a block that the rank writes."""
 
 @final
+class DeviceStage:
+    """Slots of pinned memory between a GPU and a checkpoint. See csrc/checkpoint/device_stage.h.
+
+    `slot_bytes`: of each of three slots, a multiple of 1 MiB. The GPU is opened by the first save.
+    """
+
+    def __init__(self, ordinal: int, slot_bytes: int, libcuda: str | None = None) -> None: ...
+    def stats(self) -> dict[str, int]:
+        """batches, bytes_down and host_waits since creation; pinned_bytes held."""
+
 class CheckpointSaver:
     """One save at a time: a snapshot on the caller's thread, the rest on threads that never take the GIL."""
 
@@ -775,17 +785,19 @@ class CheckpointSaver:
         step: int,
         metric: float | None,
         shared: CheckpointPlan,
-        shared_sources: list[tuple[int, int, int, int, bool]],
+        shared_sources: list[tuple[int, int, int, int, bool, bool]],
         own: CheckpointPlan,
-        own_sources: list[tuple[int, int, int, int, bool]],
+        own_sources: list[tuple[int, int, int, int, bool, bool]],
         lazy: bool,
         stale: list[str],
         retired: list[str],
         timeout_s: float,
+        device: tuple[DeviceStage, int] | None,
     ) -> None:
-        """Takes the snapshot and starts the rest. Sources are (source, begin, nbytes, address, eager), ascending; their
-        memory is read until protect() returns (lazy) or this returns (else). `number` counts saves from 1, alike on all
-        ranks; `nonce` is equal on all and never used before."""
+        """Takes the snapshot and starts the rest. Sources are (source, begin, nbytes, address, eager, on_device), ascending; their
+        memory is read until protect() returns (lazy) or this returns (else, and what is on a device). `number` counts saves
+        from 1, alike on all ranks; `nonce` is equal on all and never used before. `device`: what the GPU's memory comes down
+        through, and the stream that wrote it."""
     def protect(self) -> None:
         """Copies what is still live: call it before the memory of a lazy save changes."""
     def wait(self, timeout_s: float) -> bool:

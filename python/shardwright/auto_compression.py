@@ -1,4 +1,4 @@
-"""compress="auto": nothing inside one host; between hosts what pays by the measure of the first rounds.
+"""compress="auto": nothing inside one host or between GPUs; between hosts what pays by the measure of the first rounds.
 
 Buckets cross while the backward goes on, plain and compressed ones alike. So what a compressor has to beat is what is left: how long
 the end of a backward waits until its gradients are averaged. The first rounds are plain, and timed; then all ranks time the codecs
@@ -29,13 +29,13 @@ def begin_auto(wrapped: DistributedDataParallel) -> None:
     """What wrap(compress="auto") does. What comes of it is said in one line on rank 0."""
     replica = wrapped._engine()
     group = replica.group
-    if group.host_count == 1:
+    if replica.link is not None:
+        _say(group.rank, "none, because between GPUs nothing is measured: see docs/design/gpu.md")
+    elif group.host_count == 1:
         _say(
             group.rank,
             f"none, because all {group.world_size} ranks share one host, whose memory is faster than any codec",
         )
-    elif replica.link is not None:
-        _say(group.rank, "none, because between GPUs it is not measured")
     elif replica.zero:
         _say(group.rank, f"none, because it is measured at zero=0 alone, and this is zero={replica.zero}")
     elif wrapped._options.reduce != "mean":

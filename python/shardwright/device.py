@@ -44,6 +44,10 @@ class CudaRuntime:
         """Whether the tensor is on a GPU."""
         return tensor.device.type == "cuda"
 
+    def stages(self, tensor: torch.Tensor) -> bool:
+        """Whether the CUDA driver can copy from it: torch calls other vendors' GPUs cuda, too."""
+        return self.holds(tensor) and torch.version.cuda is not None
+
     def ordinal(self, tensor: torch.Tensor) -> int:
         """The GPU's number, as the driver counts in this process."""
         index = tensor.device.index

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -18,6 +18,9 @@ from torch.utils.dlpack import from_dlpack
 from ._engine import StateFile
 from .gradients import dense_strides
 from .process_group import HostGroup
+
+if TYPE_CHECKING:
+    from .device_offload import DeviceRoute
 
 __all__ = ["StateStore", "make_store", "offload_folder", "offload_kind"]
 
@@ -79,6 +82,7 @@ class StateStore:
 
     def __init__(self, folder: str, label: str, nbytes: int = 0) -> None:
         self.folder = folder
+        self.route: DeviceRoute | None = None  # where parameters are on a GPU
         self.file = StateFile(folder, f"{label}-{os.getpid()}-{next(_serials)}.state", BUFFER_BYTES)
         self._next = self._end = 0
         self._free: dict[int, list[int]] = {}
@@ -132,13 +136,14 @@ class StateStore:
                 if value.data_ptr() not in self._used:
                     state[key] = self.empty(value, value.dtype).copy_(value)
 
-    def place(self) -> None:
-        """No GPU."""
+    def place(self) -> Any:
+        """What a step of parameters on a GPU goes through, and its stream; else None."""
+        return None if self.route is None else self.route.place()
 
     @property
     def planned_nbytes(self) -> int:
-        """Of memory: the buffers."""
-        return self.file.buffer_nbytes
+        """Of the memory where parameters are: the buffers, if that is the host's."""
+        return self.file.buffer_nbytes if self.route is None else 0
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +154,8 @@ class StateStore:
         """For describe()."""
         file = self.file
         path = "past the page cache" if file.direct else "through the page cache: the file system refuses O_DIRECT"
-        return {"offload": f"nvme:{self.folder}", "offload_io": path}
+        route = {} if self.route is None else self.route.describe()
+        return {"offload": f"nvme:{self.folder}", "offload_io": path, **route}
 
 
 def make_store(group: HostGroup, folder: str, label: str, nbytes: int) -> StateStore:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from . import _hooks
 from ._engine import Error, Reducer, norm_sum
 from .comm_hook import HookRunner, SlicedHookRunner, Wanted
-from .compress import Bf16, Compressor, Fp16
+from .compress import Compressor
 from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
@@ -106,8 +106,10 @@ class Replica:
         try:
             self.table = ParameterTable.of(module, ignored)
             if self.table.is_on_gpu:
-                _check_gpu(zero, settings["offload"], options)
-                self._wire = _wire_of(compress, self.table)
+                from .device_options import check_options, wire_of
+
+                check_options(zero, options)
+                self._wire = wire_of(compress, self.table)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
@@ -286,8 +288,9 @@ class Replica:
         if self.link is None:
             return levels_of(self.group), None
         from .device_exchange import DeviceExchange
+        from .device_options import wire_of
 
-        if _wire_of(compress, self.table) is not None:
+        if wire_of(compress, self.table) is not None:
             raise NotImplementedError(
                 f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
             )
@@ -700,31 +703,6 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _check_gpu(zero: int, offload: str | None, options: Options) -> None:
-    if zero == 3 and (
-        options.share_parameters is True or options.gather is not None or options.write_guard is not None
-    ):
-        raise NotImplementedError(
-            "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
-        )
-    if offload == "nvme":
-        raise NotImplementedError("offload='nvme:<folder>' is not there yet on GPUs: offload='cpu' is")
-
-
-def _wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:
-    """In what gradients travel between GPUs; None: as they are."""
-    if compress is None:
-        return None
-    if not isinstance(compress, (Fp16, Bf16)):  # a hook's: see device_exchange.py
-        return None
-    for name, parameter in zip(table.names, table.parameters):
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise NotImplementedError(
-                f"compress={compress!r} on GPUs: parameter {name!r} must be float32, float16 or bfloat16, not {parameter.dtype}"
-            )
-    return "float16" if isinstance(compress, Fp16) else "bfloat16"
 
 
 def _cap_bytes(asked: int, zero: int, over_hosts: bool) -> int:

@@ -67,15 +67,16 @@ def wrap(
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
         What travels instead of whole gradients; a communication hook then cannot be registered. "auto" compresses only where
-        that pays: not inside one host; between hosts (at zero=0) five rounds are plain and timed, and then all ranks choose alike.
+        that pays: not inside one host, nor between GPUs; between hosts (at zero=0) five rounds are plain and timed, and then all ranks
+        choose alike.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
         In what the module computes. Parameters are then float32 (low-precision ones become so), are their own masters, and are
         cast for the time of the wrapper's forward. None: nothing is cast. See docs/design/precision.md.
     offload : {"cpu", "nvme:<folder>"}, optional
         Where the optimizer's state lies, masters among it. "nvme:<folder>": in a file a rank in that folder, without a name, which a step
-        moves through three buffers of 16 MiB. "cpu", of parameters on a GPU: in the host's memory, where a step runs, batch by batch, with
-        gradients coming down and new parameters going up beside it; no effect on the CPU. Either of sw.optim's optimizers, with the bits of
-        no offload. See docs/design/zero.md and gpu.md.
+        moves through three buffers of 16 MiB. "cpu", of parameters on a GPU: in the host's memory; no effect on the CPU. Of parameters on a
+        GPU a step runs on the host then, batch by batch, with gradients coming down and new parameters going up beside it. Either of
+        sw.optim's optimizers, with the bits of no offload. See docs/design/zero.md and gpu.md.
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, of optimizers that are known to treat each
         element by itself; "flat": of any, the caller vouches for it; "tensor": whole tensors, balanced over ranks.
@@ -223,24 +224,29 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
     """The state of `inner`, which steps for `optimizer`, is put where offload= says. Collective then."""
     folder, replica = offload_folder(wrapped._offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
-    if isinstance(earlier, StateStore):  # of an earlier wrapping: the state is there
-        replica.stores.add(earlier)
-        return
-    on_gpu = replica.link is not None and (wrapped._offload == "cpu" or earlier is not None)
-    if folder is None and not on_gpu:
+    in_file = isinstance(earlier, StateStore)  # of an earlier wrapping: the state is there
+    on_gpu = replica.link is not None and (wrapped._offload is not None or earlier is not None)
+    if folder is None and not on_gpu and not in_file:
         if earlier is not None:  # the module has left its GPU, and the state is where it is
             inner.keep_in(None)
         return
     store: StateStore | HostStateStore
     try:
-        if replica.link is not None:  # an earlier one's may be gone
-            from .device_offload import make_host_store
+        route = None
+        if replica.link is not None:  # an earlier one's link may be gone
+            from .device_offload import HostStateStore, make_route
 
-            store = make_host_store(replica.group, replica.link, replica.label, _state_bytes(replica, optimizer, inner))
-        else:
-            assert folder is not None
+            route = make_route(replica.group, replica.link, replica.label)
+        if in_file:
+            store = earlier
+        elif folder is not None:
             nbytes = _state_bytes(replica, optimizer, inner, rounded_bytes)
             store = make_store(replica.group, folder, replica.label, nbytes)
+        else:
+            assert route is not None
+            store = HostStateStore(route, _state_bytes(replica, optimizer, inner))
+        if isinstance(store, StateStore):
+            store.route = route
     except (OSError, MemoryError, ValueError, Error):
         replica.retire(together=True)  # the module is as it was
         raise

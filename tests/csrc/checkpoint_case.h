@@ -87,10 +87,10 @@ static inline void case_fill(case_data *data, int step, int rank)
         uint64_t size = case_size(i);
         data->bytes[i] = malloc(size + 1);
         memcpy(data->bytes[i], case_bytes(step, i), size);
-        data->sources[i] = (sw_save_source){i, 0, size, data->bytes[i]};
+        data->sources[i] = (sw_save_source){i, 0, size, data->bytes[i], false};
     }
     snprintf(data->text, sizeof data->text, "{\"step\":%d,\"rank\":%d}\n", step, rank);
-    data->own = (sw_save_source){0, 0, strlen(data->text), data->text};
+    data->own = (sw_save_source){0, 0, strlen(data->text), data->text, false};
 }
 
 static inline void case_free(case_data *data)

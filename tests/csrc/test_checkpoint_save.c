@@ -168,7 +168,7 @@ static void split_ranges_make_the_same_block(void)
         uint64_t size = cuts[i + 1] - cuts[i];
         copies[i] = malloc(size);
         memcpy(copies[i], data.bytes[1] + cuts[i], size);
-        ranges[1 + i] = (sw_save_source){1, cuts[i], size, copies[i]};
+        ranges[1 + i] = (sw_save_source){1, cuts[i], size, copies[i], false};
     }
     ranges[5] = data.sources[2];
     ranges[6] = data.sources[3];

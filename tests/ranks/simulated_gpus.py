@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 import shardwright as sw
 from shardwright import _engine, process_group
 from shardwright import device as sw_device
+from shardwright.checkpoint import device_staging
 
 POLICIES = ("eager", "on demand", "random", "late")
 READ, WRITE = 1, 2
@@ -116,6 +117,9 @@ class _Runtime(sw_device.CudaRuntime):
         self._gpus = gpus
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def stages(self, tensor: torch.Tensor) -> bool:
         return True
 
     def ordinal(self, tensor: torch.Tensor) -> int:
@@ -215,6 +219,7 @@ class SimulatedGpus:
         self.stream = self._cuda.sim_torch_stream()
         self._before = sw_device.runtime
         sw_device.runtime = _Runtime(self)
+        device_staging.SLOT_BYTES = 1 << 20  # a block: launches look at all memory
         self._left = threading.Event()
         self._clock = threading.Thread(target=self._pass_time, name="gpu-time", daemon=True)
         self._clock.start()

@@ -4,6 +4,7 @@ GPUs: the naive compressor's bits, of a standing average too; and over meshes of
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_compressed_gradients_at_every_stage as at_every_stage
@@ -14,6 +15,8 @@ from models import Mlp
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright import auto_compression
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -142,3 +145,16 @@ def rows(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
             expected = Trained(gpus, rank, compress, steps)
         found = Trained(gpus, rank, compress, steps, zero=zero, device_mesh=mesh((2, 2)))
         found.assert_equals(expected, f"{compress} zero={zero}", same_bytes=False)
+
+
+def test_auto_is_none_and_says_so(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, auto)
+
+
+def auto(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    lines: list[str] = []
+    with mock.patch.object(auto_compression._logger, "info", lambda text, *given: lines.append(text % given)):
+        model = sw.wrap(gpus.adopt_module(Mlp()), compress="auto")
+    said = "compress='auto': none, because between GPUs nothing is measured: see docs/design/gpu.md"
+    assert lines == [said] * (rank == 0)
+    assert "compress" not in sw.stats()["models"][-1] and model.compression_state is None

@@ -1,5 +1,5 @@
-"""Law of offload="cpu" on a GPU: losses, parameters, states and checkpoints have the bits of the CPU at every stage, whatever the schedule;
-state lies on the host; a step waits for each batch of gradients once and for nothing else; what goes wrong is an error with a name."""
+"""Law of offload="cpu" and offload="nvme:<folder>" on a GPU: losses, parameters, states and checkpoints have the bits of the CPU at every stage, whatever the schedule;
+state lies where it was said; a step waits for each batch of gradients once and for nothing else; what goes wrong is an error with a name."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from test_stages_on_simulated_gpus import LONG, OnGpu, some
 from torch import nn
 
 from shardwright import device_offload
+from shardwright import offload as state_offload
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -27,8 +28,13 @@ OPTIMIZERS = offloaded.OPTIMIZERS
 
 
 def small() -> None:
-    """Several batches in a step of a small model."""
+    """Several batches in a step of a small model, in memory and in a file."""
     device_offload.SLOT_BYTES = 1 << 10
+    state_offload.BUFFER_BYTES = 64 << 10
+
+
+def offload_to(kind: str, rank: int) -> str:
+    return kind if kind == "cpu" else f"nvme:{offloaded.folder_of(rank)}"
 
 
 class Small(offloaded.Mixed):
@@ -50,38 +56,40 @@ def wrap(gpus: SimulatedGpus, made: Any, **options: Any) -> Any:
     return OnGpu(gpus).wrap(module, optimizer, **options)
 
 
-@pytest.mark.parametrize(("name", "policy"), some(itertools.product(OPTIMIZERS, POLICIES), 5))
+@pytest.mark.parametrize(("name", "policy", "kind"), some(itertools.product(OPTIMIZERS, POLICIES, ("cpu", "nvme")), 7))
 def test_every_stage_has_the_bits_of_the_cpu(
-    teams: Any, world_size: int, paths: dict[str, str], name: str, policy: str
+    teams: Any, world_size: int, paths: dict[str, str], name: str, policy: str, kind: str
 ) -> None:
-    run(teams, world_size, paths, every_stage, name, policy=policy)
+    run(teams, world_size, paths, every_stage, name, kind, policy=policy)
 
 
-def every_stage(gpus: SimulatedGpus, rank: int, world_size: int, name: str) -> None:
+def every_stage(gpus: SimulatedGpus, rank: int, world_size: int, name: str, kind: str) -> None:
     small()
     with gpus.torch_on_cpu():
         model, optimizer = sw.wrap(*build(OPTIMIZERS[name]), clip_grad_norm=1.0)
         losses, expected = offloaded.train(model, optimizer, rank), offloaded.whole(model, optimizer)
     for zero in ALL:
         for cap in (0.001, 25):
-            given = {"zero": zero, "clip_grad_norm": 1.0, "offload": "cpu", "bucket_cap_mb": cap}
+            given = {"zero": zero, "clip_grad_norm": 1.0, "offload": offload_to(kind, rank), "bucket_cap_mb": cap}
             model, optimizer = wrap(gpus, build(OPTIMIZERS[name]), **given)
             assert offloaded.train(model, optimizer, rank) == losses, given
             offloaded.assert_same(offloaded.whole(model, optimizer), expected, given)
 
 
-@pytest.mark.parametrize(("zero", "policy"), some(itertools.product(ALL, POLICIES), 5))
+@pytest.mark.parametrize(("zero", "policy", "kind"), some(itertools.product(ALL, POLICIES, ("cpu", "nvme")), 7))
 def test_a_step_waits_for_gradients_and_for_nothing_else(
-    teams: Any, world_size: int, paths: dict[str, str], zero: int, policy: str
+    teams: Any, world_size: int, paths: dict[str, str], zero: int, policy: str, kind: str
 ) -> None:
-    run(teams, world_size, paths, quiet_steps, zero, policy=policy)
+    run(teams, world_size, paths, quiet_steps, zero, kind, policy=policy)
 
 
-def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, kind: str) -> None:
     small()
     gc.collect()
-    model, optimizer = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=zero, offload="cpu", bucket_cap_mb=0.01)
-    store = getattr(optimizer, "_inner", optimizer).store
+    model, optimizer = wrap(
+        gpus, build(OPTIMIZERS["AdamW"]), zero=zero, offload=offload_to(kind, rank), bucket_cap_mb=0.01
+    )
+    store = getattr(optimizer, "_inner", optimizer).store.route
     before, moved = stats(model), store.stats()
     for step in range(4):
         model(batch(rank, 6, 7, step=step)).square().mean().backward()
@@ -128,20 +136,31 @@ def described(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     for made in (store.zeros, store.empty):
         tensor = made(torch.empty(3, 5, device="meta").t(), torch.float32)
         assert tensor.device.type == "cpu" and tensor.stride() == (1, 5)
+    folder = offloaded.folder_of(rank)
+    in_file, optimizer = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=2, offload=f"nvme:{folder}")
+    found = sw.describe()["models"][-1]
+    assert found["offload"] == f"nvme:{folder}" and found["offload_threads"] >= 1
+    assert found["offload_pinned_bytes"] == 3 * device_offload.SLOT_BYTES
+    assert found["planned_bytes"] + beside["optimizer_state_bytes"] == beside["planned_bytes"]
+    offloaded.train(in_file, optimizer, rank, range(1))
+    assert found["offload_bytes"] == optimizer._inner.store.nbytes
+    used = optimizer._inner.store._used
+    held = [t for each in optimizer._inner.state.values() for key, t in each.items() if key != "step" and t.numel()]
+    assert held and all(t.data_ptr() in used for t in held)
 
 
-@pytest.mark.parametrize("zero", some(ALL, 3))
-def test_states_go_in_and_out(teams: Any, world_size: int, paths: dict[str, str], zero: int) -> None:
-    run(teams, world_size, paths, in_and_out, zero)
+@pytest.mark.parametrize(("zero", "kind"), some(itertools.product(ALL, ("cpu", "nvme")), 5))
+def test_states_go_in_and_out(teams: Any, world_size: int, paths: dict[str, str], zero: int, kind: str) -> None:
+    run(teams, world_size, paths, in_and_out, zero, kind)
 
 
-def in_and_out(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+def in_and_out(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, kind: str) -> None:
     small()
     make = OPTIMIZERS["Adam amsgrad"]
     with gpus.torch_on_cpu():
         model, optimizer = sw.wrap(*build(make))
         losses, expected = offloaded.train(model, optimizer, rank), offloaded.whole(model, optimizer)
-    model, optimizer = wrap(gpus, build(make), zero=zero, offload="cpu")
+    model, optimizer = wrap(gpus, build(make), zero=zero, offload=offload_to(kind, rank))
     begun = offloaded.train(model, optimizer, rank, range(2))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     weights, state = sw.full_state_dict(model), offloaded.whole(model, optimizer)[1]
@@ -149,7 +168,7 @@ def in_and_out(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> No
     sw.save(folder, model, optimizer)
     assert begun + offloaded.train(model, optimizer, rank, range(2, 4)) == losses
     offloaded.assert_same(offloaded.whole(model, optimizer), expected, zero)
-    for other, offload in ((0, None), (1, "cpu"), (3, "cpu")):
+    for other, offload in ((0, None), (1, "cpu"), (3, offload_to("nvme", rank))):
         for from_file in (False, True):
             module, optimizer = build(make, seed=3)
             if not from_file:
@@ -183,6 +202,15 @@ def wrapped_again(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     begun += offloaded.train(model, optimizer, rank, range(3, 4))
     assert begun == losses
     offloaded.assert_same(offloaded.whole(model, optimizer), expected, "again")
+    module, optimizer = build(make)
+    with gpus.torch_on_cpu():  # a module that moves to its GPU
+        model, optimizer = sw.wrap(module, optimizer, offload=offload_to("nvme", rank))
+        begun, file = offloaded.train(model, optimizer, rank, range(1)), optimizer.store.file
+    for step in (1, 2):
+        model, optimizer = wrap(gpus, (module, optimizer))
+        begun += offloaded.train(model, optimizer, rank, range(step, step + 1))
+        assert optimizer.store.file is file and optimizer.store.route is not None
+    assert begun == losses[:3]
 
 
 @pytest.mark.parametrize("zero", some((1, 2, 3), 2))
@@ -211,22 +239,27 @@ def scaled(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
     offloaded.assert_same(found, expected, zero)
 
 
-@pytest.mark.parametrize("nth", [1, 3, 9] if LONG else [3])
+@pytest.mark.parametrize(
+    ("nth", "kind"), [*itertools.product([1, 3, 9] if LONG else [3], ("cpu", "nvme")), (40, "nvme")]
+)
 def test_a_call_of_the_driver_that_fails_in_a_step_is_named(
-    teams: Any, world_size: int, paths: dict[str, str], nth: int
+    teams: Any, world_size: int, paths: dict[str, str], nth: int, kind: str
 ) -> None:
-    run(teams, 1, paths, failing_call, nth)
+    run(teams, 1, paths, failing_call, nth, kind)
 
 
-def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int) -> None:
+def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int, kind: str) -> None:
     small()
-    model, optimizer = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=1, offload="cpu")
+    model, optimizer = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=1, offload=offload_to(kind, rank))
     offloaded.train(model, optimizer, rank, range(1))
     model(batch(rank, 6, 7)).square().mean().backward()
     gpus.fail_call(nth, 999)
     with pytest.raises(sw.Error, match=r"CUDA_ERROR_UNKNOWN|\(999\)"):
         optimizer.step()
     gpus.fail_call(0, 0)
+    if nth == 40:  # a part of the state was stepped on by then
+        with pytest.raises(sw.Error, match="a step was broken off, and state is neither old nor new"):
+            optimizer.step()
 
 
 @at_least_two
@@ -261,5 +294,8 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"of a module on a GPU needs an optimizer of sw.optim .* got none"):
         sw.wrap(module, offload="cpu")
     ours = sw.optim.AdamW(module.parameters(), lr=0.1)
-    with pytest.raises(NotImplementedError, match="offload='nvme:<folder>' is not there yet on GPUs: offload='cpu' is"):
-        sw.wrap(module, ours, zero=1, offload="nvme:/tmp")
+    absent = f"{offloaded.folder_of(0)}/absent"
+    with pytest.raises(ValueError, match="needs an optimizer of sw.optim .* got torch.optim.adamw"):
+        sw.wrap(module, plain, zero=1, offload=f"nvme:{absent}")
+    with pytest.raises(FileNotFoundError, match=f"offload to '{absent}' on rank 0"):
+        sw.wrap(module, ours, zero=1, offload=f"nvme:{absent}")

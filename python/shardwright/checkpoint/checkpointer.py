@@ -50,6 +50,7 @@ class Checkpointer:
         "copy": save() copies this rank's share of the state. "lazy": save() copies next to nothing; what is not written
         yet when the optimizer steps is copied then. Parameters and optimizer state must change in optimizer.step() and in
         full_parameters(writable=True) only; what else writes to them makes the save fail if it runs still, and else is warned of.
+        What is on a GPU is copied before save() returns in either form.
     on_busy : {"wait", "skip", "raise"}
         What save() does while the one before is being written. All ranks do alike.
     process_group : ProcessGroup, optional
@@ -279,7 +280,7 @@ class Checkpointer:
     @property
     def progress(self) -> dict[str, int]:
         """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, ahead_bytes (of a lazy
-        save, copied before the optimizer's step asked for it), busy. No communication."""
+        save, copied before the optimizer's step asked for it), device_bytes (came down from a GPU, in all saves), busy. No communication."""
         self._check_open()
         return self._writer.progress()
 

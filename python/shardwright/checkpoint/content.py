@@ -10,17 +10,20 @@ import collections
 import dataclasses
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .._engine import CheckpointError, CheckpointPlan
 from . import tree
-from .names import ModelTensors, check_savable, dtype_name, plain, stored_shape
+from .device_staging import DeviceStaging
+from .names import ModelTensors, check_savable, dtype_name, stored_shape
 from .peers import Peers
 from .slices import Sliced, check_placements, is_dtensor, merge_holdings, pack, slice_of_dtensor, unpack
 
+#: (source, begin, nbytes, address, eager, on_device)
+Source = tuple[int, int, int, int, bool, bool]
 MODEL_METADATA = {"format": "pt"}
 
 
@@ -56,11 +59,14 @@ class Content:
 
     Attributes
     ----------
+    staging : DeviceStaging
+        What is on a GPU is a source there as far as this takes it.
     held : list
         What the sources' addresses point into: keep it until the snapshot is taken.
     """
 
     groups: list[Group]
+    staging: DeviceStaging
     texts: dict[str, bytes] = dataclasses.field(default_factory=dict)
     held: list[Any] = dataclasses.field(default_factory=list)
 
@@ -69,8 +75,8 @@ class Content:
             [group.plan_entry() for group in self.groups], [(path, len(text)) for path, text in self.texts.items()]
         )
 
-    def sources(self, needed: Sequence[int] | None = None) -> list[tuple[int, int, int, int, bool]]:
-        """(source, begin, nbytes, address, eager) of all sources, or of those whose numbers are in `needed`."""
+    def sources(self, needed: Sequence[int] | None = None) -> list[Source]:
+        """Of all tensors and texts, or of those whose numbers are in `needed`."""
         wanted = None if needed is None else set(needed)
         found = []
         number = -1
@@ -80,16 +86,16 @@ class Content:
                 if isinstance(tensor, Sliced):
                     continue  # slice_sources() has them
                 if tensor.numel() and (wanted is None or number in wanted):
-                    bytes_of = plain(tensor)
+                    bytes_of, on_device = self.staging.memory_of(tensor)
                     self.held.append(bytes_of)
                     size = bytes_of.numel() * bytes_of.element_size()
-                    found.append((number, 0, size, bytes_of.data_ptr(), name in group.eager))
+                    found.append((number, 0, size, bytes_of.data_ptr(), name in group.eager, on_device))
         for text in self.texts.values():
             number += 1
             if text:
                 memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
                 self.held.append(memory)
-                found.append((number, 0, len(text), memory.data_ptr(), True))
+                found.append((number, 0, len(text), memory.data_ptr(), True, False))
         return found
 
     def slice_tensors(self) -> None:
@@ -98,14 +104,14 @@ class Content:
             for name, tensor in group.tensors.items():
                 if is_dtensor(tensor):
                     check_placements(name, tensor)
-                    group.tensors[name] = slice_of_dtensor(tensor)
+                    group.tensors[name] = slice_of_dtensor(tensor, stays=self.staging.takes)
 
     def sliced(self) -> dict[int, tuple[str, Sliced, bool]]:
         """Number of a source -> (name, what this rank holds of it, eager), of those that are spread over ranks."""
         named = [(n, t, n in group.eager) for group in self.groups for n, t in group.tensors.items()]
         return {i: (n, t, eager) for i, (n, t, eager) in enumerate(named) if isinstance(t, Sliced)}
 
-    def slice_sources(self, plan: CheckpointPlan, peers: Peers) -> list[tuple[int, int, int, int, bool]]:
+    def slice_sources(self, plan: CheckpointPlan, peers: Peers) -> list[Source]:
         """Gives the plan's blocks to those who hold them, and exchanges what they lack: sources of what is spread over
         ranks, as sources() has those of the rest. Collective."""
         sliced = self.sliced()
@@ -126,14 +132,25 @@ class Content:
 
         received = peers.bytes_together(pack_all, "bytes beyond slices of a checkpoint")
         found = []
-        addresses = {(n, begin): address for n, t in held.items() for begin, _, address in t.ranges()}
+        places = {(n, begin): place for n, t in held.items() for begin, place in self._places(t)}
         for number, begin, nbytes, rank in holdings:
             if rank == peers.rank:
-                found.append((number, begin, nbytes, addresses[number, begin], sliced[number][2]))
+                address, on_device = places[number, begin]
+                found.append((number, begin, nbytes, address, sliced[number][2], on_device))
         for number, begin, memory in unpack(transfers, peers.rank, received):
             self.held.append(memory)
-            found.append((number, begin, memory.numel(), memory.data_ptr(), sliced[number][2]))
+            found.append((number, begin, memory.numel(), memory.data_ptr(), sliced[number][2], False))
         return sorted(found)
+
+    def _places(self, tensor: Sliced) -> Iterator[tuple[int, tuple[int, bool]]]:
+        """First byte in the whole -> (address, whether it is on the GPU), of each part."""
+        for first, memory in tensor.parts:
+            if not memory.numel():
+                continue
+            on_device = self.staging.takes(memory)
+            there = memory if on_device else memory.cpu()
+            self.held.append(there)
+            yield first * tensor.dtype.itemsize, (there.data_ptr(), on_device)
 
 
 # shared ---------------------------------------------------------------------------------------------------------------

@@ -159,9 +159,14 @@ def stored_shape(tensor: torch.Tensor | Sliced) -> list[int]:
     return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A real, row-major CPU tensor with the values of `tensor`: a view of its memory where it is one already."""
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor with the values of `tensor`, whatever its strides: a view of its memory where it can be."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.resolve_neg().cpu().contiguous()
+    return tensor.resolve_neg()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A real, row-major CPU tensor with the values of `tensor`: a view of its memory where it is one already."""
+    return real(tensor).cpu().contiguous()

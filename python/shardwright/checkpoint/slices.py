@@ -12,11 +12,12 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .. import device
 from .._engine import CheckpointError
 from ..sharded_optimizer import ShardedOptimizer
 
@@ -32,7 +33,7 @@ class Sliced:
     dtype, shape
         Of the whole.
     parts : tuple of (first element, memory)
-        Ascending runs in row-major order; each memory is one-dimensional, on the CPU and contiguous.
+        Ascending runs in row-major order; each memory is one-dimensional and contiguous; on the CPU, or in a save on a GPU.
     live : tuple of Tensor
         What `parts` alias or were copied from: their version tells of writes.
     copy : Tensor, optional
@@ -118,11 +119,12 @@ def _local_box(tensor: Any) -> tuple[Sequence[int], Sequence[int]]:
     return shape, offsets
 
 
-def slice_of_dtensor(tensor: Any) -> Sliced:
-    """The part of a DTensor that this rank holds; a copy of it where it is not plain CPU memory."""
+def slice_of_dtensor(tensor: Any, stays: Callable[[torch.Tensor], bool] = lambda _: False) -> Sliced:
+    """The part of a DTensor that this rank holds; a copy of it where it is not plain memory, of the CPU's or of where it `stays`."""
     local = tensor.to_local().detach()
     shape, offsets = _local_box(tensor)
-    memory = local.resolve_conj().resolve_neg().cpu().contiguous().reshape(tuple(shape))
+    memory = local.resolve_conj().resolve_neg()
+    memory = (memory if stays(memory) else memory.cpu()).contiguous().reshape(tuple(shape))
     parts = parts_of_box(tuple(tensor.shape), offsets, memory)
     return Sliced(
         tensor.dtype, tuple(tensor.shape), parts, (local,), None if memory.data_ptr() == local.data_ptr() else memory
@@ -201,7 +203,10 @@ def own_parameters(model: Any) -> Iterator[dict[int, Sliced]]:
         if memory.is_published(index) and is_row_major(parameter):
             low, high = memory.own_run(index)
             part = memory.flat(index)[low:high].detach()
-            slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), ((low, part),), (parameter,))
+            copy = torch.empty(part.shape, dtype=part.dtype) if device.runtime.holds(part) else None
+            held = (low, part if copy is None else copy)
+            live = parameter if copy is None else part
+            slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), (held,), (live,), copy)
     try:
         yield slices
     finally:  # of a load that failed, too: the others wait for it
@@ -261,5 +266,5 @@ def _bytes(sliced: Sliced, begin: int, nbytes: int) -> bytes:
         low = begin - first * size
         if 0 <= low and low + nbytes <= memory.numel() * size:
             real = torch.view_as_real(memory).reshape(-1) if memory.is_complex() else memory
-            return real.view(torch.uint8)[low : low + nbytes].numpy().tobytes()
+            return real.view(torch.uint8)[low : low + nbytes].cpu().numpy().tobytes()
     raise CheckpointError(f"bytes [{begin}, +{nbytes}) are not held here as one run")

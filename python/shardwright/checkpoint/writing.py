@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from .. import _engine
 from .._engine import CheckpointError, CheckpointSaver, Error
 from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
-from .names import ModelTensors, model_tensors, plain
+from .device_staging import DeviceStaging
+from .names import ModelTensors, model_tensors
 from .peers import Peers, has_passing_parameters, whole_parameters
 from .slices import Sliced, describe_state, is_sliced, sliced_state
 
@@ -92,6 +92,7 @@ class Writer:
         self._number = 0
         self._held: Content | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._staging = DeviceStaging()
         self._board = board
         self._saver = CheckpointSaver(
             peers.rank,
@@ -188,11 +189,12 @@ class Writer:
             stale=list(stale),
             retired=list(retired),
             timeout_s=self._timeout_s,
+            device=self._staging.for_saver(),
         )
         if lazy:
             live = [(n, t) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager]
             watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
-            self._versions = [(n, each, each._version) for n, each in watched]
+            self._versions = [(n, each, each._version) for n, each in watched if not self._staging.takes(each)]
 
     def _whole_parts(self, training: Training) -> _Parts:
         """Of a training whose ranks hold everything. Each then waits for nobody."""
@@ -241,7 +243,7 @@ class Writer:
         model = model_group(found, self._max_file_bytes)
         if has_passing_parameters(training.model):  # a lazy snapshot would read them too late
             model.eager = frozenset(model.tensors)
-        shared = Content([model])
+        shared = Content([model], self._staging)
         if training.optimizer is None:
             return shared, None
         group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes, states)
@@ -259,7 +261,8 @@ class Writer:
             if refusal:
                 raise CheckpointError(refusal)
             found = model_tensors(model)
-            checksums = {name: _checksum(buffer) for name, buffer in found.buffers.items()}
+            if self._peers.world_size > 1:
+                checksums = self._staging.checksums(found.buffers)
         except Exception as error:
             failure = error
         first: dict[str, int] | None = None
@@ -267,8 +270,9 @@ class Writer:
             first = self._peers.exchange(checksums, "checksums of buffers")[0]
         if failure is not None:
             raise failure
-        assert found is not None and checksums is not None
-        first = checksums if first is None else first  # rank 0 has none: its save has failed already
+        assert found is not None
+        if first is None or checksums is None:  # one rank; or rank 0 has none: its save has failed already
+            return found, {}
         return found, {name: found.buffers[name] for name, crc in checksums.items() if first.get(name) != crc}
 
     def _own_content(self, training: Training, divergent: dict[str, torch.Tensor]) -> Content:
@@ -280,7 +284,7 @@ class Writer:
             "compressor": tree.encode(_compressor_state(training.model), "compressor", tensors),
             "buffers": {name: tree.encode(value, f"buffer.{name}", tensors) for name, value in divergent.items()},
         }
-        content = Content([Group(stem, tensors, {"format": "pt"})])
+        content = Content([Group(stem, tensors, {"format": "pt"})], self._staging)
         content.texts[f"{stem}.json"] = tree.dumps(body)
         return content
 
@@ -352,7 +356,7 @@ class Writer:
         self._held = None
 
     def progress(self) -> dict[str, int]:
-        return self._saver.progress()
+        return {**self._saver.progress(), "device_bytes": self._staging.stats().get("bytes_down", 0)}
 
     def spare(self) -> list[tuple[int, int]]:
         """(address, nbytes) of memory that is anybody's until the next save."""
@@ -362,6 +366,7 @@ class Writer:
         """Gives up what runs. wait() first."""
         self._held = None
         self._saver.close()
+        self._staging.close()
 
 
 def _compressor_state(model: Any) -> dict[str, Any] | None:
@@ -403,11 +408,6 @@ def _model_index(plan: Any, names: Sequence[str]) -> bytes:
     return (
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
     ).encode()
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    memory = plain(tensor)
-    return _engine.crc32c(memory.data_ptr(), memory.numel() * memory.element_size()) if memory.numel() else 0
 
 
 def _tellable(reason: str) -> str:

@@ -1,0 +1,72 @@
+/* device_stage.h - a GPU's memory comes down to the host in batches, through slots of pinned memory
+ * on a stream of its own.
+ *
+ * Idea: copies of the next batches run while the host consumes one.
+ *
+ *   user --> down              what is copied was written before
+ *   down --fetched[slot]--> host    a batch has come: the one wait of the host, once a batch
+ *   down --> host              after an error: nothing reads the caller's memory any more
+ *
+ * What fills a slot again is enqueued after the host has consumed what lay there, and the call
+ * returns after the last batch has come, so neither needs an event, and what the caller gives
+ * `user` next may overwrite the memory.
+ *
+ * Thread rule: one at a time.
+ */
+#ifndef SW_CHECKPOINT_DEVICE_STAGE_H
+#define SW_CHECKPOINT_DEVICE_STAGE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "device/device.h"
+
+enum { SW_DEVICE_STAGE_SLOTS = 3 };
+
+typedef struct sw_device_stage sw_device_stage;
+
+typedef struct sw_device_stage_copy {
+    const void *data; /* device memory */
+    size_t at;        /* where in the slot it goes */
+    size_t size_bytes;
+} sw_device_stage_copy;
+
+typedef struct sw_device_stage_batch {
+    size_t first, count; /* of the copies; none: nothing comes, and nobody waits */
+} sw_device_stage_batch;
+
+typedef struct sw_device_stage_work {
+    const sw_device_stage_copy *copies;
+    const sw_device_stage_batch *batches;
+    size_t batch_count;
+    /* Batch `number` lies in `memory`, until it returns; NULL: nothing has come with it. */
+    void (*consume)(void *context, size_t number, const uint8_t *memory);
+    void *context;
+} sw_device_stage_work;
+
+typedef struct sw_device_stage_stats {
+    uint64_t batches, bytes_down, host_waits; /* of all works; batches: those that came */
+} sw_device_stage_stats;
+
+/* `library` as sw_device_cuda_create has it; copied. `slot_bytes`: of each slot, above 0. The GPU
+ * is opened by the first work. SW_E_INVALID, SW_E_MEMORY. */
+SW_MUST_USE sw_status sw_device_stage_create(const char *library, int ordinal, size_t slot_bytes,
+                                             sw_device_stage **stage, sw_error *err);
+
+/* NULL is allowed. */
+void sw_device_stage_destroy(sw_device_stage *stage);
+
+/* Brings down every batch, in order, each consumed on this thread, and returns then. In the order
+ * of `user`; the work is borrowed for the call. Copies of a batch lie inside the slot and do not
+ * overlap. Errors: those of the driver, SW_E_TIMEOUT (a batch that has not come within
+ * `timeout_ns`); batches from some number on were not consumed then. */
+SW_MUST_USE sw_status sw_device_stage_run(sw_device_stage *stage, const sw_device_stage_work *work,
+                                          sw_stream *user, int64_t timeout_ns, sw_error *err);
+
+size_t sw_device_stage_slot_bytes(const sw_device_stage *stage);
+/* Memory held; 0 before the first work. */
+size_t sw_device_stage_pinned_bytes(const sw_device_stage *stage);
+sw_device_stage_stats sw_device_stage_get_stats(const sw_device_stage *stage);
+
+#endif

@@ -1,0 +1,64 @@
+"""State on a GPU on its way into a checkpoint: read where it lies, through pinned memory, in the order of torch's stream.
+
+See csrc/checkpoint/device_stage.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .. import device
+from .._engine import DeviceStage, crc32c
+from .names import plain, real
+
+#: of each of three slots
+SLOT_BYTES = 8 << 20
+
+
+class DeviceStaging:
+    """What one rank's saves come down through: from the first GPU that it meets. What is on others is copied by torch."""
+
+    def __init__(self) -> None:
+        self._stage: DeviceStage | None = None
+        self._ordinal = -1
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether a save can read the tensor's memory where it lies on the GPU."""
+        if not device.runtime.stages(tensor):
+            return False
+        if self._stage is None:
+            self._ordinal = device.runtime.ordinal(tensor)
+            self._stage = DeviceStage(self._ordinal, SLOT_BYTES, device.runtime.libraries().get("libcuda"))
+        return bool(self._ordinal == device.runtime.ordinal(tensor))
+
+    def memory_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """(a real, row-major tensor with the values of `tensor`, whether it is on the GPU and not on the CPU)."""
+        found = real(tensor)
+        if found.is_contiguous() and self.takes(found):
+            return found, True
+        return plain(tensor), False
+
+    def checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Of the bytes of each. Those on the GPU come down together, once."""
+        found = {name: self.memory_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
+        flat = [memory.reshape(-1).view(torch.uint8) for memory, on_gpu in found.values() if on_gpu]
+        together = iter(torch.cat(flat).cpu().split([each.numel() for each in flat]) if flat else ())
+        sums = dict.fromkeys(tensors, 0)
+        for name, (memory, on_gpu) in found.items():
+            there = next(together) if on_gpu else memory
+            sums[name] = crc32c(there.data_ptr(), there.numel() * there.element_size())
+        return sums
+
+    def for_saver(self) -> tuple[DeviceStage, int] | None:
+        """What CheckpointSaver.begin() takes."""
+        return None if self._stage is None else (self._stage, device.runtime.current_stream(self._ordinal))
+
+    def stats(self) -> dict[str, int]:
+        """batches, bytes_down, host_waits and pinned_bytes."""
+        return {} if self._stage is None else self._stage.stats()
+
+    def close(self) -> None:
+        """Gives the pinned memory back."""
+        self._stage = None
