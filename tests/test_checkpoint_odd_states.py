@@ -178,7 +178,7 @@ def test_a_failed_save_through_torch_leaves_the_old_folder_alone(tmp_path: Path)
 
     def save(**more: object) -> None:
         writer = sw.checkpoint.StorageWriter(tmp_path / "a")
-        dcp.save({"model": model.state_dict(), **more}, storage_writer=writer, no_dist=True)
+        dcp.save({"model": model.state_dict(), **more}, storage_writer=writer)
 
     save()
     before = (tmp_path / "a" / "MANIFEST.json").read_bytes()
