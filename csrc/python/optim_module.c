@@ -28,7 +28,8 @@ enum {
 typedef struct step_call {
     const char *operation;
     const char *names[LIST_COUNT];
-    PyObject *lists[LIST_COUNT]; /* owned tuples; NULL: not given */
+    char full_names[LIST_COUNT][64]; /* "adam_step: grads", for sentences about one tensor */
+    PyObject *lists[LIST_COUNT];     /* owned tuples; NULL: not given */
     Py_ssize_t count;
     sw_optim_run *runs;   /* owned */
     void **steps;         /* owned; address of each step scalar */
@@ -110,6 +111,8 @@ static bool step_call_init(step_call *call, PyObject *const *given)
     for (int k = 0; k < LIST_COUNT; ++k) {
         if (given[k] == NULL || given[k] == Py_None)
             continue;
+        PyOS_snprintf(call->full_names[k], sizeof call->full_names[k], "%s: %s", call->operation,
+                      call->names[k]);
         call->lists[k] = PySequence_Tuple(given[k]);
         if (!call->lists[k])
             return false;
@@ -135,13 +138,6 @@ static bool step_call_init(step_call *call, PyObject *const *given)
     return call->mismatched != NULL;
 }
 
-/* "adam_step: grads", for sentences about one tensor. */
-static const char *full_name(const step_call *call, int list, char *buffer, size_t bytes)
-{
-    PyOS_snprintf(buffer, bytes, "%s: %s", call->operation, call->names[list]);
-    return buffer;
-}
-
 /* Whether tensors of a list are on the GPU. */
 static bool is_on_gpu(const step_call *call, int list)
 {
@@ -153,10 +149,9 @@ static bool is_on_gpu(const step_call *call, int list)
 
 static bool read_tensor(const step_call *call, int list, Py_ssize_t index, tensor_reading *out)
 {
-    char name[64];
+    const char *name = call->full_names[list];
     PyObject *tensor = PyTuple_GetItem(call->lists[list], index);
-    if (!sw_py_tensor_read(call->table, tensor, full_name(call, list, name, sizeof name), index,
-                           is_on_gpu(call, list), out))
+    if (!sw_py_tensor_read(call->table, tensor, name, index, is_on_gpu(call, list), out))
         return false;
     if (out->dtype == SW_DTYPE_FLOAT64 && list != LIST_STEPS) {
         PyErr_Format(PyExc_ValueError,

@@ -228,25 +228,29 @@ class _AdamStep(_Fused):
             "maximize": group["maximize"],
             "grad_scale": grad_scale,
         }
-        calls: dict[tuple[bool, torch.device], _Lists] = {}
+        calls: dict[tuple[bool, torch.device | None], _Lists] = {}
+        of_state, store = self.state, self.store
         for p in group["params"]:
             grad = p.grad
             if grad is None:
                 continue
-            state = self.state[p]
+            state = of_state[p]
             if "exp_avg" not in state:
                 self._init_state(p, state)
             if amsgrad and "max_exp_avg_sq" not in state:
                 state["max_exp_avg_sq"] = self._state_like(p)
             has_master = self._has_master(p)
-            if self.store is not None:
-                self.store.adopt(state)
-            lists = calls.setdefault((has_master, p.device), _Lists(*keys))
+            if store is not None:
+                store.adopt(state)
+            kind = (has_master, None if p.is_cpu else p.device)
+            lists = calls.get(kind)
+            if lists is None:
+                lists = calls[kind] = _Lists(*keys)
             lists.params.append(p)
             lists.targets.append(self._master_of(p, state) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
-            if state["step"].device.type != "cpu":  # torch's own fused form keeps it on the GPU
+            if not state["step"].is_cpu:  # torch's own fused form keeps it on the GPU
                 state["step"] = state["step"].cpu()
             for key, tensors in lists.lists.items():
                 tensors.append(state[key])
@@ -472,7 +476,7 @@ class SGD(_Fused, torch.optim.SGD):
         options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
         options |= {"nesterov": group["nesterov"], "maximize": group["maximize"], "grad_scale": grad_scale}
         buffered = group["momentum"] != 0
-        calls: dict[tuple[bool, bool, torch.device], _Lists] = {}
+        calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -481,7 +485,7 @@ class SGD(_Fused, torch.optim.SGD):
             if self.store is not None:
                 self.store.adopt(state)
             buffer = state.get("momentum_buffer")
-            kind = (has_master, buffered and buffer is None, p.device)
+            kind = (has_master, buffered and buffer is None, None if p.is_cpu else p.device)
             lists = calls.get(kind)
             if lists is None:
                 lists = calls[kind] = _Lists(*(("momentum_buffer",) if buffered else ()))

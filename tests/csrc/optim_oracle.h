@@ -116,8 +116,8 @@ static inline void array_init(array *a, sw_dtype dtype, size_t numel, size_t off
 {
     size_t element = sw_dtype_size_bytes(dtype);
     *a = (array){.dtype = dtype, .numel = numel, .bytes = numel * element};
-    a->allocation_bytes = a->bytes + offset * element + 2 * GUARD_BYTES;
-    a->allocation = malloc(a->allocation_bytes);
+    a->allocation_bytes = (a->bytes + offset * element + 2 * GUARD_BYTES + 63) / 64 * 64;
+    a->allocation = aligned_alloc(64, a->allocation_bytes);
     if (!a->allocation)
         abort();
     memset(a->allocation, GUARD_VALUE, a->allocation_bytes);

@@ -200,6 +200,24 @@ static void test_many_wild_elements(void)
     }
 }
 
+/* A copy of a MiB and more is stored past the caches, if it begins a line. */
+static void test_large_copies(void)
+{
+    for (size_t offset = 0; offset < 2; ++offset) {
+        adam_case c = {plain,
+                       SW_DTYPE_FLOAT32,
+                       SW_DTYPE_FLOAT32,
+                       offset ? SW_DTYPE_BFLOAT16 : SW_DTYPE_FLOAT32,
+                       SW_DTYPE_BFLOAT16,
+                       ((size_t)1 << 19) + 45,
+                       offset,
+                       2,
+                       true,
+                       false};
+        check_case(&c);
+    }
+}
+
 static void test_runs_of_different_steps(void)
 {
     float p[3] = {1, 1, 1}, m[3] = {0}, v[3] = {0}, g[3] = {0.5f, 0.5f, 0.5f}, alone = 1,
@@ -267,6 +285,7 @@ int main(void)
     test_every_option_and_size();
     test_every_dtype();
     test_many_wild_elements();
+    test_large_copies();
     test_runs_of_different_steps();
     test_errors();
     return finish();

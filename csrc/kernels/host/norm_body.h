@@ -31,6 +31,8 @@ enum {
     NORM_VECTORS = 4, /* chains of dependent additions side by side */
     NORM_STRIDE = NORM_LANES * NORM_VECTORS,
     NORM_BLOCK_NUMEL = NORM_STRIDE << 6,
+    NORM_AHEAD_BYTES = 2048, /* asked for before it is needed: a loop of this many instructions an
+                                element hides no memory behind itself */
     WINDOW = 23,
     NORM_CARRY_AFTER = 1 << 29, /* additions; a digit holds four times as many */
 };
@@ -40,6 +42,7 @@ typedef float norm_floats __attribute__((vector_size(NORM_VECTOR_BYTES / 2)));
 typedef double norm_doubles __attribute__((vector_size(NORM_VECTOR_BYTES)));
 typedef uint32_t norm_words __attribute__((vector_size(NORM_VECTOR_BYTES / 2)));
 typedef uint64_t norm_integers __attribute__((vector_size(NORM_VECTOR_BYTES)));
+typedef uint16_t norm_halves __attribute__((vector_size(NORM_VECTOR_BYTES))); /* of one stride */
 __extension__ typedef __int128 norm_wide;
 
 /* ---- digits ---- */
@@ -100,29 +103,58 @@ NORM_INLINE norm_words smaller(norm_words a, norm_words b)
 #define NORM_LOADS_HALVES 0 /* they are widened into a block first */
 #endif
 
-/* Elements i to i + NORM_LANES of an array of that dtype. */
+/* Lanes i to i + NORM_LANES of an array of float32 or float16. */
 NORM_INLINE norm_floats load_floats(const void *x, size_t i, sw_dtype dtype)
 {
 #if NORM_VECTOR_BYTES == 64
-    if (dtype != SW_DTYPE_FLOAT32) {
-        __m128i half = _mm_loadu_si128((const __m128i *)((const uint16_t *)x + i));
-        return dtype == SW_DTYPE_FLOAT16
-                   ? (norm_floats)_mm256_cvtph_ps(half)
-                   : (norm_floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
-    }
+    if (dtype == SW_DTYPE_FLOAT16)
+        return (norm_floats)_mm256_cvtph_ps(
+            _mm_loadu_si128((const __m128i *)((const uint16_t *)x + i)));
 #elif NORM_VECTOR_BYTES == 32
-    if (dtype != SW_DTYPE_FLOAT32) {
-        __m128i half = _mm_loadl_epi64((const __m128i *)((const uint16_t *)x + i));
-        return dtype == SW_DTYPE_FLOAT16
-                   ? (norm_floats)_mm_cvtph_ps(half)
-                   : (norm_floats)_mm_slli_epi32(_mm_cvtepu16_epi32(half), 16);
-    }
+    if (dtype == SW_DTYPE_FLOAT16)
+        return (norm_floats)_mm_cvtph_ps(
+            _mm_loadl_epi64((const __m128i *)((const uint16_t *)x + i)));
 #else
     (void)dtype;
 #endif
     norm_floats loaded;
     memcpy(&loaded, (const float *)x + i, sizeof loaded);
     return loaded;
+}
+
+/* One stride of bfloat16 as float32, those of even index first: their order does not matter. */
+NORM_INLINE void spread_halves(norm_floats to[NORM_VECTORS], norm_halves halves)
+{
+#if NORM_VECTOR_BYTES == 64
+    __m512i even = _mm512_slli_epi32((__m512i)halves, 16);
+    __m512i odd = _mm512_and_si512((__m512i)halves, _mm512_set1_epi32(-65536));
+    to[0] = (norm_floats)_mm512_castsi512_si256(even);
+    to[1] = (norm_floats)_mm512_extracti64x4_epi64(even, 1);
+    to[2] = (norm_floats)_mm512_castsi512_si256(odd);
+    to[3] = (norm_floats)_mm512_extracti64x4_epi64(odd, 1);
+#elif NORM_VECTOR_BYTES == 32
+    __m256i even = _mm256_slli_epi32((__m256i)halves, 16);
+    __m256i odd = _mm256_and_si256((__m256i)halves, _mm256_set1_epi32(-65536));
+    to[0] = (norm_floats)_mm256_castsi256_si128(even);
+    to[1] = (norm_floats)_mm256_extracti128_si256(even, 1);
+    to[2] = (norm_floats)_mm256_castsi256_si128(odd);
+    to[3] = (norm_floats)_mm256_extracti128_si256(odd, 1);
+#else
+    (void)to;
+    (void)halves;
+#endif
+}
+
+NORM_INLINE norm_halves smaller_halves(norm_halves a, norm_halves b)
+{
+#if NORM_VECTOR_BYTES == 64
+    return (norm_halves)_mm512_min_epu16((__m512i)a, (__m512i)b);
+#elif NORM_VECTOR_BYTES == 32
+    return (norm_halves)_mm256_min_epu16((__m256i)a, (__m256i)b);
+#else
+    norm_halves a_wins = (norm_halves)(a < b);
+    return (a & a_wins) | (b & ~a_wins);
+#endif
 }
 
 static double power_of_two(int exponent)
@@ -160,7 +192,7 @@ NORM_INLINE bool is_below_limit(norm_integers units)
 #endif
 }
 
-/* The least of the lanes' 2 * bits - 1, where zero counts as the largest: whether nothing lies
+/* The least of 2 * bits - 1 in each lane, where zero counts as the largest: whether nothing lies
  * below the window. */
 NORM_INLINE bool is_above_floor(norm_words least, int top)
 {
@@ -173,6 +205,24 @@ NORM_INLINE bool is_above_floor(norm_words least, int top)
 #else
     uint32_t any = 0;
     for (int i = 0; i < NORM_LANES; ++i)
+        any |= below[i];
+    return any == 0;
+#endif
+}
+
+/* The same of bfloat16's 16 bits. */
+NORM_INLINE bool are_halves_above_floor(norm_halves least, int top)
+{
+    uint16_t floor = (uint16_t)(window_floor(top) >> 16);
+    uint16_t limit = floor ? (uint16_t)(2u * floor - 1u) : 0u;
+    norm_halves limits = limit - (norm_halves){0}, below = limits - smaller_halves(least, limits);
+#if NORM_VECTOR_BYTES == 64
+    return _mm512_test_epi64_mask((__m512i)below, (__m512i)below) == 0;
+#elif NORM_VECTOR_BYTES == 32
+    return _mm256_testz_si256((__m256i)below, (__m256i)below);
+#else
+    uint16_t any = 0;
+    for (int i = 0; i < NORM_VECTOR_BYTES / 2; ++i)
         any |= below[i];
     return any == 0;
 #endif
@@ -227,14 +277,28 @@ NORM_INLINE bool add_window_of(norm_lanes *lanes, sw_norm_sum *sum, const void *
     norm_doubles magic = 1.5 * power_of_two(low_exponent(lanes->top) + 52) - (norm_doubles){0};
     norm_doubles high[NORM_VECTORS] = {start, start, start, start},
                  low[NORM_VECTORS] = {{0}, {0}, {0}, {0}};
+    const size_t stride_bytes = NORM_STRIDE * (dtype == SW_DTYPE_FLOAT32 ? 4u : 2u);
     norm_words least = ~(norm_words){0};
+    norm_halves least_half = ~(norm_halves){0};
     for (size_t i = 0; i < count; i += NORM_STRIDE) {
+        const char *at = (const char *)x + i / NORM_STRIDE * stride_bytes;
+        norm_floats narrow[NORM_VECTORS];
+        norm_halves halves;
+        for (size_t line = 0; line < stride_bytes; line += 64)
+            __builtin_prefetch(at + NORM_AHEAD_BYTES + line);
+        if (dtype == SW_DTYPE_BFLOAT16) {
+            memcpy(&halves, at, sizeof halves);
+            least_half = smaller_halves(least_half, halves + halves - (uint16_t)1);
+            spread_halves(narrow, halves);
+        }
 #pragma GCC unroll 4
         for (int j = 0; j < NORM_VECTORS; ++j) {
-            norm_floats narrow = load_floats(x, i + (size_t)j * NORM_LANES, dtype);
-            norm_words bits = (norm_words)narrow;
-            least = smaller(least, bits + bits - 1u);
-            norm_doubles wide = widen_floats(narrow);
+            if (dtype != SW_DTYPE_BFLOAT16) {
+                narrow[j] = load_floats(at, (size_t)j * NORM_LANES, dtype);
+                norm_words bits = (norm_words)narrow[j];
+                least = smaller(least, bits + bits - 1u);
+            }
+            norm_doubles wide = widen_floats(narrow[j]);
             norm_doubles next = square_plus(wide, high[j]);
             low[j] += square_plus(wide, high[j] - next);
             high[j] = next;
@@ -248,7 +312,8 @@ NORM_INLINE bool add_window_of(norm_lanes *lanes, sw_norm_sum *sum, const void *
         high_units += units;
         low_units += (norm_integers)(low[j] + magic) - (norm_integers)magic;
     }
-    if (!is_below_limit(any) || !is_above_floor(least, lanes->top))
+    if (!is_below_limit(any) || !is_above_floor(least, lanes->top) ||
+        !are_halves_above_floor(least_half, lanes->top))
         return false;
     lanes->high += high_units;
     lanes->low += low_units;

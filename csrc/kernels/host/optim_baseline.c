@@ -6,6 +6,8 @@
  */
 #if defined(__aarch64__)
 #define KERNEL_FMA 1
+#elif defined(__x86_64__)
+#include <emmintrin.h>
 #endif
 #define NORM_VECTOR_BYTES 16
 #define OPTIM_TABLE sw_optim_kernels_baseline

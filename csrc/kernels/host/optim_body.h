@@ -18,8 +18,13 @@
 
 #include "kernels/host/half_body.h"
 #include "kernels/host/optim_tables.h"
+#include "kernels/host/stream_body.h"
 
-enum { OPTIM_BLOCK_NUMEL = 1024 };
+enum {
+    OPTIM_BLOCK_NUMEL = 1024,
+    OPTIM_CHUNK_NUMEL = 32,
+    OPTIM_AHEAD_BYTES = 2048, /* asked for before it is needed */
+};
 
 #if defined(__clang__)
 #define OPTIM_LANES _Pragma("clang loop vectorize(assume_safety)")
@@ -59,24 +64,34 @@ typedef struct block { /* float32 arrays: in place, or widened into the caller's
     size_t count;
 } block;
 
+/* What a chunk needs some chunks later. */
+OPTIM_INLINE void ask_ahead(const void *array, size_t at, size_t element_bytes)
+{
+    const char *from = (const char *)array + at * element_bytes + OPTIM_AHEAD_BYTES;
+    for (size_t line = 0; line < OPTIM_CHUNK_NUMEL * element_bytes; line += 64)
+        __builtin_prefetch(from + line);
+}
+
 /* ---- Adam ---- */
 
 typedef struct adam_form { /* constants of one loop */
     bool l2, small_lerp, amsgrad, half_gradient, half_copy;
 } adam_form;
 
-OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const adam_form form)
+/* Elements start to start + count; bfloat16 copies go to `copy`. */
+OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count, uint16_t *copy,
+                                const sw_adam_scalars *with, const adam_form form)
 {
-    float *p = at->p, *m = at->m, *v = at->v, *v_max = at->v_max;
-    const float *g = at->g;
-    const uint16_t *half_g = at->g;
-    uint16_t *copy = at->copy;
+    float *p = at->p + start, *m = at->m + start, *v = at->v + start;
+    float *v_max = form.amsgrad ? at->v_max + start : NULL;
+    const float *g = form.half_gradient ? NULL : (const float *)at->g + start;
+    const uint16_t *half_g = form.half_gradient ? (const uint16_t *)at->g + start : NULL;
     const float factor = with->factor, decay = with->decay, weight = with->l2;
     const float beta2 = with->beta2, square = with->square;
     const float lerp = form.small_lerp ? with->lerp : with->lerp - 1.0f;
     const float correction = with->correction, eps = with->eps, negative_step = with->negative_step;
     OPTIM_LANES
-    for (size_t i = 0; i < at->count; ++i) {
+    for (size_t i = 0; i < count; ++i) {
         float gradient = (form.half_gradient ? bfloat16_widen(half_g[i]) : g[i]) * factor;
         float parameter = p[i], old = m[i];
         if (form.l2)
@@ -98,6 +113,27 @@ OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const 
         if (form.half_copy)
             copy[i] = bfloat16_narrow(parameter);
     }
+}
+
+/* Chunk by chunk, since a loop that the compiler vectorises cannot ask for memory ahead. */
+OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const adam_form form)
+{
+    uint16_t narrow[OPTIM_CHUNK_NUMEL];
+    const bool streamed = form.half_copy && stream_pays(at->copy, at->count * sizeof *at->copy);
+    size_t i = 0;
+    for (; i + OPTIM_CHUNK_NUMEL <= at->count; i += OPTIM_CHUNK_NUMEL) {
+        ask_ahead(at->p, i, sizeof *at->p);
+        ask_ahead(at->m, i, sizeof *at->m);
+        ask_ahead(at->v, i, sizeof *at->v);
+        ask_ahead(at->g, i, form.half_gradient ? sizeof *narrow : sizeof *at->p);
+        uint16_t *copy = form.half_copy ? at->copy + i : NULL;
+        adam_elements(at, i, OPTIM_CHUNK_NUMEL, streamed ? narrow : copy, with, form);
+        if (streamed)
+            stream_halves(copy, narrow, OPTIM_CHUNK_NUMEL);
+    }
+    adam_elements(at, i, at->count - i, form.half_copy ? at->copy + i : NULL, with, form);
+    if (streamed)
+        stream_end();
 }
 
 /* The loops of the usual options (no amsgrad, beta1 > 1/2) take bfloat16 gradients and copies in
