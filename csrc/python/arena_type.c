@@ -215,6 +215,25 @@ static PyObject *arena_protect(PyObject *op, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *arena_populate(PyObject *op, PyObject *args)
+{
+    arena_object *self = (arena_object *)op;
+    Py_ssize_t offset, nbytes;
+    if (!PyArg_ParseTuple(args, "nn:populate", &offset, &nbytes))
+        return NULL;
+    if (offset < 0 || nbytes < 0 || (size_t)offset > arena_size(self) ||
+        (size_t)nbytes > arena_size(self) - (size_t)offset)
+        return PyErr_Format(PyExc_ValueError,
+                            "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu", offset,
+                            nbytes, arena_size(self));
+    if (nbytes > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        sw_memory_populate(arena_base(self) + offset, (size_t)nbytes);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *arena_get_nbytes(PyObject *op, void *unused)
 {
     (void)unused;
@@ -234,6 +253,9 @@ static PyMethodDef arena_methods[] = {
     {"protect", arena_protect, METH_VARARGS,
      "protect(writable)\n--\n\nWhether this process may write to any part that it maps; if not, "
      "a write is a SIGSEGV."},
+    {"populate", arena_populate, METH_VARARGS,
+     "populate(offset_bytes, nbytes)\n--\n\nPages of this rank's part are there from now on, huge "
+     "ones where the kernel can."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -181,7 +181,7 @@ static size_t fetch(const sw_units *units, uint8_t *target, const sw_unit_run *r
                     sw_unit_source source)
 {
     if (source == SW_UNIT_SLICES || !run->coded) {
-        memcpy(target, units->slices[run->rank] + run->source_bytes, run->size_bytes);
+        sw_copy_streaming(target, units->slices[run->rank] + run->source_bytes, run->size_bytes);
         return run->size_bytes;
     }
     const uint8_t *records =

@@ -493,6 +493,9 @@ class Arena:
     def protect(self, writable: bool) -> None:
         """Whether this process may write to any part that it maps; if not, a write is a SIGSEGV."""
 
+    def populate(self, offset_bytes: int, nbytes: int) -> None:
+        """Pages of this rank's part are there from now on, huge ones where the kernel can."""
+
 @final
 class HostComm:
     """The ranks of a group, joined through shared memory, and through a wire between hosts. One issuing thread a rank."""

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ._engine import Arena, Reducer
 from .gradients import dense_strides
-from .parameter_slices import ParameterSlices, itemsize_of
+from .parameter_slices import ParameterSlices, itemsize_of, populate
 from .process_group import HostGroup
 from .slicing import Slicing
 from .table import ParameterTable
@@ -73,9 +73,11 @@ class ParameterMemory(ParameterSlices):
             self.reason = str(error)
         if shared and self._copies:  # each is made out of what its first rank has
             group.broadcast(table.parameters, 0, f"parameters of {label}")
-        for index, parameter in enumerate(table.parameters):
-            if parameter.requires_grad or shared:
-                self.adopt(index)
+        moving = [index for index, parameter in enumerate(table.parameters) if parameter.requires_grad or shared]
+        if self._arena is not None and group.rank == self._home:
+            populate(self._arena, map(self._bucket_range, {reducer.place(index)[0] for index in moving}))
+        for index in moving:
+            self.adopt(index)
         if shared:
             group.comm.barrier(f"parameters of {label} shared")
 

@@ -6,13 +6,17 @@ the other.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .gradients import dense_strides
 from .slicing import Slicing
 from .table import ParameterTable
+
+if TYPE_CHECKING:
+    from ._engine import Arena
 
 
 class SliceRuns:
@@ -100,6 +104,20 @@ class ParameterSlices(SliceRuns):
     def _bucket_range(self, bucket: int) -> tuple[int, int]:
         offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         return offset, numel * itemsize_of(dtype)
+
+
+def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
+    """Pages behind (first byte, bytes) of this rank's part, huge ones where the kernel can: parameters are read in every step."""
+    pending: list[int] = []  # neighbours make one range: a huge page may lie across them
+    for offset, nbytes in sorted(ranges):
+        if pending and pending[1] == offset:
+            pending[1] = offset + nbytes
+            continue
+        if pending:
+            arena.populate(pending[0], pending[1] - pending[0])
+        pending = [offset, offset + nbytes]
+    if pending:
+        arena.populate(pending[0], pending[1] - pending[0])
 
 
 def itemsize_of(dtype: str) -> int:

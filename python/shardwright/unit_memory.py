@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ._engine import Arena, Reducer, Units, block_encode, block_record_bytes
 from .gradients import dense_strides, dtype_name
-from .parameter_slices import SliceRuns, itemsize_of, memory_order
+from .parameter_slices import SliceRuns, itemsize_of, memory_order, populate
 from .process_group import HostGroup
 from .released_parameters import ReleasedParameters
 from .slicing import Slicing
@@ -79,6 +79,7 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         self._plan_slices()
         what = f"slices of the parameters of {label}"
         self._arena = group.comm.arena(max(self._part_bytes, _ALIGNMENT), what, of_hosts=True)
+        self._populate()
         self._codes = self._make_codes() if coded else None
         group.broadcast(table.parameters, 0, f"parameters of {label}")
         self._whole: dict[int, torch.Tensor] = {}
@@ -115,6 +116,13 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         for index, parameter in enumerate(self._table.parameters):
             if parameter.requires_grad:
                 self.adopt(index)
+
+    def _populate(self) -> None:
+        buckets = [self._reducer.bucket_shape(bucket)[:3] for bucket in range(self._reducer.bucket_count)]
+        if not self.one_copy:
+            populate(self._arena, [(0, self._part_bytes)])
+        elif self._group.rank == self._home:
+            populate(self._arena, [(offset, numel * itemsize_of(dtype)) for offset, numel, dtype in buckets])
 
     def _place(self, bucket: int, rank: int) -> tuple[int, int]:
         """In whose part the slice of a rank lies, and its first byte there."""
