@@ -193,17 +193,31 @@ static void dequantize_record(float *out, const unsigned char *record, size_t bl
         out[i] = scale * (float)codes[i];
 }
 
+/* value = source + error, or source; memory is asked for ahead of each step. */
+static void read_block(float *restrict value, const float *source, const float *error, size_t count)
+{
+    size_t i = 0;
+    for (; i + SW_BLOCK_NUMEL_STEP <= count; i += SW_BLOCK_NUMEL_STEP) {
+        stream_ask(source + i, SW_BLOCK_NUMEL_STEP * sizeof *source);
+        if (error) {
+            stream_ask(error + i, SW_BLOCK_NUMEL_STEP * sizeof *error);
+            for (size_t j = i; j < i + SW_BLOCK_NUMEL_STEP; ++j)
+                value[j] = source[j] + error[j];
+        } else {
+            memcpy(value + i, source + i, SW_BLOCK_NUMEL_STEP * sizeof *value);
+        }
+    }
+    for (; i < count; ++i)
+        value[i] = error ? source[i] + error[i] : source[i];
+}
+
 static void block_quantize(unsigned char *records, const float *source, const float *error,
                            size_t numel, size_t block, int bits)
 {
     float value[SW_BLOCK_NUMEL_MAX];
     for (size_t start = 0; start < numel; start += block, records += record_bytes(block, bits)) {
         size_t count = numel - start < block ? numel - start : block;
-        if (error)
-            for (size_t i = 0; i < count; ++i)
-                value[i] = source[start + i] + error[start + i];
-        else
-            memcpy(value, source + start, count * sizeof *value);
+        read_block(value, source + start, error ? error + start : NULL, count);
         memset(value + count, 0, (block - count) * sizeof *value);
         quantize_record(records, value, block, bits);
     }
@@ -235,6 +249,8 @@ static void block_residual(float *error, const float *source, const unsigned cha
     for (size_t start = 0; start < numel; start += block, records += record_bytes(block, bits)) {
         size_t count = numel - start < block ? numel - start : block;
         dequantize_record(value, records, block, bits);
+        stream_ask(source + start, count * sizeof *source);
+        stream_ask(error + start, count * sizeof *error);
         for (size_t i = 0; i < count; ++i)
             error[start + i] = (source[start + i] + error[start + i]) - value[i];
     }

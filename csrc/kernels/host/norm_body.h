@@ -24,6 +24,7 @@
 #include <string.h>
 
 #include "kernels/host/half_body.h"
+#include "kernels/host/stream_body.h"
 #include "kernels/optim_kernels.h"
 
 enum {
@@ -31,8 +32,6 @@ enum {
     NORM_VECTORS = 4, /* chains of dependent additions side by side */
     NORM_STRIDE = NORM_LANES * NORM_VECTORS,
     NORM_BLOCK_NUMEL = NORM_STRIDE << 6,
-    NORM_AHEAD_BYTES = 2048, /* asked for before it is needed: a loop of this many instructions an
-                                element hides no memory behind itself */
     WINDOW = 23,
     NORM_CARRY_AFTER = 1 << 29, /* additions; a digit holds four times as many */
 };
@@ -284,8 +283,7 @@ NORM_INLINE bool add_window_of(norm_lanes *lanes, sw_norm_sum *sum, const void *
         const char *at = (const char *)x + i / NORM_STRIDE * stride_bytes;
         norm_floats narrow[NORM_VECTORS];
         norm_halves halves;
-        for (size_t line = 0; line < stride_bytes; line += 64)
-            __builtin_prefetch(at + NORM_AHEAD_BYTES + line);
+        stream_ask(at, stride_bytes);
         if (dtype == SW_DTYPE_BFLOAT16) {
             memcpy(&halves, at, sizeof halves);
             least_half = smaller_halves(least_half, halves + halves - (uint16_t)1);

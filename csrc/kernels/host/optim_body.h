@@ -20,11 +20,7 @@
 #include "kernels/host/optim_tables.h"
 #include "kernels/host/stream_body.h"
 
-enum {
-    OPTIM_BLOCK_NUMEL = 1024,
-    OPTIM_CHUNK_NUMEL = 32,
-    OPTIM_AHEAD_BYTES = 2048, /* asked for before it is needed */
-};
+enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 32 };
 
 #if defined(__clang__)
 #define OPTIM_LANES _Pragma("clang loop vectorize(assume_safety)")
@@ -63,14 +59,6 @@ typedef struct block { /* float32 arrays: in place, or widened into the caller's
     uint16_t *copy; /* bfloat16, in the loops that say so */
     size_t count;
 } block;
-
-/* What a chunk needs some chunks later. */
-OPTIM_INLINE void ask_ahead(const void *array, size_t at, size_t element_bytes)
-{
-    const char *from = (const char *)array + at * element_bytes + OPTIM_AHEAD_BYTES;
-    for (size_t line = 0; line < OPTIM_CHUNK_NUMEL * element_bytes; line += 64)
-        __builtin_prefetch(from + line);
-}
 
 /* ---- Adam ---- */
 
@@ -122,10 +110,12 @@ OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const 
     const bool streamed = form.half_copy && stream_pays(at->copy, at->count * sizeof *at->copy);
     size_t i = 0;
     for (; i + OPTIM_CHUNK_NUMEL <= at->count; i += OPTIM_CHUNK_NUMEL) {
-        ask_ahead(at->p, i, sizeof *at->p);
-        ask_ahead(at->m, i, sizeof *at->m);
-        ask_ahead(at->v, i, sizeof *at->v);
-        ask_ahead(at->g, i, form.half_gradient ? sizeof *narrow : sizeof *at->p);
+        const size_t wide_bytes = OPTIM_CHUNK_NUMEL * sizeof(float);
+        const size_t element_bytes = form.half_gradient ? sizeof *narrow : sizeof(float);
+        stream_ask(at->p + i, wide_bytes);
+        stream_ask(at->m + i, wide_bytes);
+        stream_ask(at->v + i, wide_bytes);
+        stream_ask((const char *)at->g + i * element_bytes, OPTIM_CHUNK_NUMEL * element_bytes);
         uint16_t *copy = form.half_copy ? at->copy + i : NULL;
         adam_elements(at, i, OPTIM_CHUNK_NUMEL, streamed ? narrow : copy, with, form);
         if (streamed)
