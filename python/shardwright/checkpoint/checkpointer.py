@@ -280,7 +280,8 @@ class Checkpointer:
     @property
     def progress(self) -> dict[str, int]:
         """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, ahead_bytes (of a lazy
-        save, copied before the optimizer's step asked for it), device_bytes (came down from a GPU, in all saves), busy. No communication."""
+        save, copied before the optimizer's step asked for it), received_bytes (of other ranks' slices, in the last save), device_bytes (came
+        down from a GPU, in all saves), busy. No communication."""
         self._check_open()
         return self._writer.progress()
 

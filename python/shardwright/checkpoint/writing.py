@@ -17,6 +17,7 @@ from .._engine import CheckpointError, CheckpointSaver, Error
 from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
+from .cuts import CutExchange
 from .device_staging import DeviceStaging
 from .names import ModelTensors, model_tensors
 from .peers import Peers, has_passing_parameters, whole_parameters
@@ -93,6 +94,8 @@ class Writer:
         self._held: Content | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._staging = DeviceStaging()
+        self._cuts = CutExchange(peers)
+        self._received_bytes = 0
         self._board = board
         self._saver = CheckpointSaver(
             peers.rank,
@@ -233,7 +236,8 @@ class Writer:
 
         self._peers.together(plan_all, "plan of a checkpoint")
         content, plan, optimizer_tree = made[0]
-        sources = content.slice_sources(plan, self._peers)
+        sources = content.slice_sources(plan, self._peers, self._cuts)
+        self._received_bytes = content.received_bytes
         sources += content.sources(plan.needed(self._peers.rank, self._peers.world_size))
         return *looked[0], content, plan, sorted(sources), optimizer_tree
 
@@ -356,7 +360,8 @@ class Writer:
         self._held = None
 
     def progress(self) -> dict[str, int]:
-        return {**self._saver.progress(), "device_bytes": self._staging.stats().get("bytes_down", 0)}
+        device_bytes = self._staging.stats().get("bytes_down", 0)
+        return {**self._saver.progress(), "received_bytes": self._received_bytes, "device_bytes": device_bytes}
 
     def spare(self) -> list[tuple[int, int]]:
         """(address, nbytes) of memory that is anybody's until the next save."""
@@ -366,6 +371,7 @@ class Writer:
         """Gives up what runs. wait() first."""
         self._held = None
         self._saver.close()
+        self._cuts.close()
         self._staging.close()
 
 
