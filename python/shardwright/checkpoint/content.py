@@ -20,6 +20,7 @@ from . import tree
 from .cuts import CutExchange, Cuts
 from .device_staging import DeviceStaging
 from .names import ModelTensors, check_savable, dtype_name, stored_shape
+from .optimizer_extras import further_state
 from .peers import Peers
 from .slices import Sliced, check_placements, is_dtensor, merge_holdings, slice_of_dtensor
 
@@ -188,7 +189,11 @@ def optimizer_content(
                 f"param_groups.{number} has an option whose name is no string, or begins with '$': not savable"
             )
         groups.append({**encoded, "params": [names[id(p)] for p in group["params"]]})
-    options_of_groups = frozenset(tensors)  # a scheduler writes them, at its own time
+    further = further_state(optimizer)
+    body: dict[str, Any] = {"groups": groups}
+    if further:
+        body["further"] = {key: tree.encode(value, f"further.{key}", tensors) for key, value in further.items()}
+    eager = frozenset(tensors)  # a scheduler writes them at its own time, or who knows
     state = {}
     for parameter, name in ordered_parameters(optimizer, names, found):
         values = whole.get(parameter, {})
@@ -203,9 +208,9 @@ def optimizer_content(
         raise CheckpointError(
             f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are none of its parameters: not savable"
         )
-    body = {"groups": groups, "state": state}
+    body["state"] = state
     group = Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
-    group.eager = options_of_groups
+    group.eager = eager
     return group, body
 
 

@@ -46,6 +46,7 @@ from . import tree
 from .content import Group
 from .files import MAX_FILE_BYTES, check_step
 from .names import plain
+from .retention import REPLACED
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
 
@@ -228,7 +229,8 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.path.lexists(os.path.join(os.fspath(checkpoint_id), "MANIFEST.json"))
+        path = os.fspath(checkpoint_id)
+        return any(os.path.lexists(os.path.join(p, "MANIFEST.json")) for p in (path, path + REPLACED))
 
     def read_metadata(self, *args: Any) -> Metadata:
         self._open()

@@ -20,6 +20,7 @@ from .content import Content, Group, model_group, optimizer_content, random_stat
 from .cuts import CutExchange
 from .device_staging import DeviceStaging
 from .names import ModelTensors, model_tensors
+from .optimizer_extras import check_inside, unseen_attributes
 from .peers import Peers, has_passing_parameters, whole_parameters
 from .slices import Sliced, describe_state, is_sliced, sliced_state
 
@@ -96,6 +97,7 @@ class Writer:
         self._staging = DeviceStaging()
         self._cuts = CutExchange(peers)
         self._received_bytes = 0
+        self._warned: set[str] = set()
         self._board = board
         self._saver = CheckpointSaver(
             peers.rank,
@@ -250,9 +252,22 @@ class Writer:
         shared = Content([model], self._staging)
         if training.optimizer is None:
             return shared, None
+        self._look_for_more(training)
         group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes, states)
         shared.groups.append(group)
         return shared, optimizer_tree
+
+    def _look_for_more(self, training: Training) -> None:
+        """Raises CheckpointError for state of the optimizer that no checkpoint would have, and warns of what may be some."""
+        check_inside(training.optimizer, training.user_state)
+        for name in unseen_attributes(training.optimizer):
+            if name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "the optimizer has tensors in its attribute '%s', which neither its state nor its state_dict() has: if that is state, "
+                    "no checkpoint holds it",
+                    name,
+                )
 
     def _look_together(self, model: torch.nn.Module, refusal: str = "") -> tuple[ModelTensors, dict[str, torch.Tensor]]:
         """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's.
