@@ -170,6 +170,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                     tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
                 )
                 results.append(WriteResult(item.index, memory.nbytes, files.write(path, begin, ranges, memory)))
+                del memory  # it may be a copy: one at a time
             files.close(sync=True)
         except BaseException:
             self._layout = None
@@ -304,6 +305,7 @@ class StorageReader(TorchStorageReader):
             if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
                 target.copy_(torch.view_as_complex(memory) if of_stored_dtype.is_complex() else memory)
             planner.commit_tensor(item, target)
+            del memory, of_stored_dtype, target
         future: Future[None] = Future()
         future.set_result(None)
         return future
