@@ -117,9 +117,9 @@ def bytes_staged(model):
     return Peers(model)._group.comm.stats()["bytes_staged"]
 
 
-def digest_at_stage_0(folder, rank):
+def digest_at_stage_0(folder, rank, **options):
     """Of Wide, trained for a step."""
-    model, optimizer = sw.wrap(*build(Wide), zero=0)
+    model, optimizer = sw.wrap(*build(Wide), zero=0, **options)
     train(model, optimizer, 1, width=575)
     sw.save(f"{folder}/whole", model, optimizer)
     return digest_of(f"{folder}/whole")

@@ -93,11 +93,11 @@ def test_every_stage_saves_the_same_bytes_and_resumes_every_others(rank, world_s
 @on_every_rank(at_least=3)
 def test_bytes_beyond_cuts_reach_ranks_of_the_host_and_of_others(rank, world_size, shape):
     folder = shared_folder(rank)
-    whole = digest_at_stage_0(folder, rank)
     with (
         on_hosts(hosts_of(shape, world_size)) as group,
         mock.patch.multiple(cuts, _SLOT_BYTES=96 << 10, _SLOT_BYTES_MIN=4 << 10),
     ):
+        whole = digest_at_stage_0(folder, rank, process_group=group, timeout_s=TIMEOUT_S)
         for stage, cap in ((1, 0.5), (2, 4)):
             model, optimizer = sw.wrap(
                 *build(Wide), process_group=group, zero=stage, bucket_cap_mb=cap, timeout_s=TIMEOUT_S
