@@ -7,14 +7,18 @@ import ctypes
 import os
 import random
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import shardwright as sw
 import torch
+import torch.distributed.checkpoint
 from shardwright._engine import CheckpointFolder
-from shardwright.checkpoint import reading
+from shardwright.checkpoint import StorageWriter, dcp, reading
 
 BLOCK = 1 << 20
 GUARD = 64
@@ -201,3 +205,24 @@ def test_any_amount_of_spare_memory_gives_the_same_state(
         assert all(torch.equal(a, b) for a, b in zip(restored, expected, strict=True))
         version = training.model.weight._version
         assert checkpoints.restore() == 2 and training.model.weight._version > version
+
+
+def test_torchs_save_copies_only_what_is_not_row_major_and_one_tensor_at_a_time(tmp_path: Path) -> None:
+    whole = torch.randn(64, 48)
+    tensors = {"row": whole, "part": whole[8:24], "turned": whole.t(), "again": torch.randn(9, 48).t()}
+    written: dict[str, int] = {}
+    alive: list[weakref.ref[torch.Tensor]] = []
+    before = dcp._Files.write
+
+    def write(self: Any, path: str, begin: int, ranges: Any, memory: torch.Tensor) -> Any:
+        assert not [each for each in alive if each() is not None]
+        alive.append(weakref.ref(memory))
+        written[f"{begin}"] = memory.data_ptr()
+        return before(self, path, begin, ranges, memory)
+
+    with mock.patch.object(dcp._Files, "write", write):
+        torch.distributed.checkpoint.save(
+            {"model": dict(tensors)}, storage_writer=StorageWriter(tmp_path / "a"), no_dist=True
+        )
+    lies_there = [address in {each.data_ptr() for each in tensors.values()} for address in written.values()]
+    assert sorted(lies_there) == [False, False, True, True]

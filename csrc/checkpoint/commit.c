@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checkpoint/read.h"
 #include "platform/file.h"
 
 /* A file that its writers have synced already is synced again here: nothing left to do costs
@@ -78,41 +79,65 @@ static sw_status trash_name(char trash[SW_PATH_BYTES], const char *folder, const
     return SW_OK;
 }
 
-/* A folder of that name is there already: in one step where the system can, so that there always is
- * one. */
-static sw_status replace(const char *partial, const char *folder, const char *nonce, sw_error *err)
-{
-    char trash[SW_PATH_BYTES];
-    bool swapped = false;
-    SW_TRY(trash_name(trash, folder, nonce, err));
-    SW_TRY(sw_file_exchange(partial, folder, &swapped, err));
-    if (swapped)
-        return sw_file_rename(partial, trash, err);
-    SW_TRY(sw_file_rename(folder, trash, err));
-    return sw_file_rename(partial, folder, err);
-}
-
-static sw_status publish(const char *partial, const char *folder, const char *nonce, sw_error *err)
+/* A rename whose answer a network file system has lost, and which it has then asked for again,
+ * finds nothing to rename: it was made if `to` is there, and of this nonce (NULL: any). */
+static sw_status rename_once(const char *from, const char *to, const char *nonce, sw_error *err)
 {
     sw_error found = {0};
-    if (sw_file_exists(folder))
-        return replace(partial, folder, nonce, err);
-    sw_status status = sw_file_rename(partial, folder, &found);
-    /* A network file system may have done it, lost the answer, and asked again. */
-    if (status == SW_E_OS && found.detail == ENOENT && has_nonce(folder, nonce))
+    sw_status status = sw_file_rename(from, to, &found);
+    if (status == SW_E_OS && found.detail == ENOENT &&
+        (nonce ? has_nonce(to, nonce) : sw_file_exists(to)))
         return SW_OK;
     if (status != SW_OK && err)
         *err = found;
     return status;
 }
 
+/* Where two names cannot be exchanged: what is there takes the name under which readers look for it
+ * while `folder` is missing, and keeps it until the new one's name is durable. */
+static sw_status replace_in_two_steps(const char *partial, const char *folder, const char *nonce,
+                                      sw_error *err)
+{
+    char replaced[SW_PATH_BYTES], parent[SW_PATH_BYTES];
+    SW_TRY(sw_checkpoint_replaced_name(replaced, folder, err));
+    SW_TRY(sw_path_parent(folder, parent, err));
+    if (sw_file_exists(replaced)) { /* a save died before it could take it away */
+        SW_TRY(sw_folder_sync(parent, err));
+        sw_folder_remove(replaced);
+    }
+    SW_TRY(rename_once(folder, replaced, NULL, err));
+    sw_status status = rename_once(partial, folder, nonce, err);
+    if (status != SW_OK && !sw_file_exists(folder))
+        (void)!sw_file_rename(replaced, folder, NULL); /* else it is found under that name */
+    return status;
+}
+
+/* A folder of that name is there already: in one step where the system can. */
+static sw_status replace(const char *partial, const char *folder, const char *nonce, sw_error *err)
+{
+    char trash[SW_PATH_BYTES];
+    bool swapped = false;
+    SW_TRY(trash_name(trash, folder, nonce, err));
+    SW_TRY(sw_file_exchange(partial, folder, &swapped, err));
+    return swapped ? sw_file_rename(partial, trash, err)
+                   : replace_in_two_steps(partial, folder, nonce, err);
+}
+
+static sw_status publish(const char *partial, const char *folder, const char *nonce, sw_error *err)
+{
+    return sw_file_exists(folder) ? replace(partial, folder, nonce, err)
+                                  : rename_once(partial, folder, nonce, err);
+}
+
 sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *manifest,
                     sw_error *err)
 {
     char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES], trash[SW_PATH_BYTES];
+    char replaced[SW_PATH_BYTES];
     SW_TRY(sw_path_join(ranks, partial, SW_RANKS_FOLDER, err));
     SW_TRY(sw_path_parent(folder, parent, err));
     SW_TRY(trash_name(trash, folder, manifest->nonce, err));
+    SW_TRY(sw_checkpoint_replaced_name(replaced, folder, err));
     SW_TRY(sync_files(partial, manifest, err));
     if (sw_file_exists(ranks))
         SW_TRY(sw_folder_sync(ranks, err));
@@ -120,6 +145,7 @@ sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *
     SW_TRY(publish(partial, folder, manifest->nonce, err));
     SW_TRY(sw_folder_sync(parent, err));
     sw_folder_remove(trash);
+    sw_folder_remove(replaced);
     return SW_OK;
 }
 

@@ -15,8 +15,9 @@
 #define SW_RANKS_FOLDER "ranks"
 
 /* Makes `partial`, which holds every file of the complete `manifest`, the checkpoint `folder`. An
- * existing folder of that name is replaced in one step and retired. On an error before the name
- * changed, nothing of `folder` changed. */
+ * existing folder of that name is replaced in one step and retired; where the file system cannot
+ * exchange names, in two, between which readers find it as `folder`.replaced (read.h). On an error
+ * before the name changed, nothing of `folder` changed. */
 SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder,
                                 const sw_manifest *manifest, sw_error *err);
 

@@ -1,6 +1,6 @@
 /* load.c - ranges of a checkpoint into memory, by several threads.
  *
- * The work is cut into units: the blocks that are wanted of one window of 2 MiB of a file. Threads
+ * The work is cut into units: the blocks that are wanted of one window of 1 MiB of a file. Threads
  * take units in order, so that some wait for the disk while others sum up and copy, and the disk
  * sees one ascending stream. No block is read by two units.
  *
@@ -24,7 +24,11 @@
 #include "platform/memory.h"
 #include "platform/thread.h"
 
-enum { UNIT_BLOCKS = 2, UNIT_BYTES = UNIT_BLOCKS * SW_BLOCK_BYTES };
+enum {
+    UNIT_BLOCKS = 1, /* fewer bytes under way at once, so that they are in the cache still */
+    UNIT_BYTES = UNIT_BLOCKS * SW_BLOCK_BYTES,
+    BUFFER_BYTES = 2 << 20 /* a huge page */
+};
 
 typedef struct load_unit {
     size_t first_range; /* the first one that touches it */
@@ -52,7 +56,7 @@ typedef struct worker { /* one thread's */
     const sw_manifest_file *file; /* open, or NULL */
     char path[SW_PATH_BYTES];
     int fd, direct_fd; /* direct_fd -1: only through the page cache */
-    uint8_t *buffer;   /* owned; UNIT_BYTES; NULL until the first unit */
+    uint8_t *buffer;   /* owned; BUFFER_BYTES; NULL until the first unit */
 } worker;
 
 /* Whether range `i` may have bytes in `unit`: ranges ascend. */
@@ -175,7 +179,7 @@ static sw_status load_one(worker *w, load_unit *unit, sw_error *err)
     uint64_t first = UINT64_MAX, stop = 0;
     SW_TRY(open_file(w, &job->manifest->files[job->ranges[unit->first_range].file], err));
     if (!w->buffer)
-        SW_TRY(sw_pages_map(UNIT_BYTES, &w->buffer, err));
+        SW_TRY(sw_pages_map(BUFFER_BYTES, &w->buffer, err));
     for (size_t i = unit->first_range; reaches(job, unit, i); ++i) {
         uint64_t begin, end;
         clip(&job->ranges[i], unit, &begin, &end);
@@ -238,7 +242,7 @@ static void *work(void *context)
             record_failure(job, turn, &why);
     }
     close_file(&w);
-    sw_memory_unmap(w.buffer, UNIT_BYTES);
+    sw_memory_unmap(w.buffer, BUFFER_BYTES);
     return NULL;
 }
 

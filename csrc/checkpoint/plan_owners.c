@@ -8,6 +8,8 @@
 
 #include "checkpoint/plan.h"
 
+enum { ABOUT_AS_MUCH_BYTES = SW_BLOCK_BYTES / 16 };
+
 typedef struct place { /* of a source */
     const sw_plan_file *file;
     const sw_plan_piece *piece;
@@ -103,20 +105,23 @@ static bool next_overlap(const place *places, const sw_plan_holding *h, uint64_t
     return true;
 }
 
-/* The rank that holds most of each block, the lowest of equals; -1 where no holding is. */
-static void choose_holders(const sw_plan *plan, const uint32_t *bytes, int world_size, int *owners)
+/* The rank that holds most of each block; of those that hold about as much, the one with the fewest
+ * blocks so far, since cuts may fall alike in all tensors. -1 where no holding is. */
+static void choose_holders(const sw_plan *plan, const uint32_t *bytes, int world_size,
+                           uint64_t *loads, int *owners)
 {
     for (uint64_t block = 0; block < plan->block_count; ++block) {
         const uint32_t *of_block = bytes + block * (uint64_t)world_size;
         uint32_t most = 0;
-        owners[block] = -1;
         for (int rank = 0; rank < world_size; ++rank)
-            if (of_block[rank] > most) {
-                most = of_block[rank];
+            most = of_block[rank] > most ? of_block[rank] : most;
+        owners[block] = plan->is_pinned[block] ? 0 : -1;
+        for (int rank = 0; rank < world_size && most > 0 && !plan->is_pinned[block]; ++rank)
+            if (of_block[rank] > 0 && of_block[rank] + ABOUT_AS_MUCH_BYTES >= most &&
+                (owners[block] < 0 || loads[rank] < loads[owners[block]]))
                 owners[block] = rank;
-            }
-        if (plan->is_pinned[block])
-            owners[block] = 0;
+        if (owners[block] >= 0)
+            loads[owners[block]]++;
     }
 }
 
@@ -125,9 +130,6 @@ static void even_out(const sw_plan *plan, uint64_t *loads, int world_size, int *
 {
     uint64_t share = (plan->block_count + (uint64_t)world_size - 1) / (uint64_t)world_size;
     int rank = 0;
-    for (uint64_t block = 0; block < plan->block_count; ++block)
-        if (owners[block] >= 0)
-            loads[owners[block]]++;
     for (uint64_t block = 0; block < plan->block_count; ++block) {
         if (owners[block] >= 0)
             continue;
@@ -158,7 +160,7 @@ static sw_status choose_owners(sw_plan *plan, const place *places, const sw_plan
             bytes[part.block * (uint64_t)world_size + (uint64_t)holdings[i].rank] +=
                 (uint32_t)part.size_bytes;
     }
-    choose_holders(plan, bytes, world_size, owners);
+    choose_holders(plan, bytes, world_size, loads, owners);
     even_out(plan, loads, world_size, owners);
     free(bytes);
     free(loads);

@@ -46,6 +46,27 @@ sw_status sw_checkpoint_open_file(const char *folder, const sw_manifest_file *fi
     return SW_OK;
 }
 
+sw_status sw_checkpoint_replaced_name(char replaced[SW_PATH_BYTES], const char *folder,
+                                      sw_error *err)
+{
+    if (snprintf(replaced, SW_PATH_BYTES, "%s.replaced", folder) >= SW_PATH_BYTES)
+        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES,
+                folder);
+    return SW_OK;
+}
+
+sw_status sw_checkpoint_locate(const char *folder, char found[SW_PATH_BYTES], sw_error *err)
+{
+    if (snprintf(found, SW_PATH_BYTES, "%s", folder) >= SW_PATH_BYTES)
+        SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES,
+                folder);
+    if (sw_file_exists(folder) || sw_checkpoint_replaced_name(found, folder, NULL) != SW_OK ||
+        sw_file_exists(found))
+        return SW_OK;
+    memcpy(found, folder, strlen(folder) + 1);
+    return SW_OK;
+}
+
 sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error *err)
 {
     sw_manifest made = {0};

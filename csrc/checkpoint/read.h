@@ -35,6 +35,16 @@ typedef struct sw_load_options {
     size_t turn, turn_count; /* begins at this part of the work, of so many; 0 of 0: at the first */
 } sw_load_options;
 
+/* What a checkpoint is called while it is replaced where two names cannot be exchanged:
+ * `folder`.replaced. */
+SW_MUST_USE sw_status sw_checkpoint_replaced_name(char replaced[SW_PATH_BYTES], const char *folder,
+                                                  sw_error *err);
+
+/* Where the checkpoint called `folder` lies: there, or under its replaced name if nothing is there.
+ * Of what is nowhere: `folder`. */
+SW_MUST_USE sw_status sw_checkpoint_locate(const char *folder, char found[SW_PATH_BYTES],
+                                           sw_error *err);
+
 /* Opens a checkpoint: reads its manifest and looks at the size of every file. SW_E_INVALID or
  * SW_E_OS: it is none. */
 SW_MUST_USE sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error *err);

@@ -19,6 +19,7 @@ static PyObject *fail(PyObject *op, const sw_error *err)
 static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     const char *path;
+    char found[SW_PATH_BYTES];
     sw_error err = {0};
     sw_manifest manifest = {0};
     sw_status status;
@@ -27,12 +28,14 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!PyArg_ParseTuple(args, "s:CheckpointFolder", &path))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    status = sw_checkpoint_open(path, &manifest, &err);
+    status = sw_checkpoint_locate(path, found, &err);
+    if (status == SW_OK)
+        status = sw_checkpoint_open(found, &manifest, &err);
     Py_END_ALLOW_THREADS
     if (status != SW_OK)
         return sw_py_raise_checkpoint(PyType_GetModuleState(type), &err);
     folder_object *self = (folder_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    char *copy = strdup(path);
+    char *copy = strdup(found);
     if (!self || !copy) {
         sw_manifest_fini(&manifest);
         free(copy);

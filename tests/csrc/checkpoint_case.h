@@ -228,8 +228,20 @@ static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
     return right;
 }
 
-/* The highest step among valid checkpoints called step-NNNNNN in `directory`; 0 if none. Names of
- * others to `left`. */
+/* Whether `path` is the name of what a save has replaced; *stands: so has what took its place. */
+static inline bool case_is_replaced(const char *path, bool *stands)
+{
+    char folder[SW_PATH_BYTES];
+    size_t length = strlen(path), suffix = strlen(".replaced");
+    if (length <= suffix || strcmp(path + length - suffix, ".replaced") != 0)
+        return false;
+    snprintf(folder, sizeof folder, "%.*s", (int)(length - suffix), path);
+    *stands = sw_file_exists(folder);
+    return true;
+}
+
+/* The highest step among valid checkpoints called step-NNNNNN in `directory`, or
+ * step-NNNNNN.replaced where the other is missing; 0 if none. Names of others to `left`. */
 static inline int case_newest(const char *directory, char left[CASE_NAMES_MAX][SW_PATH_BYTES],
                               size_t *left_count)
 {
@@ -240,10 +252,12 @@ static inline int case_newest(const char *directory, char left[CASE_NAMES_MAX][S
         char path[SW_PATH_BYTES];
         sw_error err;
         int step = 0;
+        bool stands = true;
         if (entry->d_name[0] == '.')
             continue;
         snprintf(path, sizeof path, "%s/%s", directory, entry->d_name);
-        if (strlen(entry->d_name) != strlen("step-000001")) {
+        if (strlen(entry->d_name) != strlen("step-000001") &&
+            (!case_is_replaced(path, &stands) || stands)) {
             if (*left_count < CASE_NAMES_MAX)
                 snprintf(left[(*left_count)++], SW_PATH_BYTES, "%s", path);
         } else if (case_is_valid(path, &step, &err) && step > newest) {

@@ -55,6 +55,7 @@ typedef struct op {
 static op ops[OPS_MAX];
 static size_t op_count;
 static bool is_recording;
+static int exchange_refusal; /* an errno: of a file system that cannot exchange names; 0: it can */
 
 /* ---- counting and failing ---- */
 
@@ -297,6 +298,10 @@ long syscall(long number, ...)
     va_end(arguments);
     if (number != SYS_renameat2)
         return REAL(syscall_type *, "syscall")(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    if (exchange_refusal) {
+        errno = exchange_refusal;
+        return -1;
+    }
     GUARDED(-1, REAL(syscall_type *, "syscall")(number, a[0], a[1], a[2], a[3], a[4]));
     if (result == 0)
         record(OP_EXCHANGE, 0, folder_of((const char *)(uintptr_t)a[1]), true,
@@ -396,10 +401,22 @@ static void cut_every_call(fault kind, int step, int world_size)
             die_badly("neither the old nor the new checkpoint", kind, at, newest, "");
         if ((said == 0 || said == 2) && newest != step)
             die_badly("it was said to be saved", kind, at, newest, "");
-        const char *stale[CASE_NAMES_MAX];
+        if (exchange_refusal) { /* the same folder again, whatever lies beside it */
+            if (save_step(step, NULL, 0, NULL, 0, world_size, &err) != SW_OK)
+                die_badly("the same save after it", kind, at, newest, err.message);
+            newest = case_newest(directory, left, &left_count);
+            if (newest != step)
+                die_badly("the same save after it", kind, at, newest, "");
+        }
+        const char *stale[CASE_NAMES_MAX], *replaced[CASE_NAMES_MAX];
+        size_t stale_count = 0, replaced_count = 0;
+        bool stands;
         for (size_t i = 0; i < left_count; ++i)
-            stale[i] = left[i];
-        if (save_step(3, stale, left_count, NULL, 0, world_size, &err) != SW_OK)
+            if (case_is_replaced(left[i], &stands))
+                replaced[replaced_count++] = left[i];
+            else
+                stale[stale_count++] = left[i];
+        if (save_step(3, stale, stale_count, replaced, replaced_count, world_size, &err) != SW_OK)
             die_badly("the save after it", kind, at, newest, err.message);
         newest = case_newest(directory, left, &left_count);
         if (newest != 3 || left_count != 0)
@@ -653,6 +670,14 @@ int main(void)
         if (is_long || (!IS_SLOW && kind == FAULT_DIE_AFTER))
             cut_every_call((fault)kind, 2, 3);
     }
+    for (int i = 0; i < 2; ++i) { /* the same where a folder is replaced in two steps */
+        exchange_refusal = i ? ENOSYS : EINVAL;
+        for (int kind = FAULT_DIE_BEFORE; kind < FAULT_COUNT && CAN_FORK; ++kind)
+            if (is_long || (!IS_SLOW && kind == (i ? FAULT_EIO : FAULT_DIE_AFTER)))
+                cut_every_call((fault)kind, 1, 1);
+        cut_power_everywhere(1, 1, is_long ? 90 : 4);
+    }
+    exchange_refusal = 0;
     cut_power_everywhere(2, 1, is_long ? 90 : 4);
     cut_power_everywhere(1, 1, is_long ? 90 : 2);
     if (!IS_SLOW)

@@ -249,7 +249,7 @@ def test_a_rank_that_cannot_give_away_what_it_holds_of_a_cut_leaves_nobody_waiti
     with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:
-                patch.setattr(content, "pack", refuse)
+                patch.setattr(content, "Cuts", refuse)
             with pytest.raises(sw.CheckpointError, match="no memory for bytes beyond a cut"):
                 checkpoints.save(0)
         checkpoints.save(1)

@@ -18,9 +18,10 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_subjects import Small, build, digest_of, train
 from harness import LONG, gather, on_every_rank
 from peer import PEER, batch, sw
+from shardwright.checkpoint import cuts
 from shardwright.checkpoint.peers import Peers
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
-from test_checkpoint_bytes_do_not_depend_on_the_stage import fully_sharded, needs_fsdp2_on_cpus
+from test_checkpoint_bytes_do_not_depend_on_the_stage import Wide, digest_at_stage_0, fully_sharded, needs_fsdp2_on_cpus
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from test_torch_dcp_reads_and_writes_our_folders import state_dict, whole
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
@@ -86,6 +87,30 @@ def test_every_stage_saves_the_same_bytes_and_resumes_every_others(rank, world_s
         sw.save(f"{folder}/alone", *alone, process_group=one)
         assert digest_of(f"{folder}/alone") == digests[0]
     gather(None)
+
+
+@pytest.mark.parametrize("shape", ["2+1", "crosswise"])
+@on_every_rank(at_least=3)
+def test_bytes_beyond_cuts_reach_ranks_of_the_host_and_of_others(rank, world_size, shape):
+    folder = shared_folder(rank)
+    with (
+        on_hosts(hosts_of(shape, world_size)) as group,
+        mock.patch.multiple(cuts, _SLOT_BYTES=96 << 10, _SLOT_BYTES_MIN=4 << 10),
+    ):
+        whole = digest_at_stage_0(folder, rank, process_group=group, timeout_s=TIMEOUT_S)
+        for stage, cap in ((1, 0.5), (2, 4)):
+            model, optimizer = sw.wrap(
+                *build(Wide), process_group=group, zero=stage, bucket_cap_mb=cap, timeout_s=TIMEOUT_S
+            )
+            train(model, optimizer, 1, width=575)
+            with sw.Checkpointer(f"{folder}/{stage}", model, optimizer) as checkpoints:
+                for step in (0, 1):
+                    checkpoints.save(step)
+                checkpoints.wait()
+                received = gather(checkpoints.progress["received_bytes"])
+            assert sum(received) > 2 * (96 << 10)
+            for step in (1, 2):
+                assert digest_of(f"{folder}/{stage}/step-{step:06d}") == whole
 
 
 @on_every_rank(at_least=3)

@@ -18,7 +18,18 @@ from ..fully_shard import wrapper_of
 from .files import MAX_FILE_BYTES, absolute_path, check_options
 from .peers import Peers
 from .reading import agree_on, apply_together
-from .retention import BOARD, STEP_LIMIT, DirectoryLock, Kept, folder_name, left_overs, list_checkpoints, to_retire
+from .retention import (
+    BOARD,
+    REPLACED,
+    STEP_LIMIT,
+    DirectoryLock,
+    Kept,
+    folder_name,
+    left_overs,
+    list_checkpoints,
+    replaced_ones,
+    to_retire,
+)
 from .writing import Training, Writer
 
 logger = logging.getLogger("shardwright")
@@ -249,9 +260,11 @@ class Checkpointer:
             try:
                 stale = left_overs(self.directory)
                 kept = list_checkpoints(self.directory, metrics=self._rules["keep_best"] is not None)
-                others = [k for k in kept if k.path != folder]
+                same = (folder, folder + REPLACED)  # which the commit replaces
+                others = [k for k in kept if k.path not in same]
                 goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
                 retired = [k.path for k in goes if k.path != folder]
+                retired += [path for path in replaced_ones(self.directory) if path not in same]
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {_why(error)}"
                 self._writer.skip(refusal, self._training)
@@ -280,7 +293,8 @@ class Checkpointer:
     @property
     def progress(self) -> dict[str, int]:
         """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, ahead_bytes (of a lazy
-        save, copied before the optimizer's step asked for it), device_bytes (came down from a GPU, in all saves), busy. No communication."""
+        save, copied before the optimizer's step asked for it), received_bytes (of other ranks' slices, in the last save), device_bytes (came
+        down from a GPU, in all saves), busy. No communication."""
         self._check_open()
         return self._writer.progress()
 

@@ -17,10 +17,12 @@ import torch
 
 from .._engine import CheckpointError, CheckpointPlan
 from . import tree
+from .cuts import CutExchange, Cuts
 from .device_staging import DeviceStaging
 from .names import ModelTensors, check_savable, dtype_name, stored_shape
+from .optimizer_extras import further_state
 from .peers import Peers
-from .slices import Sliced, check_placements, is_dtensor, merge_holdings, pack, slice_of_dtensor, unpack
+from .slices import Sliced, check_placements, is_dtensor, merge_holdings, slice_of_dtensor
 
 #: (source, begin, nbytes, address, eager, on_device)
 Source = tuple[int, int, int, int, bool, bool]
@@ -63,12 +65,15 @@ class Content:
         What is on a GPU is a source there as far as this takes it.
     held : list
         What the sources' addresses point into: keep it until the snapshot is taken.
+    received_bytes : int
+        Of other ranks' slices, by slice_sources().
     """
 
     groups: list[Group]
     staging: DeviceStaging
     texts: dict[str, bytes] = dataclasses.field(default_factory=dict)
     held: list[Any] = dataclasses.field(default_factory=list)
+    received_bytes: int = 0
 
     def plan(self) -> CheckpointPlan:
         return CheckpointPlan(
@@ -111,7 +116,7 @@ class Content:
         named = [(n, t, n in group.eager) for group in self.groups for n, t in group.tensors.items()]
         return {i: (n, t, eager) for i, (n, t, eager) in enumerate(named) if isinstance(t, Sliced)}
 
-    def slice_sources(self, plan: CheckpointPlan, peers: Peers) -> list[Source]:
+    def slice_sources(self, plan: CheckpointPlan, peers: Peers, exchange: CutExchange) -> list[Source]:
         """Gives the plan's blocks to those who hold them, and exchanges what they lack: sources of what is spread over
         ranks, as sources() has those of the rest. Collective."""
         sliced = self.sliced()
@@ -123,21 +128,24 @@ class Content:
             "slices of a checkpoint",
         )
         holdings: list[tuple[int, int, int, int]] = []
-        transfers: list[tuple[int, int, int, int, int]] = []
+        made: list[Cuts] = []
 
-        def pack_all() -> bytes:
+        def assign() -> int:
             holdings.extend(merge_holdings(tables, sizes, names))
-            transfers.extend(plan.assign(holdings, peers.world_size))
-            return pack(transfers, peers.rank, held)
+            made.append(Cuts(plan.assign(holdings, peers.world_size), peers.rank, held, peers.host_of))
+            return 0
 
-        received = peers.bytes_together(pack_all, "bytes beyond slices of a checkpoint")
+        peers.together(assign, "cuts of a checkpoint")
+        (cuts,) = made
+        exchange.carry(cuts)
+        self.received_bytes = cuts.nbytes
         found = []
         places = {(n, begin): place for n, t in held.items() for begin, place in self._places(t)}
         for number, begin, nbytes, rank in holdings:
             if rank == peers.rank:
                 address, on_device = places[number, begin]
                 found.append((number, begin, nbytes, address, sliced[number][2], on_device))
-        for number, begin, memory in unpack(transfers, peers.rank, received):
+        for number, begin, memory in cuts.received:
             self.held.append(memory)
             found.append((number, begin, memory.numel(), memory.data_ptr(), sliced[number][2], False))
         return sorted(found)
@@ -181,7 +189,11 @@ def optimizer_content(
                 f"param_groups.{number} has an option whose name is no string, or begins with '$': not savable"
             )
         groups.append({**encoded, "params": [names[id(p)] for p in group["params"]]})
-    options_of_groups = frozenset(tensors)  # a scheduler writes them, at its own time
+    further = further_state(optimizer)
+    body: dict[str, Any] = {"groups": groups}
+    if further:
+        body["further"] = {key: tree.encode(value, f"further.{key}", tensors) for key, value in further.items()}
+    eager = frozenset(tensors)  # a scheduler writes them at its own time, or who knows
     state = {}
     for parameter, name in ordered_parameters(optimizer, names, found):
         values = whole.get(parameter, {})
@@ -196,9 +208,9 @@ def optimizer_content(
         raise CheckpointError(
             f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are none of its parameters: not savable"
         )
-    body = {"groups": groups, "state": state}
+    body["state"] = state
     group = Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
-    group.eager = options_of_groups
+    group.eager = eager
     return group, body
 
 

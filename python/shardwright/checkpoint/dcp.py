@@ -46,6 +46,7 @@ from . import tree
 from .content import Group
 from .files import MAX_FILE_BYTES, check_step
 from .names import plain
+from .retention import REPLACED
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
 
@@ -169,6 +170,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                     tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
                 )
                 results.append(WriteResult(item.index, memory.nbytes, files.write(path, begin, ranges, memory)))
+                del memory  # it may be a copy: one at a time
             files.close(sync=True)
         except BaseException:
             self._layout = None
@@ -228,7 +230,8 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.path.lexists(os.path.join(os.fspath(checkpoint_id), "MANIFEST.json"))
+        path = os.fspath(checkpoint_id)
+        return any(os.path.lexists(os.path.join(p, "MANIFEST.json")) for p in (path, path + REPLACED))
 
     def read_metadata(self, *args: Any) -> Metadata:
         self._open()
@@ -302,6 +305,7 @@ class StorageReader(TorchStorageReader):
             if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
                 target.copy_(torch.view_as_complex(memory) if of_stored_dtype.is_complex() else memory)
             planner.commit_tensor(item, target)
+            del memory, of_stored_dtype, target
         future: Future[None] = Future()
         future.set_result(None)
         return future

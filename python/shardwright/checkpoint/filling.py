@@ -16,7 +16,7 @@ from .slices import Sliced, is_dtensor, slice_of_dtensor
 from .stored import Stored
 
 _BLOCK_BYTES = 1 << 20
-_READERS, _READERS_ALONE = 2, 3  # some wait for the disk while another sums up and copies
+_READERS, _READERS_ALONE = 2, 4  # some wait for the disk while another sums up and copies
 
 
 @dataclasses.dataclass(frozen=True)

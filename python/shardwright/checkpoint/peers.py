@@ -8,11 +8,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.dlpack import from_dlpack
 
 from .._engine import CheckpointError, CommError
 from ..fully_shard import wrapper_of
-from ..process_group import host_group, resolve_group
+from ..process_group import HostGroup, host_group, resolve_group
 
 _BOARD_BYTES = 4096
 
@@ -54,6 +56,11 @@ class Peers:
         self._group = host_group(resolve_group(process_group, None), timeout_s)
         self.rank = self._group.rank
         self.world_size = self._group.world_size
+
+    @property
+    def host_of(self) -> list[int]:
+        """Each rank's host, numbered by their lowest rank."""
+        return [0] * self.world_size if self.world_size == 1 else self._group.host_of
 
     @property
     def has_hosts(self) -> bool:
@@ -135,30 +142,38 @@ class Peers:
                 raise CheckpointError(f"rank {rank}: {why}")
         return [each for _, each in answers]
 
-    def exchange_bytes(self, data: bytes, label: str) -> list[bytes]:
-        """Every rank's bytes, in rank order. Collective."""
-        return self._group.comm.all_gather_bytes(data, label) if self.world_size > 1 else [data]
-
-    def bytes_together(self, make: Callable[[], bytes], label: str) -> list[memoryview]:
-        """Every rank's make(), of bytes, in rank order. As together()."""
-        data, failure = b"", None
-        try:
-            data = b"\1" + make()
-        except Exception as error:
-            failure = error
-            data = b"\0" + (str(error) or type(error).__name__).encode("utf-8", "backslashreplace")
-        answers = self.exchange_bytes(data, label)
-        if failure is not None:
-            raise failure
-        for rank, answer in enumerate(answers):
-            if not answer[0]:
-                raise CheckpointError(f"rank {rank}: {answer[1:].decode()}")
-        return [memoryview(answer)[1:] for answer in answers]
+    def shared_memory(self, nbytes: int, label: str) -> SharedMemory:
+        """Memory that this host's ranks all map, at world sizes above 1. Collective; MemoryError on every rank alike."""
+        return SharedMemory(self._group, nbytes, label)
 
     @property
     def is_alive(self) -> bool:
         """Whether no other rank is known to have failed or left."""
         return self.world_size == 1 or self._group.comm.is_alive
+
+
+class SharedMemory:
+    """Of one size on every host; the part of a host's lowest rank is what all of its ranks write to and read.
+
+    Attributes
+    ----------
+    memory : Tensor
+        Of uint8, one-dimensional.
+    """
+
+    def __init__(self, group: HostGroup, nbytes: int, label: str) -> None:
+        self._comm, self._label = group.comm, label
+        self._arena = group.comm.arena(nbytes, label, of_hosts=True)
+        home = group.host_of.index(group.host_of[group.rank])
+        self.memory: torch.Tensor = from_dlpack(self._arena.tensor(0, "uint8", [nbytes], None, home))
+
+    def meet(self) -> None:
+        """What every rank of this host wrote before is there for the others. Collective over all hosts."""
+        self._comm.barrier(self._label)
+
+    def spread(self, begin: int, nbytes: int) -> None:
+        """As meet(), and of bytes [begin, begin + nbytes), cut into world_size equal slices, each rank's is there on every host."""
+        self._comm.all_gather(self._arena, [(begin, nbytes)], self._label, one_copy=True)
 
 
 def _os_error(sentence: str, cause: OSError) -> CheckpointError:

@@ -19,6 +19,7 @@ from . import tree
 from .content import load_stateful, parameter_names, set_random_state
 from .filling import Filler
 from .names import dtype_name, model_tensors, stored_shape
+from .optimizer_extras import further_state, give_back
 from .peers import Peers, has_passing_parameters, whole_parameters
 from .slices import Sliced, is_dtensor, is_row_major, own_parameters
 from .stored import Stored, stored_tensors
@@ -137,10 +138,28 @@ class Reader:
             )
         _raise_mismatch(self.folder.path, "optimizer", missing, left_over, wrong)
         stored, _ = stored_tensors(self.folder, "optimizer")
-        wanted = tree.tensor_names(body["groups"]) + tree.tensor_names(body["state"])
+        wanted = tree.tensor_names([body["groups"], body["state"], body.get("further")])
         _raise_mismatch(self.folder.path, "optimizer's state", [n for n in wanted if n not in stored], [], [])
+        self._match_further(body)
         body["stored"] = stored
         return body
+
+    def _match_further(self, body: Mapping[str, Any]) -> None:
+        """What the optimizer keeps beside its state: what the checkpoint lacks of it stays as it is."""
+        kept = body.get("further", {})
+        try:
+            ours = further_state(self.training.optimizer)
+        except CheckpointError as error:
+            if kept:
+                raise Mismatch(f"'{self.folder.path}' cannot be given back: {error}") from None
+            _logger.warning("%s: %s", self.folder.path, error)
+            return
+        _raise_mismatch(self.folder.path, "optimizer", [], [key for key in kept if key not in ours], [])
+        for key in ours:
+            if key not in kept:
+                _logger.warning(
+                    "%s holds no '%s' of the optimizer's state_dict(): it stays as it is", self.folder.path, key
+                )
 
     # agreement --------------------------------------------------------------------------------------------------------
 
@@ -264,13 +283,16 @@ class Reader:
         self._filler.fill((body["stored"][name], target) for name, target in targets.items())
 
     def _apply_optimizer(self, body: Mapping[str, Any]) -> None:
-        optimizer, by_name = self.training.optimizer, self._by_name()
+        optimizer = self.training.optimizer
         targets = self._optimizer_targets
         if targets is None:
             targets = self._make_targets(body)
             self._fill_optimizer(body, targets.new)
         self._fill_optimizer(body, targets.live)
         tensors = targets.tensors()
+        if "further" in body:
+            give_back(optimizer, tree.decode(body["further"], tensors))
+        by_name = self._by_name()
         if isinstance(optimizer, ShardedOptimizer):
             self._apply_sliced_optimizer(body, optimizer, targets, tensors)
             return

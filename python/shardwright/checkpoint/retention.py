@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from .._engine import CheckpointError, CheckpointFolder
 
-_STEP = re.compile(r"step-(\d{6,15})\Z")
-_LEFT_OVER = re.compile(r"step-\d{6,15}\.[0-9a-z]{1,64}\.(partial|trash)\Z")
+_STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
+_LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|trash)\Z")
+#: what a folder is called while it is replaced where two names cannot be exchanged (docs/format.md)
+REPLACED = ".replaced"
 MANIFEST = "MANIFEST.json"
 #: damage, and something else in its place: not of a moment
 _NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
@@ -42,6 +44,8 @@ def list_checkpoints(directory: str, *, metrics: bool = False) -> list[Kept]:
     for name in os.listdir(directory):
         match = _STEP.match(name)
         path = os.path.join(directory, name)
+        if match and match[2] and os.path.lexists(path.removesuffix(REPLACED)):
+            continue
         if match and not os.path.islink(path) and os.path.exists(os.path.join(path, MANIFEST)):
             found.append(Kept(int(match[1]), path, *(_metric(path) if metrics else ())))
     return sorted(found, key=lambda kept: (kept.step, kept.path))
@@ -50,6 +54,12 @@ def list_checkpoints(directory: str, *, metrics: bool = False) -> list[Kept]:
 def left_overs(directory: str) -> list[str]:
     """What saves that died have left, and what retention had no time to unlink."""
     return sorted(os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name))
+
+
+def replaced_ones(directory: str) -> list[str]:
+    """Folders under their replaced names whose successors are there. Only once these names are durable do they go."""
+    paths = [os.path.join(directory, name) for name in os.listdir(directory) if _STEP.match(name)]
+    return sorted(p for p in paths if p.endswith(REPLACED) and os.path.lexists(p.removesuffix(REPLACED)))
 
 
 def _metric(path: str) -> tuple[float | None, bool]:
@@ -66,6 +76,15 @@ def remove(path: str) -> None:
         os.unlink(path)
     else:
         shutil.rmtree(path)
+
+
+def sync(directory: str) -> None:
+    """Makes its names durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def to_retire(

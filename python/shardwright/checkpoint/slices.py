@@ -240,31 +240,3 @@ def merge_holdings(
         if at != sizes[source]:
             raise CheckpointError(f"no single rank holds byte {at} of '{names[source]}', which is spread over ranks")
     return merged
-
-
-def pack(transfers: Sequence[tuple[int, int, int, int, int]], rank: int, held: Mapping[int, Sliced]) -> bytes:
-    """The bytes that this rank has and others write, in the transfers' order."""
-    return b"".join(_bytes(held[source], begin, n) for source, begin, n, holder, _ in transfers if holder == rank)
-
-
-def unpack(
-    transfers: Sequence[tuple[int, int, int, int, int]], rank: int, received: Sequence[bytes | memoryview]
-) -> list[tuple[int, int, torch.Tensor]]:
-    """(source, begin, bytes) of what this rank writes and others had, from pack() of all ranks."""
-    found, at = [], [0] * len(received)
-    for source, begin, nbytes, holder, owner in transfers:
-        if owner == rank:
-            piece = received[holder][at[holder] : at[holder] + nbytes]
-            found.append((source, begin, torch.frombuffer(bytearray(piece), dtype=torch.uint8)))
-        at[holder] += nbytes
-    return found
-
-
-def _bytes(sliced: Sliced, begin: int, nbytes: int) -> bytes:
-    size = sliced.dtype.itemsize
-    for first, memory in sliced.parts:
-        low = begin - first * size
-        if 0 <= low and low + nbytes <= memory.numel() * size:
-            real = torch.view_as_real(memory).reshape(-1) if memory.is_complex() else memory
-            return real.view(torch.uint8)[low : low + nbytes].cpu().numpy().tobytes()
-    raise CheckpointError(f"bytes [{begin}, +{nbytes}) are not held here as one run")

@@ -17,8 +17,10 @@ from .._engine import CheckpointError, CheckpointSaver, Error
 from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
+from .cuts import CutExchange
 from .device_staging import DeviceStaging
 from .names import ModelTensors, model_tensors
+from .optimizer_extras import check_inside, unseen_attributes
 from .peers import Peers, has_passing_parameters, whole_parameters
 from .slices import Sliced, describe_state, is_sliced, sliced_state
 
@@ -93,6 +95,9 @@ class Writer:
         self._held: Content | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._staging = DeviceStaging()
+        self._cuts = CutExchange(peers)
+        self._received_bytes = 0
+        self._warned: set[str] = set()
         self._board = board
         self._saver = CheckpointSaver(
             peers.rank,
@@ -233,7 +238,8 @@ class Writer:
 
         self._peers.together(plan_all, "plan of a checkpoint")
         content, plan, optimizer_tree = made[0]
-        sources = content.slice_sources(plan, self._peers)
+        sources = content.slice_sources(plan, self._peers, self._cuts)
+        self._received_bytes = content.received_bytes
         sources += content.sources(plan.needed(self._peers.rank, self._peers.world_size))
         return *looked[0], content, plan, sorted(sources), optimizer_tree
 
@@ -246,9 +252,22 @@ class Writer:
         shared = Content([model], self._staging)
         if training.optimizer is None:
             return shared, None
+        self._look_for_more(training)
         group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes, states)
         shared.groups.append(group)
         return shared, optimizer_tree
+
+    def _look_for_more(self, training: Training) -> None:
+        """Raises CheckpointError for state of the optimizer that no checkpoint would have, and warns of what may be some."""
+        check_inside(training.optimizer, training.user_state)
+        for name in unseen_attributes(training.optimizer):
+            if name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "the optimizer has tensors in its attribute '%s', which neither its state nor its state_dict() has: if that is state, "
+                    "no checkpoint holds it",
+                    name,
+                )
 
     def _look_together(self, model: torch.nn.Module, refusal: str = "") -> tuple[ModelTensors, dict[str, torch.Tensor]]:
         """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's.
@@ -356,7 +375,8 @@ class Writer:
         self._held = None
 
     def progress(self) -> dict[str, int]:
-        return {**self._saver.progress(), "device_bytes": self._staging.stats().get("bytes_down", 0)}
+        device_bytes = self._staging.stats().get("bytes_down", 0)
+        return {**self._saver.progress(), "received_bytes": self._received_bytes, "device_bytes": device_bytes}
 
     def spare(self) -> list[tuple[int, int]]:
         """(address, nbytes) of memory that is anybody's until the next save."""
@@ -366,6 +386,7 @@ class Writer:
         """Gives up what runs. wait() first."""
         self._held = None
         self._saver.close()
+        self._cuts.close()
         self._staging.close()
 
 

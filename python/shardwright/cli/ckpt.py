@@ -101,8 +101,9 @@ def _size(count: int) -> str:
 
 def _open(path: str) -> Any:
     from .._engine import CheckpointFolder
+    from ..checkpoint.retention import REPLACED
 
-    if not os.path.lexists(os.path.join(path, "MANIFEST.json")):
+    if not any(os.path.lexists(os.path.join(p, "MANIFEST.json")) for p in (path, path + REPLACED)):
         raise Nothing(f"'{path}' is no checkpoint: it has no MANIFEST.json")
     return CheckpointFolder(path)
 
@@ -131,10 +132,10 @@ def _summary(path: str) -> dict[str, Any]:
 
 def run_ls(options: argparse.Namespace) -> int:
     """Lists a directory."""
-    from ..checkpoint.retention import left_overs
+    from ..checkpoint.retention import left_overs, replaced_ones
 
     found = [_summary(path) for path in _checkpoints(options.directory)]
-    left = left_overs(options.directory)
+    left = left_overs(options.directory) + replaced_ones(options.directory)
     lines = []
     for each in found:
         name = os.path.basename(each["path"])
@@ -348,7 +349,15 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
 
 def run_prune(options: argparse.Namespace) -> int:
     """Removes what no rule keeps."""
-    from ..checkpoint.retention import DirectoryLock, left_overs, list_checkpoints, remove, to_retire
+    from ..checkpoint.retention import (
+        DirectoryLock,
+        left_overs,
+        list_checkpoints,
+        remove,
+        replaced_ones,
+        sync,
+        to_retire,
+    )
 
     if options.keep_last is None and options.keep_every is None and options.keep_best is None:
         raise Nothing("name what to keep: --keep-last, --keep-every or --keep-best")
@@ -367,8 +376,9 @@ def run_prune(options: argparse.Namespace) -> int:
                 largest=options.best == "max",
             )
         ]
-        left = left_overs(options.directory)
+        left = left_overs(options.directory) + replaced_ones(options.directory)
         if options.yes:
+            sync(options.directory)  # what stands where something was replaced
             for path in left:  # first: what another prune has left may have a name that this one needs
                 remove(path)
             for path in goes:  # its name goes first: half a checkpoint must not be called one

@@ -1,0 +1,158 @@
+"""What an optimizer keeps beside `state` and `param_groups`, which is all that torch's own have.
+
+Whoever keeps more says so in state_dict(): further keys there are saved, and given back through load_state_dict(). State of an
+optimizer inside, and state that state_dict() shows and `state` lacks, cannot be had by parameter: that is an error before anything
+is written. Tensors in attributes may be caches as well as state: they are warned of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError
+from ..masters import MasterOptimizer
+from ..sharded_optimizer import ShardedOptimizer
+
+_OF_TORCH = ("state", "param_groups")
+_DEPTH = 4
+
+
+def further_state(optimizer: Any) -> dict[str, Any]:
+    """What the optimizer's state_dict() has beside torch's own keys: values of any kind.
+
+    Raises
+    ------
+    CheckpointError
+        It cannot be had, or could not be given back: named with the class.
+    """
+    wrapped, optimizer = optimizer, _users(optimizer)
+    if not _tells_more(optimizer):
+        return {}
+    name = type(optimizer).__name__
+    try:
+        found = optimizer.state_dict()
+    except Exception as error:
+        raise CheckpointError(
+            f"{name}.state_dict() raises {type(error).__name__}: {error}: what it keeps beside its state is not savable"
+        ) from error
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{name}.state_dict() gives a {type(found).__name__}, and no dict: not savable")
+    further = {key: value for key, value in found.items() if key not in _OF_TORCH}
+    odd = [key for key in further if not isinstance(key, str) or key.startswith("$")]
+    if odd:
+        raise CheckpointError(
+            f"{name}.state_dict() has the key {odd[0]!r}, which is no string, or begins with '$': not savable"
+        )
+    if further and wrapped is not optimizer:
+        raise CheckpointError(
+            f"{name}.state_dict() has {_some(further)} beside state and param_groups, which no checkpoint can hold where the engine has "
+            "wrapped the optimizer: pass it in user_state={...}"
+        )
+    if wrapped is optimizer:
+        _check_shown(optimizer, found.get("state"))
+    return further
+
+
+def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:
+    """The inverse, before `state` is filled: what load_state_dict() makes of it is the optimizer's own business."""
+    optimizer.load_state_dict({**optimizer.state_dict(), **further})
+
+
+def check_inside(optimizer: Any, user_state: Any) -> None:
+    """Raises CheckpointError for an optimizer inside that has state of its own, unless it is in `user_state` itself."""
+    optimizer = _users(optimizer)
+    passed = list(user_state.values()) if isinstance(user_state, dict) else [user_state]
+    for name, value in _attributes(optimizer).items():
+        if not isinstance(value, torch.optim.Optimizer) or any(value is each for each in passed):
+            continue
+        known = {id(each) for each in _tensors(list(optimizer.state.values()), _DEPTH)}
+        own = [each for each in _tensors(list(value.state.values()), _DEPTH) if id(each) not in known]
+        if own and value.state is not optimizer.state and not _shows(optimizer, own):
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps an optimizer in its attribute '{name}', whose state its own state_dict() does not "
+                f"have: pass it in user_state={{'{name}': optimizer.{name}}} as well"
+            )
+
+
+def unseen_attributes(optimizer: Any) -> list[str]:
+    """Names of attributes that hold tensors which are no parameters, and neither in state nor in what state_dict() shows."""
+    optimizer = _users(optimizer)
+    if type(optimizer).__module__.startswith(("torch.optim.", "shardwright.")):
+        return []
+    held = {
+        name: tensors
+        for name, value in _attributes(optimizer).items()
+        if name not in (*_OF_TORCH, "defaults") and (tensors := list(_tensors(value, _DEPTH)))
+    }
+    if not held:
+        return []
+    known = {id(each) for each in _tensors([optimizer.param_groups, list(optimizer.state.values())], _DEPTH + 1)}
+    known |= {id(each.grad) for group in optimizer.param_groups for each in group["params"]}
+    if _tells_more(optimizer):
+        known |= {id(each) for each in _tensors(optimizer.state_dict(), _DEPTH + 1)}
+    return sorted(name for name, tensors in held.items() if any(id(each) not in known for each in tensors))
+
+
+def _users(optimizer: Any) -> Any:
+    """What the engine has not made itself."""
+    while isinstance(optimizer, (ShardedOptimizer, MasterOptimizer)):
+        optimizer = optimizer._inner
+    return optimizer
+
+
+def _attributes(optimizer: Any) -> dict[str, Any]:
+    return getattr(optimizer, "__dict__", {})
+
+
+def _tells_more(optimizer: Any) -> bool:
+    """Whether its state_dict() may have more than torch's."""
+    made = getattr(type(optimizer), "state_dict", None)
+    if "state_dict" in _attributes(optimizer) or getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+        return True
+    if type(optimizer).__module__.startswith("shardwright."):
+        return False
+    return made is not torch.optim.Optimizer.state_dict
+
+
+def _check_shown(optimizer: Any, shown: Any) -> None:
+    """Raises CheckpointError if state_dict() has state of a parameter that `state` lacks."""
+    if not isinstance(shown, Mapping):
+        return
+    positions = dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
+    for number, values in shown.items():
+        live = optimizer.state.get(positions[number], {}) if number in positions else {}
+        keys = list(values) if isinstance(values, Mapping) else [number]
+        lacking = [key for key in keys if key not in live]
+        if lacking:
+            raise CheckpointError(
+                f"{type(optimizer).__name__}.state_dict() has state that its attribute 'state' lacks, {_some(lacking)} of parameter "
+                f"{number!r}: not savable"
+            )
+
+
+def _shows(optimizer: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether state_dict() has all of them."""
+    if not _tells_more(optimizer):
+        return False
+    shown = {id(each) for each in _tensors(optimizer.state_dict(), _DEPTH + 1)}
+    return all(id(each) in shown for each in tensors)
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(each, depth - 1)
+            yield from _tensors(key, 0)
+    elif depth and isinstance(value, (list, tuple, set)):
+        for each in value:
+            yield from _tensors(each, depth - 1)
+
+
+def _some(names: Any) -> str:
+    found = [repr(name) for name in names]
+    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")

@@ -1,0 +1,93 @@
+"""Law: where a file system cannot exchange two names, a checkpoint that is being replaced is found under one name or the other by
+everybody who looks for it, whatever stops the writer between, and the next save leaves one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import shardwright as sw
+from shardwright.checkpoint import StorageReader, retention
+from shardwright.cli import main
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+@pytest.fixture
+def between(tmp_path: Path) -> Path:
+    """A directory whose writer stopped between the two steps of replacing the checkpoint of step 2."""
+    with sw.Checkpointer(tmp_path / "c", model_of(1.0)) as checkpoints:
+        checkpoints.save(0)
+    with sw.Checkpointer(tmp_path / "c", model_of(2.0)) as checkpoints:
+        checkpoints.save(1)
+    (tmp_path / "c" / "step-000002").rename(tmp_path / "c" / "step-000002.replaced")
+    return tmp_path / "c"
+
+
+def folders(directory: Path) -> list[str]:
+    return sorted(each.name for each in directory.iterdir() if each.is_dir())
+
+
+def test_between_the_steps_readers_of_every_kind_find_what_was_there(
+    between: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(0.0)
+    with sw.Checkpointer(between, model) as checkpoints:
+        assert checkpoints.restore() == 2
+    assert model.bias[0].item() == 2.0
+    model = model_of(0.0)
+    sw.load(between / "step-000002", model)
+    assert model.bias[0].item() == 2.0
+    state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+    dcp.load(state, storage_reader=StorageReader(between / "step-000002"), no_dist=True)
+    assert float(state["model"]["bias"][0]) == 2.0 and StorageReader.validate_checkpoint_id(between / "step-000002")
+    for command in (["ls", str(between)], ["verify", str(between)], ["inspect", str(between / "step-000002")]):
+        assert main(["ckpt", *command]) == 0
+    assert "step-000002.replaced" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_next_save_leaves_one_folder_a_step(between: Path, step: int) -> None:
+    model = model_of(3.0)
+    with sw.Checkpointer(between, model) as checkpoints:
+        checkpoints.save(step)
+    names = ["step-000001", "step-000002", "step-000003"]
+    assert folders(between) == (names[:2] if step == 1 else ["step-000001", "step-000002.replaced", "step-000003"])
+    if step == 2:  # and once its own step is saved again
+        with sw.Checkpointer(between, model) as checkpoints:
+            checkpoints.save(1)
+        assert folders(between) == names
+
+
+def test_what_was_replaced_goes_once_its_successor_is_there(between: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.rename(between / "step-000001", between / "step-000002")  # the writer stopped after the second step
+    assert [os.path.basename(each.path) for each in retention.list_checkpoints(str(between))] == ["step-000002"]
+    assert main(["ckpt", "ls", str(between), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert "step-000002.replaced" in json.dumps(listed["left_over"])
+    with sw.Checkpointer(between, model_of(3.0)) as checkpoints:
+        checkpoints.save(2)
+    assert folders(between) == ["step-000002", "step-000003"]
+
+
+def test_retention_and_prune_take_it_as_any_other(between: Path) -> None:
+    with sw.Checkpointer(between, model_of(3.0), keep_last=1) as checkpoints:
+        checkpoints.save(2)
+    assert folders(between) == ["step-000003"]
+    (between / "step-000003").rename(between / "step-000003.replaced")
+    with sw.Checkpointer(between, model_of(4.0)) as checkpoints:
+        checkpoints.save(4)
+    assert main(["ckpt", "prune", str(between), "--keep-last", "1", "--yes"]) == 0
+    assert folders(between) == ["step-000005"]
