@@ -21,7 +21,7 @@ from compressed_on_gpus import (
     steps,
 )
 from harness import LONG, gather
-from models import Heads, Mlp
+from models import Heads, Layers, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
@@ -114,11 +114,6 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
 
 def test_a_pass_is_one_launch(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, launches)
-
-
-class Layers(torch.nn.Sequential):
-    def __init__(self, count: int) -> None:
-        super().__init__(*(torch.nn.Linear(8, 8, bias=False) for _ in range(count)))
 
 
 def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
