@@ -253,6 +253,7 @@ sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_
     SW_TRY(ops->stream_wait(r->device, producer, r->consumed, err));
     if (r->phase == PHASE_OPEN)
         return SW_OK;
+    SW_TRY(sw_device_comm_take_over(r->comm, producer, err));
     r->phase = PHASE_OPEN;
     r->next = next_due(r, 0);
     r->steps++;

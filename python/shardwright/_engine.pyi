@@ -327,6 +327,13 @@ class DeviceComm:
         """
     def connect(self, id: bytes, rank: int, world_size: int, timeout_s: float, /) -> None:
         """Joins the peers. Collective. CommTimeoutError when one does not come."""
+    def borrow(self, handle: int, rank: int, world_size: int, timeout_s: float, /) -> None:
+        """In place of connect(), this rank alone: over the communicator at `handle`, which stays its owner's.
+
+        Nothing ends it here; after a failure its owner has to. ValueError when it is of another rank, world size or GPU.
+        """
+    def give_back(self, stream: int, /) -> None:
+        """What `stream` does from now on comes after ours, if the communicator is borrowed: its owner's next operations."""
     def broadcast(self, ranges: Sequence[tuple[int, int, str]], root: int, stream: int, /) -> None:
         """(address, numel, dtype) of `root` to all, in the order of `stream`. Waits for nothing."""
     def all_gather(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> None:

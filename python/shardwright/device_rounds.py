@@ -131,7 +131,8 @@ class DeviceRounds:
     def transport_reason(self) -> str:
         found = self._link.comm.describe()
         version = ".".join(map(str, found["nccl"]))
-        return f"GPU {found['ordinal']}, {found['name']}; NCCL {version}; kernels {found['kernels']}"
+        whose = ", torch's communicator" if self._link.borrows else ""
+        return f"GPU {found['ordinal']}, {found['name']}; NCCL {version}{whose}; kernels {found['kernels']}"
 
     @property
     def bucket_count(self) -> int:
@@ -426,6 +427,7 @@ class DeviceRounds:
         stream = self._link.current_stream()
         self._engine.finish(used, tag)
         self._engine.take(stream)
+        self._link.comm.give_back(stream)
         self._finished, self._consumer = True, stream
 
     def _call_back(self, callback: Callable[[int, bool], None]) -> None:

@@ -358,6 +358,11 @@ class SimulatedGpus:
         finally:
             sw_device.runtime = now
 
+    def communicators(self) -> int:
+        """Of NCCL, that this rank has now."""
+        found: int = self._nccl.sim_nccl_communicators()
+        return found
+
     def fail_call(self, nth: int, result: int) -> None:
         """The nth counted call of the driver or NCCL from now on fails."""
         self._cuda.sim_torch_fail(nth, result)
