@@ -88,7 +88,7 @@ bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body
     return ok;
 }
 
-sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
+sw_status gpu_rank_create(gpu_rank *self)
 {
     sw_device_comm_config config = {.cuda_library = gpu_cuda_library,
                                     .nccl_library = gpu_nccl_library,
@@ -97,6 +97,12 @@ sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
     SW_TRY(sw_device_comm_create(&config, &self->all, &self->err));
     self->device = self->all->device;
     self->kernels = self->all->kernels;
+    return SW_OK;
+}
+
+sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
+{
+    SW_TRY(gpu_rank_create(self));
     SW_TRY(sw_device_comm_connect(self->all, &self->id, self->rank, self->world_size, timeout_ns,
                                   &self->err));
     self->comm = self->all->nccl;

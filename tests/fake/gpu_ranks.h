@@ -33,12 +33,14 @@ extern const char *gpu_cuda_library, *gpu_nccl_library, *gpu_folder;
 bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body)(gpu_rank *self),
                    void *context);
 
-/* Device, kernels and communicator; what was made before a failure is left for gpu_rank_close. */
+/* Device and kernels; what was made before a failure is left for gpu_rank_close. */
+SW_MUST_USE sw_status gpu_rank_create(gpu_rank *self);
+/* And a communicator. */
 SW_MUST_USE sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns);
 void gpu_rank_close(gpu_rank *self);
 
-/* One rank, so that nobody waits for it, again and again: each counted call fails once, and each time
- * `attempt(nth, context)` is to fail, with a sentence in `message`, and to leave nothing. */
+/* One rank, so that nobody waits for it, again and again: each counted call fails once, and each
+ * time `attempt(nth, context)` is to fail, with a sentence in `message`, and to leave nothing. */
 void gpu_check_failing_calls(bool (*attempt)(long nth, void *context), void *context,
                              const char *message);
 
