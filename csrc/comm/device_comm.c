@@ -165,6 +165,7 @@ static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, siz
 static sw_status move_all(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                           const move *how, sw_stream *user, sw_error *err)
 {
+    SW_TRY(sw_device_refuse_capture(c->device, user, "a collective of the GPUs", err));
     SW_TRY(sw_device_comm_follow(c, c->stream, user, err));
     for (size_t i = 0; i < count; i += CALLS_PER_GROUP)
         SW_TRY(move_some(c, ranges + i, count - i < CALLS_PER_GROUP ? count - i : CALLS_PER_GROUP,
@@ -220,6 +221,7 @@ sw_status sw_device_comm_norm(sw_device_comm *c, const sw_device_range *ranges, 
     if (total > norm_numel_max)
         SW_FAIL(err, SW_E_INVALID, "device norm: at most %zu elements at once, not %zu",
                 norm_numel_max, total);
+    SW_TRY(sw_device_refuse_capture(c->device, user, "a norm", err));
     SW_TRY(ops->fill_async(c->device, c->sum, 0, sizeof(sw_norm_sum), user, err));
     for (size_t i = 0; i < count; ++i) {
         sw_norm_args norm = {.sum = c->sum,

@@ -335,6 +335,20 @@ static PyObject *device_follow(PyObject *op, PyObject *args)
     return sw_py_device_finish(self, sw_device_comm_follow(self->comm, later, earlier, &err), &err);
 }
 
+static PyObject *device_refuse_capture(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    PyObject *value;
+    const char *what;
+    sw_stream *stream;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "Os:refuse_capture", &value, &what) ||
+        !sw_py_device_stream(value, &stream) || !sw_py_device_enter(self))
+        return NULL;
+    return sw_py_device_finish(
+        self, sw_device_refuse_capture(self->comm->device, stream, what, &err), &err);
+}
+
 static PyObject *device_give_back(PyObject *op, PyObject *value)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -473,6 +487,8 @@ static PyMethodDef device_methods[] = {
     {"give_back", device_give_back, METH_O,
      "give_back(stream)\n--\n\nWhere it is borrowed: the stream's next operations come after "
      "ours."},
+    {"refuse_capture", device_refuse_capture, METH_VARARGS,
+     "refuse_capture(stream, what)\n--\n\nRaises when the stream is being captured into a graph."},
     {"broadcast", device_broadcast, METH_VARARGS,
      "broadcast(ranges, root, stream)\n--\n\nOf (address, numel, dtype) ranges."},
     {"all_gather", device_all_gather, METH_VARARGS,

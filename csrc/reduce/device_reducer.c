@@ -239,16 +239,11 @@ static size_t next_due(const sw_device_reducer *r, size_t from)
 sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
-    bool capturing;
     if (r->phase == PHASE_FINISHED)
         SW_FAIL(err, SW_E_STATE,
                 "device reducer: begin of step %llu before release of the step before",
                 (unsigned long long)r->steps);
-    SW_TRY(ops->stream_is_capturing(r->device, producer, &capturing, err));
-    if (capturing)
-        SW_FAIL(err, SW_E_UNSUPPORTED,
-                "device reducer: the stream is being captured into a CUDA graph, which is not "
-                "supported; run the step outside of the capture");
+    SW_TRY(sw_device_refuse_capture(r->device, producer, "a backward", err));
     /* The optimizer of the step before has read the buckets that are written now. */
     SW_TRY(ops->stream_wait(r->device, producer, r->consumed, err));
     if (r->phase == PHASE_OPEN)

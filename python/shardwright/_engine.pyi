@@ -334,6 +334,8 @@ class DeviceComm:
         """
     def give_back(self, stream: int, /) -> None:
         """What `stream` does from now on comes after ours, if the communicator is borrowed: its owner's next operations."""
+    def refuse_capture(self, stream: int, what: str, /) -> None:
+        """NotImplementedError, naming `what`, when `stream` is being captured into a CUDA graph."""
     def broadcast(self, ranges: Sequence[tuple[int, int, str]], root: int, stream: int, /) -> None:
         """(address, numel, dtype) of `root` to all, in the order of `stream`. Waits for nothing."""
     def all_gather(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> None:
