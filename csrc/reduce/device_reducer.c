@@ -460,6 +460,7 @@ sw_status sw_device_reducer_release(sw_device_reducer *r, sw_stream *consumer, s
 {
     if (r->phase != PHASE_FINISHED)
         SW_FAIL(err, SW_E_STATE, "device reducer: release of a step that was not finished");
+    SW_TRY(sw_device_refuse_capture(r->device, consumer, "a backward", err));
     SW_TRY(r->device->ops->event_record(r->device, r->consumed, consumer, err));
     r->phase = PHASE_IDLE;
     return SW_OK;

@@ -201,6 +201,10 @@ class DeviceLink:
         stream: int = runtime.current_stream(self.ordinal)
         return stream
 
+    def refuse_capture(self, what: str) -> None:
+        """NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""
+        self.comm.refuse_capture(self.current_stream(), what)
+
     @property
     def borrows(self) -> bool:
         """Whether the communicator is torch's."""

@@ -265,7 +265,7 @@ class DeviceRounds:
         if self._task_id() >= 0:
             return  # recomputed inside a backward: not a forward of its own
         self._link.check()
-        self._link.comm.refuse_capture(self._link.current_stream(), f"a forward of {self._label}")
+        self._link.refuse_capture(f"a forward of {self._label}")
         self._compare_steps()
         self._announced = None
         self._abandon()
