@@ -411,12 +411,21 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
     LEAVE(SW_NCCL_IN_PROGRESS);
 }
 
+/* Whether a rank that was there has ended the communicator, while this one's operations wait. */
+static bool has_lost_one(const clique *c, sw_nccl_comm comm)
+{
+    bool lost = c->in_files && nccl_files_gone(c) >= 0;
+    for (int r = 0; !c->in_files && r < c->world_size; ++r)
+        lost |= !c->comm[r];
+    return comm->first && lost;
+}
+
 SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
 {
     ENTER("ncclCommGetAsyncError");
     clique *c = comm->clique;
     bool all = (c->in_files ? nccl_files_arrived(c) : c->arrived) == c->world_size;
-    if (!comm->error && c->in_files && all && comm->first && nccl_files_gone(c) >= 0)
+    if (!comm->error && all && has_lost_one(c, comm))
         comm->error = SW_NCCL_REMOTE_ERROR;
     *result = comm->error ? comm->error : all ? SW_NCCL_SUCCESS : SW_NCCL_IN_PROGRESS;
     if (!all)

@@ -137,6 +137,28 @@ void gpu_check_failing_calls(bool (*attempt)(long nth, void *context), void *con
     check(failed > 100, "only %ld calls failed", failed);
 }
 
+void gpu_check_failing_rank(bool (*attempt)(long nth, void *context), void *context,
+                            char (*messages)[SW_ERROR_MESSAGE_BYTES], const bool *failed,
+                            long stride)
+{
+    long runs = 0;
+    for (long nth = 1; nth < 4000; nth += stride, ++runs) {
+        bool ok = attempt(nth, context);
+        const char *name = gpu_sim->failed_call();
+        if (!*name) { /* the run has fewer calls */
+            check(ok, "three ranks, no failing call: %s", messages[0]);
+            break;
+        }
+        check(failed[0], "call %ld, %s, failed unseen", nth, name);
+        for (int r = 0; r < 3; ++r)
+            check(!failed[r] || strlen(messages[r]) > 10, "call %ld, %s: no sentence on rank %d",
+                  nth, name, r);
+        check(*gpu_sim->leaks() == '\0', "call %ld, %s (%s) left %s", nth, name, messages[0],
+              gpu_sim->leaks());
+    }
+    check(runs > 5, "only %ld calls failed", runs);
+}
+
 void gpu_expect_clean(const char *what)
 {
     const char *text;

@@ -44,6 +44,13 @@ void gpu_rank_close(gpu_rank *self);
 void gpu_check_failing_calls(bool (*attempt)(long nth, void *context), void *context,
                              const char *message);
 
+/* The same of rank 0 of three, which ends its communicator then, as the caller of a failing call
+ * does: every `stride`-th call fails. What the others say, if they fail, is in messages[1] and [2];
+ * their call or their deadline ends them. */
+void gpu_check_failing_rank(bool (*attempt)(long nth, void *context), void *context,
+                            char (*messages)[SW_ERROR_MESSAGE_BYTES], const bool *failed,
+                            long stride);
+
 /* Expects no report, and nothing left allocated. */
 void gpu_expect_clean(const char *what);
 /* Expects a report that holds `kind`, and, if asked for, two call sites (addr2line must exist). */

@@ -438,13 +438,18 @@ static bool train_rank(gpu_rank *self)
 {
     training *run = self->context;
     loop l = {.self = self, .run = run};
-    if (self->rank == 0)
+    bool is_alone = self->world_size == 1;
+    if (self->rank == 0 && is_alone)
         self->sim->fail_call(0, run->fail_nth, FAILURE);
     sw_status status = gpu_rank_open(self, TIMEOUT_NS);
+    if (self->rank == 0 && !is_alone) /* before that hosts tell one another */
+        self->sim->fail_call(0, run->fail_nth, FAILURE);
     if (status == SW_OK)
         status = train(&l);
     self->sim->fail_call(self->rank, 0,
                          0); /* what undoes is not made to fail: it could not say so */
+    if (status != SW_OK && !is_alone && self->comm)
+        sw_nccl_abort(self->comm, &self->err);
     if (self->device)
         tear_down(&l);
     run->failed[self->rank] = status != SW_OK;
@@ -514,15 +519,32 @@ typedef struct failing_case {
     way how;
 } failing_case;
 
-static bool fail_at(long nth, void *context)
+static bool fail_among(int world_size, long nth, failing_case *tried)
 {
-    failing_case *tried = context;
     tried->run = (training){.stage = tried->stage,
                             .deterministic = tried->how == DETERMINISTIC,
                             .narrowed = tried->how == NARROWED,
                             .steps = 2,
                             .fail_nth = nth};
-    return gpu_ranks_run(1, SIM_EAGER, 1, train_rank, &tried->run);
+    return gpu_ranks_run(world_size, SIM_EAGER, 1, train_rank, &tried->run);
+}
+
+static bool fail_at(long nth, void *context)
+{
+    return fail_among(1, nth, context);
+}
+
+static bool fail_first_of_three(long nth, void *context)
+{
+    return fail_among(3, nth, context);
+}
+
+static void check_failing_rank(int stage, way how)
+{
+    static failing_case tried;
+    tried = (failing_case){.stage = stage, .how = how};
+    gpu_check_failing_rank(fail_first_of_three, &tried, tried.run.message, tried.run.failed,
+                           getenv("SW_TEST_LONG") ? 1 : 17);
 }
 
 static void check_failing_calls(int stage, way how)
@@ -728,6 +750,8 @@ int main(int argc, char **argv)
         check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN);
     check_failing_calls(2, NCCLS_MEAN);
     check_failing_calls(2, NARROWED);
+    for (int stage = 0; stage <= 2; ++stage)
+        check_failing_rank(stage, stage == 1 ? DETERMINISTIC : NCCLS_MEAN);
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (uint64_t seed = 1; seed <= SEEDS; ++seed)
             check_lending(3, (sim_policy)policy, seed);
