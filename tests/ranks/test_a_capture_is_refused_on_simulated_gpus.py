@@ -12,6 +12,7 @@ from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -47,7 +48,10 @@ def trained(gpus: SimulatedGpus, rank: int, options: dict[str, Any], tries: bool
 
     def expect(what: str, call: Any) -> None:
         if tries:
-            with gpus.capture(), pytest.raises((NotImplementedError, sw.Error), match=f"{what}: the stream is being captured"):
+            with (
+                gpus.capture(),
+                pytest.raises((NotImplementedError, sw.Error), match=f"{what}: the stream is being captured"),
+            ):
                 call()
 
     for step in range(3):
@@ -55,12 +59,36 @@ def trained(gpus: SimulatedGpus, rank: int, options: dict[str, Any], tries: bool
         expect("a forward of Mlp", lambda: model(x))
         loss = model(x).square().mean()
         loss.backward()
-        if options.get("zero") != 3:
-            expect("a norm", lambda: sw.clip_grad_norm_(model, 1.0))
+        expect("a norm", lambda: sw.clip_grad_norm_(model, 1.0))
         expect("an optimizer's step", optimizer.step)
         optimizer.step()
         optimizer.zero_grad()
     return [value.clone() for value in sw.full_state_dict(model).values()]
+
+
+def test_an_evaluation_and_a_save_inside_a_capture(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, evaluated_and_saved)
+
+
+def evaluated_and_saved(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    for zero in (0, 3):
+        module = gpus.adopt_module(Mlp())
+        model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.1), zero=zero)
+        x = batch(rank, 6, 7)
+        model(x).square().mean().backward()
+        optimizer.step()
+        if zero == 3:
+            with gpus.capture(), torch.no_grad(), pytest.raises(NotImplementedError, match="a unit: the stream is"):
+                model(x)
+        with torch.no_grad():
+            model(x)
+        with sw.Checkpointer(shared_folder(rank), model, optimizer) as checkpoints:
+            with pytest.raises((NotImplementedError, sw.Error), match="(a save|a unit): the stream is being captured"):
+                with gpus.capture():
+                    checkpoints.save(1)
+                checkpoints.wait()
+            checkpoints.save(2)
+            checkpoints.wait()
 
 
 def test_a_capture_that_begins_between_forward_and_backward(teams: Any, world_size: int, paths: dict[str, str]) -> None:
