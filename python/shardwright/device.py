@@ -168,6 +168,8 @@ class DeviceLink:
     ) -> None:
         self._main = main
         self._lender: Lender | None = None
+        self._was_left = False
+        self._failure: str | None = None
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
         self.host = group.comm  # the group holds its links, not the other way round
@@ -193,7 +195,6 @@ class DeviceLink:
                 raise NotImplementedError(f"rank {rank} cannot use its GPU: {each['failure']}")
         if not borrows:
             self.comm.connect(bytes.fromhex(everyone[row[0]]["id"]), self.rank, self.world_size, timeout_s)
-        self._failure: str | None = None
         if runtime.watches:
             _Watch(self).start()
 
@@ -212,10 +213,7 @@ class DeviceLink:
 
     def check(self) -> None:
         """Raises what has ended the communicator, if anything has. No driver call otherwise."""
-        if self._lender is not None and self._lender.has_ended:
-            self._lender = None
-            self._failure = self._failure or "torch has ended the communicator that was borrowed from its process group"
-            self.comm.abort(self._failure)
+        self._look_at_lender()
         if self._main is not None:
             if not self._main.comm.is_alive:
                 self._failure = self._failure or self._main._failure
@@ -225,8 +223,17 @@ class DeviceLink:
             self.comm.abort(self._failure)
         if not self.comm.is_alive:
             self._tell_lender()
+            if self._was_left:  # the group's other ranks hear of it, and wrapping again makes new ones
+                self.fail(self._failure or "")
             self.comm.watch()
             raise comm_error(self._failure or "the communicator of the GPUs was closed")
+
+    def _look_at_lender(self) -> None:
+        """What torch has ended is not touched any more. Nobody is told before somebody asks for it: programs end their group as they end."""
+        if self._lender is not None and self._lender.has_ended:
+            self._lender, self._was_left = None, True
+            self._failure = self._failure or "torch has ended the communicator that was borrowed from its process group"
+            self.comm.abort(self._failure)
 
     def _tell_lender(self) -> None:
         """Ours has failed: torch ends its communicator, which lets its kernels go, and us forget it."""
@@ -312,9 +319,11 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         while not self._pause.wait(_WATCH_PERIOD_S):
             link = self._link()
-            if link is None or not link.comm.is_alive:
-                if link is not None:
-                    link._tell_lender()
+            if link is None:
+                return
+            link._look_at_lender()
+            if not link.comm.is_alive:
+                link._tell_lender()
                 return
             try:
                 link.check()  # it knows more of why

@@ -8,6 +8,7 @@ import ctypes
 import gc
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -249,15 +250,24 @@ def test_what_torch_has_ended_is_named(teams: Any, world_size: int, paths: dict[
 
 
 def ended_by_torch(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    for watched in (False, True):
+        with mock.patch.object(sw_device.runtime, "watches", watched):
+            ended_once(gpus, rank, world_size)
+
+
+def ended_once(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with lending(gpus, rank, world_size) as backend:
         _, model, optimizer = training(gpus, {"communicator": "borrow"})
         model(batch(rank, 6, 7)).square().mean().backward()
         gpus.synchronize()
         gather(None)
         backend.abort()
+        gather(None)
         with pytest.raises(sw.Error, match="torch has ended the communicator that was borrowed"):
             model(batch(rank, 6, 7))
         assert backend.aborted == 1
+        gather(None)
+        trained(gpus, rank)  # with one of our own
 
 
 def test_the_cpu_has_nothing_to_borrow(teams: Any, world_size: int, paths: dict[str, str]) -> None:
