@@ -153,6 +153,7 @@ static sw_status run_pass(const stage_pass *pass, sw_stream *user, sw_error *err
     sw_device_stage *stage = pass->stage;
     sw_device *device = stage->device;
     size_t count = pass->work->batch_count, fetched = 0;
+    SW_TRY(sw_device_refuse_capture(device, user, "a save", err));
     SW_TRY(device->ops->event_record(device, stage->met, user, err));
     SW_TRY(device->ops->stream_wait(device, stage->down, stage->met, err));
     for (size_t b = 0; b < count; ++b) {

@@ -41,18 +41,45 @@ sw_status sw_device_comm_create(const sw_device_comm_config *config, sw_device_c
     return SW_OK;
 }
 
-sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int rank, int world_size,
-                                 int64_t timeout_ns, sw_error *err)
+static sw_status check_alone(const sw_device_comm *c, sw_error *err)
 {
     if (c->nccl)
         SW_FAIL(err, SW_E_STATE, "device communicator: connected already, as rank %d of %d",
                 sw_nccl_rank(c->nccl), sw_nccl_world_size(c->nccl));
+    return SW_OK;
+}
+
+sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int rank, int world_size,
+                                 int64_t timeout_ns, sw_error *err)
+{
+    SW_TRY(check_alone(c, err));
     c->timeout_ns = timeout_ns;
     return sw_nccl_create(&c->library, c->device, id, rank, world_size, timeout_ns, &c->nccl, err);
 }
 
+sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank, int world_size,
+                                int64_t timeout_ns, sw_error *err)
+{
+    SW_TRY(check_alone(c, err));
+    c->timeout_ns = timeout_ns;
+    return sw_nccl_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns, &c->nccl,
+                          err);
+}
+
+/* Our own communicator lets what was enqueued run as it ends. A borrowed one goes back to its
+ * owner, who may end it at once. */
+static void return_borrowed(sw_device_comm *c)
+{
+    const sw_device_ops *ops = c->device->ops;
+    if (!sw_nccl_has_failed(c->nccl) &&
+        ops->event_record(c->device, c->met, c->stream, NULL) == SW_OK)
+        (void)ops->event_wait(c->device, c->met, c->timeout_ns, "our last operation", NULL);
+}
+
 void sw_device_comm_disconnect(sw_device_comm *c)
 {
+    if (c->nccl && sw_nccl_is_borrowed(c->nccl))
+        return_borrowed(c);
     sw_nccl_destroy(c->nccl);
     c->nccl = NULL;
 }
@@ -87,6 +114,20 @@ sw_status sw_device_comm_follow(sw_device_comm *c, sw_stream *later, sw_stream *
     SW_TRY(ops->event_record(c->device, c->met, earlier, err));
     SW_TRY(ops->stream_wait(c->device, later, c->met, err));
     return SW_OK;
+}
+
+sw_status sw_device_comm_take_over(sw_device_comm *c, sw_stream *user, sw_error *err)
+{
+    if (!sw_nccl_is_borrowed(c->nccl))
+        return SW_OK;
+    return sw_device_comm_follow(c, c->stream, user, err);
+}
+
+sw_status sw_device_comm_give_back(sw_device_comm *c, sw_stream *user, sw_error *err)
+{
+    if (!sw_nccl_is_borrowed(c->nccl))
+        return SW_OK;
+    return sw_device_comm_follow(c, user, c->stream, err);
 }
 
 typedef struct move {
@@ -124,6 +165,7 @@ static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, siz
 static sw_status move_all(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                           const move *how, sw_stream *user, sw_error *err)
 {
+    SW_TRY(sw_device_refuse_capture(c->device, user, "a collective of the GPUs", err));
     SW_TRY(sw_device_comm_follow(c, c->stream, user, err));
     for (size_t i = 0; i < count; i += CALLS_PER_GROUP)
         SW_TRY(move_some(c, ranges + i, count - i < CALLS_PER_GROUP ? count - i : CALLS_PER_GROUP,
@@ -179,6 +221,7 @@ sw_status sw_device_comm_norm(sw_device_comm *c, const sw_device_range *ranges, 
     if (total > norm_numel_max)
         SW_FAIL(err, SW_E_INVALID, "device norm: at most %zu elements at once, not %zu",
                 norm_numel_max, total);
+    SW_TRY(sw_device_refuse_capture(c->device, user, "a norm", err));
     SW_TRY(ops->fill_async(c->device, c->sum, 0, sizeof(sw_norm_sum), user, err));
     for (size_t i = 0; i < count; ++i) {
         sw_norm_args norm = {.sum = c->sum,

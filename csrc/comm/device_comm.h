@@ -1,5 +1,5 @@
 /* device_comm.h - what one rank has on its GPU: the device, its kernels, a communicator of its own
- * and the one stream on which all of its collectives run.
+ * (or one that is lent) and the one stream on which all of its collectives run.
  *
  * Idea: all reducers of a GPU share one stream and one communicator, so that every rank issues its
  * collectives in one order. A caller's stream and ours meet by events alone
@@ -58,6 +58,13 @@ SW_MUST_USE sw_status sw_device_comm_create(const sw_device_comm_config *config,
 SW_MUST_USE sw_status sw_device_comm_connect(sw_device_comm *comm, const sw_nccl_id *id, int rank,
                                              int world_size, int64_t timeout_ns, sw_error *err);
 
+/* This rank alone, in place of connect: over a communicator that is lent (sw_nccl_borrow), until
+ * disconnect. Its owner's operations and ours are one order if he enqueues his on the streams that
+ * calls here are given, outside of a reducer's step: sw_device_comm_give_back says where it ends.
+ */
+SW_MUST_USE sw_status sw_device_comm_borrow(sw_device_comm *comm, sw_nccl_comm handle, int rank,
+                                            int world_size, int64_t timeout_ns, sw_error *err);
+
 /* Ends the communicator once what was enqueued has run, under the deadline (at once if it has
  * failed); what was made with it can only be destroyed then. */
 void sw_device_comm_disconnect(sw_device_comm *comm);
@@ -69,6 +76,14 @@ void sw_device_comm_destroy(sw_device_comm *comm);
 /* What `later` does from now on comes after all that `earlier` has been given so far. */
 SW_MUST_USE sw_status sw_device_comm_follow(sw_device_comm *comm, sw_stream *later,
                                             sw_stream *earlier, sw_error *err);
+
+/* With a borrowed communicator: what we are given from now on comes after all that `user` was
+ * given, its owner's operations among it; and what `user` will be given comes after ours. With our
+ * own: nothing, since its operations are all on our stream. */
+SW_MUST_USE sw_status sw_device_comm_take_over(sw_device_comm *comm, sw_stream *user,
+                                               sw_error *err);
+SW_MUST_USE sw_status sw_device_comm_give_back(sw_device_comm *comm, sw_stream *user,
+                                               sw_error *err);
 
 /* Bytes of the ranges of `root` to all, in the order of `user`: after what it was given, and before
  * what it will be. */

@@ -12,7 +12,8 @@ enum { SPIN_NS = 50000, NAP_NS = 50000 };
 struct sw_nccl {
     const sw_nccl_library *library; /* borrowed */
     sw_device *device;              /* borrowed */
-    sw_nccl_comm handle;            /* owned; NULL once it has failed */
+    sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has failed */
+    bool is_borrowed;
     int rank, world_size;
     int64_t timeout_ns;
     bool grouped;
@@ -21,10 +22,11 @@ struct sw_nccl {
 
 /* ---- failing ---- */
 
-/* Ends the communicator: NCCL's kernels that wait for peers are let go, later calls repeat this. */
+/* Ends the communicator: NCCL's kernels that wait for peers are let go (of a borrowed one, by its
+ * owner), later calls repeat this. */
 static sw_status fail(sw_nccl *comm, const sw_error *reason, sw_error *err)
 {
-    if (comm->handle)
+    if (comm->handle && !comm->is_borrowed)
         (void)comm->library->call.ncclCommAbort(comm->handle);
     comm->handle = NULL;
     comm->failure = *reason;
@@ -151,6 +153,52 @@ sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const s
     return SW_OK;
 }
 
+/* That the lent communicator is ready, and the one that is meant. */
+static sw_status check_lent(sw_nccl *comm, sw_error *err)
+{
+    int rank = -1, world_size = 0, ordinal = -1;
+    SW_TRY(settle(comm, SW_NCCL_IN_PROGRESS, "readiness of a borrowed communicator", err));
+    NCCL_CALL(comm, err, "query", ncclCommUserRank(comm->handle, &rank));
+    NCCL_CALL(comm, err, "query", ncclCommCount(comm->handle, &world_size));
+    NCCL_CALL(comm, err, "query", ncclCommCuDevice(comm->handle, &ordinal));
+    if (rank != comm->rank || world_size != comm->world_size || ordinal != comm->device->ordinal)
+        SW_FAIL(err, SW_E_INVALID,
+                "NCCL: a borrowed communicator must be of rank %d of %d on GPU %d, not of rank %d "
+                "of %d on GPU %d",
+                comm->rank, comm->world_size, comm->device->ordinal, rank, world_size, ordinal);
+    return SW_OK;
+}
+
+sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl_comm handle,
+                         int rank, int world_size, int64_t timeout_ns, sw_nccl **comm,
+                         sw_error *err)
+{
+    if (!handle)
+        SW_FAIL(err, SW_E_INVALID, "NCCL: a borrowed communicator must not be NULL");
+    sw_nccl *made = calloc(1, sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "NCCL: no memory for %zu bytes", sizeof *made);
+    *made = (sw_nccl){.library = nccl,
+                      .device = device,
+                      .handle = handle,
+                      .is_borrowed = true,
+                      .rank = rank,
+                      .world_size = world_size,
+                      .timeout_ns = timeout_ns};
+    sw_status status = check_lent(made, err);
+    if (status != SW_OK) {
+        free(made);
+        return status;
+    }
+    *comm = made;
+    return SW_OK;
+}
+
+bool sw_nccl_is_borrowed(const sw_nccl *comm)
+{
+    return comm->is_borrowed;
+}
+
 static sw_status finalize(sw_nccl *comm, sw_error *err)
 {
     NCCL_CALL(comm, err, "finalize", ncclCommFinalize(comm->handle));
@@ -162,6 +210,8 @@ void sw_nccl_destroy(sw_nccl *comm)
     bool entered;
     if (!comm)
         return;
+    if (comm->is_borrowed)
+        comm->handle = NULL;
     if (comm->handle && finalize(comm, NULL) == SW_OK &&
         comm->device->ops->enter(comm->device, &entered, NULL) == SW_OK) {
         /* What fails here is a communicator that is gone either way; abort frees it. */

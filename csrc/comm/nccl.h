@@ -1,4 +1,5 @@
-/* nccl.h - collectives between GPUs: a communicator of our own in the NCCL that torch has loaded.
+/* nccl.h - collectives between GPUs: a communicator of our own in the NCCL that torch has loaded,
+ * or one that is lent to us.
  *
  * Idea: NCCL's operations are enqueued on a stream and ordered by it, so this is not comm.h's table
  * (which is about memory that ranks share, tickets and who helps whom) but a thin layer that adds
@@ -46,7 +47,17 @@ SW_MUST_USE sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *dev
                                      const sw_nccl_id *id, int rank, int world_size,
                                      int64_t timeout_ns, sw_nccl **comm, sw_error *err);
 
-/* Lets what was enqueued run, unless the communicator has failed. NULL is allowed. */
+/* This rank alone: over a communicator of somebody else's, who keeps it alive and lets nothing run
+ * beside our operations. We neither destroy nor abort it: after a failure its kernels wait until
+ * its owner aborts it. `handle` is borrowed until destroy. SW_E_INVALID when it is of another rank,
+ * world size or GPU; SW_E_TIMEOUT when it does not become ready. */
+SW_MUST_USE sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device,
+                                     sw_nccl_comm handle, int rank, int world_size,
+                                     int64_t timeout_ns, sw_nccl **comm, sw_error *err);
+bool sw_nccl_is_borrowed(const sw_nccl *comm);
+
+/* Lets what was enqueued run, unless the communicator has failed, or is borrowed. NULL is allowed.
+ */
 void sw_nccl_destroy(sw_nccl *comm);
 
 int sw_nccl_rank(const sw_nccl *comm);

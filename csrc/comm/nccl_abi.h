@@ -67,6 +67,9 @@ typedef struct sw_nccl_config {
     X(ncclCommDestroy, (sw_nccl_comm comm))                                                   \
     X(ncclCommAbort, (sw_nccl_comm comm))                                                     \
     X(ncclCommGetAsyncError, (sw_nccl_comm comm, sw_nccl_result * result))                    \
+    X(ncclCommCount, (sw_nccl_comm comm, int *count))                                         \
+    X(ncclCommUserRank, (sw_nccl_comm comm, int *rank))                                       \
+    X(ncclCommCuDevice, (sw_nccl_comm comm, int *ordinal))                                    \
     X(ncclAllReduce, (const void *from, void *to, size_t count, int dtype, int op,            \
                       sw_nccl_comm comm, sw_cu_stream stream))                                \
     X(ncclReduceScatter, (const void *from, void *to, size_t count, int dtype, int op,        \

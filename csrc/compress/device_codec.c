@@ -1,8 +1,8 @@
 /* device_codec.c - see device_codec.h. */
 #include "compress/device_codec.h"
 
-#include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 
 static sw_status launch(const sw_device_blocks *b, sw_kernel kernel, const void *args,
                         sw_error *err)
@@ -10,63 +10,41 @@ static sw_status launch(const sw_device_blocks *b, sw_kernel kernel, const void 
     return sw_kernel_launch(b->kernels, kernel, args, b->stream, err);
 }
 
-sw_status sw_device_block_encode(const sw_device_blocks *b, void *records, const float *source,
-                                 const float *error, size_t numel, sw_error *err)
+/* Of the parts from `begin` on, how many one launch takes. */
+static size_t few(size_t begin, size_t count)
 {
-    sw_quantize_args quantize = {.records = records,
-                                 .source = source,
-                                 .error = error,
-                                 .numel = numel,
-                                 .block = b->codec.block,
-                                 .bits = b->codec.bits};
-    return launch(b, SW_KERNEL_QUANTIZE, &quantize, err);
+    size_t left = count - begin;
+    return left < SW_BLOCK_PARTS_MAX ? left : SW_BLOCK_PARTS_MAX;
 }
 
-static sw_status residual(const sw_device_blocks *b, float *error, const float *source,
-                          const void *records, const void *verdict, size_t numel, sw_error *err)
+sw_status sw_device_block_encode(const sw_device_blocks *b, const sw_quantize_part *parts,
+                                 size_t count, sw_error *err)
 {
-    sw_residual_args left = {.error = error,
-                             .source = source,
-                             .records = records,
-                             .verdict = verdict,
-                             .numel = numel,
-                             .block = b->codec.block,
-                             .bits = b->codec.bits};
-    return launch(b, SW_KERNEL_RESIDUAL, &left, err);
+    for (size_t begin = 0; begin < count; begin += SW_BLOCK_PARTS_MAX) {
+        size_t some = few(begin, count);
+        sw_quantize_args args = {
+            .block = b->codec.block, .bits = b->codec.bits, .part_count = (int)some};
+        memcpy(args.part, parts + begin, some * sizeof *parts);
+        SW_TRY(launch(b, SW_KERNEL_QUANTIZE, &args, err));
+    }
+    return SW_OK;
 }
 
-static sw_status dequantize(const sw_device_blocks *b, float *out, const void *records,
-                            size_t numel, bool add, sw_error *err)
+sw_status sw_device_block_fold(const sw_device_blocks *b, void *out, const sw_device_wires *wires,
+                               size_t count, float scale, float *residual, sw_error *err)
 {
-    sw_dequantize_args decode = {.out = out,
-                                 .records = records,
-                                 .numel = numel,
+    sw_fold_records_args args = {.to = out,
+                                 .own = wires->own,
+                                 .others = wires->others,
+                                 .residual = residual,
+                                 .count = count,
                                  .block = b->codec.block,
+                                 .stride_bytes = wires->stride_bytes,
+                                 .scale = scale,
                                  .bits = b->codec.bits,
-                                 .add = add};
-    return launch(b, SW_KERNEL_DEQUANTIZE, &decode, err);
-}
-
-sw_status sw_device_block_fold(const sw_device_blocks *b, void *out, const void *const *wires,
-                               size_t wire_count, size_t count, float scale, float *sum,
-                               float *rest, sw_error *err)
-{
-    size_t numel = count * b->codec.block;
-    sw_device *device = b->kernels->device;
-    sw_cast_args scaled = {.to = sum,
-                           .from = sum,
-                           .numel = numel,
-                           .scale = scale,
-                           .to_dtype = (int)SW_DTYPE_FLOAT32,
-                           .from_dtype = (int)SW_DTYPE_FLOAT32};
-    for (size_t w = 0; w < wire_count; ++w)
-        SW_TRY(dequantize(b, sum, wires[w], numel, w > 0, err));
-    SW_TRY(launch(b, SW_KERNEL_CAST, &scaled, err));
-    SW_TRY(sw_device_block_encode(b, out, sum, NULL, numel, err));
-    if (!rest)
-        return SW_OK;
-    SW_TRY(device->ops->fill_async(device, rest, 0, numel * sizeof *rest, b->stream, err));
-    return residual(b, rest, sum, out, NULL, numel, err);
+                                 .own_index = wires->own_index,
+                                 .source_count = wires->count};
+    return launch(b, SW_KERNEL_FOLD_RECORDS, &args, err);
 }
 
 sw_status sw_device_block_verdict(const sw_device_blocks *b, void *verdict, const void *records,
@@ -82,19 +60,29 @@ sw_status sw_device_block_verdict(const sw_device_blocks *b, void *verdict, cons
     return launch(b, SW_KERNEL_VERDICT, &judge, err);
 }
 
-sw_status sw_device_block_decode(const sw_device_blocks *b, float *out, const void *records,
-                                 float *error, const void *own, const void *verdict, size_t numel,
-                                 sw_error *err)
+sw_status sw_device_block_decode(const sw_device_blocks *b, const sw_decode_part *parts,
+                                 size_t count, const void *verdict, sw_error *err)
 {
-    if (error)
-        SW_TRY(residual(b, error, out, own, verdict, numel, err));
-    return dequantize(b, out, records, numel, false, err);
+    for (size_t begin = 0; begin < count; begin += SW_BLOCK_PARTS_MAX) {
+        size_t some = few(begin, count);
+        sw_decode_args args = {.verdict = verdict,
+                               .block = b->codec.block,
+                               .bits = b->codec.bits,
+                               .part_count = (int)some};
+        memcpy(args.part, parts + begin, some * sizeof *parts);
+        SW_TRY(launch(b, SW_KERNEL_DECODE, &args, err));
+    }
+    return SW_OK;
 }
 
-sw_status sw_device_block_owe(const sw_device_blocks *b, float *error, const float *rest,
-                              const void *verdict, size_t numel, float scale, sw_error *err)
+sw_status sw_device_block_owe(const sw_device_blocks *b, const sw_owe_part *parts, size_t count,
+                              const void *verdict, float scale, sw_error *err)
 {
-    sw_owe_args owe = {
-        .error = error, .rest = rest, .verdict = verdict, .numel = numel, .scale = scale};
-    return launch(b, SW_KERNEL_OWE, &owe, err);
+    for (size_t begin = 0; begin < count; begin += SW_BLOCK_PARTS_MAX) {
+        size_t some = few(begin, count);
+        sw_owe_args args = {.verdict = verdict, .scale = scale, .part_count = (int)some};
+        memcpy(args.part, parts + begin, some * sizeof *parts);
+        SW_TRY(launch(b, SW_KERNEL_OWE, &args, err));
+    }
+    return SW_OK;
 }

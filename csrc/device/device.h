@@ -122,6 +122,12 @@ SW_MUST_USE sw_status sw_device_host_create(sw_device **device, sw_error *err);
 SW_MUST_USE sw_status sw_device_cuda_create(const char *library, int ordinal, sw_device **device,
                                             sw_error *err);
 
+/* SW_E_UNSUPPORTED, naming `what`, when the caller's stream is being captured into a CUDA graph:
+ * asked before anything is enqueued on it, since a graph would repeat what the host decided once,
+ * and before the driver is asked for events, which would end the capture. */
+SW_MUST_USE sw_status sw_device_refuse_capture(sw_device *device, sw_stream *stream,
+                                               const char *what, sw_error *err);
+
 /* NULL is allowed. Streams, events and memory of the device go before it. */
 void sw_device_destroy(sw_device *device);
 

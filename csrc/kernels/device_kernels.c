@@ -10,6 +10,9 @@ enum { ARGS_BYTES_MAX = 4096 }; /* what every GPU takes as parameters */
 FITS(pack);
 FITS(adam);
 FITS(sgd);
+FITS(quantize);
+FITS(decode);
+FITS(owe);
 FITS(matrices);
 FITS(orthonormalize);
 

@@ -13,12 +13,15 @@
  *   ADAM, SGD   optim_kernels.h's steps on up to SW_RUNS_MAX runs: the same bits as on the host
  *   NORM        *sum += squares, exactly: equal to the host's sum once both are carried. At most
  *               2^31 elements between two carries
- *   QUANTIZE, DEQUANTIZE, RESIDUAL   compress_kernels.h's block records, 8 or 4 bits; records on a
- *               4-byte boundary
+ *   QUANTIZE    compress_kernels.h's block records, 8 or 4 bits, of up to SW_BLOCK_PARTS_MAX runs
+ * of elements; records on a 4-byte boundary FOLD_RECORDS  records of scale * the sum of decoded
+ * contributions in rank order, and what that rounding left out (NaN where it is not a number)
+ *   DECODE      of as many runs: first, where there is an error and *verdict is 0, error = (values
+ *               + error) - decoded own; then values = decoded records, where there are some
  *   VERDICT     *verdict becomes 1 if one of the records has met something that is not finite;
  *               else it stays
- *   OWE         error += rest * scale, unless *verdict: what a round left out is kept only if all
- *               of the round was finite, and the host does not wait to know
+ *   OWE         of as many runs: error += rest * scale, unless *verdict: what a round left out is
+ *               kept only if all of the round was finite, and the host does not wait to know
  *   PROJECT, ABSORB, EXPAND   compress_kernels.h's passes over up to SW_MATRICES_MAX matrices.
  * PROJECT: gradient = v, out = basis vᵀ. ABSORB, if *verdict is 0: memory = v, out and copy = left
  *               v (out NULL: memory alone; copy NULL: none). EXPAND: gradient = leftᵀ right if
@@ -50,8 +53,8 @@ typedef enum sw_kernel {
     SW_KERNEL_SGD,
     SW_KERNEL_NORM,
     SW_KERNEL_QUANTIZE,
-    SW_KERNEL_DEQUANTIZE,
-    SW_KERNEL_RESIDUAL,
+    SW_KERNEL_FOLD_RECORDS,
+    SW_KERNEL_DECODE,
     SW_KERNEL_VERDICT,
     SW_KERNEL_OWE,
     SW_KERNEL_PROJECT,

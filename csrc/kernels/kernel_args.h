@@ -36,6 +36,7 @@ enum {
 
     SW_PACK_SEGMENT_MAX = 64,
     SW_RUNS_MAX = 48,
+    SW_BLOCK_PARTS_MAX = 100,
     SW_MATRICES_MAX = 46,
     SW_FACTORS_MAX = 64,
 
@@ -101,28 +102,44 @@ typedef struct sw_norm_args {
     int dtype;
 } sw_norm_args;
 
-typedef struct sw_quantize_args {
+/* Elements that lie one after the other, as their records do. */
+typedef struct sw_quantize_part {
     void *records;
-    const void *source, *error; /* float32; error may be NULL */
-    sw_u64 numel, block;
-    int bits;
+    const void *source, *error; /* float32; source NULL: zeros; error may be NULL */
+    sw_u64 numel;
+} sw_quantize_part;
+
+typedef struct sw_quantize_args {
+    sw_quantize_part part[SW_BLOCK_PARTS_MAX];
+    sw_u64 block;
+    int bits, part_count;
 } sw_quantize_args;
 
-typedef struct sw_dequantize_args {
-    void *out; /* float32 */
-    const void *records;
-    sw_u64 numel, block;
-    int bits, add;
-} sw_dequantize_args;
+typedef struct sw_fold_records_args {
+    void *to;           /* records; none of the contributions */
+    const void *own;    /* contribution `own_index` */
+    const void *others; /* contribution k lies at others + k * stride_bytes; own_index is unread */
+    void *residual;     /* count * block float32; or NULL */
+    sw_u64 count, block, stride_bytes; /* of records; elements of each */
+    float scale;
+    int bits, own_index, source_count;
+} sw_fold_records_args;
 
-typedef struct sw_residual_args {
-    void *error;        /* float32 */
-    const void *source; /* float32 */
-    const void *records;
-    const void *verdict; /* int32: nothing is done unless it is 0; or NULL */
-    sw_u64 numel, block;
-    int bits;
-} sw_residual_args;
+/* As sw_quantize_part. */
+typedef struct sw_decode_part {
+    void *values;        /* float32 */
+    void *error;         /* float32; or NULL */
+    const void *records; /* NULL: the values stay */
+    const void *own;     /* with an error: what QUANTIZE made of both */
+    sw_u64 numel;
+} sw_decode_part;
+
+typedef struct sw_decode_args {
+    sw_decode_part part[SW_BLOCK_PARTS_MAX];
+    const void *verdict; /* int32: errors stay unless it is 0; or NULL */
+    sw_u64 block;
+    int bits, part_count;
+} sw_decode_args;
 
 typedef struct sw_verdict_args {
     void *verdict; /* int32 */
@@ -131,12 +148,17 @@ typedef struct sw_verdict_args {
     int bits;
 } sw_verdict_args;
 
-typedef struct sw_owe_args {
-    void *error;         /* float32 */
-    const void *rest;    /* float32 */
-    const void *verdict; /* int32: nothing is done unless it is 0 */
+typedef struct sw_owe_part {
+    void *error;      /* float32 */
+    const void *rest; /* float32 */
     sw_u64 numel;
+} sw_owe_part;
+
+typedef struct sw_owe_args {
+    sw_owe_part part[SW_BLOCK_PARTS_MAX];
+    const void *verdict; /* int32: nothing is done unless it is 0 */
     float scale;
+    int part_count;
 } sw_owe_args;
 
 /* One matrix of compress_kernels.h's sw_lowrank, all float32 but the memory. */

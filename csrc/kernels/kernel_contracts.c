@@ -1,12 +1,12 @@
 /* kernel_contracts.c - the table of device_kernels.h: checks, ranges, host references, grids. Those
- * of low rank: lowrank_contracts.c. */
+ * of blocks: block_contracts.c; of low rank: lowrank_contracts.c. */
 #include <stdint.h>
 #include <string.h>
 
 #include "kernels/compress_kernels.h"
 #include "kernels/device_kernels.h"
+#include "kernels/kernel_contracts.h"
 #include "kernels/kernels.h"
-#include "kernels/lowrank_contracts.h"
 #include "kernels/optim_kernels.h"
 
 enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
@@ -392,189 +392,6 @@ static sw_grid norm_grid(const void *args, int processor_count)
     return grid_for(((const sw_norm_args *)args)->numel, processor_count);
 }
 
-/* ---- blocks ---- */
-
-static sw_status block_check(sw_u64 block, int bits, const void *records, sw_error *err)
-{
-    if (block < SW_BLOCK_NUMEL_STEP || block > SW_BLOCK_NUMEL_MAX || block % SW_BLOCK_NUMEL_STEP)
-        SW_FAIL(err, SW_E_INVALID, "quantize: block must be a multiple of %d in [%d, %d], not %llu",
-                SW_BLOCK_NUMEL_STEP, SW_BLOCK_NUMEL_STEP, SW_BLOCK_NUMEL_MAX, block);
-    if (bits != 8 && bits != 4)
-        SW_FAIL(err, SW_E_INVALID, "quantize: bits must be 8 or 4, not %d", bits);
-    if ((uintptr_t)records % sizeof(float) != 0)
-        SW_FAIL(err, SW_E_INVALID, "quantize: records must be on a 4-byte boundary, not at %p",
-                records);
-    return SW_OK;
-}
-
-static size_t record_count(sw_u64 numel, sw_u64 block)
-{
-    return (size_t)((numel + block - 1) / block);
-}
-
-static size_t records_bytes(sw_u64 numel, sw_u64 block, int bits)
-{
-    return record_count(numel, block) * (sizeof(float) + (size_t)block * (size_t)bits / 8);
-}
-
-/* One block of threads a record. */
-static sw_grid record_grid(sw_u64 numel, sw_u64 block, int processor_count)
-{
-    size_t records = record_count(numel, block);
-    size_t most = (size_t)processor_count * BLOCKS_A_PROCESSOR * 2;
-    records = records < most ? records : most;
-    return (sw_grid){.block_count = (unsigned)(records ? records : 1), .thread_count = 64};
-}
-
-static sw_status quantize_check(const void *args, sw_error *err)
-{
-    const sw_quantize_args *a = args;
-    return block_check(a->block, a->bits, a->records, err);
-}
-
-static void quantize_accesses(const void *args, sw_access_fn *report, void *context)
-{
-    const sw_quantize_args *a = args;
-    report(context, a->source, (size_t)a->numel * sizeof(float), SW_ACCESS_READ);
-    if (a->error)
-        report(context, a->error, (size_t)a->numel * sizeof(float), SW_ACCESS_READ);
-    report(context, a->records, records_bytes(a->numel, a->block, a->bits), SW_ACCESS_WRITE);
-}
-
-static void quantize_reference(const void *args)
-{
-    const sw_quantize_args *a = args;
-    sw_kernels()->compress->block_quantize(a->records, a->source, a->error, (size_t)a->numel,
-                                           (size_t)a->block, a->bits);
-}
-
-static sw_grid quantize_grid(const void *args, int processor_count)
-{
-    const sw_quantize_args *a = args;
-    return record_grid(a->numel, a->block, processor_count);
-}
-
-static sw_status dequantize_check(const void *args, sw_error *err)
-{
-    const sw_dequantize_args *a = args;
-    return block_check(a->block, a->bits, a->records, err);
-}
-
-static void dequantize_accesses(const void *args, sw_access_fn *report, void *context)
-{
-    const sw_dequantize_args *a = args;
-    report(context, a->records, records_bytes(a->numel, a->block, a->bits), SW_ACCESS_READ);
-    report(context, a->out, (size_t)a->numel * sizeof(float),
-           a->add ? SW_ACCESS_BOTH : SW_ACCESS_WRITE);
-}
-
-static void dequantize_reference(const void *args)
-{
-    const sw_dequantize_args *a = args;
-    sw_kernels()->compress->block_dequantize(a->out, a->records, (size_t)a->numel, (size_t)a->block,
-                                             a->bits, a->add != 0);
-}
-
-static sw_grid dequantize_grid(const void *args, int processor_count)
-{
-    const sw_dequantize_args *a = args;
-    return record_grid(a->numel, a->block, processor_count);
-}
-
-static sw_status residual_check(const void *args, sw_error *err)
-{
-    const sw_residual_args *a = args;
-    return block_check(a->block, a->bits, a->records, err);
-}
-
-static void residual_accesses(const void *args, sw_access_fn *report, void *context)
-{
-    const sw_residual_args *a = args;
-    report(context, a->records, records_bytes(a->numel, a->block, a->bits), SW_ACCESS_READ);
-    report(context, a->source, (size_t)a->numel * sizeof(float), SW_ACCESS_READ);
-    report(context, a->error, (size_t)a->numel * sizeof(float), SW_ACCESS_BOTH);
-    if (a->verdict)
-        report(context, a->verdict, sizeof(int32_t), SW_ACCESS_READ);
-}
-
-static void residual_reference(const void *args)
-{
-    const sw_residual_args *a = args;
-    if (a->verdict && *(const int32_t *)a->verdict != 0)
-        return;
-    sw_kernels()->compress->block_residual(a->error, a->source, a->records, (size_t)a->numel,
-                                           (size_t)a->block, a->bits);
-}
-
-static sw_grid residual_grid(const void *args, int processor_count)
-{
-    const sw_residual_args *a = args;
-    return record_grid(a->numel, a->block, processor_count);
-}
-
-static sw_status verdict_check(const void *args, sw_error *err)
-{
-    const sw_verdict_args *a = args;
-    return block_check(a->block, a->bits, a->records, err);
-}
-
-static void verdict_accesses(const void *args, sw_access_fn *report, void *context)
-{
-    const sw_verdict_args *a = args;
-    size_t bytes = records_bytes(a->count * a->block, a->block, a->bits);
-    report(context, a->records, bytes, SW_ACCESS_READ);
-    report(context, a->verdict, sizeof(int32_t), SW_ACCESS_BOTH);
-}
-
-static void verdict_reference(const void *args)
-{
-    const sw_verdict_args *a = args;
-    size_t bytes = records_bytes(a->block, a->block, a->bits);
-    for (sw_u64 r = 0; r < a->count; ++r) {
-        float scale;
-        memcpy(&scale, (const char *)a->records + r * bytes, sizeof scale);
-        if (scale != scale)
-            *(int32_t *)a->verdict = 1;
-    }
-}
-
-static sw_grid verdict_grid(const void *args, int processor_count)
-{
-    return grid_for(((const sw_verdict_args *)args)->count, processor_count);
-}
-
-static sw_status owe_check(const void *args, sw_error *err)
-{
-    const sw_owe_args *a = args;
-    if (!a->verdict)
-        SW_FAIL(err, SW_E_INVALID, "owe: verdict must not be NULL");
-    return SW_OK;
-}
-
-static void owe_accesses(const void *args, sw_access_fn *report, void *context)
-{
-    const sw_owe_args *a = args;
-    report(context, a->rest, (size_t)a->numel * sizeof(float), SW_ACCESS_READ);
-    report(context, a->error, (size_t)a->numel * sizeof(float), SW_ACCESS_BOTH);
-    report(context, a->verdict, sizeof(int32_t), SW_ACCESS_READ);
-}
-
-static void owe_reference(const void *args)
-{
-    const sw_owe_args *a = args;
-    float *error = a->error;
-    const float *rest = a->rest;
-    if (*(const int32_t *)a->verdict != 0)
-        return;
-    for (sw_u64 i = 0; i < a->numel; ++i)
-        error[i] += rest[i] * a->scale;
-}
-
-static sw_grid owe_grid(const void *args, int processor_count)
-{
-    return grid_for(((const sw_owe_args *)args)->numel, processor_count);
-}
-
 #define CONTRACT_OF(noun, prefix)            \
     {.name = "sw_" #noun,                    \
      .args_bytes = sizeof(sw_##noun##_args), \
@@ -591,11 +408,11 @@ static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {
     [SW_KERNEL_ADAM] = CONTRACT(adam),
     [SW_KERNEL_SGD] = CONTRACT(sgd),
     [SW_KERNEL_NORM] = CONTRACT(norm),
-    [SW_KERNEL_QUANTIZE] = CONTRACT(quantize),
-    [SW_KERNEL_DEQUANTIZE] = CONTRACT(dequantize),
-    [SW_KERNEL_RESIDUAL] = CONTRACT(residual),
-    [SW_KERNEL_VERDICT] = CONTRACT(verdict),
-    [SW_KERNEL_OWE] = CONTRACT(owe),
+    [SW_KERNEL_QUANTIZE] = CONTRACT_OF(quantize, sw_),
+    [SW_KERNEL_FOLD_RECORDS] = CONTRACT_OF(fold_records, sw_),
+    [SW_KERNEL_DECODE] = CONTRACT_OF(decode, sw_),
+    [SW_KERNEL_VERDICT] = CONTRACT_OF(verdict, sw_),
+    [SW_KERNEL_OWE] = CONTRACT_OF(owe, sw_),
     [SW_KERNEL_PROJECT] = CONTRACT_OF(project, sw_),
     [SW_KERNEL_ABSORB] = CONTRACT_OF(absorb, sw_),
     [SW_KERNEL_EXPAND] = CONTRACT_OF(expand, sw_),

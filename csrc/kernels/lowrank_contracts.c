@@ -1,6 +1,6 @@
-/* lowrank_contracts.c - see lowrank_contracts.h. A reference goes over the matrices one by one, by
- * the host's kernels. */
-#include "kernels/lowrank_contracts.h"
+/* lowrank_contracts.c - PROJECT, ABSORB, EXPAND, ORTHONORMALIZE and FINITE. A reference goes over
+ * the matrices one by one, by the host's kernels. */
+#include "kernels/kernel_contracts.h"
 
 #include <stdint.h>
 #include <string.h>

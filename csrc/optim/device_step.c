@@ -32,6 +32,7 @@ sw_status sw_device_adam_step(const sw_kernel_set *kernels, const sw_adam_option
                               sw_error *err)
 {
     SW_TRY(sw_adam_check(options, runs, count, err));
+    SW_TRY(sw_device_refuse_capture(kernels->device, stream, "an optimizer's step", err));
     for (size_t at = 0; at < count;) {
         int64_t step = runs[at].step;
         sw_adam_scalars s = sw_adam_scalars_of(options, step);
@@ -57,6 +58,7 @@ sw_status sw_device_sgd_step(const sw_kernel_set *kernels, const sw_sgd_options 
                              sw_error *err)
 {
     SW_TRY(sw_sgd_check(options, runs, count, err));
+    SW_TRY(sw_device_refuse_capture(kernels->device, stream, "an optimizer's step", err));
     for (size_t at = 0; at < count;) {
         int64_t step = runs[at].step;
         sw_sgd_scalars s = sw_sgd_scalars_of(options, step);

@@ -11,11 +11,6 @@ typedef struct codec_call {
     sw_device_blocks blocks;
 } codec_call;
 
-static void *address_of(unsigned long long address)
-{
-    return (void *)(uintptr_t)address;
-}
-
 /* false with an exception. */
 static bool begin(PyObject *module, PyObject *comm, Py_ssize_t block, int bits,
                   unsigned long long stream, codec_call *call)
@@ -28,7 +23,7 @@ static bool begin(PyObject *module, PyObject *comm, Py_ssize_t block, int bits,
     call->comm = (device_comm_object *)comm;
     call->blocks =
         (sw_device_blocks){.codec = {.block = block < 0 ? 0 : (size_t)block, .bits = bits},
-                           .stream = address_of(stream)};
+                           .stream = sw_py_address(stream)};
     if (sw_block_codec_check(&call->blocks.codec, &err) != SW_OK) {
         sw_py_raise(PyModule_GetState(module), &err, NULL);
         return false;
@@ -39,52 +34,91 @@ static bool begin(PyObject *module, PyObject *comm, Py_ssize_t block, int bits,
     return true;
 }
 
+/* ---- tables ---- */
+
+static bool read_quantize_part(PyObject *row, void *out)
+{
+    unsigned long long records, source, error, numel;
+    if (!PyArg_ParseTuple(row, "KKKK;a part is (records, source, error, numel)", &records, &source,
+                          &error, &numel))
+        return false;
+    *(sw_quantize_part *)out = (sw_quantize_part){.records = sw_py_address(records),
+                                                  .source = sw_py_address(source),
+                                                  .error = sw_py_address(error),
+                                                  .numel = numel};
+    return true;
+}
+
+static bool read_decode_part(PyObject *row, void *out)
+{
+    unsigned long long values, error, records, own, numel;
+    if (!PyArg_ParseTuple(row, "KKKKK;a part is (values, error, records, own, numel)", &values,
+                          &error, &records, &own, &numel))
+        return false;
+    *(sw_decode_part *)out = (sw_decode_part){.values = sw_py_address(values),
+                                              .error = sw_py_address(error),
+                                              .records = sw_py_address(records),
+                                              .own = sw_py_address(own),
+                                              .numel = numel};
+    return true;
+}
+
+static bool read_owe_part(PyObject *row, void *out)
+{
+    unsigned long long error, rest, numel;
+    if (!PyArg_ParseTuple(row, "KKK;a part is (error, rest, numel)", &error, &rest, &numel))
+        return false;
+    *(sw_owe_part *)out =
+        (sw_owe_part){.error = sw_py_address(error), .rest = sw_py_address(rest), .numel = numel};
+    return true;
+}
+
+/* ---- calls ---- */
+
 static PyObject *block_encode(PyObject *module, PyObject *args)
 {
-    PyObject *comm;
-    Py_ssize_t block, numel;
+    PyObject *comm, *list, *done = NULL;
+    Py_ssize_t block;
     int bits;
-    unsigned long long records, source, error, stream;
+    unsigned long long stream;
     codec_call call;
     sw_error err;
-    if (!PyArg_ParseTuple(args, "OniKKKnK:device_block_encode", &comm, &block, &bits, &records,
-                          &source, &error, &numel, &stream) ||
-        !begin(module, comm, block, bits, stream, &call))
+    if (!PyArg_ParseTuple(args, "OniO!K:device_block_encode", &comm, &block, &bits, &PyList_Type,
+                          &list, &stream))
         return NULL;
-    return sw_py_device_finish(call.comm,
-                               sw_device_block_encode(&call.blocks, address_of(records),
-                                                      address_of(source), address_of(error),
-                                                      (size_t)numel, &err),
-                               &err);
+    sw_quantize_part *parts = sw_py_device_table(list, read_quantize_part, sizeof *parts);
+    if (parts && begin(module, comm, block, bits, stream, &call)) {
+        sw_status status =
+            sw_device_block_encode(&call.blocks, parts, (size_t)PyList_Size(list), &err);
+        done = sw_py_device_finish(call.comm, status, &err);
+    }
+    free(parts);
+    return done;
 }
 
 static PyObject *block_fold(PyObject *module, PyObject *args)
 {
-    PyObject *comm, *list;
+    PyObject *comm;
     Py_ssize_t block, count;
     int bits;
     double scale;
-    unsigned long long out, sum, rest, stream;
+    unsigned long long out, own, others, stride, rest, stream;
+    sw_device_wires wires;
     codec_call call;
     sw_error err;
-    if (!PyArg_ParseTuple(args, "OniKO!ndKKK:device_block_fold", &comm, &block, &bits, &out,
-                          &PyList_Type, &list, &count, &scale, &sum, &rest, &stream))
+    if (!PyArg_ParseTuple(args, "OniKKKKiindKK:device_block_fold", &comm, &block, &bits, &out, &own,
+                          &others, &stride, &wires.own_index, &wires.count, &count, &scale, &rest,
+                          &stream) ||
+        !begin(module, comm, block, bits, stream, &call))
         return NULL;
-    size_t wire_count = (size_t)PyList_Size(list);
-    const void **wires = calloc(wire_count + 1, sizeof *wires);
-    if (!wires)
-        return PyErr_NoMemory();
-    for (size_t w = 0; w < wire_count; ++w)
-        wires[w] = PyLong_AsVoidPtr(PyList_GetItem(list, (Py_ssize_t)w));
-    PyObject *done = NULL;
-    if (!PyErr_Occurred() && begin(module, comm, block, bits, stream, &call)) {
-        sw_status status =
-            sw_device_block_fold(&call.blocks, address_of(out), wires, wire_count, (size_t)count,
-                                 (float)scale, address_of(sum), address_of(rest), &err);
-        done = sw_py_device_finish(call.comm, status, &err);
-    }
-    free(wires);
-    return done;
+    wires.own = sw_py_address(own);
+    wires.others = sw_py_address(others);
+    wires.stride_bytes = (size_t)stride;
+    return sw_py_device_finish(call.comm,
+                               sw_device_block_fold(&call.blocks, sw_py_address(out), &wires,
+                                                    (size_t)count, (float)scale,
+                                                    sw_py_address(rest), &err),
+                               &err);
 }
 
 static PyObject *block_verdict(PyObject *module, PyObject *args)
@@ -100,67 +134,70 @@ static PyObject *block_verdict(PyObject *module, PyObject *args)
         !begin(module, comm, block, bits, stream, &call))
         return NULL;
     return sw_py_device_finish(call.comm,
-                               sw_device_block_verdict(&call.blocks, address_of(verdict),
-                                                       address_of(records), (size_t)count, &err),
+                               sw_device_block_verdict(&call.blocks, sw_py_address(verdict),
+                                                       sw_py_address(records), (size_t)count, &err),
                                &err);
 }
 
 static PyObject *block_decode(PyObject *module, PyObject *args)
 {
-    PyObject *comm;
-    Py_ssize_t block, numel;
+    PyObject *comm, *list, *done = NULL;
+    Py_ssize_t block;
     int bits;
-    unsigned long long out, records, error, own, verdict, stream;
+    unsigned long long verdict, stream;
     codec_call call;
     sw_error err;
-    if (!PyArg_ParseTuple(args, "OniKKKKKnK:device_block_decode", &comm, &block, &bits, &out,
-                          &records, &error, &own, &verdict, &numel, &stream) ||
-        !begin(module, comm, block, bits, stream, &call))
+    if (!PyArg_ParseTuple(args, "OniO!KK:device_block_decode", &comm, &block, &bits, &PyList_Type,
+                          &list, &verdict, &stream))
         return NULL;
-    return sw_py_device_finish(call.comm,
-                               sw_device_block_decode(&call.blocks, address_of(out),
-                                                      address_of(records), address_of(error),
-                                                      address_of(own), address_of(verdict),
-                                                      (size_t)numel, &err),
-                               &err);
+    sw_decode_part *parts = sw_py_device_table(list, read_decode_part, sizeof *parts);
+    if (parts && begin(module, comm, block, bits, stream, &call)) {
+        sw_status status = sw_device_block_decode(&call.blocks, parts, (size_t)PyList_Size(list),
+                                                  sw_py_address(verdict), &err);
+        done = sw_py_device_finish(call.comm, status, &err);
+    }
+    free(parts);
+    return done;
 }
 
 static PyObject *block_owe(PyObject *module, PyObject *args)
 {
-    PyObject *comm;
-    Py_ssize_t block, numel;
+    PyObject *comm, *list, *done = NULL;
+    Py_ssize_t block;
     int bits;
     double scale;
-    unsigned long long error, rest, verdict, stream;
+    unsigned long long verdict, stream;
     codec_call call;
     sw_error err;
-    if (!PyArg_ParseTuple(args, "OniKKKndK:device_block_owe", &comm, &block, &bits, &error, &rest,
-                          &verdict, &numel, &scale, &stream) ||
-        !begin(module, comm, block, bits, stream, &call))
+    if (!PyArg_ParseTuple(args, "OniO!KdK:device_block_owe", &comm, &block, &bits, &PyList_Type,
+                          &list, &verdict, &scale, &stream))
         return NULL;
-    return sw_py_device_finish(call.comm,
-                               sw_device_block_owe(&call.blocks, address_of(error),
-                                                   address_of(rest), address_of(verdict),
-                                                   (size_t)numel, (float)scale, &err),
-                               &err);
+    sw_owe_part *parts = sw_py_device_table(list, read_owe_part, sizeof *parts);
+    if (parts && begin(module, comm, block, bits, stream, &call)) {
+        sw_status status = sw_device_block_owe(&call.blocks, parts, (size_t)PyList_Size(list),
+                                               sw_py_address(verdict), (float)scale, &err);
+        done = sw_py_device_finish(call.comm, status, &err);
+    }
+    free(parts);
+    return done;
 }
 
 static PyMethodDef functions[] = {
     {"device_block_encode", block_encode, METH_VARARGS,
-     "device_block_encode(comm, block, bits, records, source, error, numel, stream)\n--\n\nAs "
-     "block_encode."},
+     "device_block_encode(comm, block, bits, parts, stream)\n--\n\nAs block_encode, of all parts."},
     {"device_block_fold", block_fold, METH_VARARGS,
-     "device_block_fold(comm, block, bits, out, wires, count, scale, sum, rest, stream)\n--\n\nAs "
-     "block_fold, with scratch memory."},
+     "device_block_fold(comm, block, bits, out, own, others, stride_bytes, own_index, world_size, "
+     "count, scale, rest, stream)\n--\n\nAs block_fold."},
     {"device_block_verdict", block_verdict, METH_VARARGS,
      "device_block_verdict(comm, block, bits, verdict, records, count, stream)\n--\n\nThe "
      "int32 becomes 0 if all records are of finite values, else 1."},
     {"device_block_decode", block_decode, METH_VARARGS,
-     "device_block_decode(comm, block, bits, out, records, error, own, verdict, numel, "
-     "stream)\n--\n\nAs block_decode; the error is kept unless the verdict is 1."},
+     "device_block_decode(comm, block, bits, parts, verdict, stream)\n--\n\nAs block_decode, of "
+     "all "
+     "parts; errors are kept unless the verdict is 1."},
     {"device_block_owe", block_owe, METH_VARARGS,
-     "device_block_owe(comm, block, bits, error, rest, verdict, numel, scale, stream)\n--\n\n"
-     "error += rest * scale, unless the verdict is 1."},
+     "device_block_owe(comm, block, bits, parts, verdict, scale, stream)\n--\n\nerror += rest * "
+     "scale, of all parts, unless the verdict is 1."},
     {NULL, NULL, 0, NULL},
 };
 

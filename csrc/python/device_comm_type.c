@@ -128,6 +128,33 @@ static PyObject *device_connect(PyObject *op, PyObject *args)
     return sw_py_device_finish(self, status, &err);
 }
 
+static PyObject *device_borrow(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    unsigned long long handle;
+    int rank, world_size;
+    double timeout_s;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "Kiid:borrow", &handle, &rank, &world_size, &timeout_s))
+        return NULL;
+    if (!(timeout_s > 0 && timeout_s <= 1e9)) {
+        PyErr_SetString(PyExc_ValueError, "borrow: timeout_s must be in (0, 1e9]");
+        return NULL;
+    }
+    if (!self->comm || self->closed || self->in_use) {
+        PyErr_SetString(sw_py_state_of(op)->error,
+                        "borrow: the GPU's communicator was closed, or was never opened");
+        return NULL;
+    }
+    self->in_use = true;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_comm_borrow(self->comm, sw_py_address(handle), rank, world_size,
+                                   (int64_t)(timeout_s * 1e9), &err);
+    Py_END_ALLOW_THREADS
+    return sw_py_device_finish(self, status, &err);
+}
+
 static PyObject *device_close(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -308,6 +335,30 @@ static PyObject *device_follow(PyObject *op, PyObject *args)
     return sw_py_device_finish(self, sw_device_comm_follow(self->comm, later, earlier, &err), &err);
 }
 
+static PyObject *device_refuse_capture(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    PyObject *value;
+    const char *what;
+    sw_stream *stream;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "Os:refuse_capture", &value, &what) ||
+        !sw_py_device_stream(value, &stream) || !sw_py_device_enter(self))
+        return NULL;
+    return sw_py_device_finish(
+        self, sw_device_refuse_capture(self->comm->device, stream, what, &err), &err);
+}
+
+static PyObject *device_give_back(PyObject *op, PyObject *value)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    sw_stream *stream;
+    sw_error err;
+    if (!sw_py_device_stream(value, &stream) || !sw_py_device_enter(self))
+        return NULL;
+    return sw_py_device_finish(self, sw_device_comm_give_back(self->comm, stream, &err), &err);
+}
+
 /* ---- copies ---- */
 
 static bool read_segment(PyObject *item, sw_pack_segment *segment)
@@ -430,6 +481,14 @@ static PyObject *device_get_alive(PyObject *op, void *unused)
 static PyMethodDef device_methods[] = {
     {"connect", device_connect, METH_VARARGS,
      "connect(id, rank, world_size, timeout_s)\n--\n\nJoins the peers. Collective."},
+    {"borrow", device_borrow, METH_VARARGS,
+     "borrow(handle, rank, world_size, timeout_s)\n--\n\nIn place of connect: over a "
+     "communicator that stays its owner's."},
+    {"give_back", device_give_back, METH_O,
+     "give_back(stream)\n--\n\nWhere it is borrowed: the stream's next operations come after "
+     "ours."},
+    {"refuse_capture", device_refuse_capture, METH_VARARGS,
+     "refuse_capture(stream, what)\n--\n\nRaises when the stream is being captured into a graph."},
     {"broadcast", device_broadcast, METH_VARARGS,
      "broadcast(ranges, root, stream)\n--\n\nOf (address, numel, dtype) ranges."},
     {"all_gather", device_all_gather, METH_VARARGS,

@@ -38,4 +38,15 @@ PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const 
 /* A stream as torch gives it: its address as an integer. false with an exception. */
 bool sw_py_device_stream(PyObject *value, sw_stream **stream);
 
+/* device_table.c. One row of a table; false with an exception. */
+typedef bool sw_py_row_fn(PyObject *row, void *out);
+
+/* Owned array of `row_bytes` a tuple of the list; NULL with an exception. */
+void *sw_py_device_table(PyObject *list, sw_py_row_fn *read, size_t row_bytes);
+
+static inline void *sw_py_address(unsigned long long address)
+{
+    return (void *)(uintptr_t)address;
+}
+
 #endif

@@ -7,11 +7,6 @@
 #include "kernels/kernels.h"
 #include "python/device_object.h"
 
-static void *address_of(unsigned long long address)
-{
-    return (void *)(uintptr_t)address;
-}
-
 /* The communicator, entered; NULL with an exception. */
 static device_comm_object *enter(PyObject *module, PyObject *comm)
 {
@@ -32,12 +27,11 @@ static PyObject *launch(PyObject *module, PyObject *comm, sw_kernel kernel, cons
     if (!self)
         return NULL;
     return sw_py_device_finish(
-        self, sw_kernel_launch(&self->comm->kernels, kernel, args, address_of(stream), &err), &err);
+        self, sw_kernel_launch(&self->comm->kernels, kernel, args, sw_py_address(stream), &err),
+        &err);
 }
 
 /* ---- tables ---- */
-
-typedef bool read_row_fn(PyObject *row, void *out);
 
 static bool read_matrix(PyObject *row, void *out)
 {
@@ -49,13 +43,13 @@ static bool read_matrix(PyObject *row, void *out)
                           &gradient, &memory, &left, &right, &basis, &to, &copy, &rows, &cols,
                           &rank, &dtype))
         return false;
-    *(sw_matrix_args *)out = (sw_matrix_args){.gradient = address_of(gradient),
-                                              .memory = address_of(memory),
-                                              .left = address_of(left),
-                                              .right = address_of(right),
-                                              .basis = address_of(basis),
-                                              .out = address_of(to),
-                                              .copy = address_of(copy),
+    *(sw_matrix_args *)out = (sw_matrix_args){.gradient = sw_py_address(gradient),
+                                              .memory = sw_py_address(memory),
+                                              .left = sw_py_address(left),
+                                              .right = sw_py_address(right),
+                                              .basis = sw_py_address(basis),
+                                              .out = sw_py_address(to),
+                                              .copy = sw_py_address(copy),
                                               .rows = rows,
                                               .cols = cols,
                                               .rank = rank,
@@ -69,28 +63,12 @@ static bool read_factor(PyObject *row, void *out)
     if (!PyArg_ParseTuple(row, "KKKKK;a factor is (to, from, count, rank, seed)", &to, &from,
                           &count, &rank, &seed))
         return false;
-    *(sw_factor_args *)out = (sw_factor_args){
-        .to = address_of(to), .from = address_of(from), .count = count, .rank = rank, .seed = seed};
+    *(sw_factor_args *)out = (sw_factor_args){.to = sw_py_address(to),
+                                              .from = sw_py_address(from),
+                                              .count = count,
+                                              .rank = rank,
+                                              .seed = seed};
     return true;
-}
-
-/* Owned array of `row_bytes` a row of the list; NULL with an exception. */
-static void *read_table(PyObject *list, read_row_fn *read, size_t row_bytes)
-{
-    Py_ssize_t count = PyList_Size(list);
-    char *table = calloc((size_t)count + 1, row_bytes);
-    if (!table)
-        return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *row = PyList_GetItem(list, i);
-        if (!PyTuple_Check(row) || !read(row, table + (size_t)i * row_bytes)) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_TypeError, "a row of the table must be a tuple");
-            free(table);
-            return NULL;
-        }
-    }
-    return table;
 }
 
 static PyObject *run(PyObject *module, PyObject *args, const char *format, sw_kernel pass)
@@ -100,15 +78,15 @@ static PyObject *run(PyObject *module, PyObject *args, const char *format, sw_ke
     sw_error err;
     if (!PyArg_ParseTuple(args, format, &comm, &PyList_Type, &list, &verdict, &stream))
         return NULL;
-    sw_matrix_args *matrices = read_table(list, read_matrix, sizeof *matrices);
+    sw_matrix_args *matrices = sw_py_device_table(list, read_matrix, sizeof *matrices);
     if (!matrices)
         return NULL;
     PyObject *done = NULL;
     device_comm_object *self = enter(module, comm);
     if (self) {
         sw_device_passes passes = {.kernels = &self->comm->kernels,
-                                   .stream = address_of(stream),
-                                   .verdict = address_of(verdict)};
+                                   .stream = sw_py_address(stream),
+                                   .verdict = sw_py_address(verdict)};
         done = sw_py_device_finish(
             self, sw_device_powersgd_run(&passes, pass, matrices, (size_t)PyList_Size(list), &err),
             &err);
@@ -140,15 +118,15 @@ static PyObject *orthonormalize(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!KK:device_powersgd_orthonormalize", &comm, &PyList_Type, &list,
                           &verdict, &stream))
         return NULL;
-    sw_factor_args *factors = read_table(list, read_factor, sizeof *factors);
+    sw_factor_args *factors = sw_py_device_table(list, read_factor, sizeof *factors);
     if (!factors)
         return NULL;
     PyObject *done = NULL;
     device_comm_object *self = enter(module, comm);
     if (self) {
         sw_device_passes passes = {.kernels = &self->comm->kernels,
-                                   .stream = address_of(stream),
-                                   .verdict = address_of(verdict)};
+                                   .stream = sw_py_address(stream),
+                                   .verdict = sw_py_address(verdict)};
         sw_status status =
             sw_device_powersgd_orthonormalize(&passes, factors, (size_t)PyList_Size(list), &err);
         done = sw_py_device_finish(self, status, &err);
@@ -167,8 +145,8 @@ static PyObject *is_finite(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OKKKiK:device_finite", &comm, &verdict, &values, &numel, &refusal,
                           &stream))
         return NULL;
-    sw_finite_args finite = {.verdict = address_of(verdict),
-                             .values = address_of(values),
+    sw_finite_args finite = {.verdict = sw_py_address(verdict),
+                             .values = sw_py_address(values),
                              .numel = numel,
                              .refusal = refusal};
     return launch(module, comm, SW_KERNEL_FINITE, &finite, stream);
@@ -184,9 +162,9 @@ static PyObject *device_fold(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OKKKKKiispK:device_fold", &comm, &to, &own, &rest, &numel, &stride,
                           &own_index, &count, &dtype, &is_mean, &stream))
         return NULL;
-    sw_fold_args fold = {.to = address_of(to),
-                         .own = address_of(own),
-                         .rest = address_of(rest),
+    sw_fold_args fold = {.to = sw_py_address(to),
+                         .own = sw_py_address(own),
+                         .rest = sw_py_address(rest),
                          .numel = numel,
                          .stride_bytes = stride,
                          .scale = is_mean ? 1.0 / count : 1.0,
@@ -206,8 +184,8 @@ static PyObject *device_cast(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OKsKsKdK:device_cast", &comm, &to, &to_dtype, &from, &from_dtype,
                           &numel, &scale, &stream))
         return NULL;
-    sw_cast_args cast = {.to = address_of(to),
-                         .from = address_of(from),
+    sw_cast_args cast = {.to = sw_py_address(to),
+                         .from = sw_py_address(from),
                          .numel = numel,
                          .scale = (float)scale,
                          .to_dtype = (int)sw_dtype_from_name(to_dtype),

@@ -239,20 +239,16 @@ static size_t next_due(const sw_device_reducer *r, size_t from)
 sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
-    bool capturing;
     if (r->phase == PHASE_FINISHED)
         SW_FAIL(err, SW_E_STATE,
                 "device reducer: begin of step %llu before release of the step before",
                 (unsigned long long)r->steps);
-    SW_TRY(ops->stream_is_capturing(r->device, producer, &capturing, err));
-    if (capturing)
-        SW_FAIL(err, SW_E_UNSUPPORTED,
-                "device reducer: the stream is being captured into a CUDA graph, which is not "
-                "supported; run the step outside of the capture");
+    SW_TRY(sw_device_refuse_capture(r->device, producer, "a backward", err));
     /* The optimizer of the step before has read the buckets that are written now. */
     SW_TRY(ops->stream_wait(r->device, producer, r->consumed, err));
     if (r->phase == PHASE_OPEN)
         return SW_OK;
+    SW_TRY(sw_device_comm_take_over(r->comm, producer, err));
     r->phase = PHASE_OPEN;
     r->next = next_due(r, 0);
     r->steps++;
@@ -464,6 +460,7 @@ sw_status sw_device_reducer_release(sw_device_reducer *r, sw_stream *consumer, s
 {
     if (r->phase != PHASE_FINISHED)
         SW_FAIL(err, SW_E_STATE, "device reducer: release of a step that was not finished");
+    SW_TRY(sw_device_refuse_capture(r->device, consumer, "a backward", err));
     SW_TRY(r->device->ops->event_record(r->device, r->consumed, consumer, err));
     r->phase = PHASE_IDLE;
     return SW_OK;

@@ -25,6 +25,10 @@
  * own behind the last bucket: they are written by fills, so no host memory is read by the GPU, and
  * a step in which every gradient was used waits on the host not once.
  *
+ * Over a borrowed communicator there are two events more, which buy no overlap: producer --> comm
+ * in begin, and comm --> the stream whose owner uses it next (sw_device_comm_give_back, the
+ * caller's after take).
+ *
  * Sliced (zero >= 2), a bucket is memory only while it travels: it is written into one of two
  * places (reserve), and this rank's slice of the mean is folded out of it into memory that stays.
  * Where a contribution is on top of the mean that stands in the slice, the fold adds that mean to

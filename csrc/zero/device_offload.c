@@ -327,6 +327,7 @@ static sw_status run_pass(step_pass *pass, sw_stream *user, sw_error *err)
 {
     sw_device_offload *o = pass->offload;
     size_t count = pass->plan.batch_count;
+    SW_TRY(sw_device_refuse_capture(o->comm->device, user, "an optimizer's step", err));
     SW_TRY(sw_device_comm_follow(o->comm, o->down, user, err));
     if (count > 0)
         SW_TRY(fetch(pass, 0, err));

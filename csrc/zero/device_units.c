@@ -189,6 +189,7 @@ sw_status sw_device_unit_take(sw_device_units *u, size_t index, sw_stream *user,
 {
     sw_device *device = u->comm->device;
     device_unit *unit = &u->unit[index];
+    SW_TRY(sw_device_refuse_capture(device, user, "a unit", err));
     SW_TRY(sw_shard_move(&unit->state, SW_SHARD_COMPLETE, unit->name, err));
     return device->ops->stream_wait(device, user, unit->whole, err);
 }
@@ -206,6 +207,7 @@ sw_status sw_device_unit_release(sw_device_units *u, size_t index, sw_stream *us
 sw_status sw_device_unit_gather_apart(sw_device_units *u, size_t index, void *data, sw_stream *user,
                                       sw_error *err)
 {
+    SW_TRY(sw_device_refuse_capture(u->comm->device, user, "a unit", err));
     SW_TRY(sw_device_comm_follow(u->comm, u->comm->stream, user, err));
     SW_TRY(gather_all(u, &u->unit[index], data, err));
     return sw_device_comm_follow(u->comm, user, u->comm->stream, err);

@@ -186,24 +186,30 @@ def device_kernel_image(
     """
 
 def device_block_encode(
-    comm: DeviceComm, block: int, bits: int, records: int, source: int, error: int, numel: int, stream: int, /
+    comm: DeviceComm, block: int, bits: int, parts: list[tuple[int, int, int, int]], stream: int, /
 ) -> None:
-    """As block_encode, on the GPU of `comm`, enqueued on `stream`; so are those below."""
+    """As block_encode, of parts (records, source, error, numel), on the GPU of `comm`, enqueued on `stream`; so are those below.
+
+    source 0: records of zeros. One launch for each 100 parts.
+    """
 
 def device_block_fold(
     comm: DeviceComm,
     block: int,
     bits: int,
     out: int,
-    wires: list[int],
+    own: int,
+    others: int,
+    stride_bytes: int,
+    own_index: int,
+    world_size: int,
     count: int,
     scale: float,
-    sum: int,
     rest: int,
     stream: int,
     /,
 ) -> None:
-    """As block_fold; `sum`: count * block floats of scratch. `rest` is NaN where a record is not finite."""
+    """As block_fold; rank r's records at others + r * stride_bytes, but the own. `rest` is NaN where a record is not finite."""
 
 def device_block_verdict(
     comm: DeviceComm, block: int, bits: int, verdict: int, records: int, count: int, stream: int, /
@@ -211,33 +217,24 @@ def device_block_verdict(
     """The int32 at `verdict` becomes 0 if all records are of finite values, else 1."""
 
 def device_block_decode(
-    comm: DeviceComm,
-    block: int,
-    bits: int,
-    out: int,
-    records: int,
-    error: int,
-    own: int,
-    verdict: int,
-    numel: int,
-    stream: int,
-    /,
+    comm: DeviceComm, block: int, bits: int, parts: list[tuple[int, int, int, int, int]], verdict: int, stream: int, /
 ) -> None:
-    """As block_decode; the error is changed unless the int32 at `verdict` is 1."""
+    """As block_decode, of parts (values, error, records, own, numel); errors are changed unless the int32 at `verdict` is 1.
+
+    records 0: the values stay. One launch for each 100 parts.
+    """
 
 def device_block_owe(
     comm: DeviceComm,
     block: int,
     bits: int,
-    error: int,
-    rest: int,
+    parts: list[tuple[int, int, int]],
     verdict: int,
-    numel: int,
     scale: float,
     stream: int,
     /,
 ) -> None:
-    """error += rest * scale, unless the int32 at `verdict` is 1."""
+    """error += rest * scale, of parts (error, rest, numel), unless the int32 at `verdict` is 1. One launch for each 100 parts."""
 
 #: (gradient, memory, left, right, basis, out, copy, rows, cols, rank, memory_dtype): addresses, 0 for none
 _DeviceMatrix = tuple[int, int, int, int, int, int, int, int, int, int, str]
@@ -330,6 +327,15 @@ class DeviceComm:
         """
     def connect(self, id: bytes, rank: int, world_size: int, timeout_s: float, /) -> None:
         """Joins the peers. Collective. CommTimeoutError when one does not come."""
+    def borrow(self, handle: int, rank: int, world_size: int, timeout_s: float, /) -> None:
+        """In place of connect(), this rank alone: over the communicator at `handle`, which stays its owner's.
+
+        Nothing ends it here; after a failure its owner has to. ValueError when it is of another rank, world size or GPU.
+        """
+    def give_back(self, stream: int, /) -> None:
+        """What `stream` does from now on comes after ours, if the communicator is borrowed: its owner's next operations."""
+    def refuse_capture(self, stream: int, what: str, /) -> None:
+        """NotImplementedError, naming `what`, when `stream` is being captured into a CUDA graph."""
     def broadcast(self, ranges: Sequence[tuple[int, int, str]], root: int, stream: int, /) -> None:
         """(address, numel, dtype) of `root` to all, in the order of `stream`. Waits for nothing."""
     def all_gather(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> None:

@@ -241,6 +241,7 @@ class DistributedDataParallel(TorchDDP):
             "transport": options.chosen_transport,
             "reduce": options.reduce,
             "deterministic": options.deterministic,
+            "communicator": options.communicator,
             "timeout_s": options.timeout_s,
             "zero": self._zero,
             "device_mesh": slicing.rows(),

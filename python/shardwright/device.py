@@ -23,6 +23,7 @@ import torch
 from . import _hooks
 from ._engine import DeviceComm, Error, nccl_unique_id, norm_value
 from .gradients import as_real, dtype_name
+from .lender import Lender
 from .process_group import HostGroup, comm_error
 
 _logger = logging.getLogger("shardwright")
@@ -60,6 +61,16 @@ class CudaRuntime:
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         """Memory for a bucket, on the GPU of `like`, from torch's allocator."""
         return torch.zeros(numel, dtype=dtype, device=like.device)
+
+    def backend(self, group: Any) -> Any:
+        """torch's own for GPU tensors of a process group. RuntimeError: it has none."""
+        return group._get_backend(torch.device("cuda"))
+
+    def communicator(self, backend: Any, ordinal: int) -> int:
+        """The address of a backend's communicator for a GPU; 0: there is none yet. RuntimeError: it was ended."""
+        with torch.cuda.device(ordinal):
+            address: int = backend._comm_ptr()
+        return address
 
     def libraries(self) -> dict[str, str | None]:
         """Arguments of DeviceComm: where the driver, NCCL and the kernels' images are."""
@@ -126,6 +137,8 @@ class DeviceLink:
         Each rank is linked to the ranks of its row alone, in their order. Default: one row of all.
     main : DeviceLink, optional
         Of the whole group: what ends it ends this one, and the other way round.
+    borrows : bool
+        torch's communicator of the group instead of one of our own.
 
     Attributes
     ----------
@@ -139,7 +152,7 @@ class DeviceLink:
     Raises
     ------
     NotImplementedError
-        On every rank alike: some rank's driver, NCCL or kernels cannot be used.
+        On every rank alike: some rank's driver, NCCL or kernels cannot be used, or its torch has nothing to lend.
     CommTimeoutError
         A rank did not come.
     """
@@ -151,8 +164,12 @@ class DeviceLink:
         timeout_s: float,
         rows: Sequence[Sequence[int]] | None = None,
         main: DeviceLink | None = None,
+        borrows: bool = False,
     ) -> None:
         self._main = main
+        self._lender: Lender | None = None
+        self._was_left = False
+        self._failure: str | None = None
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
         self.host = group.comm  # the group holds its links, not the other way round
@@ -161,7 +178,11 @@ class DeviceLink:
         said = {"failure": "", "id": ""}
         try:
             self.comm = DeviceComm(ordinal, **libraries)
-            if self.rank == 0:
+            if borrows:
+                lender = Lender(runtime, group.torch_group, ordinal)
+                self.comm.borrow(lender.address, self.rank, self.world_size, timeout_s)
+                self._lender = lender
+            elif self.rank == 0:
                 said["id"] = nccl_unique_id(libraries.get("libnccl")).hex()
         except (NotImplementedError, MemoryError, ValueError, OSError, Error) as error:
             failure, said["failure"] = error, str(error) or type(error).__name__
@@ -172,8 +193,8 @@ class DeviceLink:
         for rank, each in enumerate(everyone):
             if each["failure"]:
                 raise NotImplementedError(f"rank {rank} cannot use its GPU: {each['failure']}")
-        self.comm.connect(bytes.fromhex(everyone[row[0]]["id"]), self.rank, self.world_size, timeout_s)
-        self._failure: str | None = None
+        if not borrows:
+            self.comm.connect(bytes.fromhex(everyone[row[0]]["id"]), self.rank, self.world_size, timeout_s)
         if runtime.watches:
             _Watch(self).start()
 
@@ -181,8 +202,18 @@ class DeviceLink:
         stream: int = runtime.current_stream(self.ordinal)
         return stream
 
+    def refuse_capture(self, what: str) -> None:
+        """NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""
+        self.comm.refuse_capture(self.current_stream(), what)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the communicator is torch's."""
+        return self._lender is not None
+
     def check(self) -> None:
         """Raises what has ended the communicator, if anything has. No driver call otherwise."""
+        self._look_at_lender()
         if self._main is not None:
             if not self._main.comm.is_alive:
                 self._failure = self._failure or self._main._failure
@@ -191,8 +222,24 @@ class DeviceLink:
             self._failure = self._failure or self._reason_of_host()
             self.comm.abort(self._failure)
         if not self.comm.is_alive:
+            self._tell_lender()
+            if self._was_left:  # the group's other ranks hear of it, and wrapping again makes new ones
+                self.fail(self._failure or "")
             self.comm.watch()
             raise comm_error(self._failure or "the communicator of the GPUs was closed")
+
+    def _look_at_lender(self) -> None:
+        """What torch has ended is not touched any more. Nobody is told before somebody asks for it: programs end their group as they end."""
+        if self._lender is not None and self._lender.has_ended:
+            self._lender, self._was_left = None, True
+            self._failure = self._failure or "torch has ended the communicator that was borrowed from its process group"
+            self.comm.abort(self._failure)
+
+    def _tell_lender(self) -> None:
+        """Ours has failed: torch ends its communicator, which lets its kernels go, and us forget it."""
+        if self._lender is not None and not self.comm.is_alive:
+            lender, self._lender = self._lender, None
+            lender.abort()
 
     def _reason_of_host(self) -> str:
         """Why the host's communicator has ended: it says so to whoever calls it."""
@@ -211,6 +258,7 @@ class DeviceLink:
             with contextlib.suppress(Error):  # the program's own thread is inside: it sees for itself
                 self.host.abort(reason)
         self.comm.abort(reason)
+        self._tell_lender()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
         """Values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters stay.
@@ -252,7 +300,8 @@ class DeviceLink:
         return sums
 
     def close(self) -> None:
-        """Ends the communicator once what was enqueued has run."""
+        """Ends the communicator, or gives it back, once what was enqueued has run."""
+        self._lender = None
         self.comm.close()
 
 
@@ -270,7 +319,11 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         while not self._pause.wait(_WATCH_PERIOD_S):
             link = self._link()
-            if link is None or not link.comm.is_alive:
+            if link is None:
+                return
+            link._look_at_lender()
+            if not link.comm.is_alive:
+                link._tell_lender()
                 return
             try:
                 link.check()  # it knows more of why
@@ -278,21 +331,27 @@ class _Watch(threading.Thread):
             except Exception as error:  # the next call of the program's own raises it again
                 _logger.warning("%s", str(error))  # whoever keeps records would keep the traceback, and so the link
                 link.fail(str(error))
-                return
+                if not link.borrows:
+                    return
             del link
 
 
 def device_link(
-    group: HostGroup, tensor: torch.Tensor, timeout_s: float, rows: Sequence[Sequence[int]] | None = None
+    group: HostGroup,
+    tensor: torch.Tensor,
+    timeout_s: float,
+    rows: Sequence[Sequence[int]] | None = None,
+    borrows: bool = False,
 ) -> DeviceLink:
     """The link of a group's GPUs, made at its first use (collective then) and shared afterwards.
 
-    `rows`: the link inside this rank's row, which has a stream of its own; also where the one row is the group.
+    `rows`: the link inside this rank's row, which has a stream and a communicator of its own; also where the one row is the group.
+    `borrows`: whether the group's own communicator is torch's.
     """
     ordinal = runtime.ordinal(tensor)
-    key = (ordinal, None if rows is None else tuple(map(tuple, rows)))
+    key = (ordinal, None if rows is None else tuple(map(tuple, rows)), borrows)
     found: DeviceLink | None = group.links.get(key)
     if found is None:
-        main = None if rows is None else device_link(group, tensor, timeout_s)
-        found = group.links[key] = DeviceLink(group, ordinal, timeout_s, rows, main)
+        main = None if rows is None else device_link(group, tensor, timeout_s, borrows=borrows)
+        found = group.links[key] = DeviceLink(group, ordinal, timeout_s, rows, main, borrows and rows is None)
     return found

@@ -61,6 +61,11 @@ class DeviceExchange(Exchange):
         pieces[own] = message[own * slice_bytes :][:slice_bytes]
         return pieces
 
+    @property
+    def received_address(self) -> int:
+        """Rank r's piece that scatter() has brought lies r slices on; the own one is in the message."""
+        return self._received.data_ptr()
+
     def _result(self, slice_bytes: int) -> torch.Tensor:
         return self._whole[self.rank * slice_bytes :][:slice_bytes]
 
@@ -133,39 +138,35 @@ class OnDevice(CompressionState):
 
 
 class DeviceBlockState(OnDevice, BlockState):
-    """BlockState whose exchange, errors and scratch memory are a GPU's."""
+    """BlockState whose exchange, errors and scratch memory are a GPU's. A pass is one launch over all parts of a message."""
 
-    _sums = _flags = torch.empty(0)
+    _flags = torch.empty(0)
 
     def _exchange_records(self, exchange: Exchange, owners: list[_Owner], keeps_slice: bool) -> None:
         device_exchange = self._device
         comm, stream = device_exchange.link.comm, device_exchange.link.current_stream()
         size, world, codec = self._record_bytes, exchange.world_size, (self.block, self.bits)
         count = max(1, *(owner.end - owner.begin for owner in owners))
-        message = exchange.begin(count * size)
+        base = exchange.begin(count * size).data_ptr()
         parts = [part for rank, owner in enumerate(owners) for part in owner.parts(rank * count, self.block)]
-        base = message.data_ptr()
-        for part in parts:
-            device_block_encode(comm, *codec, base + part.at * size, part.address, part.error, part.numel, stream)
+        rows = [(base + part.at * size, part.address, part.error, part.numel) for part in parts]
         for rank, owner in enumerate(owners):  # records of zeros
-            message[(rank * count + owner.end - owner.begin) * size : (rank + 1) * count * size].zero_()
-        wires = [piece.data_ptr() for piece in exchange.scatter()]
-        sums, rest = self._scratch(device_exchange, count)
-        result = exchange.result().data_ptr()
-        device_block_fold(comm, *codec, result, wires, count, 1.0 / world, sums, rest, stream)
+            used = owner.end - owner.begin
+            if used < count:
+                rows.append((base + (rank * count + used) * size, 0, 0, (count - used) * self.block))
+        device_block_encode(comm, *codec, rows, stream)
+        own = exchange.scatter()[exchange.rank].data_ptr()
+        others, rest = device_exchange.received_address, self._reserve(device_exchange, count)
+        wires = (own, others, count * size, exchange.rank, world)
+        device_block_fold(comm, *codec, exchange.result().data_ptr(), *wires, count, 1.0 / world, rest, stream)
         take = self._take_own if keeps_slice else self._take_all
         verdict = take(device_exchange, parts, base, count)
-        for span, begin, place, numel in owners[exchange.rank].rests(self.block) if self.error_feedback else ():
-            device_block_owe(
-                comm,
-                *codec,
-                span.error_address + 4 * begin,
-                rest + 4 * place,
-                verdict,
-                numel,
-                float(world),
-                stream,
-            )
+        if self.error_feedback:
+            owed = [
+                (span.error_address + 4 * begin, rest + 4 * place, numel)
+                for span, begin, place, numel in owners[exchange.rank].rests(self.block)
+            ]
+            device_block_owe(comm, *codec, owed, verdict, float(world), stream)
 
     def _take_all(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
         """Every rank's results are decoded, and errors kept. Where the verdict lies."""
@@ -174,42 +175,36 @@ class DeviceBlockState(OnDevice, BlockState):
         whole = exchange.gather().data_ptr()
         if self.error_feedback:
             device_block_verdict(comm, *codec, verdict, whole, count * exchange.world_size, stream)
-        for part in parts:
-            at = part.at * size
-            device_block_decode(
-                comm, *codec, part.address, whole + at, part.error, base + at, verdict, part.numel, stream
-            )
+        rows = [(part.address, part.error, whole + part.at * size, base + part.at * size, part.numel) for part in parts]
+        device_block_decode(comm, *codec, rows, verdict, stream)
         return verdict
 
     def _take_own(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
-        """This rank's results alone are decoded, and the errors of all parts kept. Where the verdict lies."""
+        """This rank's results alone are decoded, and before that the errors of all parts kept. Where the verdict lies."""
         comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
         size, first, verdict = self._record_bytes, exchange.rank * count, 0
         result = exchange.result().data_ptr()
         if self.error_feedback:
             device_block_verdict(comm, *codec, self._flags.data_ptr() + 4 * exchange.rank, result, count, stream)
             verdict = exchange.tell(self._flags)
-            for (
-                part
-            ) in parts:  # what the message says takes the place of what was to be said, and is written over below
-                at = base + part.at * size
-                if not part.is_copy:
-                    device_block_decode(comm, *codec, part.address, at, part.error, at, verdict, part.numel, stream)
-        for part in parts:
-            if first <= part.at < first + count:
-                at = result + (part.at - first) * size
-                device_block_decode(comm, *codec, part.address, at, 0, 0, 0, part.numel, stream)
+            rows = [
+                (part.address, part.error, 0, base + part.at * size, part.numel) for part in parts if not part.is_copy
+            ]
+            device_block_decode(comm, *codec, rows, verdict, stream)
+        rows = [
+            (part.address, 0, result + (part.at - first) * size, 0, part.numel)
+            for part in parts
+            if first <= part.at < first + count
+        ]
+        device_block_decode(comm, *codec, rows, 0, stream)
         return verdict
 
-    def _scratch(self, exchange: DeviceExchange, count: int) -> tuple[int, int]:
-        """Addresses of sums, and of what rounding left out of them; 0 for what is not needed."""
-        numel = count * self.block
-        if self._sums.numel() < numel:
-            self._sums = exchange.floats(numel)
+    def _reserve(self, exchange: DeviceExchange, count: int) -> int:
+        """Where what rounding left out of the sums goes; 0 if nobody owes it. The verdicts have a place then, too."""
         if not self.error_feedback:
-            return self._sums.data_ptr(), 0
-        if self._rest.numel() < numel:
-            self._rest = exchange.floats(numel)
+            return 0
+        if self._rest.numel() < count * self.block:
+            self._rest = exchange.floats(count * self.block)
         if not self._flags.numel():
             self._flags = exchange.zeros(exchange.world_size + 1, torch.int32)
-        return self._sums.data_ptr(), self._rest.data_ptr()
+        return self._rest.data_ptr()

@@ -131,7 +131,8 @@ class DeviceRounds:
     def transport_reason(self) -> str:
         found = self._link.comm.describe()
         version = ".".join(map(str, found["nccl"]))
-        return f"GPU {found['ordinal']}, {found['name']}; NCCL {version}; kernels {found['kernels']}"
+        whose = ", torch's communicator" if self._link.borrows else ""
+        return f"GPU {found['ordinal']}, {found['name']}; NCCL {version}{whose}; kernels {found['kernels']}"
 
     @property
     def bucket_count(self) -> int:
@@ -264,6 +265,7 @@ class DeviceRounds:
         if self._task_id() >= 0:
             return  # recomputed inside a backward: not a forward of its own
         self._link.check()
+        self._link.refuse_capture(f"a forward of {self._label}")
         self._compare_steps()
         self._announced = None
         self._abandon()
@@ -426,6 +428,7 @@ class DeviceRounds:
         stream = self._link.current_stream()
         self._engine.finish(used, tag)
         self._engine.take(stream)
+        self._link.comm.give_back(stream)
         self._finished, self._consumer = True, stream
 
     def _call_back(self, callback: Callable[[int, bool], None]) -> None:

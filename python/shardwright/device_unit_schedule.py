@@ -78,8 +78,8 @@ class Places:
     def gather(self, unit: int) -> None:
         if unit not in self._coming:
             self.begin(unit)
+        self._engine.take(unit, self._stream())  # refused inside a capture: then it is still coming
         self._coming.discard(unit)
-        self._engine.take(unit, self._stream())
 
     def gather_apart(self, unit: int) -> list[torch.Tensor]:
         """The unit's tensors, in memory of its own."""

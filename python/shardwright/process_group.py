@@ -62,6 +62,7 @@ class HostGroup:
 
     def __init__(self, group: Any, name: str, timeout_s: float) -> None:
         self.name = name
+        self._group = (lambda: None) if group is None else weakref.ref(group)  # which is the key that it is found by
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         failure = ""
@@ -89,6 +90,11 @@ class HostGroup:
             self._warn_of_threads()
         self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
         self._leave.atexit = False  # _close_all does it
+
+    @property
+    def torch_group(self) -> Any:
+        """torch's; None without one."""
+        return self._group()
 
     @property
     def host_count(self) -> int:

@@ -110,6 +110,10 @@ class Replica:
 
                 check_options(zero, options)
                 self._wire = wire_of(compress, self.table)
+            elif options.communicator != "own":
+                raise NotImplementedError(
+                    f"communicator={options.communicator!r} is of GPUs, and {self.label} is on the CPU"
+                )
             self._supersede(module)
             if zero:
                 self.table.check_apart()
@@ -157,7 +161,8 @@ class Replica:
             from .device_slices import SlicedDeviceRounds
             from .device_units import rows_in_groups
 
-            self.link = device_link(self.group, self.table.parameters[0], options.timeout_s)
+            borrows = options.communicator == "borrow"
+            self.link = device_link(self.group, self.table.parameters[0], options.timeout_s, borrows=borrows)
             return (SlicedDeviceRounds if self.zero >= 2 else DeviceRounds)(
                 self.link,
                 self.table.rows() if plans is None else rows_in_groups(self.table, plans),
@@ -206,7 +211,8 @@ class Replica:
         row = link
         if plans is not None or self.slicing.is_replicated:
             # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
-            row = device_link(self.group, self.table.parameters[0], options.timeout_s, self.slicing.rows())
+            rows = self.slicing.rows()
+            row = device_link(self.group, self.table.parameters[0], options.timeout_s, rows, link.borrows)
         if plans is None:
             return DeviceParameters(link, row, self.reducer, self.table, self.label, self.slicing)
         memory = DeviceUnitMemory(link, row, self.reducer, self.table, plans, self.label, self.slicing)

@@ -228,10 +228,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step_together(gradients.__getitem__, stepped)
 
     def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None], stepped: list[torch.Tensor]) -> None:
-        refusal = None
+        refusal: Exception | None = None
         try:
+            if self._replica.link is not None:
+                self._replica.link.refuse_capture("an optimizer's step")
             self._take_gradients(gradient_of)
-        except Error as error:  # the others are told, before they wait for this rank's slices
+        except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank's slices
             refusal = error
         self._agree(refusal)
         with self._replica.writing():
@@ -280,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What ranks must agree on before a step, beside the groups."""
         return {"factors that gradients were scaled by": self._replica.gradient_factors()}
 
-    def _agree(self, refusal: Error | None) -> None:
+    def _agree(self, refusal: Exception | None) -> None:
         """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
         groups: list[Any] = [
             [[self._index[id(p)] for p in group["params"]], _hyperparameters(group)] for group in self.param_groups

@@ -407,9 +407,9 @@ SIM_API int cuStreamWaitEvent(sw_cu_stream stream, sw_cu_event event, unsigned f
 
 SIM_API int cuStreamIsCapturing(sw_cu_stream stream, int *status)
 {
-    (void)stream;
-    *status = SW_CU_CAPTURE_NONE;
-    return SW_CU_SUCCESS;
+    ENTER_CONTEXT("cuStreamIsCapturing");
+    *status = stream->capturing ? SW_CU_CAPTURE_NONE + 1 : SW_CU_CAPTURE_NONE;
+    LEAVE(SW_CU_SUCCESS);
 }
 
 SIM_API int cuEventCreate(sw_cu_event *event, unsigned flags)
@@ -445,6 +445,8 @@ SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream stream)
 SIM_API int cuEventQuery(sw_cu_event event)
 {
     ENTER_CONTEXT("cuEventQuery");
+    if (sim.capturing)
+        LEAVE(900); /* CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED */
     sim_demand(event);
     if (event->done >= event->recorded) {
         sim_join(&sim.rank[sim_current_rank()].clock, &event->clock);

@@ -294,6 +294,7 @@ static int enqueue_group(const nccl_group *group)
     op->group = g;
     sim_tick(g->stream);
     int world = g->comm->clique->world_size;
+    sim_track(&g->stream->clock, g->stream->actor, &g->comm->order, 1, SW_ACCESS_WRITE, &op->site);
     for (int i = 0; i < g->call_count; ++i) {
         const nccl_call *call = &g->call[i];
         if (call->kind != RECEIVE && (call->kind != BROADCAST || call->peer == g->comm->rank))
@@ -362,6 +363,20 @@ SIM_API int ncclGetUniqueId(sw_nccl_id *id)
     LEAVE(SW_NCCL_SUCCESS);
 }
 
+/* Memory of the communicator's, which the simulation watches as it does the caller's. */
+static void watch(sw_nccl_comm comm)
+{
+    sim_block *block = calloc(1, sizeof *block);
+    block->memory = &comm->order;
+    block->size_bytes = 1;
+    block->foreign = true;
+    block->rank = sim_current_rank();
+    block->segments = calloc(1, sizeof *block->segments);
+    block->segments->end = 1;
+    block->next = sim.blocks;
+    sim.blocks = block;
+}
+
 SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_id id, int rank,
                                    sw_nccl_config *config)
 {
@@ -390,9 +405,19 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
     made->rank = rank;
     c->comm[rank] = made;
     c->arrived++;
+    watch(made);
     sim.comms++;
     *comm = made;
     LEAVE(SW_NCCL_IN_PROGRESS);
+}
+
+/* Whether a rank that was there has ended the communicator, while this one's operations wait. */
+static bool has_lost_one(const clique *c, sw_nccl_comm comm)
+{
+    bool lost = c->in_files && nccl_files_gone(c) >= 0;
+    for (int r = 0; !c->in_files && r < c->world_size; ++r)
+        lost |= !c->comm[r];
+    return comm->first && lost;
 }
 
 SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
@@ -400,11 +425,32 @@ SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
     ENTER("ncclCommGetAsyncError");
     clique *c = comm->clique;
     bool all = (c->in_files ? nccl_files_arrived(c) : c->arrived) == c->world_size;
-    if (!comm->error && c->in_files && all && comm->first && nccl_files_gone(c) >= 0)
+    if (!comm->error && all && has_lost_one(c, comm))
         comm->error = SW_NCCL_REMOTE_ERROR;
     *result = comm->error ? comm->error : all ? SW_NCCL_SUCCESS : SW_NCCL_IN_PROGRESS;
     if (!all)
         sim_yield();
+    LEAVE(SW_NCCL_SUCCESS);
+}
+
+SIM_API int ncclCommCount(sw_nccl_comm comm, int *count)
+{
+    ENTER("ncclCommCount");
+    *count = comm->clique->world_size;
+    LEAVE(SW_NCCL_SUCCESS);
+}
+
+SIM_API int ncclCommUserRank(sw_nccl_comm comm, int *rank)
+{
+    ENTER("ncclCommUserRank");
+    *rank = comm->rank;
+    LEAVE(SW_NCCL_SUCCESS);
+}
+
+SIM_API int ncclCommCuDevice(sw_nccl_comm comm, int *ordinal)
+{
+    ENTER("ncclCommCuDevice");
+    *ordinal = comm->clique->in_files ? 0 : comm->rank;
     LEAVE(SW_NCCL_SUCCESS);
 }
 
@@ -452,6 +498,12 @@ SIM_API int ncclCommAbort(sw_nccl_comm comm)
     ENTER("ncclCommAbort");
     drop(comm);
     LEAVE(SW_NCCL_SUCCESS);
+}
+
+/* Of this process, for tests. */
+SIM_API int sim_nccl_communicators(void)
+{
+    return sim.comms;
 }
 
 SIM_API int ncclGroupStart(void)

@@ -49,6 +49,7 @@ struct ncclComm {
     clique *clique;
     int rank;
     sw_nccl_result error;
+    unsigned char order; /* which each operation writes: two that no event orders are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
 };
 

@@ -88,7 +88,7 @@ bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body
     return ok;
 }
 
-sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
+sw_status gpu_rank_create(gpu_rank *self)
 {
     sw_device_comm_config config = {.cuda_library = gpu_cuda_library,
                                     .nccl_library = gpu_nccl_library,
@@ -97,6 +97,12 @@ sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
     SW_TRY(sw_device_comm_create(&config, &self->all, &self->err));
     self->device = self->all->device;
     self->kernels = self->all->kernels;
+    return SW_OK;
+}
+
+sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
+{
+    SW_TRY(gpu_rank_create(self));
     SW_TRY(sw_device_comm_connect(self->all, &self->id, self->rank, self->world_size, timeout_ns,
                                   &self->err));
     self->comm = self->all->nccl;
@@ -129,6 +135,28 @@ void gpu_check_failing_calls(bool (*attempt)(long nth, void *context), void *con
               gpu_sim->leaks());
     }
     check(failed > 100, "only %ld calls failed", failed);
+}
+
+void gpu_check_failing_rank(bool (*attempt)(long nth, void *context), void *context,
+                            char (*messages)[SW_ERROR_MESSAGE_BYTES], const bool *failed,
+                            long stride)
+{
+    long runs = 0;
+    for (long nth = 1; nth < 4000; nth += stride, ++runs) {
+        bool ok = attempt(nth, context);
+        const char *name = gpu_sim->failed_call();
+        if (!*name) { /* the run has fewer calls */
+            check(ok, "three ranks, no failing call: %s", messages[0]);
+            break;
+        }
+        check(failed[0], "call %ld, %s, failed unseen", nth, name);
+        for (int r = 0; r < 3; ++r)
+            check(!failed[r] || strlen(messages[r]) > 10, "call %ld, %s: no sentence on rank %d",
+                  nth, name, r);
+        check(*gpu_sim->leaks() == '\0', "call %ld, %s (%s) left %s", nth, name, messages[0],
+              gpu_sim->leaks());
+    }
+    check(runs > 5, "only %ld calls failed", runs);
 }
 
 void gpu_expect_clean(const char *what)

@@ -33,14 +33,23 @@ extern const char *gpu_cuda_library, *gpu_nccl_library, *gpu_folder;
 bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body)(gpu_rank *self),
                    void *context);
 
-/* Device, kernels and communicator; what was made before a failure is left for gpu_rank_close. */
+/* Device and kernels; what was made before a failure is left for gpu_rank_close. */
+SW_MUST_USE sw_status gpu_rank_create(gpu_rank *self);
+/* And a communicator. */
 SW_MUST_USE sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns);
 void gpu_rank_close(gpu_rank *self);
 
-/* One rank, so that nobody waits for it, again and again: each counted call fails once, and each time
- * `attempt(nth, context)` is to fail, with a sentence in `message`, and to leave nothing. */
+/* One rank, so that nobody waits for it, again and again: each counted call fails once, and each
+ * time `attempt(nth, context)` is to fail, with a sentence in `message`, and to leave nothing. */
 void gpu_check_failing_calls(bool (*attempt)(long nth, void *context), void *context,
                              const char *message);
+
+/* The same of rank 0 of three, which ends its communicator then, as the caller of a failing call
+ * does: every `stride`-th call fails. What the others say, if they fail, is in messages[1] and [2];
+ * their call or their deadline ends them. */
+void gpu_check_failing_rank(bool (*attempt)(long nth, void *context), void *context,
+                            char (*messages)[SW_ERROR_MESSAGE_BYTES], const bool *failed,
+                            long stride);
 
 /* Expects no report, and nothing left allocated. */
 void gpu_expect_clean(const char *what);

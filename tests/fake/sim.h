@@ -132,6 +132,7 @@ struct CUstream_st {
     int actor, rank;
     bool destroyed; /* as an event */
     bool is_torch;  /* torch's: see sim_torch.c */
+    bool capturing; /* into a graph: what is enqueued here then is a report */
     sim_clock clock;
     sim_op *first, *last;
     struct CUstream_st *next;
@@ -165,6 +166,7 @@ typedef struct sim_state {
     long idle_polls; /* queries since something last moved */
     unsigned long host_calls; /* of whatever kind */
     bool deadlocked;
+    int capturing; /* streams: who asks for an event then ends the capture */
     bool has_peers; /* ranks are processes: whoever waits does so for seconds, not for polls */
     int64_t idle_since_ns;
     sim_rank rank[SIM_DEVICE_MAX];

@@ -17,6 +17,8 @@ sim_op *sim_op_new(int kind, const char *what)
 
 void sim_enqueue(sw_cu_stream stream, sim_op *op)
 {
+    if (stream->capturing)
+        sim_report("captured", "an operation on a stream that is being captured", &op->site, NULL);
     if (stream->last)
         stream->last->next = op;
     else

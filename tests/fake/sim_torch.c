@@ -105,6 +105,16 @@ SIM_API int sim_torch_synchronize(void *stream)
     return 0;
 }
 
+/* A stream of torch's begins to be captured, or ends. */
+SIM_API void sim_torch_capture(void *stream, int on)
+{
+    sw_cu_stream torch_stream = stream;
+    sim_lock();
+    sim.capturing += (on != 0) - torch_stream->capturing;
+    torch_stream->capturing = on != 0;
+    sim_leave();
+}
+
 /* Reports so far, and their text, with call sites. */
 SIM_API int sim_torch_reports(const char **text)
 {

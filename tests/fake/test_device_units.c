@@ -9,6 +9,7 @@
  * one is whole. Each driver call that fails ends in a named error and leaves nothing.
  */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "gpu_ranks.h"
@@ -258,12 +259,17 @@ static bool train_rank(gpu_rank *self)
 {
     training *run = self->context;
     loop l = {.self = self, .run = run};
-    if (self->rank == 0)
+    bool is_alone = self->world_size == 1;
+    if (self->rank == 0 && is_alone)
         self->sim->fail_call(0, run->fail_nth, FAILURE);
     sw_status status = gpu_rank_open(self, TIMEOUT_NS);
+    if (self->rank == 0 && !is_alone) /* before that hosts tell one another */
+        self->sim->fail_call(0, run->fail_nth, FAILURE);
     if (status == SW_OK)
         status = train(&l);
     self->sim->fail_call(self->rank, 0, 0);
+    if (status != SW_OK && !is_alone && self->comm)
+        sw_nccl_abort(self->comm, &self->err);
     run->failed[self->rank] = status != SW_OK;
     if (self->device)
         tear_down(&l);
@@ -292,9 +298,18 @@ static bool fail_at(long nth, void *context)
     return gpu_ranks_run(1, SIM_EAGER, 1, train_rank, run);
 }
 
+static bool fail_first_of_three(long nth, void *context)
+{
+    training *run = context;
+    *run = (training){.fail_nth = nth};
+    return gpu_ranks_run(3, SIM_EAGER, 1, train_rank, run);
+}
+
 static void check_failing_calls(void)
 {
     static training run;
+    gpu_check_failing_rank(fail_first_of_three, &run, run.message, run.failed,
+                           getenv("SW_TEST_LONG") ? 1 : 29);
     gpu_check_failing_calls(fail_at, &run, run.message[0]);
 }
 

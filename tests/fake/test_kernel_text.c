@@ -40,6 +40,10 @@ static void *region(size_t k, size_t offset)
 static void fill(void *at, size_t numel, sw_dtype dtype, bool wild)
 {
     static const float odd[] = {0.0f, -0.0f, 1e-41f, -3e-39f, 3e38f, -3e38f, 65504.0f, 1e-8f};
+    if (dtype == SW_DTYPE_COMPLEX64 || dtype == SW_DTYPE_COMPLEX128) {
+        numel *= 2;
+        dtype = dtype == SW_DTYPE_COMPLEX64 ? SW_DTYPE_FLOAT32 : SW_DTYPE_FLOAT64;
+    }
     for (size_t i = 0; i < numel; ++i) {
         float value = (float)(int32_t)draw() * 0x1p-30f;
         if (wild && draw() % 8 == 0)
@@ -270,59 +274,128 @@ static void check_norms(size_t numel)
         }
 }
 
+/* Three runs and one of zeros. Their records lie in one region, with gaps. */
+static void check_quantize(size_t numel, size_t block, int bits, bool wild)
+{
+    const size_t counts[] = {numel, numel / 3, 0, numel % 5 * block};
+    sw_quantize_args args = {.block = block, .bits = bits, .part_count = 4};
+    for (size_t i = 0; i < 4; ++i) {
+        args.part[i] = (sw_quantize_part){.records = region(i, 4),
+                                          .source = i < 3 ? region(4 + i, 4 * i) : NULL,
+                                          .error = i ? region(8 + i, 0) : NULL,
+                                          .numel = counts[i]};
+        fill(region(4 + i, 4 * i), counts[i], SW_DTYPE_FLOAT32, wild);
+        fill(region(8 + i, 0), counts[i], SW_DTYPE_FLOAT32, false);
+    }
+    compare(SW_KERNEL_QUANTIZE, &args, bits == 8 ? "int8" : "int4", NULL);
+    args.part[0].error = args.part[1].error;
+    args.part_count = 1;
+    compare(SW_KERNEL_QUANTIZE, &args, "one part", NULL);
+}
+
+static void quantize_into(void *records, const void *source, size_t numel, size_t block, int bits)
+{
+    sw_quantize_args args = {.block = block, .bits = bits, .part_count = 1};
+    args.part[0] = (sw_quantize_part){.records = records, .source = source, .numel = numel};
+    sw_kernel_contracts()[SW_KERNEL_QUANTIZE].reference(&args);
+}
+
+static void check_fold_records(size_t numel, size_t block, int bits, bool wild)
+{
+    for (int sources = 1; sources <= 5; sources += 2) {
+        sw_fold_records_args args = {.to = region(0, 4),
+                                     .own = region(1, 4),
+                                     .others = region(2, 8),
+                                     /* a NaN scale: the sign of a computed NaN is the processor's */
+                                     .residual = wild ? NULL : region(8, 0),
+                                     .count = (numel + block - 1) / block,
+                                     .block = block,
+                                     .stride_bytes = REGION_BYTES,
+                                     .scale = 1.0f / (float)sources,
+                                     .bits = bits,
+                                     .own_index = sources / 2,
+                                     .source_count = sources};
+        for (size_t k = 0; k < 6; ++k) {
+            fill(region(9, 0), numel, SW_DTYPE_FLOAT32, wild && k % 2);
+            quantize_into(k == 5 ? region(1, 4) : region(2 + k, 8), region(9, 0), numel, block,
+                          bits);
+        }
+        compare(SW_KERNEL_FOLD_RECORDS, &args, bits == 8 ? "int8" : "int4", NULL);
+    }
+}
+
+/* Four parts: errors and values; values alone; nothing; errors alone. */
+static void check_decode(size_t numel, size_t block, int bits)
+{
+    const size_t counts[] = {numel, numel / 2, 0, numel / 3};
+    sw_decode_args args = {
+        .verdict = region(15, 0), .block = block, .bits = bits, .part_count = 4};
+    for (size_t i = 0; i < 4; ++i) {
+        void *values = region(i, 4 * i), *own = region(4 + i, 4), *records = region(8 + i, 8);
+        args.part[i] = (sw_decode_part){.values = values,
+                                        .error = i == 1 ? NULL : region(12 + i % 3, 0),
+                                        .records = i < 3 ? records : NULL,
+                                        .own = i == 1 ? NULL : own,
+                                        .numel = counts[i]};
+        fill(values, counts[i], SW_DTYPE_FLOAT32, false);
+        quantize_into(own, values, counts[i], block, bits);
+        fill(region(13, 0), counts[i], SW_DTYPE_FLOAT32, false);
+        quantize_into(records, region(13, 0), counts[i], block, bits);
+    }
+    args.part[3].error = region(13, 0);
+    fill(region(12, 0), counts[0], SW_DTYPE_FLOAT32, false);
+    fill(region(13, 0), counts[3], SW_DTYPE_FLOAT32, false);
+    for (int refused = 0; refused < 2; ++refused) {
+        *(int *)region(15, 0) = refused;
+        compare(SW_KERNEL_DECODE, &args, refused ? "refused" : "kept", NULL);
+    }
+    args.verdict = NULL;
+    compare(SW_KERNEL_DECODE, &args, "without a verdict", NULL);
+}
+
+static void check_verdict(size_t numel, size_t block, int bits, bool wild)
+{
+    sw_verdict_args args = {.verdict = region(4, 0),
+                            .records = region(0, 4),
+                            .count = (numel + block - 1) / block,
+                            .block = block,
+                            .bits = bits};
+    fill(region(1, 0), numel, SW_DTYPE_FLOAT32, wild);
+    quantize_into(region(0, 4), region(1, 0), numel, block, bits);
+    memset(args.verdict, 0, sizeof(int));
+    compare(SW_KERNEL_VERDICT, &args, wild ? "wild" : "finite", NULL);
+}
+
+static void check_owe(size_t numel)
+{
+    const size_t counts[] = {numel, 0, numel / 3};
+    sw_owe_args args = {.verdict = region(15, 0), .scale = 3.0f, .part_count = 3};
+    for (size_t i = 0; i < 3; ++i) {
+        args.part[i] = (sw_owe_part){
+            .error = region(i, 4), .rest = region(4 + i, 4 * i), .numel = counts[i]};
+        fill(region(i, 4), counts[i], SW_DTYPE_FLOAT32, false);
+        fill(region(4 + i, 4 * i), counts[i], SW_DTYPE_FLOAT32, false);
+    }
+    for (int refused = 0; refused < 2; ++refused) {
+        *(int *)region(15, 0) = refused;
+        compare(SW_KERNEL_OWE, &args, refused ? "refused" : "kept", NULL);
+    }
+}
+
 static void check_blocks(size_t numel)
 {
-    static const size_t blocks[] = {32, 256};
+    static const size_t blocks[] = {32, 256, 1024, 2048};
     for (int form = 0; form < 16; ++form) {
-        size_t block = blocks[form & 1];
-        int bits = form & 2 ? 8 : 4;
-        void *error = form & 4 ? region(2, 0) : NULL;
-        fill(region(1, 0), numel, SW_DTYPE_FLOAT32, form & 8);
-        fill(region(2, 0), numel, SW_DTYPE_FLOAT32, false);
-        sw_quantize_args quantize = {.records = region(0, 4),
-                                     .source = region(1, 0),
-                                     .error = error,
-                                     .numel = numel,
-                                     .block = block,
-                                     .bits = bits};
-        compare(SW_KERNEL_QUANTIZE, &quantize, bits == 8 ? "int8" : "int4", NULL);
-        sw_kernel_contracts()[SW_KERNEL_QUANTIZE].reference(&quantize);
-        sw_verdict_args verdict = {.verdict = region(4, 0),
-                                   .records = region(0, 4),
-                                   .count = (numel + block - 1) / block,
-                                   .block = block,
-                                   .bits = bits};
-        memset(verdict.verdict, 0, sizeof(int));
-        compare(SW_KERNEL_VERDICT, &verdict, form & 8 ? "wild" : "finite", NULL);
-        if (form & 8)
-            continue; /* a NaN scale: the sign of a computed NaN is the processor's */
-        sw_dequantize_args dequantize = {.out = region(3, 0),
-                                         .records = region(0, 4),
-                                         .numel = numel,
-                                         .block = block,
-                                         .bits = bits,
-                                         .add = form & 4};
-        fill(region(3, 0), numel, SW_DTYPE_FLOAT32, false);
-        compare(SW_KERNEL_DEQUANTIZE, &dequantize, bits == 8 ? "int8" : "int4", NULL);
-        sw_residual_args residual = {.error = region(2, 0),
-                                     .source = region(1, 0),
-                                     .records = region(0, 4),
-                                     .verdict = form & 4 ? verdict.verdict : NULL,
-                                     .numel = numel,
-                                     .block = block,
-                                     .bits = bits};
-        sw_owe_args owe = {.error = region(2, 0),
-                           .rest = region(1, 0),
-                           .verdict = verdict.verdict,
-                           .numel = numel,
-                           .scale = 3.0f};
-        for (int refused = 0; refused < 2; ++refused) {
-            *(int *)verdict.verdict = refused;
-            compare(SW_KERNEL_OWE, &owe, refused ? "refused" : "kept", NULL);
-        }
-        *(int *)verdict.verdict = form & 1;
-        compare(SW_KERNEL_RESIDUAL, &residual, bits == 8 ? "int8" : "int4", NULL);
+        size_t block = blocks[form & 3];
+        int bits = form & 4 ? 8 : 4;
+        bool wild = form & 8;
+        check_quantize(numel, block, bits, wild);
+        check_fold_records(numel, block, bits, wild);
+        check_verdict(numel, block, bits, wild);
+        if (!wild)
+            check_decode(numel, block, bits);
     }
+    check_owe(numel);
 }
 
 /* A factor of rank x count, zeros behind its rows. `form` 1: the rows are alike; 2: zeros; 3: the first not

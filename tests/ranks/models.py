@@ -15,6 +15,13 @@ class Mlp(nn.Sequential):
         super().__init__(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 19), nn.Tanh(), nn.Linear(19, 5))
 
 
+class Layers(nn.Sequential):
+    """Matrices of one shape."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(*(nn.Linear(8, 8, bias=False) for _ in range(count)))
+
+
 class Heads(nn.Module):
     """A body and two heads of which a forward uses those asked for."""
 

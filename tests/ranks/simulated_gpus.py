@@ -345,6 +345,15 @@ class SimulatedGpus:
         finally:
             self.stream = before
 
+    @contextlib.contextmanager
+    def capture(self) -> Any:
+        """Inside, torch's stream is captured into a graph: the engine is not to enqueue on it, nor to ask for events."""
+        self._cuda.sim_torch_capture(ctypes.c_void_p(self.stream), 1)
+        try:
+            yield
+        finally:
+            self._cuda.sim_torch_capture(ctypes.c_void_p(self.stream), 0)
+
     def watch(self) -> None:
         """Communicators from now on are watched by a thread, as they are on a GPU."""
         sw_device.runtime.watches = True
@@ -357,6 +366,11 @@ class SimulatedGpus:
             yield
         finally:
             sw_device.runtime = now
+
+    def communicators(self) -> int:
+        """Of NCCL, that this rank has now."""
+        found: int = self._nccl.sim_nccl_communicators()
+        return found
 
     def fail_call(self, nth: int, result: int) -> None:
         """The nth counted call of the driver or NCCL from now on fails."""

@@ -1,5 +1,6 @@
 """Law: gradients that travel between GPUs as blocks of integers have the bits that they have between CPUs, and so has what is owed;
-whether a round was finite is decided on the GPU, so that no step in which every parameter was used waits for it."""
+a pass is one launch over all parameters of a bucket, and whether a round was finite is decided on the GPU, so that no step in which every
+parameter was used waits for it."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from compressed_on_gpus import (
     some_stages,
     steps,
 )
-from models import Heads, Mlp
+from models import Heads, Layers, Mlp
 from peer import PEER, batch
-from simulated_gpus import POLICIES, SimulatedGpus, run, sw
+from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -92,7 +93,42 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             wrapped(batch(rank, 6, 7)).square().mean().backward()
 
 
-@pytest.mark.parametrize("nth", [4, 25, 41])
+def on_three(test: Any) -> Any:
+    test.exactly = 3
+    return test
+
+
+@on_three
+def test_a_pass_is_one_launch(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, launches)
+
+
+def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """In a bucket of 30 parameters as many as of three, of which each rank owns one; 100 parts are a launch, or 64 copies."""
+    for compress in COMPRESSORS.values():
+        few, some, many = (launched(gpus, rank, count, compress(), 0) for count in (3, 30, 120))
+        owes = compress().error_feedback
+        assert few == some == 3 + 2 * owes  # encode, fold, decode; a verdict, and what is owed
+        assert many == some + 2  # encode and decode
+        few, some, many = (launched(gpus, rank, count, compress(), 2) for count in (3, 30, 120))
+        assert few == some == 4 + 4 * owes  # a copy into the place; the sum of verdicts, and errors apart
+        assert many == some + 2 + owes  # the copy, encode, errors; a third of all is decoded
+
+
+def launched(gpus: SimulatedGpus, rank: int, count: int, compress: Any, zero: int) -> int:
+    """By one step, which neither waits nor allocates."""
+    module = gpus.adopt_module(Layers(count))
+    model, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), compress=compress, zero=zero)
+    for step in range(3):
+        before = stats(model)
+        model(batch(rank, 5, 8, step=step)).square().sum().backward()
+        model.zero_grad(set_to_none=False)
+    after = stats(model)
+    assert after["host_waits"] == before["host_waits"] and after["allocations"] == before["allocations"]
+    return after["launches"] - before["launches"]
+
+
+@pytest.mark.parametrize("nth", [4, 21, 33])
 def test_a_call_of_the_driver_that_fails_is_named(teams: Any, world_size: int, paths: dict[str, str], nth: int) -> None:
     run(teams, 1, paths, failing_call, nth)
 

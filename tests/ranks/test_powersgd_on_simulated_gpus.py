@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +22,14 @@ from compressed_on_gpus import (
     steps,
 )
 from harness import LONG, gather
-from models import Heads, Mlp
+from models import Heads, Layers, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
+
+from shardwright.device_powersgd import DevicePowerSGDState
+from shardwright.powersgd import PowerSGDState
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -112,13 +116,66 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
     compare_stages(gpus, rank, powersgd(name), scene, options, stages, same_bytes=not refused, by_bucket=by_bucket)
 
 
+class Blocks(torch.nn.Sequential):
+    """Units of two matrices and a bias that is released, too: 2400 bytes, cut behind the first 1120 or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Block() for _ in range(4)))
+
+
+class Block(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(7, 40), torch.nn.Tanh(), torch.nn.Linear(40, 7, bias=False))
+
+
+UNITS: list[tuple[str, Any, int]] = [
+    ("half factors", steps, 2400),
+    ("half factors in turns", steps, 2400),
+    ("half factors", steps, 1120),
+    ("plain", not_finite_once, 2400),
+    ("in turns", not_finite_once, 2400),
+    ("half factors", not_finite_once, 2400),
+    ("half factors in turns", not_finite_once, 1120),
+    ("full rank", overflowing_once, 2400),
+    ("half factors", overflowing_once, 1120),
+    ("half memory", not_finite_once, 2400),
+]
+
+
+@pytest.mark.parametrize(
+    "number", range(len(UNITS)), ids=lambda n: f"{UNITS[n][0]}, {UNITS[n][1].__name__}, {UNITS[n][2]}"
+)
+def test_units_that_are_the_cpu_s_buckets_have_its_bits(
+    teams: Any, world_size: int, paths: dict[str, str], number: int
+) -> None:
+    run(teams, world_size, paths, in_units, number, policy=POLICIES[number % len(POLICIES)])
+
+
+def in_units(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
+    """At zero=3 a bucket is a unit, and who owes what rounding took, and what a verdict covers, is the bucket's."""
+    name, scene, cap_bytes = UNITS[number]
+    options = {"build": Blocks, "bucket_cap_mb": cap_bytes / 2**20}
+    rounds: list[int] = []
+    average = PowerSGDState._average_matrices
+
+    def counted(state: Any, matrices: Any, small: Any) -> None:
+        if matrices:
+            rounds.append(len(matrices))
+        average(state, matrices, small)
+
+    with gpus.torch_on_cpu(), mock.patch.object(PowerSGDState, "_average_matrices", counted):
+        expected = Trained(gpus, rank, powersgd(name), scene, zero=2, **options)
+    average, of_cpu = DevicePowerSGDState._average_matrices, rounds[:]
+    rounds.clear()
+    with mock.patch.object(DevicePowerSGDState, "_average_matrices", counted):
+        found = Trained(gpus, rank, powersgd(name), scene, zero=3, **options)
+    assert rounds == of_cpu and min(rounds) >= cap_bytes // 1120, (rounds, of_cpu)
+    found.assert_equals(expected, name, same_bytes=False)
+    assert found.waits == 0
+
+
 def test_a_pass_is_one_launch(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, launches)
-
-
-class Layers(torch.nn.Sequential):
-    def __init__(self, count: int) -> None:
-        super().__init__(*(torch.nn.Linear(8, 8, bias=False) for _ in range(count)))
 
 
 def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:

@@ -24,16 +24,6 @@ SW_INLINE sw_u64 sw_factor_stride(sw_u64 count)
     return padded % 1024 == 0 ? padded + SW_LANES : padded;
 }
 
-SW_INLINE sw_u64 sw_parts(sw_u64 count, sw_u64 each)
-{
-    return (count + each - 1) / each;
-}
-
-SW_INLINE sw_u64 sw_low(sw_u64 a, sw_u64 b)
-{
-    return a < b ? a : b;
-}
-
 /* What is finite stays so. */
 SW_INLINE void sw_remember(const sw_matrix_args &m, sw_u64 at, float value)
 {

@@ -7,12 +7,23 @@
  */
 #define SW_KERNEL extern "C" __global__ void
 #define SW_INLINE static __device__ __forceinline__
+#define SW_METHOD __device__ __forceinline__
 
 /* Each element of [0, numel) meets one thread of the grid. */
 #define SW_EACH(i, numel)                                                                \
     for (sw_u64 i = (sw_u64)blockIdx.x * blockDim.x + threadIdx.x,                       \
                 step_ = (sw_u64)gridDim.x * blockDim.x, end_ = (numel);                  \
          i < end_; i += step_)
+
+SW_INLINE sw_u64 sw_parts(sw_u64 count, sw_u64 each)
+{
+    return (count + each - 1) / each;
+}
+
+SW_INLINE sw_u64 sw_low(sw_u64 a, sw_u64 b)
+{
+    return a < b ? a : b;
+}
 
 SW_INLINE float sw_bfloat16_widen(unsigned short half)
 {

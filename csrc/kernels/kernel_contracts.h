@@ -1,10 +1,10 @@
-/* lowrank_contracts.h - what kernel_contracts.c's table says of PROJECT, ABSORB, EXPAND,
- * ORTHONORMALIZE and FINITE (device_kernels.h has their meaning).
+/* kernel_contracts.h - what kernel_contracts.c's table says of kernels that other files have:
+ * block_contracts.c and lowrank_contracts.c (device_kernels.h has their meaning).
  *
  * Thread rule: any.
  */
-#ifndef SW_KERNELS_LOWRANK_CONTRACTS_H
-#define SW_KERNELS_LOWRANK_CONTRACTS_H
+#ifndef SW_KERNELS_KERNEL_CONTRACTS_H
+#define SW_KERNELS_KERNEL_CONTRACTS_H
 
 #include "kernels/device_kernels.h"
 
@@ -13,6 +13,12 @@
     void sw_##noun##_accesses(const void *args, sw_access_fn *report, void *context); \
     void sw_##noun##_reference(const void *args);                                     \
     sw_grid sw_##noun##_grid(const void *args, int processor_count)
+
+SW_CONTRACT_FUNCTIONS(quantize);
+SW_CONTRACT_FUNCTIONS(fold_records);
+SW_CONTRACT_FUNCTIONS(decode);
+SW_CONTRACT_FUNCTIONS(verdict);
+SW_CONTRACT_FUNCTIONS(owe);
 
 SW_CONTRACT_FUNCTIONS(project);
 SW_CONTRACT_FUNCTIONS(absorb);
