@@ -14,7 +14,8 @@ static sw_status create_all(sw_device_comm *c, const sw_device_comm_config *conf
 {
     void *staged;
     SW_TRY(sw_device_cuda_create(config->cuda_library, config->ordinal, &c->device, err));
-    SW_TRY(sw_nccl_library_init(&c->library, config->nccl_library, err));
+    /* Who has no peers, or reaches them in another way, does without. */
+    (void)!sw_nccl_library_init(&c->library, config->nccl_library, &c->nccl_missing);
     SW_TRY(sw_kernel_set_init(&c->kernels, c->device, &config->places, err));
     const sw_device_ops *ops = c->device->ops;
     SW_TRY(ops->stream_create(c->device, true, &c->stream, err));
@@ -41,20 +42,45 @@ sw_status sw_device_comm_create(const sw_device_comm_config *config, sw_device_c
     return SW_OK;
 }
 
+static sw_status refuse_connected(const sw_device_comm *c, sw_error *err)
+{
+    if (c->peers)
+        SW_FAIL(err, SW_E_STATE, "device communicator: connected already, as rank %d of %d",
+                c->peers->rank, c->peers->world_size);
+    return SW_OK;
+}
+
 sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int rank, int world_size,
                                  int64_t timeout_ns, sw_error *err)
 {
-    if (c->nccl)
-        SW_FAIL(err, SW_E_STATE, "device communicator: connected already, as rank %d of %d",
-                sw_nccl_rank(c->nccl), sw_nccl_world_size(c->nccl));
+    SW_TRY(refuse_connected(c, err));
+    if (!c->library.handle)
+        return sw_error_set(err, c->nccl_missing.status, c->nccl_missing.detail, "%s",
+                            c->nccl_missing.message);
     c->timeout_ns = timeout_ns;
-    return sw_nccl_create(&c->library, c->device, id, rank, world_size, timeout_ns, &c->nccl, err);
+    return sw_nccl_peers_create(&c->library, c->device, id, rank, world_size, timeout_ns,
+                                    &c->peers, err);
+}
+
+sw_status sw_device_comm_connect_slots(sw_device_comm *c, const sw_slot_parts *parts, int rank,
+                                       int world_size, int64_t timeout_ns, sw_error *err)
+{
+    SW_TRY(refuse_connected(c, err));
+    c->timeout_ns = timeout_ns;
+    sw_slot_config config = {.device = c->device,
+                             .kernels = &c->kernels,
+                             .stream = c->stream,
+                             .parts = *parts,
+                             .rank = rank,
+                             .world_size = world_size,
+                             .timeout_ns = timeout_ns};
+    return sw_slot_transport_create(&config, &c->peers, err);
 }
 
 void sw_device_comm_disconnect(sw_device_comm *c)
 {
-    sw_nccl_destroy(c->nccl);
-    c->nccl = NULL;
+    sw_peers_destroy(c->peers);
+    c->peers = NULL;
 }
 
 void sw_device_comm_destroy(sw_device_comm *c)
@@ -97,27 +123,27 @@ typedef struct move {
 static sw_status move_range(sw_device_comm *c, const sw_device_range *range, const move *how,
                             sw_error *err)
 {
-    size_t slice_numel = range->numel / (size_t)sw_nccl_world_size(c->nccl);
+    size_t slice_numel = range->numel / (size_t)c->peers->world_size;
     if (range->numel == 0)
         return SW_OK;
     if (how->root != EVERY_RANK)
-        return sw_nccl_broadcast(c->nccl, range->data, range->numel, range->dtype, how->root,
+        return sw_peers_broadcast(c->peers, range->data, range->numel, range->dtype, how->root,
                                  c->stream, err);
     if (how->received)
-        return sw_nccl_exchange_slices(c->nccl, range->data, how->received, slice_numel,
+        return sw_peers_exchange_slices(c->peers, range->data, how->received, slice_numel,
                                        range->dtype, NULL, c->stream, err);
-    return sw_nccl_all_gather(c->nccl, range->data, slice_numel, range->dtype, c->stream, err);
+    return sw_peers_all_gather(c->peers, range->data, slice_numel, range->dtype, c->stream, err);
 }
 
 static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                            const move *how, sw_error *err)
 {
     sw_status status = SW_OK;
-    SW_TRY(sw_nccl_group_begin(c->nccl, err));
+    SW_TRY(sw_peers_group_begin(c->peers, err));
     for (size_t i = 0; i < count && status == SW_OK; ++i)
         status = move_range(c, &ranges[i], how, err);
     /* The group is closed all the same: the thread's next one is another. */
-    sw_status ended = sw_nccl_group_end(c->nccl, status == SW_OK ? err : NULL);
+    sw_status ended = sw_peers_group_end(c->peers, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
 
@@ -137,7 +163,7 @@ sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ran
 {
     if (root < 0)
         SW_FAIL(err, SW_E_INVALID, "device broadcast: root must be in [0, %d), not %d",
-                sw_nccl_world_size(c->nccl), root);
+                c->peers->world_size, root);
     return move_all(c, ranges, count, &(move){.root = root}, user, err);
 }
 
@@ -145,7 +171,7 @@ sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ran
 static sw_status move_slices(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                              void *received, const char *what, sw_stream *user, sw_error *err)
 {
-    size_t world_size = (size_t)sw_nccl_world_size(c->nccl);
+    size_t world_size = (size_t)c->peers->world_size;
     move how = {.root = EVERY_RANK, .received = received};
     for (size_t i = 0; i < count; ++i)
         if (ranges[i].numel % world_size != 0)
@@ -190,7 +216,7 @@ sw_status sw_device_comm_norm(sw_device_comm *c, const sw_device_range *ranges, 
     }
     SW_TRY(ops->copy_async(c->device, c->staged, c->sum, sizeof(sw_norm_sum), user, err));
     SW_TRY(ops->event_record(c->device, c->met, user, err));
-    SW_TRY(sw_nccl_wait(c->nccl, c->met, "the sum of squares", err));
+    SW_TRY(sw_peers_wait(c->peers, c->met, "the sum of squares", err));
     *sum = *c->staged;
     sw_norm_sum_carry(sum);
     return SW_OK;
@@ -208,13 +234,13 @@ sw_status sw_device_comm_mark(sw_device_comm *c, sw_error *err)
 sw_status sw_device_comm_watch(sw_device_comm *c, sw_error *err)
 {
     bool done;
-    SW_TRY(sw_nccl_check(c->nccl, err));
+    SW_TRY(sw_peers_check(c->peers, err));
     if (!c->marked_ns)
         return SW_OK;
     SW_TRY(c->device->ops->event_query(c->device, c->marked, &done, err));
     if (done)
         c->marked_ns = 0;
     else if (sw_clock_now_ns() - c->marked_ns > c->timeout_ns)
-        return sw_nccl_give_up(c->nccl, "a collective", err);
+        return sw_peers_give_up(c->peers, "a collective", err);
     return SW_OK;
 }

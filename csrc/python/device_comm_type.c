@@ -18,7 +18,7 @@ bool sw_py_device_enter(device_comm_object *self)
     if (self->comm && !sw_py_device_is_own(self))
         why = "this process was forked from the one that opened the GPU; the engine works in that "
               "one only";
-    else if (!self->comm || !self->comm->nccl)
+    else if (!self->comm || !self->comm->peers)
         why = self->closed
                   ? "the GPU's communicator was closed"
                   : "the GPU's communicator has not joined its peers: call connect() first";
@@ -364,7 +364,7 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
     device_comm_object *self = (device_comm_object *)op;
     sw_error err;
     (void)unused;
-    if (self->in_use || !self->comm || !self->comm->nccl || !sw_py_device_is_own(self))
+    if (self->in_use || !self->comm || !self->comm->peers || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
     self->in_use = true;
     return sw_py_device_finish(self, sw_device_comm_watch(self->comm, &err), &err);
@@ -377,10 +377,10 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     sw_error reason;
     if (!PyArg_ParseTuple(args, "s:abort", &text))
         return NULL;
-    if (!self->comm || !self->comm->nccl || self->in_use || !sw_py_device_is_own(self))
+    if (!self->comm || !self->comm->peers || self->in_use || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    sw_nccl_abort(self->comm->nccl, &reason);
+    sw_peers_abort(self->comm->peers, &reason);
     Py_RETURN_NONE;
 }
 
@@ -424,7 +424,7 @@ static PyObject *device_get_alive(PyObject *op, void *unused)
 {
     const device_comm_object *self = (device_comm_object *)op;
     (void)unused;
-    return PyBool_FromLong(self->comm && self->comm->nccl && !sw_nccl_has_failed(self->comm->nccl));
+    return PyBool_FromLong(self->comm && self->comm->peers && !sw_peers_has_failed(self->comm->peers));
 }
 
 static PyMethodDef device_methods[] = {
