@@ -46,10 +46,13 @@ static void open_slots(sw_slot_transport *t)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
     bool can = true;
+    atomic_store(&own->opening, SW_SLOT_OPEN);
     for (int p = 0; p < t->base.world_size && can; ++p) {
         void *memory;
         if (p == t->base.rank)
             continue;
+        if (atomic_load(&sw_slot_head_of(t, p)->has_failed)) /* it may free its memory */
+            break;
         can = t->device->ops->memory_open(t->device, &sw_slot_head_of(t, p)->exported, &memory,
                                           &own->refusal) == SW_OK;
         if (can)
@@ -114,13 +117,16 @@ sw_status sw_slot_memory_init(sw_slot_transport *t, sw_slot_place place, sw_erro
     return place == SW_SLOTS_ON_HOST ? SW_OK : agree_on_place(t, place, err);
 }
 
-/* Whether every rank has closed what it had open of ours, or comes to it within a second. */
+/* Whether every rank has closed what it had open of ours, or comes to it within a second. Who has
+ * opened nothing yet sees that this rank has failed before it does. */
 static bool is_closed_elsewhere(const sw_slot_transport *t)
 {
     int64_t start = sw_clock_now_ns();
     for (int p = 0; p < t->base.world_size; ++p)
-        while (!atomic_load_explicit(&sw_slot_head_of(t, p)->has_closed, memory_order_acquire)) {
-            if (sw_clock_now_ns() - start > OPEN_ELSEWHERE_NS)
+        while (p != t->base.rank && atomic_load(&sw_slot_head_of(t, p)->opening) == SW_SLOT_OPEN) {
+            bool unused; /* a context that is lost has no memory */
+            if (t->device->ops->event_query(t->device, t->ended, &unused, NULL) != SW_OK ||
+                sw_clock_now_ns() - start > OPEN_ELSEWHERE_NS)
                 return false;
             sched_yield();
         }
@@ -131,7 +137,7 @@ static bool is_closed_elsewhere(const sw_slot_transport *t)
  * have open still is not freed: what its GPU would meet there would end its context. */
 static void end_own_slots(sw_slot_transport *t)
 {
-    bool met = !t->has_failed && sw_slot_meet(t, "the end of slots", NULL) == SW_OK;
+    bool met = !t->has_failed && sw_slot_meet_at_end(t, SW_SLOT_ALL_CLOSED, NULL) == SW_OK;
     if (met || is_closed_elsewhere(t))
         t->device->ops->memory_free(t->device, t->own_slots);
 }
@@ -140,7 +146,7 @@ void sw_slot_memory_fini(sw_slot_transport *t)
 {
     const sw_device_ops *ops = t->device->ops;
     close_slots(t);
-    atomic_store_explicit(&sw_slot_head_of(t, t->base.rank)->has_closed, 1, memory_order_release);
+    atomic_store(&sw_slot_head_of(t, t->base.rank)->opening, SW_SLOT_CLOSED);
     if (t->own_slots)
         end_own_slots(t);
     for (int p = 0; p < t->base.world_size; ++p)

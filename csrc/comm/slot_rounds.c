@@ -19,8 +19,10 @@ enum { SPIN_NS = 50000, NAP_NS = 50000, LET_GO_NS = 1000000000 };
 static void let_go(const sw_slot_transport *t)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
-    for (int p = 0; p < t->base.world_size; ++p)
+    for (int p = 0; p < t->base.world_size; ++p) {
         __atomic_store_n(&own->number[p], t->round, __ATOMIC_RELEASE);
+        __atomic_store_n(&own->end[p], SW_SLOT_ALL_CLOSED, __ATOMIC_RELEASE);
+    }
 }
 
 static void nap(int64_t since_ns)
@@ -58,7 +60,7 @@ sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *e
         t->has_failed = true;
         t->failure = *reason;
         own->reason = *reason;
-        atomic_store_explicit(&own->has_failed, 1, memory_order_release);
+        atomic_store(&own->has_failed, 1);
         sw_slot_drain(t, LET_GO_NS);
     }
     return sw_error_set(err, t->failure.status, t->failure.detail, "%s", t->failure.message);
@@ -128,25 +130,30 @@ static void open_round(sw_slot_transport *t)
     t->used = t->moves = t->arrival_count = 0;
 }
 
-static sw_status tell_peers(const sw_slot_transport *t, sw_error *err)
+/* Where rank `writer`'s number lies in `rank`'s page: of rounds, or of the end. */
+static uint32_t *number_of(const sw_slot_transport *t, int rank, int writer, bool is_end)
 {
-    for (int p = 0; p < t->base.world_size; ++p) {
-        sw_slot_head *head = (sw_slot_head *)(void *)t->mapped[p];
+    sw_slot_head *head = (sw_slot_head *)(void *)t->mapped[rank];
+    return is_end ? &head->end[writer] : &head->number[writer];
+}
+
+static sw_status tell_peers(const sw_slot_transport *t, bool is_end, uint32_t value, sw_error *err)
+{
+    const sw_device_ops *ops = t->device->ops;
+    for (int p = 0; p < t->base.world_size; ++p)
         if (p != t->base.rank)
-            SW_TRY(t->device->ops->stream_write_number(
-                t->device, t->stream, &head->number[t->base.rank], t->round, err));
-    }
+            SW_TRY(ops->stream_write_number(t->device, t->stream,
+                                            number_of(t, p, t->base.rank, is_end), value, err));
     return SW_OK;
 }
 
-static sw_status await_peers(const sw_slot_transport *t, sw_error *err)
+static sw_status await_peers(const sw_slot_transport *t, bool is_end, uint32_t value, sw_error *err)
 {
     const sw_device_ops *ops = t->device->ops;
-    sw_slot_head *own = (sw_slot_head *)(void *)t->mapped[t->base.rank];
     for (int p = 0; p < t->base.world_size; ++p)
         if (p != t->base.rank)
-            SW_TRY(
-                ops->stream_wait_number(t->device, t->stream, &own->number[p], t->round, err));
+            SW_TRY(ops->stream_wait_number(t->device, t->stream,
+                                           number_of(t, t->base.rank, p, is_end), value, err));
     return SW_OK;
 }
 
@@ -154,8 +161,8 @@ sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err)
 {
     if (!t->is_open)
         return SW_OK;
-    SW_TRY(tell_peers(t, err));
-    SW_TRY(await_peers(t, err));
+    SW_TRY(tell_peers(t, false, t->round, err));
+    SW_TRY(await_peers(t, false, t->round, err));
     for (size_t i = 0; i < t->arrival_count; ++i) {
         const sw_slot_arrival *a = &t->arrival[i];
         SW_TRY(t->device->ops->copy_async(t->device, a->to, slot_of(t, a->peer) + a->offset,
@@ -203,4 +210,12 @@ sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_error *err)
     SW_TRY(sw_slot_close_round(t, err));
     SW_TRY(t->device->ops->event_record(t->device, t->ended, t->stream, err));
     return sw_slot_wait(t, t->ended, what, err);
+}
+
+sw_status sw_slot_meet_at_end(sw_slot_transport *t, sw_slot_end end, sw_error *err)
+{
+    SW_TRY(tell_peers(t, true, end, err));
+    SW_TRY(await_peers(t, true, end, err));
+    SW_TRY(t->device->ops->event_record(t->device, t->ended, t->stream, err));
+    return sw_slot_wait(t, t->ended, "the end of the communicator", err);
 }

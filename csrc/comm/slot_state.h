@@ -14,12 +14,22 @@ enum { SW_SLOT_MAX_WORLD = 1024, SW_SLOT_COUNT = 2, SW_SLOT_PIECE_ALIGNMENT = 16
 
 typedef enum sw_slot_answer { SW_SLOT_UNSAID = 0, SW_SLOT_YES, SW_SLOT_NO } sw_slot_answer;
 
+typedef enum sw_slot_opening { SW_SLOT_CLOSED = 0, SW_SLOT_OPEN } sw_slot_opening;
+
+/* Ranks whose slots are in their GPUs' memory meet at the end, and not in rounds: a peer that still
+ * has operations must not take that for one of them. */
+typedef enum sw_slot_end {
+    SW_SLOT_ALL_READ = 1, /* nothing more is read out of peers' slots */
+    SW_SLOT_ALL_CLOSED,
+} sw_slot_end;
+
 /* The beginning of a part. Hosts read what another wrote once they have seen a number of a later
  * round, or an atomic. */
 typedef struct sw_slot_head {
     uint32_t number[SW_SLOT_MAX_WORLD]; /* [p]: the round that rank p has reached; its GPU writes */
+    uint32_t end[SW_SLOT_MAX_WORLD];    /* [p]: the sw_slot_end that it has reached */
     atomic_uint has_failed;             /* then `reason` is whole */
-    atomic_uint has_closed;             /* no peer's memory is open here */
+    atomic_uint opening;                /* sw_slot_opening: of peers' memory */
     sw_error reason;
     sw_memory_export exported;
     uint32_t exports, opens; /* sw_slot_answer, of each of the two */
@@ -79,6 +89,9 @@ void sw_slot_get(sw_slot_transport *t, int peer, size_t offset, void *to, size_t
 SW_MUST_USE sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err);
 /* A round without pieces, and the host's wait for its end: all ranks have come. */
 SW_MUST_USE sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_error *err);
+
+/* The same at the end: all ranks have come to it. */
+SW_MUST_USE sw_status sw_slot_meet_at_end(sw_slot_transport *t, sw_slot_end end, sw_error *err);
 
 /* Marks the transport as failed, for all ranks, and lets this rank's stream go. Always an error. */
 sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err);

@@ -383,7 +383,7 @@ static void free_all(sw_slot_transport *t)
 static sw_status end_stream(sw_slot_transport *t)
 {
     if (t->own_slots)
-        return sw_slot_meet(t, "the end", NULL);
+        return sw_slot_meet_at_end(t, SW_SLOT_ALL_READ, NULL);
     SW_TRY(t->device->ops->event_record(t->device, t->ended, t->stream, NULL));
     return sw_slot_wait(t, t->ended, "the end", NULL);
 }
@@ -466,7 +466,7 @@ static void tell_of_failure(const sw_slot_config *config, const sw_error *reason
 {
     sw_slot_head *own = (sw_slot_head *)(void *)config->parts.base[config->rank];
     own->reason = *reason;
-    atomic_store_explicit(&own->has_failed, 1, memory_order_release);
+    atomic_store(&own->has_failed, 1);
 }
 
 sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers,

@@ -151,7 +151,10 @@ static int block_free(void *address, bool pinned, const char *what)
     sim_site site = sim_here(what);
     if (!block || block->memory != address || block->pinned != pinned)
         return SW_CU_INVALID_VALUE;
-    sim_track(&rank->clock, rank->actor, address, block->size_bytes, SW_ACCESS_WRITE, &site);
+    if (block->file)
+        sim_exported_free(block, &site);
+    else
+        sim_track(&rank->clock, rank->actor, address, block->size_bytes, SW_ACCESS_WRITE, &site);
     block->freed = true;
     block->freed_at = site;
     return SW_CU_SUCCESS;
@@ -444,6 +447,7 @@ SIM_API int cuEventQuery(sw_cu_event event)
     sim_demand(event);
     if (event->done >= event->recorded) {
         sim_join(&sim.rank[sim_current_rank()].clock, &event->clock);
+        sim_yield(); /* whoever asks on and on waits for another rank's host */
         LEAVE(SW_CU_SUCCESS);
     }
     if (sim_is_stuck() && !sim.deadlocked) {

@@ -58,7 +58,7 @@ static bool is_own_actor(int actor)
 }
 
 /* What this rank's own streams do with it must be over; peers have registrations of their own. */
-static void check_over(const sim_block *block, const sim_site *site)
+static void check_over(const sim_block *block, const sim_site *site, const char *what)
 {
     const sim_clock *clock = &sim.rank[sim_current_rank()].clock;
     for (const sim_segment *s = block->segments; s; s = s->next) {
@@ -70,8 +70,7 @@ static void check_over(const sim_block *block, const sim_site *site)
             if (is_own_actor(s->read[r].actor) && s->read[r].time > clock->at[s->read[r].actor])
                 late = &s->read[r];
         if (late) {
-            sim_report("race", "memory is unregistered while the device may use it", site,
-                       &late->site);
+            sim_report("race", what, site, &late->site);
             return;
         }
     }
@@ -87,7 +86,7 @@ SIM_API int cuMemHostUnregister(void *memory)
     if (!*at)
         LEAVE(NOT_REGISTERED);
     sim_block *block = *at;
-    check_over(block, &site);
+    check_over(block, &site, "memory is unregistered while the device may use it");
     if (--block->registered == 0) { /* ordinary memory again: nothing more is known of it */
         *at = block->next;
         while (block->segments) {
@@ -283,6 +282,20 @@ SIM_API int cuIpcOpenMemHandle_v2(sw_cu_address *address, sw_cu_ipc_handle handl
         LEAVE(SW_CU_INVALID_VALUE);
     *address = (sw_cu_address)(uintptr_t)memory;
     LEAVE(SW_CU_SUCCESS);
+}
+
+/* Hosts of peers may have said in memory that they are done, which no clock knows of: so it is their
+ * operations that count, those that have not run. */
+void sim_exported_free(const sim_block *block, const sim_site *site)
+{
+    check_over(block, site, "memory is freed while its device may use it");
+    for (sw_cu_stream s = sim.streams; s; s = s->next)
+        for (const sim_op *op = s->first; op; op = op->next)
+            if (op->kind == OP_WORK && op->size_bytes &&
+                (sim_block_of(op->from) == block || sim_block_of(op->to) == block)) {
+                sim_report("use after free", "memory that a peer has yet to read", site, &op->site);
+                return;
+            }
 }
 
 /* What was mapped stays: operations that are enqueued may name it, and nobody counts it. */

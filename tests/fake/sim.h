@@ -235,6 +235,8 @@ SIM_API void sim_drive(sw_cu_stream stream, sim_op *until, int depth);
 /* The first number at that place that ends a wait for `number`; NULL if none was told yet. */
 sim_told *sim_told_find(const uint32_t *at, uint32_t number);
 bool sim_number_has_come(const sim_op *op);
+/* Exported memory is freed: reports who still uses it. */
+void sim_exported_free(const sim_block *block, const sim_site *site);
 SIM_API uint64_t sim_draw(void);
 /* Runs all that is enqueued on the stream, waiting for peers; false, and a report, at a deadlock.
  * Not with the gate held. */

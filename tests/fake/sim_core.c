@@ -263,7 +263,7 @@ void sim_track(const sim_clock *clock, int actor, const void *begin, size_t size
     cut(block, to);
     for (sim_segment *s = block->segments; s; s = s->next)
         if (s->begin >= from && s->end <= to)
-            note(s, &touch, clock, access, block->registered > 0);
+            note(s, &touch, clock, access, block->registered || block->file);
 }
 
 static void host_access(const void *begin, size_t size_bytes, sw_access access, const char *label)
