@@ -99,7 +99,6 @@ static void nccl_destroy(sw_peers *t)
 }
 
 static const sw_peers_ops nccl_ops = {
-    .name = "nccl",
     .group_begin = nccl_group_begin,
     .group_end = nccl_group_end,
     .all_reduce = nccl_all_reduce,
@@ -124,7 +123,8 @@ sw_status sw_nccl_peers_create(const sw_nccl_library *nccl, sw_device *device,
     nccl_peers *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "NCCL: no memory for %zu bytes", sizeof *made);
-    made->base = (sw_peers){.ops = &nccl_ops, .rank = rank, .world_size = world_size};
+    made->base = (sw_peers){
+        .ops = &nccl_ops, .name = "nccl", .rank = rank, .world_size = world_size};
     sw_status status =
         sw_nccl_create(nccl, device, id, rank, world_size, timeout_ns, &made->nccl, err);
     if (status != SW_OK) {

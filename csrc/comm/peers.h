@@ -27,7 +27,6 @@
 typedef struct sw_peers sw_peers;
 
 typedef struct sw_peers_ops {
-    const char *name; /* "nccl", "shm" */
     /* Operations between begin and end are one operation of the stream, all of one stream. */
     sw_status (*group_begin)(sw_peers *peers, sw_error *err);
     sw_status (*group_end)(sw_peers *peers, sw_error *err);
@@ -77,6 +76,7 @@ typedef struct sw_peers_ops {
 
 struct sw_peers {
     const sw_peers_ops *ops;
+    const char *name; /* "nccl"; slots: "shm" in memory of the host, "ipc" in that of the GPUs */
     int rank, world_size;
 };
 

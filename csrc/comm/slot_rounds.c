@@ -95,7 +95,6 @@ sw_status sw_slot_check(sw_slot_transport *t, sw_error *err)
 sw_status sw_slot_wait(sw_slot_transport *t, sw_event *event, const char *what, sw_error *err)
 {
     int64_t start = sw_clock_now_ns();
-    t->device->stats.host_waits++;
     for (;;) {
         bool done;
         sw_error reason;

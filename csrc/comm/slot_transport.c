@@ -343,6 +343,7 @@ static sw_status slot_reduce_scatter(sw_peers *base, void *data, size_t slice_nu
 
 static sw_status slot_wait(sw_peers *base, sw_event *event, const char *what, sw_error *err)
 {
+    slots_of(base)->device->stats.host_waits++; /* those of creation and of the end are not counted */
     return sw_slot_wait(slots_of(base), event, what, err);
 }
 
@@ -398,7 +399,6 @@ static void slot_destroy(sw_peers *base)
 }
 
 static const sw_peers_ops slot_ops = {
-    .name = "shm",
     .group_begin = slot_group_begin,
     .group_end = slot_group_end,
     .all_reduce = slot_all_reduce,
@@ -487,6 +487,7 @@ sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peer
         slot_destroy(&t->base);
         return status;
     }
+    t->base.name = t->own_slots ? "ipc" : "shm";
     *peers = &t->base;
     return SW_OK;
 }

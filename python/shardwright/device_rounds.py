@@ -70,7 +70,6 @@ class DeviceRounds:
         Who owns what, where slices are kept. Default: each rank one.
     """
 
-    transport = "nccl"
     #: whether the engine keeps slices of the means
     _sliced = False
 
@@ -128,10 +127,18 @@ class DeviceRounds:
     # what was chosen ------------------------------------------------------------------------------------------------
 
     @property
+    def transport(self) -> str:
+        """What carries the bytes: "nccl", or "shm" or "ipc", slots in memory of the host or of the GPUs."""
+        carrier: str = self._link.comm.describe()["transport"]
+        return carrier
+
+    @property
     def transport_reason(self) -> str:
         found = self._link.comm.describe()
-        version = ".".join(map(str, found["nccl"]))
-        return f"GPU {found['ordinal']}, {found['name']}; NCCL {version}; kernels {found['kernels']}"
+        places = {"shm": "slots in the host's memory", "ipc": "slots in the GPUs' memory"}
+        way = places.get(found["transport"], f"NCCL {'.'.join(map(str, found['nccl']))}")
+        why = f" ({self._link.transport_reason})" if self._link.transport_reason else ""
+        return f"GPU {found['ordinal']}, {found['name']}; {way}{why}; kernels {found['kernels']}"
 
     @property
     def bucket_count(self) -> int:
