@@ -58,8 +58,8 @@ sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int ra
         return sw_error_set(err, c->nccl_missing.status, c->nccl_missing.detail, "%s",
                             c->nccl_missing.message);
     c->timeout_ns = timeout_ns;
-    return sw_nccl_peers_create(&c->library, c->device, id, rank, world_size, timeout_ns,
-                                    &c->peers, err);
+    return sw_nccl_peers_create(&c->library, c->device, id, rank, world_size, timeout_ns, &c->peers,
+                                err);
 }
 
 sw_status sw_device_comm_connect_slots(sw_device_comm *c, const sw_slot_parts *parts, int rank,
@@ -128,10 +128,10 @@ static sw_status move_range(sw_device_comm *c, const sw_device_range *range, con
         return SW_OK;
     if (how->root != EVERY_RANK)
         return sw_peers_broadcast(c->peers, range->data, range->numel, range->dtype, how->root,
-                                 c->stream, err);
+                                  c->stream, err);
     if (how->received)
         return sw_peers_exchange_slices(c->peers, range->data, how->received, slice_numel,
-                                       range->dtype, NULL, c->stream, err);
+                                        range->dtype, NULL, c->stream, err);
     return sw_peers_all_gather(c->peers, range->data, slice_numel, range->dtype, c->stream, err);
 }
 

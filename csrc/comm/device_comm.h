@@ -18,8 +18,8 @@
 #include <stdint.h>
 
 #include "base/status.h"
-#include "comm/slot_transport.h"
 #include "comm/peers.h"
+#include "comm/slot_transport.h"
 #include "kernels/device_kernels.h"
 #include "kernels/optim_kernels.h"
 
@@ -35,7 +35,7 @@ typedef struct sw_device_comm {
     sw_kernel_set kernels;   /* ready once kernels.device is not NULL */
     sw_nccl_library library; /* opened once library.handle is not NULL; else */
     sw_error nccl_missing;   /* says why not */
-    sw_peers *peers; /* NULL before connect */
+    sw_peers *peers;         /* NULL before connect */
     sw_stream *stream;       /* every collective runs on it */
     sw_event *met;           /* of follow */
     sw_event *marked;        /* of mark */

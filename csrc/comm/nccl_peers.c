@@ -23,14 +23,14 @@ static sw_status nccl_group_end(sw_peers *t, sw_error *err)
     return sw_nccl_group_end(nccl_of(t), err);
 }
 
-static sw_status nccl_all_reduce(sw_peers *t, void *data, size_t numel, sw_dtype dtype,
-                                 sw_redop op, sw_stream *stream, sw_error *err)
+static sw_status nccl_all_reduce(sw_peers *t, void *data, size_t numel, sw_dtype dtype, sw_redop op,
+                                 sw_stream *stream, sw_error *err)
 {
     return sw_nccl_all_reduce(nccl_of(t), data, numel, dtype, op, stream, err);
 }
 
-static sw_status nccl_reduce_scatter(sw_peers *t, void *data, size_t slice_numel,
-                                     sw_dtype dtype, sw_redop op, sw_stream *stream, sw_error *err)
+static sw_status nccl_reduce_scatter(sw_peers *t, void *data, size_t slice_numel, sw_dtype dtype,
+                                     sw_redop op, sw_stream *stream, sw_error *err)
 {
     return sw_nccl_reduce_scatter(nccl_of(t), data, slice_numel, dtype, op, stream, err);
 }
@@ -41,8 +41,8 @@ static sw_status nccl_all_gather(sw_peers *t, void *data, size_t slice_numel, sw
     return sw_nccl_all_gather(nccl_of(t), data, slice_numel, dtype, stream, err);
 }
 
-static sw_status nccl_gather_slices(sw_peers *t, const void *slice, void *data,
-                                    size_t slice_bytes, sw_stream *stream, sw_error *err)
+static sw_status nccl_gather_slices(sw_peers *t, const void *slice, void *data, size_t slice_bytes,
+                                    sw_stream *stream, sw_error *err)
 {
     return sw_nccl_gather_slices(nccl_of(t), slice, data, slice_bytes, stream, err);
 }
@@ -55,8 +55,8 @@ static sw_status nccl_exchange_slices(sw_peers *t, const void *data, void *contr
                                    slice_of_rank, stream, err);
 }
 
-static sw_status nccl_gather_among(sw_peers *t, void *data, size_t slice_bytes,
-                                   const int *ranks, int count, sw_stream *stream, sw_error *err)
+static sw_status nccl_gather_among(sw_peers *t, void *data, size_t slice_bytes, const int *ranks,
+                                   int count, sw_stream *stream, sw_error *err)
 {
     return sw_nccl_gather_among(nccl_of(t), data, slice_bytes, ranks, count, stream, err);
 }
@@ -116,15 +116,15 @@ static const sw_peers_ops nccl_ops = {
     .destroy = nccl_destroy,
 };
 
-sw_status sw_nccl_peers_create(const sw_nccl_library *nccl, sw_device *device,
-                                   const sw_nccl_id *id, int rank, int world_size,
-                                   int64_t timeout_ns, sw_peers **peers, sw_error *err)
+sw_status sw_nccl_peers_create(const sw_nccl_library *nccl, sw_device *device, const sw_nccl_id *id,
+                               int rank, int world_size, int64_t timeout_ns, sw_peers **peers,
+                               sw_error *err)
 {
     nccl_peers *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "NCCL: no memory for %zu bytes", sizeof *made);
-    made->base = (sw_peers){
-        .ops = &nccl_ops, .name = "nccl", .rank = rank, .world_size = world_size};
+    made->base =
+        (sw_peers){.ops = &nccl_ops, .name = "nccl", .rank = rank, .world_size = world_size};
     sw_status status =
         sw_nccl_create(nccl, device, id, rank, world_size, timeout_ns, &made->nccl, err);
     if (status != SW_OK) {

@@ -32,19 +32,19 @@ typedef struct sw_peers_ops {
     sw_status (*group_end)(sw_peers *peers, sw_error *err);
     /* data[0 .. numel) becomes the reduction over the ranks, in the transport's own order: SUM,
      * MEAN, MIN, MAX. */
-    sw_status (*all_reduce)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype,
-                            sw_redop op, sw_stream *stream, sw_error *err);
+    sw_status (*all_reduce)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, sw_redop op,
+                            sw_stream *stream, sw_error *err);
     /* Slice r of `data` is data[r * slice_numel ...). Reduce: the own slice becomes the reduction
      * over the ranks' own copies of it, the others are left as they are. Gather: slice r becomes
      * rank r's. */
-    sw_status (*reduce_scatter)(sw_peers *peers, void *data, size_t slice_numel,
-                                sw_dtype dtype, sw_redop op, sw_stream *stream, sw_error *err);
-    sw_status (*all_gather)(sw_peers *peers, void *data, size_t slice_numel,
-                            sw_dtype dtype, sw_stream *stream, sw_error *err);
+    sw_status (*reduce_scatter)(sw_peers *peers, void *data, size_t slice_numel, sw_dtype dtype,
+                                sw_redop op, sw_stream *stream, sw_error *err);
+    sw_status (*all_gather)(sw_peers *peers, void *data, size_t slice_numel, sw_dtype dtype,
+                            sw_stream *stream, sw_error *err);
     /* The same out of memory that is not part of `data`, and in bytes: place r of `data`
      * (world_size * slice_bytes) becomes rank r's `slice`. */
-    sw_status (*gather_slices)(sw_peers *peers, const void *slice, void *data,
-                               size_t slice_bytes, sw_stream *stream, sw_error *err);
+    sw_status (*gather_slices)(sw_peers *peers, const void *slice, void *data, size_t slice_bytes,
+                               sw_stream *stream, sw_error *err);
     /* Place r of `contributions` (world_size * slice_numel elements) becomes rank r's copy of this
      * rank's slice; the own place is left as it is, since the own copy is in `data`. Rank r's slice
      * is number slice_of_rank[r] of `data`; NULL: number r. The first half of the deterministic
@@ -55,10 +55,10 @@ typedef struct sw_peers_ops {
     /* Place k of `data` (count * slice_bytes) becomes what ranks[k] has in that place of its own;
      * this rank is one of them, each of them names the same, and every rank of the transport names
      * as many. */
-    sw_status (*gather_among)(sw_peers *peers, void *data, size_t slice_bytes,
-                              const int *ranks, int count, sw_stream *stream, sw_error *err);
-    sw_status (*broadcast)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype,
-                           int root, sw_stream *stream, sw_error *err);
+    sw_status (*gather_among)(sw_peers *peers, void *data, size_t slice_bytes, const int *ranks,
+                              int count, sw_stream *stream, sw_error *err);
+    sw_status (*broadcast)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
+                           sw_stream *stream, sw_error *err);
     /* Waits for `event` while watching for a failure of the transport; SW_E_TIMEOUT names `what`,
      * SW_E_COMM a rank's failure. Either ends the transport. */
     sw_status (*wait)(sw_peers *peers, sw_event *event, const char *what, sw_error *err);
@@ -82,9 +82,8 @@ struct sw_peers {
 
 /* sw_nccl_create as a transport. */
 SW_MUST_USE sw_status sw_nccl_peers_create(const sw_nccl_library *nccl, sw_device *device,
-                                               const sw_nccl_id *id, int rank, int world_size,
-                                               int64_t timeout_ns, sw_peers **peers,
-                                               sw_error *err);
+                                           const sw_nccl_id *id, int rank, int world_size,
+                                           int64_t timeout_ns, sw_peers **peers, sw_error *err);
 
 static inline sw_status sw_peers_group_begin(sw_peers *t, sw_error *err)
 {
@@ -96,58 +95,54 @@ static inline sw_status sw_peers_group_end(sw_peers *t, sw_error *err)
     return t->ops->group_end(t, err);
 }
 
-static inline sw_status sw_peers_all_reduce(sw_peers *t, void *data, size_t numel,
-                                                sw_dtype dtype, sw_redop op, sw_stream *stream,
-                                                sw_error *err)
+static inline sw_status sw_peers_all_reduce(sw_peers *t, void *data, size_t numel, sw_dtype dtype,
+                                            sw_redop op, sw_stream *stream, sw_error *err)
 {
     return t->ops->all_reduce(t, data, numel, dtype, op, stream, err);
 }
 
 static inline sw_status sw_peers_reduce_scatter(sw_peers *t, void *data, size_t slice_numel,
-                                                    sw_dtype dtype, sw_redop op, sw_stream *stream,
-                                                    sw_error *err)
+                                                sw_dtype dtype, sw_redop op, sw_stream *stream,
+                                                sw_error *err)
 {
     return t->ops->reduce_scatter(t, data, slice_numel, dtype, op, stream, err);
 }
 
 static inline sw_status sw_peers_all_gather(sw_peers *t, void *data, size_t slice_numel,
-                                                sw_dtype dtype, sw_stream *stream, sw_error *err)
+                                            sw_dtype dtype, sw_stream *stream, sw_error *err)
 {
     return t->ops->all_gather(t, data, slice_numel, dtype, stream, err);
 }
 
 static inline sw_status sw_peers_gather_slices(sw_peers *t, const void *slice, void *data,
-                                                   size_t slice_bytes, sw_stream *stream,
-                                                   sw_error *err)
+                                               size_t slice_bytes, sw_stream *stream, sw_error *err)
 {
     return t->ops->gather_slices(t, slice, data, slice_bytes, stream, err);
 }
 
-static inline sw_status sw_peers_exchange_slices(sw_peers *t, const void *data,
-                                                     void *contributions, size_t slice_numel,
-                                                     sw_dtype dtype, const int *slice_of_rank,
-                                                     sw_stream *stream, sw_error *err)
+static inline sw_status sw_peers_exchange_slices(sw_peers *t, const void *data, void *contributions,
+                                                 size_t slice_numel, sw_dtype dtype,
+                                                 const int *slice_of_rank, sw_stream *stream,
+                                                 sw_error *err)
 {
     return t->ops->exchange_slices(t, data, contributions, slice_numel, dtype, slice_of_rank,
                                    stream, err);
 }
 
 static inline sw_status sw_peers_gather_among(sw_peers *t, void *data, size_t slice_bytes,
-                                                  const int *ranks, int count, sw_stream *stream,
-                                                  sw_error *err)
+                                              const int *ranks, int count, sw_stream *stream,
+                                              sw_error *err)
 {
     return t->ops->gather_among(t, data, slice_bytes, ranks, count, stream, err);
 }
 
-static inline sw_status sw_peers_broadcast(sw_peers *t, void *data, size_t numel,
-                                               sw_dtype dtype, int root, sw_stream *stream,
-                                               sw_error *err)
+static inline sw_status sw_peers_broadcast(sw_peers *t, void *data, size_t numel, sw_dtype dtype,
+                                           int root, sw_stream *stream, sw_error *err)
 {
     return t->ops->broadcast(t, data, numel, dtype, root, stream, err);
 }
 
-static inline sw_status sw_peers_wait(sw_peers *t, sw_event *event, const char *what,
-                                          sw_error *err)
+static inline sw_status sw_peers_wait(sw_peers *t, sw_event *event, const char *what, sw_error *err)
 {
     return t->ops->wait(t, event, what, err);
 }

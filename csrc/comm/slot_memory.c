@@ -133,12 +133,18 @@ static bool is_closed_elsewhere(const sw_slot_transport *t)
     return true;
 }
 
+static sw_status meet_closed(sw_slot_transport *t)
+{
+    if (t->has_failed)
+        return t->failure.status;
+    return sw_slot_meet_at_end(t, SW_SLOT_ALL_CLOSED, NULL);
+}
+
 /* Where all has gone well, peers are met between closing and freeing. Else memory that a peer may
  * have open still is not freed: what its GPU would meet there would end its context. */
 static void end_own_slots(sw_slot_transport *t)
 {
-    bool met = !t->has_failed && sw_slot_meet_at_end(t, SW_SLOT_ALL_CLOSED, NULL) == SW_OK;
-    if (met || is_closed_elsewhere(t))
+    if (meet_closed(t) == SW_OK || is_closed_elsewhere(t))
         t->device->ops->memory_free(t->device, t->own_slots);
 }
 

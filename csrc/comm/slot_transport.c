@@ -116,8 +116,8 @@ static sw_status slot_all_gather(sw_peers *base, void *data, size_t slice_numel,
                               slice_bytes, stream, err);
 }
 
-static sw_status slot_gather_among(sw_peers *base, void *data, size_t slice_bytes,
-                                   const int *ranks, int count, sw_stream *stream, sw_error *err)
+static sw_status slot_gather_among(sw_peers *base, void *data, size_t slice_bytes, const int *ranks,
+                                   int count, sw_stream *stream, sw_error *err)
 {
     sw_error cause;
     sw_slot_transport *t = slots_of(base);
@@ -180,8 +180,8 @@ static sw_status broadcast(sw_slot_transport *t, char *data, size_t size_bytes, 
     return SW_OK;
 }
 
-static sw_status slot_broadcast(sw_peers *base, void *data, size_t numel, sw_dtype dtype,
-                                int root, sw_stream *stream, sw_error *err)
+static sw_status slot_broadcast(sw_peers *base, void *data, size_t numel, sw_dtype dtype, int root,
+                                sw_stream *stream, sw_error *err)
 {
     sw_error cause;
     sw_slot_transport *t = slots_of(base);
@@ -332,8 +332,8 @@ static sw_status slot_all_reduce(sw_peers *base, void *data, size_t numel, sw_dt
     return reduce(slots_of(base), data, numel, &how, false, stream, err);
 }
 
-static sw_status slot_reduce_scatter(sw_peers *base, void *data, size_t slice_numel,
-                                     sw_dtype dtype, sw_redop op, sw_stream *stream, sw_error *err)
+static sw_status slot_reduce_scatter(sw_peers *base, void *data, size_t slice_numel, sw_dtype dtype,
+                                     sw_redop op, sw_stream *stream, sw_error *err)
 {
     reduction how = {dtype, op, sw_dtype_size_bytes(dtype)};
     return reduce(slots_of(base), data, slice_numel, &how, true, stream, err);
@@ -343,7 +343,8 @@ static sw_status slot_reduce_scatter(sw_peers *base, void *data, size_t slice_nu
 
 static sw_status slot_wait(sw_peers *base, sw_event *event, const char *what, sw_error *err)
 {
-    slots_of(base)->device->stats.host_waits++; /* those of creation and of the end are not counted */
+    slots_of(base)
+        ->device->stats.host_waits++; /* those of creation and of the end are not counted */
     return sw_slot_wait(slots_of(base), event, what, err);
 }
 
@@ -469,15 +470,14 @@ static void tell_of_failure(const sw_slot_config *config, const sw_error *reason
     atomic_store(&own->has_failed, 1);
 }
 
-sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers,
-                                   sw_error *err)
+sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers, sw_error *err)
 {
     sw_error cause = {0};
     SW_TRY(check_config(config, err));
     sw_slot_transport *t = make(config);
     if (!t) {
-        sw_error_set(&cause, SW_E_MEMORY, -1, "GPU slots on rank %d of %d: no memory",
-                     config->rank, config->world_size);
+        sw_error_set(&cause, SW_E_MEMORY, -1, "GPU slots on rank %d of %d: no memory", config->rank,
+                     config->world_size);
         tell_of_failure(config, &cause);
         return sw_error_set(err, cause.status, cause.detail, "%s", cause.message);
     }

@@ -61,7 +61,7 @@ size_t sw_slot_part_bytes(size_t slot_bytes);
  * sizes; SW_E_UNSUPPORTED where the driver's streams do not wait for numbers, or, on all ranks with
  * one sentence, where some rank cannot have its slots on the device and they must be there.
  * Another rank's failure comes as that rank's sentence. */
-SW_MUST_USE sw_status sw_slot_transport_create(const sw_slot_config *config,
-                                               sw_peers **peers, sw_error *err);
+SW_MUST_USE sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers,
+                                               sw_error *err);
 
 #endif

@@ -108,10 +108,10 @@ enum {
        sw_cu_stream stream, void **parameters, void **extra))
 
 /* Of drivers for CUDA 11.7 and newer; NULL in the table of an older one. */
-#define SW_CUDA_NEWER_FUNCTIONS(X)                                                               \
-    X(cuStreamWriteValue32_v2,                                                                   \
-      (sw_cu_stream stream, sw_cu_address address, unsigned value, unsigned flags))              \
-    X(cuStreamWaitValue32_v2,                                                                    \
+#define SW_CUDA_NEWER_FUNCTIONS(X)                                                  \
+    X(cuStreamWriteValue32_v2,                                                      \
+      (sw_cu_stream stream, sw_cu_address address, unsigned value, unsigned flags)) \
+    X(cuStreamWaitValue32_v2,                                                       \
       (sw_cu_stream stream, sw_cu_address address, unsigned value, unsigned flags))
 
 typedef struct sw_cuda_table {

@@ -4,7 +4,8 @@
  * and events are ours to use as they are. A thread that has another context current gets it back
  * after each call: torch must not find its current device changed.
  *
- * Left out: peer access inside a process, graphs (a captured stream is refused by those who would allocate).
+ * Left out: peer access inside a process, graphs (a captured stream is refused by those who would
+ * allocate).
  */
 #include <sched.h>
 #include <stdint.h>
@@ -218,8 +219,7 @@ static sw_status check_numbers(const cuda_device *cuda, sw_error *err)
         SW_FAIL(err, SW_E_UNSUPPORTED,
                 "GPU %d: its driver (CUDA %d.%d) has no streams that wait for numbers: 11.7 or "
                 "newer has",
-                cuda->base.ordinal, cuda->driver.version / 1000,
-                cuda->driver.version % 1000 / 10);
+                cuda->base.ordinal, cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
     return SW_OK;
 }
 

@@ -146,8 +146,8 @@ static uint8_t **parts_of(PyObject *arena, PyObject *members, size_t part_bytes)
         if (!PyErr_Occurred() && (!memory || rank < 0 || rank >= memory->world_size ||
                                   !memory->base[rank] || memory->size_bytes < part_bytes))
             PyErr_Format(PyExc_ValueError,
-                         "connect_slots: the arena has no part of %zu bytes of rank %ld", part_bytes,
-                         rank);
+                         "connect_slots: the arena has no part of %zu bytes of rank %ld",
+                         part_bytes, rank);
         if (PyErr_Occurred()) {
             free(part);
             return NULL;
@@ -159,9 +159,8 @@ static uint8_t **parts_of(PyObject *arena, PyObject *members, size_t part_bytes)
 
 static bool slot_place_of(const char *name, sw_slot_place *place)
 {
-    static const char *const names[] = {[SW_SLOTS_ANYWHERE] = "auto",
-                                        [SW_SLOTS_ON_HOST] = "shm",
-                                        [SW_SLOTS_ON_DEVICE] = "ipc"};
+    static const char *const names[] = {
+        [SW_SLOTS_ANYWHERE] = "auto", [SW_SLOTS_ON_HOST] = "shm", [SW_SLOTS_ON_DEVICE] = "ipc"};
     for (int i = 0; i < 3; ++i)
         if (strcmp(names[i], name) == 0) {
             *place = (sw_slot_place)i;
@@ -515,7 +514,8 @@ static PyObject *device_get_alive(PyObject *op, void *unused)
 {
     const device_comm_object *self = (device_comm_object *)op;
     (void)unused;
-    return PyBool_FromLong(self->comm && self->comm->peers && !sw_peers_has_failed(self->comm->peers));
+    return PyBool_FromLong(self->comm && self->comm->peers &&
+                           !sw_peers_has_failed(self->comm->peers));
 }
 
 static PyMethodDef device_methods[] = {

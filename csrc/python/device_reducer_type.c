@@ -32,9 +32,9 @@ static int create(device_reducer_object *self, const sw_py_rows *rows, size_t ca
         return -1;
     config->comm = self->comm->comm;
     config->gradient_count = rows->count;
-    status = sw_layout_init(&self->layout, rows->params, rows->count,
-                            config->comm->peers->world_size,
-                            (sw_layout_caps){.bytes = cap_bytes}, &err);
+    status =
+        sw_layout_init(&self->layout, rows->params, rows->count, config->comm->peers->world_size,
+                       (sw_layout_caps){.bytes = cap_bytes}, &err);
     sw_device_bucket_spec *specs = calloc(self->layout.bucket_count + 1, sizeof *specs);
     for (size_t b = 0; specs && b < self->layout.bucket_count; ++b)
         specs[b] = (sw_device_bucket_spec){.numel = self->layout.bucket[b].numel,

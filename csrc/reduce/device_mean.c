@@ -96,8 +96,8 @@ static sw_status launch(const sw_device_mean *m, sw_kernel kernel, const void *a
 static sw_status exchange(const sw_device_mean *m, const sw_device_range *bucket, sw_error *err)
 {
     return sw_peers_exchange_slices(m->comm->peers, bucket->data, m->contributions,
-                                   piece_numel(m, bucket), bucket->dtype, m->piece, m->comm->stream,
-                                   err);
+                                    piece_numel(m, bucket), bucket->dtype, m->piece,
+                                    m->comm->stream, err);
 }
 
 /* What turns this rank's piece of the bucket into its reduction at `to`: out of the pieces that
@@ -171,7 +171,7 @@ static sw_status reduce_in_rank_order(const sw_device_mean *m, const sw_device_r
 {
     SW_TRY(fold_in_place(m, bucket, op, err));
     return sw_peers_all_gather(m->comm->peers, bucket->data, piece_numel(m, bucket), bucket->dtype,
-                              m->comm->stream, err);
+                               m->comm->stream, err);
 }
 
 static sw_status reduce_narrowed(const sw_device_mean *m, const sw_device_range *bucket,
@@ -197,7 +197,7 @@ static sw_status reduce_at_once(const sw_device_mean *m, const sw_device_range *
                            .op = (int)SW_REDOP_MEAN,
                            .source_count = 1};
     SW_TRY(sw_peers_all_reduce(m->comm->peers, bucket->data, bucket->numel, bucket->dtype,
-                              is_own ? m->op : SW_REDOP_SUM, m->comm->stream, err));
+                               is_own ? m->op : SW_REDOP_SUM, m->comm->stream, err));
     return is_own ? SW_OK : launch(m, SW_KERNEL_FOLD, &scaled, err);
 }
 
@@ -311,7 +311,7 @@ static sw_status collect(slicing *s, const sw_device_range *bucket, sw_error *er
         return m->active < m->comm->peers->world_size ? leave_out(m, &s->fold, err) : SW_OK;
     }
     return sw_peers_reduce_scatter(m->comm->peers, bucket->data, piece_numel(m, bucket),
-                                  bucket->dtype, m->op, m->comm->stream, err);
+                                   bucket->dtype, m->op, m->comm->stream, err);
 }
 
 /* Of [begin, begin + numel), where `at` lies; its ends otherwise. From `begin`. */
@@ -337,5 +337,5 @@ sw_status sw_device_mean_slice(const sw_device_mean *m, const sw_device_range *b
     }
     SW_TRY(make_run(&s, at, numel, false, err));
     return sw_peers_gather_among(m->comm->peers, slice, numel * sw_dtype_size_bytes(bucket->dtype),
-                                m->owners, owner_count, m->comm->stream, err);
+                                 m->owners, owner_count, m->comm->stream, err);
 }

@@ -437,7 +437,7 @@ sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, co
     if (!is_alone) {
         SW_TRY(write_use(r, used, tag, err));
         SW_TRY(sw_peers_all_reduce(r->comm->peers, r->used, r->gradient_count + TAG_BYTES,
-                                  SW_DTYPE_UINT8, SW_REDOP_MAX, stream, err));
+                                   SW_DTYPE_UINT8, SW_REDOP_MAX, stream, err));
         if (tag)
             SW_TRY(send_tags(r, *tag, err));
     }

@@ -301,7 +301,7 @@ static sw_status step_on_batch(step_pass *pass, size_t number, sw_error *err)
     sw_device_offload *o = pass->offload;
     const offload_batch *batch = &pass->plan.batches[number];
     SW_TRY(sw_peers_wait(o->comm->peers, o->slot[number % SW_DEVICE_OFFLOAD_SLOTS].fetched,
-                        "gradients on their way to the host", err));
+                         "gradients on their way to the host", err));
     pass->has_changed = true;
     pass->pieces = &pass->plan.pieces[batch->first_piece];
     o->stats.batches++;

@@ -139,8 +139,8 @@ static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *
     SW_TRY(sw_peers_group_begin(peers, err));
     for (size_t i = begin; i < end && status == SW_OK; ++i) {
         const sw_device_unit_run *run = &unit->runs[i];
-        status = sw_peers_gather_slices(peers, run->slice, data + run->offset_bytes, run->slice_bytes,
-                                       u->comm->stream, err);
+        status = sw_peers_gather_slices(peers, run->slice, data + run->offset_bytes,
+                                        run->slice_bytes, u->comm->stream, err);
         u->stats.bytes += run->slice_bytes * (size_t)peers->world_size;
     }
     /* The group is closed all the same: the thread's next one is another. */

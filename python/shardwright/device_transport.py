@@ -59,7 +59,9 @@ def choose_transport(offers: Sequence[Mapping[str, Any]], host_of: Sequence[int]
     wanted = offers[0]["wanted"]
     for rank, offer in enumerate(offers):
         if offer["wanted"] != wanted:
-            raise ValueError(f"{VARIABLE} must be alike on all ranks: rank 0 has {wanted!r}, rank {rank} {offer['wanted']!r}")
+            raise ValueError(
+                f"{VARIABLE} must be alike on all ranks: rank 0 has {wanted!r}, rank {rank} {offer['wanted']!r}"
+            )
     host_count = len(set(host_of))
     if wanted in ("shm", "ipc"):
         if host_count > 1:

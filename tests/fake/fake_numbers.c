@@ -268,7 +268,11 @@ SIM_API int cuIpcOpenMemHandle_v2(sw_cu_address *address, sw_cu_ipc_handle handl
     memcpy(&given, &handle, sizeof given);
     if (flags != SW_CU_IPC_LAZY_ENABLE_PEER_ACCESS)
         LEAVE(SW_CU_INVALID_VALUE);
+    const char *refused = getenv("SIM_NO_IPC_OPEN"); /* by the GPU of that number */
+    if (refused && atoi(refused) == sim_current_context()->ordinal)
+        LEAVE(SW_CU_INVALID_VALUE);
     if (given.pid == getpid()) { /* ranks are threads */
+        sim_block_of(given.memory)->open_count++;
         *address = (sw_cu_address)(uintptr_t)given.memory;
         LEAVE(SW_CU_SUCCESS);
     }
@@ -289,6 +293,8 @@ SIM_API int cuIpcOpenMemHandle_v2(sw_cu_address *address, sw_cu_ipc_handle handl
 void sim_exported_free(const sim_block *block, const sim_site *site)
 {
     check_over(block, site, "memory is freed while its device may use it");
+    if (block->open_count)
+        sim_report("use after free", "memory that a peer has open", site, NULL);
     for (sw_cu_stream s = sim.streams; s; s = s->next)
         for (const sim_op *op = s->first; op; op = op->next)
             if (op->kind == OP_WORK && op->size_bytes &&
@@ -298,9 +304,12 @@ void sim_exported_free(const sim_block *block, const sim_site *site)
             }
 }
 
-/* What was mapped stays: operations that are enqueued may name it, and nobody counts it. */
+/* What was mapped stays: operations that are enqueued may name it. */
 SIM_API int cuIpcCloseMemHandle(sw_cu_address address)
 {
     ENTER_CONTEXT("cuIpcCloseMemHandle");
+    sim_block *block = sim_block_of((void *)(uintptr_t)address);
+    if (block)
+        block->open_count--;
     LEAVE(address ? SW_CU_SUCCESS : SW_CU_INVALID_VALUE);
 }

@@ -103,7 +103,8 @@ typedef struct sim_block {
     bool foreign; /* torch's memory: adopted, not ours to free; so is registered memory */
     int registered; /* times; the host's memory, which others than the device may write */
     bool mapped;    /* its pages are its own: it may be exported */
-    int file;       /* exported: the file behind it, and its number; 0: none */
+    int file;       /* exported: the file behind it; 0: none */
+    int open_count; /* of peers that are threads, and have it open */
     int rank;     /* device ordinal */
     sim_site freed_at;
     sim_segment *segments;

@@ -432,6 +432,10 @@ static void check_choices(void)
     gpu_ranks_slots.place = SW_SLOTS_ANYWHERE;
     check_works(3, 300, SW_DTYPE_FLOAT32, SW_REDOP_SUM, false, SIM_RANDOM, 1);
     unsetenv("SIM_NO_IPC");
+    setenv("SIM_NO_IPC_OPEN", "1", 1); /* the others have opened theirs by then */
+    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+        check_works(3, 300, SW_DTYPE_FLOAT32, SW_REDOP_SUM, false, (sim_policy)policy, 1);
+    unsetenv("SIM_NO_IPC_OPEN");
     gpu_ranks_slots.slot_bytes = 1000;
     check(!gpu_ranks_run(1, SIM_EAGER, 1, refused_rank, &s) &&
               strstr(s.message[0], "slot_bytes must be a multiple of 4096"),

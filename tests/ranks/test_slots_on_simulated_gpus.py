@@ -55,8 +55,12 @@ SCENES: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("number", range(len(SCENES)), ids=lambda n: f"{SCENES[n][0].__module__[5:-18]}-{SCENES[n][0].__name__}")
-def test_the_scenes_of_the_others_hold(teams: Any, world_size: int, paths: dict[str, str], number: int, way: str) -> None:
+@pytest.mark.parametrize(
+    "number", range(len(SCENES)), ids=lambda n: f"{SCENES[n][0].__module__[5:-18]}-{SCENES[n][0].__name__}"
+)
+def test_the_scenes_of_the_others_hold(
+    teams: Any, world_size: int, paths: dict[str, str], number: int, way: str
+) -> None:
     if not LONG and (number + WAYS.index(way)) % 2:
         pytest.skip("the other way, in the quick form")
     scene, *given = SCENES[number]
@@ -65,7 +69,9 @@ def test_the_scenes_of_the_others_hold(teams: Any, world_size: int, paths: dict[
 
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("file", sorted(set(HERE.glob("test_*_on_simulated_gpus.py")) - {pathlib.Path(__file__)}), ids=lambda f: f.stem)
+@pytest.mark.parametrize(
+    "file", sorted(set(HERE.glob("test_*_on_simulated_gpus.py")) - {pathlib.Path(__file__)}), ids=lambda f: f.stem
+)
 def test_whole_files(file: pathlib.Path, way: str) -> None:
     """In the quick form each: they take their policies in turns."""
     settings = {**os.environ, VARIABLE: way, "SW_TEST_WORLDS": "3", "SW_TEST_LONG": "0"}
@@ -80,7 +86,9 @@ def test_whole_files(file: pathlib.Path, way: str) -> None:
 def offers(**changed: Any) -> list[dict[str, Any]]:
     """Of three ranks with a GPU each; `changed` by rank: r0=dict(...)."""
     plain = {"wanted": "auto", "nccl": [2, 21, 0], "nccl_missing": "", "nccl_shares": False}
-    return [{**plain, "address": f"0000:0{r}:00", **changed.get(f"r{r}", {}), **changed.get("all", {})} for r in range(3)]
+    return [
+        {**plain, "address": f"0000:0{r}:00", **changed.get(f"r{r}", {}), **changed.get("all", {})} for r in range(3)
+    ]
 
 
 SHARED = {"address": "0000:00:00"}
@@ -161,7 +169,9 @@ def refused(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
             patch.setenv("SIM_NO_IPC", "1")
-        with pytest.raises(NotImplementedError, match=f"rank {last} of {world_size} cannot have them in its GPU's memory") as caught:
+        with pytest.raises(
+            NotImplementedError, match=f"rank {last} of {world_size} cannot have them in its GPU's memory"
+        ) as caught:
             sw.wrap(gpus.adopt_module(Mlp()))
     assert len(set(gather(str(caught.value)))) == 1
     with pytest.MonkeyPatch.context() as patch:
@@ -201,7 +211,9 @@ def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int) -> N
     gpus.watch()
     if rank == 1:
         gpus.fail_call(nth, 999)
-    with pytest.raises((sw.Error, NotImplementedError, MemoryError), match=r"CUDA_ERROR_UNKNOWN|\(999\)|has met an error") as caught:
+    with pytest.raises(
+        (sw.Error, NotImplementedError, MemoryError), match=r"CUDA_ERROR_UNKNOWN|\(999\)|has met an error"
+    ) as caught:
         torch.manual_seed(0)
         wrapped = sw.wrap(gpus.adopt_module(Mlp()), timeout_s=20.0, bucket_cap_mb=0.001)
         for step in range(20):

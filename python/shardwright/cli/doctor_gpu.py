@@ -43,7 +43,11 @@ _HURTING: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
     "TORCH_NCCL_BLOCKING_WAIT": (("1",), "slow", "unset it: each collective then stops the host"),
     "CUDA_LAUNCH_BLOCKING": (("1",), "slow", "unset it outside of debugging: each launch then stops the host"),
     "NCCL_DEBUG": (("TRACE", "INFO"), "note", "set it to WARN when all works: the log grows with every communicator"),
-    "SHARDWRIGHT_GPU_TRANSPORT": (("SHM",), "slow", "unset it: NCCL, or slots in the GPUs' memory, spare the way over the host"),
+    "SHARDWRIGHT_GPU_TRANSPORT": (
+        ("SHM",),
+        "slow",
+        "unset it: NCCL, or slots in the GPUs' memory, spare the way over the host",
+    ),
     "NCCL_COMM_BLOCKING": (("1",), "note", "unset it: creation under a deadline needs non-blocking communicators"),
 }
 
