@@ -76,6 +76,37 @@ sw_status sw_slot_fail_late(sw_slot_transport *t, const char *what, sw_error *er
     return sw_slot_fail(t, &reason, err);
 }
 
+/* Whether a round that this rank has enqueued is another one on rank `p`: sizes that differ would
+ * be read as if they did not. */
+static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
+{
+    const sw_slot_head *own = sw_slot_head_of(t, t->base.rank), *other = sw_slot_head_of(t, p);
+    for (int k = 0; k < SW_SLOT_LAYOUTS; ++k) {
+        uint64_t mine = own->layout[k], theirs = __atomic_load_n(&other->layout[k], __ATOMIC_ACQUIRE);
+        *round = (uint32_t)(mine >> 32);
+        if (*round && *round == (uint32_t)(theirs >> 32) && mine != theirs)
+            return true;
+    }
+    return false;
+}
+
+static sw_status check_layouts(sw_slot_transport *t, sw_error *err)
+{
+    for (int p = 0; p < t->base.world_size; ++p) {
+        sw_error reason;
+        uint32_t round;
+        if (p == t->base.rank || !differs(t, p, &round))
+            continue;
+        sw_error_set(&reason, SW_E_MISMATCH, -1,
+                     "GPU slots: ranks %d and %d of %d issue different operations: their round %u is "
+                     "of different sizes",
+                     p < t->base.rank ? p : t->base.rank, p < t->base.rank ? t->base.rank : p,
+                     t->base.world_size, round);
+        return sw_slot_fail(t, &reason, err);
+    }
+    return SW_OK;
+}
+
 sw_status sw_slot_check(sw_slot_transport *t, sw_error *err)
 {
     if (t->has_failed) {
@@ -89,7 +120,7 @@ sw_status sw_slot_check(sw_slot_transport *t, sw_error *err)
             return sw_slot_fail(t, &reason, err);
         }
     }
-    return SW_OK;
+    return check_layouts(t, err);
 }
 
 sw_status sw_slot_wait(sw_slot_transport *t, sw_event *event, const char *what, sw_error *err)
@@ -127,6 +158,7 @@ static void open_round(sw_slot_transport *t)
     t->round++;
     t->is_open = true;
     t->used = t->moves = t->arrival_count = 0;
+    t->digest = 0;
 }
 
 /* Where rank `writer`'s number lies in `rank`'s page: of rounds, or of the end. */
@@ -160,6 +192,8 @@ sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err)
 {
     if (!t->is_open)
         return SW_OK;
+    __atomic_store_n(&sw_slot_head_of(t, t->base.rank)->layout[t->round % SW_SLOT_LAYOUTS],
+                     (uint64_t)t->round << 32 | t->digest, __ATOMIC_RELEASE);
     SW_TRY(tell_peers(t, false, t->round, err));
     SW_TRY(await_peers(t, false, t->round, err));
     for (size_t i = 0; i < t->arrival_count; ++i) {
@@ -186,6 +220,7 @@ sw_status sw_slot_reserve(sw_slot_transport *t, int places, size_t wanted, size_
     *size_bytes = size;
     *offset = t->used;
     t->used += sw_slot_stride(size) * count;
+    t->digest = (t->digest ^ (uint32_t)size ^ (uint32_t)places << 24) * 2654435761u + 1;
     t->moves += world_size;
     return SW_OK;
 }

@@ -10,7 +10,12 @@
 
 #include "comm/slot_transport.h"
 
-enum { SW_SLOT_MAX_WORLD = 1024, SW_SLOT_COUNT = 2, SW_SLOT_PIECE_ALIGNMENT = 16 };
+enum {
+    SW_SLOT_MAX_WORLD = 1024,
+    SW_SLOT_COUNT = 2,
+    SW_SLOT_PIECE_ALIGNMENT = 16,
+    SW_SLOT_LAYOUTS = 8, /* rounds that ranks compare: one is ahead of another by fewer, as a rule */
+};
 
 typedef enum sw_slot_answer { SW_SLOT_UNSAID = 0, SW_SLOT_YES, SW_SLOT_NO } sw_slot_answer;
 
@@ -28,6 +33,7 @@ typedef enum sw_slot_end {
 typedef struct sw_slot_head {
     uint32_t number[SW_SLOT_MAX_WORLD]; /* [p]: the round that rank p has reached; its GPU writes */
     uint32_t end[SW_SLOT_MAX_WORLD];    /* [p]: the sw_slot_end that it has reached */
+    uint64_t layout[SW_SLOT_LAYOUTS];   /* of its last rounds, by its host: round, digest of sizes */
     atomic_uint has_failed;             /* then `reason` is whole */
     atomic_uint opening;                /* sw_slot_opening: of peers' memory */
     sw_error reason;
@@ -60,6 +66,7 @@ typedef struct sw_slot_transport {
     size_t arrival_count, arrival_max, moves;
     size_t used;    /* bytes of each rank's slot that the open round has given away */
     uint32_t round; /* the open one, or the last */
+    uint32_t digest; /* of what it has been asked for */
     bool is_open, is_grouped;
     bool has_failed;
     sw_error failure;

@@ -406,6 +406,50 @@ static void check_lateness(bool at_creation, bool gives_up, sim_policy policy)
     gpu_expect_clean("a rank that is late");
 }
 
+/* Rank 2 names another size. Whoever waits for the result is told; so is who issues more. */
+static bool mismatched_rank(gpu_rank *self)
+{
+    lateness *late = self->context;
+    sw_event *event = NULL;
+    void *data = NULL;
+    sw_status status = gpu_rank_open(self, TIMEOUT_NS);
+    if (status == SW_OK)
+        status = self->device->ops->event_create(self->device, &event, &self->err);
+    if (status == SW_OK)
+        status = self->device->ops->memory_alloc(self->device, 256, &data, &self->err);
+    if (status == SW_OK)
+        status = self->device->ops->fill_async(self->device, data, 0, 256, self->all->stream,
+                                               &self->err);
+    if (status == SW_OK)
+        status = sw_peers_broadcast(self->comm, data, self->rank == 2 ? 17 : 16, SW_DTYPE_FLOAT32, 0,
+                                    self->all->stream, &self->err);
+    if (status == SW_OK)
+        status = self->device->ops->event_record(self->device, event, self->all->stream, &self->err);
+    if (status == SW_OK)
+        status = sw_peers_wait(self->comm, event, "the broadcast", &self->err);
+    late->status[self->rank] = status;
+    snprintf(late->message[self->rank], sizeof late->message[0], "%s", self->err.message);
+    sw_device_comm_disconnect(self->all);
+    if (self->device)
+        self->device->ops->memory_free(self->device, data);
+    if (self->device)
+        self->device->ops->event_destroy(self->device, event);
+    gpu_rank_close(self);
+    return true;
+}
+
+static void check_mismatch(sim_policy policy)
+{
+    static lateness late;
+    const char *text;
+    gpu_ranks_run(3, policy, 1, mismatched_rank, &late);
+    for (int r = 0; r < 3; ++r)
+        check(late.status[r] == SW_E_MISMATCH && strstr(late.message[r], " and 2 of 3 issue different"),
+              "mismatch, rank %d: %s", r, late.message[r]);
+    check(gpu_sim->reports(&text, false) == 0 && *gpu_sim->leaks() == '\0', "mismatch: %s%s", text,
+          gpu_sim->leaks());
+}
+
 /* ---- choices ---- */
 
 static bool refused_rank(gpu_rank *self)
@@ -464,6 +508,7 @@ static void check_place(sw_slot_place where)
         check_lateness(true, false, (sim_policy)policy);
         check_lateness(false, false, (sim_policy)policy);
         check_lateness(false, true, (sim_policy)policy);
+        check_mismatch((sim_policy)policy);
         if (policy == SIM_RANDOM || policy == SIM_ON_DEMAND)
             check_failing_peer((sim_policy)policy);
     }
