@@ -137,7 +137,7 @@ static sw_status meet_closed(sw_slot_transport *t)
 {
     if (t->has_failed)
         return t->failure.status;
-    return sw_slot_meet_at_end(t, SW_SLOT_ALL_CLOSED, NULL);
+    return sw_slot_meet_at_end(t, NULL);
 }
 
 /* Where all has gone well, peers are met between closing and freeing. Else memory that a peer may

@@ -21,7 +21,7 @@ static void let_go(const sw_slot_transport *t)
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
     for (int p = 0; p < t->base.world_size; ++p) {
         __atomic_store_n(&own->number[p], t->round, __ATOMIC_RELEASE);
-        __atomic_store_n(&own->end[p], SW_SLOT_ALL_CLOSED, __ATOMIC_RELEASE);
+        __atomic_store_n(&own->end[p], 1, __ATOMIC_RELEASE);
     }
 }
 
@@ -82,7 +82,8 @@ static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
 {
     const sw_slot_head *own = sw_slot_head_of(t, t->base.rank), *other = sw_slot_head_of(t, p);
     for (int k = 0; k < SW_SLOT_LAYOUTS; ++k) {
-        uint64_t mine = own->layout[k], theirs = __atomic_load_n(&other->layout[k], __ATOMIC_ACQUIRE);
+        uint64_t mine = own->layout[k],
+                 theirs = __atomic_load_n(&other->layout[k], __ATOMIC_ACQUIRE);
         *round = (uint32_t)(mine >> 32);
         if (*round && *round == (uint32_t)(theirs >> 32) && mine != theirs)
             return true;
@@ -97,11 +98,12 @@ static sw_status check_layouts(sw_slot_transport *t, sw_error *err)
         uint32_t round;
         if (p == t->base.rank || !differs(t, p, &round))
             continue;
-        sw_error_set(&reason, SW_E_MISMATCH, -1,
-                     "GPU slots: ranks %d and %d of %d issue different operations: their round %u is "
-                     "of different sizes",
-                     p < t->base.rank ? p : t->base.rank, p < t->base.rank ? t->base.rank : p,
-                     t->base.world_size, round);
+        sw_error_set(
+            &reason, SW_E_MISMATCH, -1,
+            "GPU slots: ranks %d and %d of %d issue different operations: their round %u is "
+            "of different sizes",
+            p < t->base.rank ? p : t->base.rank, p < t->base.rank ? t->base.rank : p,
+            t->base.world_size, round);
         return sw_slot_fail(t, &reason, err);
     }
     return SW_OK;
@@ -246,10 +248,10 @@ sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_error *err)
     return sw_slot_wait(t, t->ended, what, err);
 }
 
-sw_status sw_slot_meet_at_end(sw_slot_transport *t, sw_slot_end end, sw_error *err)
+sw_status sw_slot_meet_at_end(sw_slot_transport *t, sw_error *err)
 {
-    SW_TRY(tell_peers(t, true, end, err));
-    SW_TRY(await_peers(t, true, end, err));
+    SW_TRY(tell_peers(t, true, 1, err));
+    SW_TRY(await_peers(t, true, 1, err));
     SW_TRY(t->device->ops->event_record(t->device, t->ended, t->stream, err));
     return sw_slot_wait(t, t->ended, "the end of the communicator", err);
 }

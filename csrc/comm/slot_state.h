@@ -14,28 +14,22 @@ enum {
     SW_SLOT_MAX_WORLD = 1024,
     SW_SLOT_COUNT = 2,
     SW_SLOT_PIECE_ALIGNMENT = 16,
-    SW_SLOT_LAYOUTS = 8, /* rounds that ranks compare: one is ahead of another by fewer, as a rule */
+    SW_SLOT_LAYOUTS =
+        8, /* rounds that ranks compare: one is ahead of another by fewer, as a rule */
 };
 
 typedef enum sw_slot_answer { SW_SLOT_UNSAID = 0, SW_SLOT_YES, SW_SLOT_NO } sw_slot_answer;
 
 typedef enum sw_slot_opening { SW_SLOT_CLOSED = 0, SW_SLOT_OPEN } sw_slot_opening;
 
-/* Ranks whose slots are in their GPUs' memory meet at the end, and not in rounds: a peer that still
- * has operations must not take that for one of them. */
-typedef enum sw_slot_end {
-    SW_SLOT_ALL_READ = 1, /* nothing more is read out of peers' slots */
-    SW_SLOT_ALL_CLOSED,
-} sw_slot_end;
-
 /* The beginning of a part. Hosts read what another wrote once they have seen a number of a later
  * round, or an atomic. */
 typedef struct sw_slot_head {
     uint32_t number[SW_SLOT_MAX_WORLD]; /* [p]: the round that rank p has reached; its GPU writes */
-    uint32_t end[SW_SLOT_MAX_WORLD];    /* [p]: the sw_slot_end that it has reached */
-    uint64_t layout[SW_SLOT_LAYOUTS];   /* of its last rounds, by its host: round, digest of sizes */
-    atomic_uint has_failed;             /* then `reason` is whole */
-    atomic_uint opening;                /* sw_slot_opening: of peers' memory */
+    uint32_t end[SW_SLOT_MAX_WORLD];    /* [p]: 1, where it has closed what it had open of ours */
+    uint64_t layout[SW_SLOT_LAYOUTS]; /* of its last rounds, by its host: round, digest of sizes */
+    atomic_uint has_failed;           /* then `reason` is whole */
+    atomic_uint opening;              /* sw_slot_opening: of peers' memory */
     sw_error reason;
     sw_memory_export exported;
     uint32_t exports, opens; /* sw_slot_answer, of each of the two */
@@ -64,8 +58,8 @@ typedef struct sw_slot_transport {
     sw_event *ended;  /* of the stream, at the end */
     sw_slot_arrival *arrival; /* owned, arrival_max */
     size_t arrival_count, arrival_max, moves;
-    size_t used;    /* bytes of each rank's slot that the open round has given away */
-    uint32_t round; /* the open one, or the last */
+    size_t used;     /* bytes of each rank's slot that the open round has given away */
+    uint32_t round;  /* the open one, or the last */
     uint32_t digest; /* of what it has been asked for */
     bool is_open, is_grouped;
     bool has_failed;
@@ -97,8 +91,9 @@ SW_MUST_USE sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err);
 /* A round without pieces, and the host's wait for its end: all ranks have come. */
 SW_MUST_USE sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_error *err);
 
-/* The same at the end: all ranks have come to it. */
-SW_MUST_USE sw_status sw_slot_meet_at_end(sw_slot_transport *t, sw_slot_end end, sw_error *err);
+/* The same at the end, and not by a round: a peer that still has operations must not take it for
+ * one of them. */
+SW_MUST_USE sw_status sw_slot_meet_at_end(sw_slot_transport *t, sw_error *err);
 
 /* Marks the transport as failed, for all ranks, and lets this rank's stream go. Always an error. */
 sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err);

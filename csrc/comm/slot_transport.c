@@ -380,12 +380,9 @@ static void free_all(sw_slot_transport *t)
     free(t);
 }
 
-/* What was enqueued runs. Peers may still read what this rank put last out of its GPU's memory, so
- * then all ranks meet. */
+/* What was enqueued runs. */
 static sw_status end_stream(sw_slot_transport *t)
 {
-    if (t->own_slots)
-        return sw_slot_meet_at_end(t, SW_SLOT_ALL_READ, NULL);
     SW_TRY(t->device->ops->event_record(t->device, t->ended, t->stream, NULL));
     return sw_slot_wait(t, t->ended, "the end", NULL);
 }

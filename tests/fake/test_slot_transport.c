@@ -34,6 +34,7 @@ typedef struct scene {
     sw_dtype dtype;
     sw_redop op;
     bool grouped;
+    bool leaves; /* destroys with everything on its way */
     long fail_nth; /* the call of rank `failing` */
     int failing;
     bool all_enqueued; /* rank `failing` has given its stream everything */
@@ -209,6 +210,8 @@ static sw_status run_works(gpu_rank *self, scene *s, place at[WORKS], sw_event *
     s->all_enqueued |= is_last && self->rank == s->failing;
     s->host_waits += device->stats.host_waits - waits;
     s->allocations += device->stats.allocations - allocations;
+    if (s->leaves)
+        return SW_OK;
     for (int w = 0; w < WORKS; ++w)
         SW_TRY(download(self, s, (work)w, &at[w]));
     SW_TRY(device->ops->event_record(device, done, self->all->stream, &self->err));
@@ -251,7 +254,7 @@ static bool work_rank(gpu_rank *self)
         status = self->device->ops->event_create(self->device, &done, &self->err);
     for (int w = 0; w < WORKS && status == SW_OK; ++w)
         status = allocate(self, s, &at[w]);
-    for (int run = 0; run < RUNS && status == SW_OK; ++run)
+    for (int run = s->leaves ? RUNS - 1 : 0; run < RUNS && status == SW_OK; ++run)
         status = run_works(self, s, at, done, run + 1 == RUNS);
     if (status != SW_OK && self->comm) /* as the engine's callers do: peers are told */
         sw_peers_abort(self->comm, &self->err);
@@ -294,6 +297,14 @@ static void check_works(int world_size, size_t numel, sw_dtype dtype, sw_redop o
     check(s.host_waits == 0, "%s: %d host waits", what, (int)s.host_waits);
     check(s.allocations == 0, "%s: %d allocations", what, (int)s.allocations);
     gpu_expect_clean(what);
+}
+
+static void check_leaving(sim_policy policy)
+{
+    static scene s;
+    s = (scene){.numel = 500, .op = SW_REDOP_SUM, .leaves = true, .grouped = policy % 2};
+    check(gpu_ranks_run(3, policy, 1, work_rank, &s), "left at once: %s", s.message[0]);
+    gpu_expect_clean("left at once");
 }
 
 /* ---- what fails ---- */
@@ -509,6 +520,7 @@ static void check_place(sw_slot_place where)
         check_lateness(false, false, (sim_policy)policy);
         check_lateness(false, true, (sim_policy)policy);
         check_mismatch((sim_policy)policy);
+        check_leaving((sim_policy)policy);
         if (policy == SIM_RANDOM || policy == SIM_ON_DEMAND)
             check_failing_peer((sim_policy)policy);
     }
