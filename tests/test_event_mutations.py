@@ -21,7 +21,7 @@ NOUNS = ("device_reducer", "device_units", "device_offload", "device_stage")
 #: the program that must fail without a wait of a file; the first one's for those of other files
 PROGRAMS = {f"{noun}.c": FAKE / f"test_{noun}.c" for noun in NOUNS}
 PROGRAMS.update({f"slot_{part}.c": FAKE / "test_slot_transport.c" for part in ("rounds", "memory", "transport")})
-NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wait|peers_wait|device_comm_follow|slot_wait|slot_meet|slot_meet_at_end))"
+NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wait|peers_wait|device_comm_follow|slot_wait|slot_meet))"
 CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
 OTHERS = ("device", "python")

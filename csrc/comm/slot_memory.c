@@ -4,12 +4,14 @@
  * Idea: what ranks must agree on is said in their parts and read after a round: no other channel is
  * needed, and creation tries the very operations that all later work is made of.
  */
-#include <sched.h>
+#include <time.h>
 
 #include "comm/slot_state.h"
 #include "platform/clock.h"
 
-static const int64_t OPEN_ELSEWHERE_NS = 1000000000;
+/* How long a rank waits at its end for peers to close its memory, before it leaves that allocated.
+ */
+static const int64_t CLOSED_NS = 10000000000, FAILED_NS = 1000000000;
 
 static uint8_t *in_part(const sw_slot_transport *t, int rank)
 {
@@ -117,35 +119,21 @@ sw_status sw_slot_memory_init(sw_slot_transport *t, sw_slot_place place, sw_erro
     return place == SW_SLOTS_ON_HOST ? SW_OK : agree_on_place(t, place, err);
 }
 
-/* Whether every rank has closed what it had open of ours, or comes to it within a second. Who has
- * opened nothing yet sees that this rank has failed before it does. */
+/* Whether every rank has closed what it had open of ours, or comes to it in time. Who has opened
+ * nothing yet sees that this rank has failed before it does. */
 static bool is_closed_elsewhere(const sw_slot_transport *t)
 {
+    const struct timespec nap = {.tv_nsec = 50000};
     int64_t start = sw_clock_now_ns();
     for (int p = 0; p < t->base.world_size; ++p)
         while (p != t->base.rank && atomic_load(&sw_slot_head_of(t, p)->opening) == SW_SLOT_OPEN) {
             bool unused; /* a context that is lost has no memory */
             if (t->device->ops->event_query(t->device, t->ended, &unused, NULL) != SW_OK ||
-                sw_clock_now_ns() - start > OPEN_ELSEWHERE_NS)
+                sw_clock_now_ns() - start > (t->has_failed ? FAILED_NS : CLOSED_NS))
                 return false;
-            sched_yield();
+            nanosleep(&nap, NULL);
         }
     return true;
-}
-
-static sw_status meet_closed(sw_slot_transport *t)
-{
-    if (t->has_failed)
-        return t->failure.status;
-    return sw_slot_meet_at_end(t, NULL);
-}
-
-/* Where all has gone well, peers are met between closing and freeing. Else memory that a peer may
- * have open still is not freed: what its GPU would meet there would end its context. */
-static void end_own_slots(sw_slot_transport *t)
-{
-    if (meet_closed(t) == SW_OK || is_closed_elsewhere(t))
-        t->device->ops->memory_free(t->device, t->own_slots);
 }
 
 void sw_slot_memory_fini(sw_slot_transport *t)
@@ -153,8 +141,10 @@ void sw_slot_memory_fini(sw_slot_transport *t)
     const sw_device_ops *ops = t->device->ops;
     close_slots(t);
     atomic_store(&sw_slot_head_of(t, t->base.rank)->opening, SW_SLOT_CLOSED);
-    if (t->own_slots)
-        end_own_slots(t);
+    /* Not by a round: a peer that still has operations must not take it for one of them. What a
+     * peer's GPU would meet in memory that was freed would end its context. */
+    if (t->own_slots && is_closed_elsewhere(t))
+        ops->memory_free(t->device, t->own_slots);
     for (int p = 0; p < t->base.world_size; ++p)
         if (t->mapped[p])
             ops->host_unregister(t->device, t->part[p]);

@@ -19,10 +19,8 @@ enum { SPIN_NS = 50000, NAP_NS = 50000, LET_GO_NS = 1000000000 };
 static void let_go(const sw_slot_transport *t)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
-    for (int p = 0; p < t->base.world_size; ++p) {
+    for (int p = 0; p < t->base.world_size; ++p)
         __atomic_store_n(&own->number[p], t->round, __ATOMIC_RELEASE);
-        __atomic_store_n(&own->end[p], 1, __ATOMIC_RELEASE);
-    }
 }
 
 static void nap(int64_t since_ns)
@@ -163,30 +161,30 @@ static void open_round(sw_slot_transport *t)
     t->digest = 0;
 }
 
-/* Where rank `writer`'s number lies in `rank`'s page: of rounds, or of the end. */
-static uint32_t *number_of(const sw_slot_transport *t, int rank, int writer, bool is_end)
+/* Where rank `writer`'s number lies in `rank`'s page, as the device calls it. */
+static uint32_t *number_of(const sw_slot_transport *t, int rank, int writer)
 {
     sw_slot_head *head = (sw_slot_head *)(void *)t->mapped[rank];
-    return is_end ? &head->end[writer] : &head->number[writer];
+    return &head->number[writer];
 }
 
-static sw_status tell_peers(const sw_slot_transport *t, bool is_end, uint32_t value, sw_error *err)
+static sw_status tell_peers(const sw_slot_transport *t, sw_error *err)
 {
     const sw_device_ops *ops = t->device->ops;
     for (int p = 0; p < t->base.world_size; ++p)
         if (p != t->base.rank)
-            SW_TRY(ops->stream_write_number(t->device, t->stream,
-                                            number_of(t, p, t->base.rank, is_end), value, err));
+            SW_TRY(ops->stream_write_number(t->device, t->stream, number_of(t, p, t->base.rank),
+                                            t->round, err));
     return SW_OK;
 }
 
-static sw_status await_peers(const sw_slot_transport *t, bool is_end, uint32_t value, sw_error *err)
+static sw_status await_peers(const sw_slot_transport *t, sw_error *err)
 {
     const sw_device_ops *ops = t->device->ops;
     for (int p = 0; p < t->base.world_size; ++p)
         if (p != t->base.rank)
-            SW_TRY(ops->stream_wait_number(t->device, t->stream,
-                                           number_of(t, t->base.rank, p, is_end), value, err));
+            SW_TRY(ops->stream_wait_number(t->device, t->stream, number_of(t, t->base.rank, p),
+                                           t->round, err));
     return SW_OK;
 }
 
@@ -196,8 +194,8 @@ sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err)
         return SW_OK;
     __atomic_store_n(&sw_slot_head_of(t, t->base.rank)->layout[t->round % SW_SLOT_LAYOUTS],
                      (uint64_t)t->round << 32 | t->digest, __ATOMIC_RELEASE);
-    SW_TRY(tell_peers(t, false, t->round, err));
-    SW_TRY(await_peers(t, false, t->round, err));
+    SW_TRY(tell_peers(t, err));
+    SW_TRY(await_peers(t, err));
     for (size_t i = 0; i < t->arrival_count; ++i) {
         const sw_slot_arrival *a = &t->arrival[i];
         SW_TRY(t->device->ops->copy_async(t->device, a->to, slot_of(t, a->peer) + a->offset,
@@ -246,12 +244,4 @@ sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_error *err)
     SW_TRY(sw_slot_close_round(t, err));
     SW_TRY(t->device->ops->event_record(t->device, t->ended, t->stream, err));
     return sw_slot_wait(t, t->ended, what, err);
-}
-
-sw_status sw_slot_meet_at_end(sw_slot_transport *t, sw_error *err)
-{
-    SW_TRY(tell_peers(t, true, 1, err));
-    SW_TRY(await_peers(t, true, 1, err));
-    SW_TRY(t->device->ops->event_record(t->device, t->ended, t->stream, err));
-    return sw_slot_wait(t, t->ended, "the end of the communicator", err);
 }

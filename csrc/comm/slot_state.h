@@ -26,7 +26,6 @@ typedef enum sw_slot_opening { SW_SLOT_CLOSED = 0, SW_SLOT_OPEN } sw_slot_openin
  * round, or an atomic. */
 typedef struct sw_slot_head {
     uint32_t number[SW_SLOT_MAX_WORLD]; /* [p]: the round that rank p has reached; its GPU writes */
-    uint32_t end[SW_SLOT_MAX_WORLD];    /* [p]: 1, where it has closed what it had open of ours */
     uint64_t layout[SW_SLOT_LAYOUTS]; /* of its last rounds, by its host: round, digest of sizes */
     atomic_uint has_failed;           /* then `reason` is whole */
     atomic_uint opening;              /* sw_slot_opening: of peers' memory */
@@ -90,10 +89,6 @@ void sw_slot_get(sw_slot_transport *t, int peer, size_t offset, void *to, size_t
 SW_MUST_USE sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err);
 /* A round without pieces, and the host's wait for its end: all ranks have come. */
 SW_MUST_USE sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_error *err);
-
-/* The same at the end, and not by a round: a peer that still has operations must not take it for
- * one of them. */
-SW_MUST_USE sw_status sw_slot_meet_at_end(sw_slot_transport *t, sw_error *err);
 
 /* Marks the transport as failed, for all ranks, and lets this rank's stream go. Always an error. */
 sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err);
