@@ -6,7 +6,7 @@
  * (sw_device_comm_follow). What waits on the host says so, and does it under the deadline.
  *
  * Two steps, because the first can fail on one rank alone and the second is collective: the ranks
- * tell each other how the first ended (over the process group), before any of them waits in NCCL.
+ * tell each other how the first ended (over the process group), before any of them waits for peers.
  *
  * Thread rule: one at a time a communicator; every rank issues the same operations in one order.
  */

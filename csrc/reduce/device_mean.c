@@ -101,7 +101,7 @@ static sw_status exchange(const sw_device_mean *m, const sw_device_range *bucket
 }
 
 /* What turns this rank's piece of the bucket into its reduction at `to`: out of the pieces that
- * were exchanged, or, where NCCL has reduced them, out of that one. */
+ * were exchanged, or, where the transport has reduced them, out of that one. */
 static sw_fold_args fold_of(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                             void *to)
 {
@@ -184,7 +184,7 @@ static sw_status reduce_narrowed(const sw_device_mean *m, const sw_device_range 
     return rescale(m, bucket->data, bucket->dtype, bucket->numel, err);
 }
 
-/* NCCL's own order. Its mean knows one divisor; another one scales the sum. */
+/* The transport's own order. Its mean knows one divisor; another one scales the sum. */
 static sw_status reduce_at_once(const sw_device_mean *m, const sw_device_range *bucket,
                                 sw_error *err)
 {

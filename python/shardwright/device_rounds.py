@@ -61,7 +61,7 @@ class DeviceRounds:
     bucket_cap_bytes : int
     reduce : {"mean", "sum"}
     deterministic : bool
-        The fold in rank order, with the host's bits, instead of NCCL's own mean.
+        The fold in rank order, with the host's bits, instead of the transport's own mean.
     label : str
         Of the model, in messages.
     wire : {"float16", "bfloat16"}, optional

@@ -48,7 +48,7 @@ class Options:
     reduce : {"mean", "sum"}
         How contributions are joined. A sum leaves the scale to the loss, as where ranks count their own tokens.
     deterministic : bool
-        On GPUs: the fold in rank order, with the host's bits, instead of NCCL's own mean. On the host it always holds.
+        On GPUs: the fold in rank order, with the host's bits, instead of NCCL's own mean (slots, docs/design/gpu.md, have them anyway). On the host it always holds.
     transport : {"auto", "pool", "staged"}
         Where gradient memory lies: shared between ranks, or private and staged through slots. Same bits either way.
     share_parameters : {"auto", True, False}
