@@ -28,6 +28,7 @@ from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 
 from shardwright.device_transport import VARIABLE, choose_transport
+from shardwright.process_group import host_group
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -181,6 +182,20 @@ def refused(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         patch.setenv(VARIABLE, "ib")
         with pytest.raises(ValueError, match="must be one of auto, nccl, shm, ipc, got 'ib'"):
             sw.wrap(gpus.adopt_module(Mlp()))
+
+
+@at_least_two
+def test_slots_over_several_hosts_are_an_error_on_all(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, over_hosts, transport="shm")
+
+
+def over_hosts(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    group = host_group(torch.distributed.group.WORLD, 60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "host_of", [0] * (world_size - 1) + [world_size - 1])
+        with pytest.raises(NotImplementedError, match="is for GPUs of one host, and the ranks run on 2") as caught:
+            sw.wrap(gpus.adopt_module(Mlp()))
+    assert len(set(gather(str(caught.value)))) == 1
 
 
 # what fails ---------------------------------------------------------------------------------------------------------
