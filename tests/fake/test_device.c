@@ -146,14 +146,14 @@ static bool come_alone(gpu_rank *self)
                   ops->event_create(self->device, &event, err) == SW_OK &&
                   ops->memory_alloc(self->device, 64, &data, err) == SW_OK &&
                   ops->fill_async(self->device, data, 0, 64, stream, err) == SW_OK &&
-                  sw_nccl_all_reduce(self->comm, data, 16, SW_DTYPE_FLOAT32, SW_REDOP_SUM, stream,
+                  sw_peers_all_reduce(self->comm, data, 16, SW_DTYPE_FLOAT32, SW_REDOP_SUM, stream,
                                      err) == SW_OK &&
                   ops->event_record(self->device, event, stream, err) == SW_OK,
               "%s", err->message);
-        status = sw_nccl_wait(self->comm, event, "all_reduce of bucket 0", err);
+        status = sw_peers_wait(self->comm, event, "all_reduce of bucket 0", err);
         check(status == SW_E_TIMEOUT || status == SW_E_DEVICE, "%s", err->message);
         status =
-            sw_nccl_all_reduce(self->comm, data, 16, SW_DTYPE_FLOAT32, SW_REDOP_SUM, stream, err);
+            sw_peers_all_reduce(self->comm, data, 16, SW_DTYPE_FLOAT32, SW_REDOP_SUM, stream, err);
         check(status != SW_OK, "a failed communicator went on");
         (void)!ops->event_wait(self->device, event, TIMEOUT_NS, "the end", NULL);
         ops->memory_free(self->device, data);

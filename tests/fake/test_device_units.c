@@ -322,5 +322,12 @@ int main(int argc, char **argv)
             for (uint64_t seed = 1; seed <= SEEDS; ++seed)
                 check_training(world_size, (sim_policy)policy, seed, seed % 2 == 0);
     check_failing_calls();
+    for (int where = SW_SLOTS_ON_HOST; where <= SW_SLOTS_ON_DEVICE; ++where) {
+        gpu_ranks_slots = (gpu_slots){4096, (sw_slot_place)where};
+        for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+            for (uint64_t seed = 1; seed <= 2; ++seed)
+                check_training(3, (sim_policy)policy, seed, seed % 2 == 0);
+        check_failing_calls();
+    }
     return check_result();
 }

@@ -91,10 +91,10 @@ static sw_status play(gpu_rank *self, scene *s)
     if (planted == DEADLOCK && self->rank == 1)
         return SW_OK;
     size_t numel = planted == MISMATCH && self->rank == 1 ? NUMEL / 2 : NUMEL;
-    SW_TRY(sw_nccl_all_reduce(self->comm, s->memory, numel, SW_DTYPE_FLOAT32, SW_REDOP_SUM,
+    SW_TRY(sw_peers_all_reduce(self->comm, s->memory, numel, SW_DTYPE_FLOAT32, SW_REDOP_SUM,
                               s->second, err));
     SW_TRY(ops->event_record(self->device, s->end, s->second, err));
-    return sw_nccl_wait(self->comm, s->end, "the collective", err);
+    return sw_peers_wait(self->comm, s->end, "the collective", err);
 }
 
 static bool act(gpu_rank *self)
