@@ -449,7 +449,7 @@ static bool train_rank(gpu_rank *self)
     self->sim->fail_call(self->rank, 0,
                          0); /* what undoes is not made to fail: it could not say so */
     if (status != SW_OK && !is_alone && self->comm)
-        sw_nccl_abort(self->comm, &self->err);
+        sw_peers_abort(self->comm, &self->err);
     if (self->device)
         tear_down(&l);
     run->failed[self->rank] = status != SW_OK;

@@ -269,7 +269,7 @@ static bool train_rank(gpu_rank *self)
         status = train(&l);
     self->sim->fail_call(self->rank, 0, 0);
     if (status != SW_OK && !is_alone && self->comm)
-        sw_nccl_abort(self->comm, &self->err);
+        sw_peers_abort(self->comm, &self->err);
     run->failed[self->rank] = status != SW_OK;
     if (self->device)
         tear_down(&l);
