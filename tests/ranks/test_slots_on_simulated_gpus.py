@@ -5,6 +5,7 @@ what cannot be, a rank that does not come and a driver that fails are told of in
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import subprocess
@@ -28,6 +29,8 @@ from models import Mlp
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 
+from shardwright import device_transport
+from shardwright._engine import slot_part_bytes
 from shardwright.device_transport import VARIABLE, choose_transport
 from shardwright.process_group import host_group
 
@@ -214,6 +217,25 @@ def over_hosts(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         with pytest.raises(NotImplementedError, match="is for GPUs of one host, and the ranks run on 2") as caught:
             sw.wrap(gpus.adopt_module(Mlp()))
     assert len(set(gather(str(caught.value)))) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_connection_is_refused_and_leaves_the_first(
+    teams: Any, world_size: int, paths: dict[str, str], way: str
+) -> None:
+    run(teams, world_size, paths, connected_twice, way, transport=way)
+
+
+def connected_twice(gpus: SimulatedGpus, rank: int, world_size: int, way: str) -> None:
+    wrapped, naive = modules.on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
+    link = wrapped._engine().link
+    size = device_transport.SLOT_BYTES
+    arena = link.host.arena(slot_part_bytes(size), "other slots")
+    with pytest.raises(sw.Error, match=f"connected already, as rank {rank} of {world_size}"):
+        link.comm.connect_slots(arena, range(world_size), size, way, rank, 5.0)
+    del arena
+    gc.collect()
+    modules.train(rank, wrapped, naive)
 
 
 # what fails ---------------------------------------------------------------------------------------------------------
