@@ -39,6 +39,12 @@ def test_settings_that_hurt_are_named_with_what_to_do(tmp_path: Path) -> None:
     assert found["NCCL_MIN_NCHANNELS"].verdict == "ok"
 
 
+def test_the_transport_that_was_asked_for_is_judged(tmp_path: Path) -> None:
+    for value, verdict in {"auto": "ok", "nccl": "ok", "ipc": "ok", "shm": "slow", "gloo": "bad"}.items():
+        found = look(tmp_path, {"SHARDWRIGHT_GPU_TRANSPORT": value})["SHARDWRIGHT_GPU_TRANSPORT"]
+        assert (found.value, found.verdict) == (value, verdict) and bool(found.fix) == (verdict != "ok")
+
+
 def test_an_interface_that_does_not_exist_is_named(tmp_path: Path) -> None:
     plant(tmp_path / "sys", {"class/net/eth0/mtu": "1500", "class/net/lo/mtu": "65536"})
     for value, verdict in {"eth": None, "=eth0": None, "^docker": None, "ib0": "bad", "=eth": "bad"}.items():

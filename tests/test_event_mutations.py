@@ -1,5 +1,5 @@
-"""Law of the GPU path's order: each wait is needed. Every event wait and host wait of the engine, and every place where one stream
-follows another (but those inside csrc/device, which are the calls themselves), is deleted in turn, and the simulated training must then fail, or the wait
+"""Law of the GPU path's order: each wait is needed. Every wait of a stream, for an event or a peer's number, and of the host, and every
+place where one stream follows another (but those inside csrc/device, which are the calls themselves), is deleted in turn, and the simulated training must then fail, or the wait
 stands in REDUNDANT with its reason. `make mutate-events` runs this; the quick form of the tests leaves it out.
 """
 
@@ -20,7 +20,9 @@ LONG = os.environ.get("SW_TEST_LONG") == "1"
 NOUNS = ("device_reducer", "device_units", "device_offload", "device_stage")
 #: the program that must fail without a wait of a file; the first one's for those of other files
 PROGRAMS = {f"{noun}.c": FAKE / f"test_{noun}.c" for noun in NOUNS}
-CALL = r"(?:ops->(?:stream_wait|event_wait)|sw_nccl_wait|sw_device_comm_follow)\([^;]*"
+PROGRAMS.update({f"slot_{part}.c": FAKE / "test_slot_transport.c" for part in ("rounds", "memory", "transport")})
+NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wait|peers_wait|device_comm_follow|slot_wait|slot_meet))"
+CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
 OTHERS = ("device", "python")
 WAIT = re.compile(rf"(?P<head>SW_TRY\(|\(void\)|return )\s*(?:\w+->)*{CALL};")
@@ -65,8 +67,7 @@ def test_every_wait_of_the_engine_is_seen_by_the_pattern() -> None:
         for path in sorted(CSRC.rglob("*.c"))
         if path.parent.name not in OTHERS
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if re.search(r"(->(stream_wait|event_wait)|\b(sw_nccl_wait|sw_device_comm_follow))\(", line)
-        and not line.startswith("sw_status")
+        if re.search(NAMES + r"\(", line) and not line.startswith(("sw_status", "static"))
     ]
     assert len(mutations()) == len(calls) > 0, calls
     assert set(REDUNDANT) <= found, "a wait in REDUNDANT does not exist"

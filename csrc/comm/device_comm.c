@@ -14,7 +14,8 @@ static sw_status create_all(sw_device_comm *c, const sw_device_comm_config *conf
 {
     void *staged;
     SW_TRY(sw_device_cuda_create(config->cuda_library, config->ordinal, &c->device, err));
-    SW_TRY(sw_nccl_library_init(&c->library, config->nccl_library, err));
+    /* Who has no peers, or reaches them in another way, does without. */
+    (void)!sw_nccl_library_init(&c->library, config->nccl_library, &c->nccl_missing);
     SW_TRY(sw_kernel_set_init(&c->kernels, c->device, &config->places, err));
     const sw_device_ops *ops = c->device->ops;
     SW_TRY(ops->stream_create(c->device, true, &c->stream, err));
@@ -41,29 +42,55 @@ sw_status sw_device_comm_create(const sw_device_comm_config *config, sw_device_c
     return SW_OK;
 }
 
-static sw_status check_alone(const sw_device_comm *c, sw_error *err)
+static sw_status refuse_connected(const sw_device_comm *c, sw_error *err)
 {
-    if (c->nccl)
+    if (c->peers)
         SW_FAIL(err, SW_E_STATE, "device communicator: connected already, as rank %d of %d",
-                sw_nccl_rank(c->nccl), sw_nccl_world_size(c->nccl));
+                c->peers->rank, c->peers->world_size);
+    return SW_OK;
+}
+
+static sw_status require_nccl(const sw_device_comm *c, sw_error *err)
+{
+    if (!c->library.handle)
+        return sw_error_set(err, c->nccl_missing.status, c->nccl_missing.detail, "%s",
+                            c->nccl_missing.message);
     return SW_OK;
 }
 
 sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int rank, int world_size,
                                  int64_t timeout_ns, sw_error *err)
 {
-    SW_TRY(check_alone(c, err));
+    SW_TRY(refuse_connected(c, err));
+    SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
-    return sw_nccl_create(&c->library, c->device, id, rank, world_size, timeout_ns, &c->nccl, err);
+    return sw_nccl_peers_create(&c->library, c->device, id, rank, world_size, timeout_ns, &c->peers,
+                                err);
+}
+
+sw_status sw_device_comm_connect_slots(sw_device_comm *c, const sw_slot_parts *parts, int rank,
+                                       int world_size, int64_t timeout_ns, sw_error *err)
+{
+    SW_TRY(refuse_connected(c, err));
+    c->timeout_ns = timeout_ns;
+    sw_slot_config config = {.device = c->device,
+                             .kernels = &c->kernels,
+                             .stream = c->stream,
+                             .parts = *parts,
+                             .rank = rank,
+                             .world_size = world_size,
+                             .timeout_ns = timeout_ns};
+    return sw_slot_transport_create(&config, &c->peers, err);
 }
 
 sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank, int world_size,
                                 int64_t timeout_ns, sw_error *err)
 {
-    SW_TRY(check_alone(c, err));
+    SW_TRY(refuse_connected(c, err));
+    SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
-    return sw_nccl_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns, &c->nccl,
-                          err);
+    return sw_nccl_peers_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns,
+                                &c->peers, err);
 }
 
 /* Our own communicator lets what was enqueued run as it ends. A borrowed one goes back to its
@@ -71,17 +98,17 @@ sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank
 static void return_borrowed(sw_device_comm *c)
 {
     const sw_device_ops *ops = c->device->ops;
-    if (!sw_nccl_has_failed(c->nccl) &&
+    if (!sw_peers_has_failed(c->peers) &&
         ops->event_record(c->device, c->met, c->stream, NULL) == SW_OK)
         (void)ops->event_wait(c->device, c->met, c->timeout_ns, "our last operation", NULL);
 }
 
 void sw_device_comm_disconnect(sw_device_comm *c)
 {
-    if (c->nccl && sw_nccl_is_borrowed(c->nccl))
+    if (c->peers && c->peers->is_borrowed)
         return_borrowed(c);
-    sw_nccl_destroy(c->nccl);
-    c->nccl = NULL;
+    sw_peers_destroy(c->peers);
+    c->peers = NULL;
 }
 
 void sw_device_comm_destroy(sw_device_comm *c)
@@ -118,14 +145,14 @@ sw_status sw_device_comm_follow(sw_device_comm *c, sw_stream *later, sw_stream *
 
 sw_status sw_device_comm_take_over(sw_device_comm *c, sw_stream *user, sw_error *err)
 {
-    if (!sw_nccl_is_borrowed(c->nccl))
+    if (!c->peers->is_borrowed)
         return SW_OK;
     return sw_device_comm_follow(c, c->stream, user, err);
 }
 
 sw_status sw_device_comm_give_back(sw_device_comm *c, sw_stream *user, sw_error *err)
 {
-    if (!sw_nccl_is_borrowed(c->nccl))
+    if (!c->peers->is_borrowed)
         return SW_OK;
     return sw_device_comm_follow(c, user, c->stream, err);
 }
@@ -138,27 +165,27 @@ typedef struct move {
 static sw_status move_range(sw_device_comm *c, const sw_device_range *range, const move *how,
                             sw_error *err)
 {
-    size_t slice_numel = range->numel / (size_t)sw_nccl_world_size(c->nccl);
+    size_t slice_numel = range->numel / (size_t)c->peers->world_size;
     if (range->numel == 0)
         return SW_OK;
     if (how->root != EVERY_RANK)
-        return sw_nccl_broadcast(c->nccl, range->data, range->numel, range->dtype, how->root,
-                                 c->stream, err);
+        return sw_peers_broadcast(c->peers, range->data, range->numel, range->dtype, how->root,
+                                  c->stream, err);
     if (how->received)
-        return sw_nccl_exchange_slices(c->nccl, range->data, how->received, slice_numel,
-                                       range->dtype, NULL, c->stream, err);
-    return sw_nccl_all_gather(c->nccl, range->data, slice_numel, range->dtype, c->stream, err);
+        return sw_peers_exchange_slices(c->peers, range->data, how->received, slice_numel,
+                                        range->dtype, NULL, c->stream, err);
+    return sw_peers_all_gather(c->peers, range->data, slice_numel, range->dtype, c->stream, err);
 }
 
 static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                            const move *how, sw_error *err)
 {
     sw_status status = SW_OK;
-    SW_TRY(sw_nccl_group_begin(c->nccl, err));
+    SW_TRY(sw_peers_group_begin(c->peers, err));
     for (size_t i = 0; i < count && status == SW_OK; ++i)
         status = move_range(c, &ranges[i], how, err);
     /* The group is closed all the same: the thread's next one is another. */
-    sw_status ended = sw_nccl_group_end(c->nccl, status == SW_OK ? err : NULL);
+    sw_status ended = sw_peers_group_end(c->peers, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
 
@@ -179,7 +206,7 @@ sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ran
 {
     if (root < 0)
         SW_FAIL(err, SW_E_INVALID, "device broadcast: root must be in [0, %d), not %d",
-                sw_nccl_world_size(c->nccl), root);
+                c->peers->world_size, root);
     return move_all(c, ranges, count, &(move){.root = root}, user, err);
 }
 
@@ -187,7 +214,7 @@ sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ran
 static sw_status move_slices(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                              void *received, const char *what, sw_stream *user, sw_error *err)
 {
-    size_t world_size = (size_t)sw_nccl_world_size(c->nccl);
+    size_t world_size = (size_t)c->peers->world_size;
     move how = {.root = EVERY_RANK, .received = received};
     for (size_t i = 0; i < count; ++i)
         if (ranges[i].numel % world_size != 0)
@@ -233,7 +260,7 @@ sw_status sw_device_comm_norm(sw_device_comm *c, const sw_device_range *ranges, 
     }
     SW_TRY(ops->copy_async(c->device, c->staged, c->sum, sizeof(sw_norm_sum), user, err));
     SW_TRY(ops->event_record(c->device, c->met, user, err));
-    SW_TRY(sw_nccl_wait(c->nccl, c->met, "the sum of squares", err));
+    SW_TRY(sw_peers_wait(c->peers, c->met, "the sum of squares", err));
     *sum = *c->staged;
     sw_norm_sum_carry(sum);
     return SW_OK;
@@ -251,13 +278,13 @@ sw_status sw_device_comm_mark(sw_device_comm *c, sw_error *err)
 sw_status sw_device_comm_watch(sw_device_comm *c, sw_error *err)
 {
     bool done;
-    SW_TRY(sw_nccl_check(c->nccl, err));
+    SW_TRY(sw_peers_check(c->peers, err));
     if (!c->marked_ns)
         return SW_OK;
     SW_TRY(c->device->ops->event_query(c->device, c->marked, &done, err));
     if (done)
         c->marked_ns = 0;
     else if (sw_clock_now_ns() - c->marked_ns > c->timeout_ns)
-        return sw_nccl_give_up(c->nccl, "a collective", err);
+        return sw_peers_give_up(c->peers, "a collective", err);
     return SW_OK;
 }

@@ -6,7 +6,7 @@
  * (sw_device_comm_follow). What waits on the host says so, and does it under the deadline.
  *
  * Two steps, because the first can fail on one rank alone and the second is collective: the ranks
- * tell each other how the first ended (over the process group), before any of them waits in NCCL.
+ * tell each other how the first ended (over the process group), before any of them waits for peers.
  *
  * Thread rule: one at a time a communicator; every rank issues the same operations in one order.
  */
@@ -18,13 +18,14 @@
 #include <stdint.h>
 
 #include "base/status.h"
-#include "comm/nccl.h"
+#include "comm/peers.h"
+#include "comm/slot_transport.h"
 #include "kernels/device_kernels.h"
 #include "kernels/optim_kernels.h"
 
 typedef struct sw_device_comm_config {
     const char *cuda_library; /* NULL: libcuda.so.1 */
-    const char *nccl_library; /* NULL: the libnccl.so.2 that the process has loaded */
+    const char *nccl_library; /* NULL: the libnccl.so.2 that the process has loaded, if any */
     int ordinal;
     sw_image_places places;
 } sw_device_comm_config;
@@ -32,8 +33,9 @@ typedef struct sw_device_comm_config {
 typedef struct sw_device_comm {
     sw_device *device;       /* owned, as all below */
     sw_kernel_set kernels;   /* ready once kernels.device is not NULL */
-    sw_nccl_library library; /* opened once library.handle is not NULL */
-    sw_nccl *nccl;           /* NULL before connect */
+    sw_nccl_library library; /* opened once library.handle is not NULL; else */
+    sw_error nccl_missing;   /* says why not */
+    sw_peers *peers;         /* NULL before connect */
     sw_stream *stream;       /* every collective runs on it */
     sw_event *met;           /* of follow */
     sw_event *marked;        /* of mark */
@@ -49,21 +51,26 @@ typedef struct sw_device_range { /* device memory of the caller's */
     sw_dtype dtype;
 } sw_device_range;
 
-/* This rank alone. SW_E_UNSUPPORTED names what is missing (driver, GPU, NCCL, image of the
- * kernels); SW_E_INVALID an ordinal out of range. */
+/* This rank alone. SW_E_UNSUPPORTED names what is missing (driver, GPU, image of the kernels);
+ * SW_E_INVALID an ordinal out of range. NCCL may be missing: connect says so. */
 SW_MUST_USE sw_status sw_device_comm_create(const sw_device_comm_config *config,
                                             sw_device_comm **comm, sw_error *err);
 
-/* Collective, once; see sw_nccl_create. */
+/* Collective, once, through NCCL; see sw_nccl_create. SW_E_UNSUPPORTED where there is none. */
 SW_MUST_USE sw_status sw_device_comm_connect(sw_device_comm *comm, const sw_nccl_id *id, int rank,
                                              int world_size, int64_t timeout_ns, sw_error *err);
 
-/* This rank alone, in place of connect: over a communicator that is lent (sw_nccl_borrow), until
- * disconnect. Its owner's operations and ours are one order if he enqueues his on the streams that
- * calls here are given, outside of a reducer's step: sw_device_comm_give_back says where it ends.
- */
+/* This rank alone, in place of connect: over a communicator of NCCL's that is lent
+ * (sw_nccl_borrow), until disconnect. Its owner's operations and ours are one order if he enqueues
+ * his on the streams that calls here are given, outside of a reducer's step:
+ * sw_device_comm_give_back says where it ends. */
 SW_MUST_USE sw_status sw_device_comm_borrow(sw_device_comm *comm, sw_nccl_comm handle, int rank,
                                             int world_size, int64_t timeout_ns, sw_error *err);
+
+/* The same through slots; see sw_slot_transport_create. */
+SW_MUST_USE sw_status sw_device_comm_connect_slots(sw_device_comm *comm, const sw_slot_parts *parts,
+                                                   int rank, int world_size, int64_t timeout_ns,
+                                                   sw_error *err);
 
 /* Ends the communicator once what was enqueued has run, under the deadline (at once if it has
  * failed); what was made with it can only be destroyed then. */

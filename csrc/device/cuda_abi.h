@@ -19,6 +19,11 @@ typedef struct CUfunc_st *sw_cu_function;
 typedef struct CUstream_st *sw_cu_stream;
 typedef struct CUevent_st *sw_cu_event;
 
+enum { SW_CU_IPC_HANDLE_BYTES = 64 };
+typedef struct sw_cu_ipc_handle { /* CUipcMemHandle, passed by value */
+    char reserved[SW_CU_IPC_HANDLE_BYTES];
+} sw_cu_ipc_handle;
+
 enum {
     SW_CU_SUCCESS = 0,
     SW_CU_INVALID_VALUE = 1,
@@ -39,6 +44,11 @@ enum {
     SW_CU_EVENT_DISABLE_TIMING = 2,
     SW_CU_MEMHOSTALLOC_PORTABLE = 1,
     SW_CU_CAPTURE_NONE = 0,
+    SW_CU_MEMHOSTREGISTER_PORTABLE = 1,
+    SW_CU_MEMHOSTREGISTER_DEVICEMAP = 2,
+    SW_CU_IPC_LAZY_ENABLE_PEER_ACCESS = 1,
+    SW_CU_STREAM_WAIT_VALUE_GEQ = 0,      /* (int32_t)(*address - value) >= 0 */
+    SW_CU_STREAM_WRITE_VALUE_DEFAULT = 0, /* behind a fence of the whole system */
 
     SW_CU_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
     SW_CU_ATTRIBUTE_PCI_BUS_ID = 33,
@@ -72,6 +82,12 @@ enum {
     X(cuMemFree_v2, (sw_cu_address address))                                                       \
     X(cuMemHostAlloc, (void **memory, size_t bytes, unsigned flags))                               \
     X(cuMemFreeHost, (void *memory))                                                               \
+    X(cuMemHostRegister_v2, (void *memory, size_t bytes, unsigned flags))                          \
+    X(cuMemHostUnregister, (void *memory))                                                         \
+    X(cuMemHostGetDevicePointer_v2, (sw_cu_address * address, void *memory, unsigned flags))       \
+    X(cuIpcGetMemHandle, (sw_cu_ipc_handle * handle, sw_cu_address address))                       \
+    X(cuIpcOpenMemHandle_v2, (sw_cu_address * address, sw_cu_ipc_handle handle, unsigned flags))   \
+    X(cuIpcCloseMemHandle, (sw_cu_address address))                                                \
     X(cuMemcpyAsync, (sw_cu_address to, sw_cu_address from, size_t bytes, sw_cu_stream stream))    \
     X(cuMemsetD8Async, (sw_cu_address to, unsigned char value, size_t bytes, sw_cu_stream stream)) \
     X(cuPointerGetAttribute, (void *value, int attribute, sw_cu_address address))                  \
@@ -91,9 +107,17 @@ enum {
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,                \
        sw_cu_stream stream, void **parameters, void **extra))
 
+/* Of drivers for CUDA 11.7 and newer; NULL in the table of an older one. */
+#define SW_CUDA_NEWER_FUNCTIONS(X)                                                  \
+    X(cuStreamWriteValue32_v2,                                                      \
+      (sw_cu_stream stream, sw_cu_address address, unsigned value, unsigned flags)) \
+    X(cuStreamWaitValue32_v2,                                                       \
+      (sw_cu_stream stream, sw_cu_address address, unsigned value, unsigned flags))
+
 typedef struct sw_cuda_table {
 #define SW_CUDA_FIELD(name, parameters) sw_cu_result(*name) parameters;
     SW_CUDA_FUNCTIONS(SW_CUDA_FIELD)
+    SW_CUDA_NEWER_FUNCTIONS(SW_CUDA_FIELD)
 #undef SW_CUDA_FIELD
 } sw_cuda_table;
 

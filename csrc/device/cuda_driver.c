@@ -13,6 +13,12 @@ static const sw_library_symbol symbols[] = {
 #undef SYMBOL
 };
 
+static const sw_library_symbol newer_symbols[] = {
+#define SYMBOL(name, parameters) {#name, offsetof(sw_cuda_table, name)},
+    SW_CUDA_NEWER_FUNCTIONS(SYMBOL)
+#undef SYMBOL
+};
+
 static const char *result_name(const sw_cuda_driver *driver, sw_cu_result result)
 {
     const char *name = NULL;
@@ -67,6 +73,8 @@ sw_status sw_cuda_driver_init(sw_cuda_driver *driver, const char *library, sw_er
                 sw_library_bind(made.handle, library, symbols, sizeof symbols / sizeof *symbols,
                                 &made.call, err),
                 close);
+    sw_library_bind_found(made.handle, newer_symbols, sizeof newer_symbols / sizeof *newer_symbols,
+                          &made.call);
     SW_TRY_GOTO(status, count_devices(&made, library, err), close);
     SW_TRY_GOTO(status,
                 sw_cuda_check(&made, made.call.cuDriverGetVersion(&made.version),

@@ -22,7 +22,7 @@
 
 typedef enum sw_device_kind { SW_DEVICE_HOST = 0, SW_DEVICE_CUDA } sw_device_kind;
 
-enum { SW_DEVICE_NAME_BYTES = 96 };
+enum { SW_DEVICE_NAME_BYTES = 96, SW_DEVICE_ADDRESS_BYTES = 32 };
 
 typedef struct sw_device sw_device;
 typedef struct sw_stream sw_stream;     /* opaque: on cuda a CUstream, so torch's streams fit in */
@@ -45,6 +45,11 @@ typedef struct sw_pointer {
     int ordinal; /* of the device that has it; -1 if unknown */
 } sw_pointer;
 
+/* Device memory that another process may open. */
+typedef struct sw_memory_export {
+    unsigned char handle[64];
+} sw_memory_export;
+
 typedef struct sw_device_ops {
     /* Makes the device current for the calling thread, for a foreign library's sake; *entered is
      * what leave() gets. Calls of this table do so by themselves. */
@@ -59,11 +64,32 @@ typedef struct sw_device_ops {
     sw_status (*pinned_alloc)(sw_device *device, size_t size_bytes, void **memory, sw_error *err);
     void (*pinned_free)(sw_device *device, void *memory);
 
+    /* Memory of the host's, page by page and perhaps shared with other processes, becomes like
+     * pinned; *mapped is what it is called on the device. Undone before it is unmapped. */
+    sw_status (*host_register)(sw_device *device, void *memory, size_t size_bytes, void **mapped,
+                               sw_error *err);
+    void (*host_unregister)(sw_device *device, void *memory);
+
+    /* Memory of memory_alloc's, of other processes' as long as they have it open. SW_E_UNSUPPORTED
+     * on the host. A process does not open its own. */
+    sw_status (*memory_export)(sw_device *device, void *memory, sw_memory_export *exported,
+                               sw_error *err);
+    sw_status (*memory_open)(sw_device *device, const sw_memory_export *exported, void **memory,
+                             sw_error *err);
+    void (*memory_close)(sw_device *device, void *memory);
+
     /* A stream that the legacy default stream does not order; `urgent` ones are scheduled first. */
     sw_status (*stream_create)(sw_device *device, bool urgent, sw_stream **stream, sw_error *err);
     void (*stream_destroy)(sw_device *device, sw_stream *stream);
     /* What is enqueued on `stream` from now on runs after what `event` last recorded. */
     sw_status (*stream_wait)(sw_device *device, sw_stream *stream, sw_event *event, sw_error *err);
+    /* In the order of `stream`: writes a number, behind all that was written before it; waits until
+     * (int32_t)(*number - value) >= 0, whoever writes it. `number` is registered memory, as the
+     * device calls it. SW_E_UNSUPPORTED where the driver is too old. */
+    sw_status (*stream_write_number)(sw_device *device, sw_stream *stream, uint32_t *number,
+                                     uint32_t value, sw_error *err);
+    sw_status (*stream_wait_number)(sw_device *device, sw_stream *stream, uint32_t *number,
+                                    uint32_t value, sw_error *err);
     /* Whether the stream is being captured into a graph. */
     sw_status (*stream_is_capturing)(sw_device *device, sw_stream *stream, bool *capturing,
                                      sw_error *err);
@@ -111,6 +137,7 @@ struct sw_device {
     int major, minor;    /* compute capability; 0 on the host */
     int processor_count; /* multiprocessors; 1 on the host */
     char name[SW_DEVICE_NAME_BYTES];
+    char address[SW_DEVICE_ADDRESS_BYTES]; /* on the PCI bus; one card has one, "" on the host */
     sw_device_stats stats;
 };
 

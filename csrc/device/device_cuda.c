@@ -4,12 +4,14 @@
  * and events are ours to use as they are. A thread that has another context current gets it back
  * after each call: torch must not find its current device changed.
  *
- * Left out: peer access and IPC, graphs (a captured stream is refused by those who would allocate).
+ * Left out: peer access inside a process, graphs (a captured stream is refused by those who would
+ * allocate).
  */
 #include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #include "device/cuda_driver.h"
@@ -126,6 +128,64 @@ static void cuda_pinned_free(sw_device *device, void *memory)
         CUDA_UNDO(cuda_of(device), cuMemFreeHost, memory);
 }
 
+static sw_status cuda_host_register(sw_device *device, void *memory, size_t size_bytes,
+                                    void **mapped, sw_error *err)
+{
+    cuda_device *cuda = cuda_of(device);
+    sw_cu_address address = 0;
+    char what[WHAT_BYTES];
+    snprintf(what, sizeof what, "%zu bytes of the host's memory", size_bytes);
+    CUDA_CALL(cuda, err, what, cuMemHostRegister_v2, memory, size_bytes,
+              SW_CU_MEMHOSTREGISTER_PORTABLE | SW_CU_MEMHOSTREGISTER_DEVICEMAP);
+    bool entered;
+    sw_status status = enter(cuda, &entered, err);
+    if (status == SW_OK) {
+        sw_cu_result result = cuda->driver.call.cuMemHostGetDevicePointer_v2(&address, memory, 0);
+        leave(cuda, entered);
+        status = sw_cuda_check(&cuda->driver, result, "cuMemHostGetDevicePointer", what, err);
+    }
+    if (status != SW_OK) {
+        CUDA_UNDO(cuda, cuMemHostUnregister, memory);
+        return status;
+    }
+    device->stats.allocations++;
+    *mapped = (void *)(uintptr_t)address;
+    return SW_OK;
+}
+
+static void cuda_host_unregister(sw_device *device, void *memory)
+{
+    if (memory)
+        CUDA_UNDO(cuda_of(device), cuMemHostUnregister, memory);
+}
+
+static sw_status cuda_memory_export(sw_device *device, void *memory, sw_memory_export *exported,
+                                    sw_error *err)
+{
+    sw_cu_ipc_handle handle;
+    CUDA_CALL(cuda_of(device), err, device->name, cuIpcGetMemHandle, &handle, address_of(memory));
+    memcpy(exported->handle, handle.reserved, sizeof exported->handle);
+    return SW_OK;
+}
+
+static sw_status cuda_memory_open(sw_device *device, const sw_memory_export *exported,
+                                  void **memory, sw_error *err)
+{
+    sw_cu_ipc_handle handle;
+    sw_cu_address opened = 0;
+    memcpy(handle.reserved, exported->handle, sizeof handle.reserved);
+    CUDA_CALL(cuda_of(device), err, device->name, cuIpcOpenMemHandle_v2, &opened, handle,
+              SW_CU_IPC_LAZY_ENABLE_PEER_ACCESS);
+    *memory = (void *)(uintptr_t)opened;
+    return SW_OK;
+}
+
+static void cuda_memory_close(sw_device *device, void *memory)
+{
+    if (memory)
+        CUDA_UNDO(cuda_of(device), cuIpcCloseMemHandle, address_of(memory));
+}
+
 static sw_status cuda_stream_create(sw_device *device, bool urgent, sw_stream **stream,
                                     sw_error *err)
 {
@@ -150,6 +210,36 @@ static sw_status cuda_stream_wait(sw_device *device, sw_stream *stream, sw_event
     device->stats.stream_waits++;
     CUDA_CALL(cuda_of(device), err, device->name, cuStreamWaitEvent, (sw_cu_stream)(void *)stream,
               (sw_cu_event)(void *)event, 0);
+    return SW_OK;
+}
+
+static sw_status check_numbers(const cuda_device *cuda, sw_error *err)
+{
+    if (!cuda->driver.call.cuStreamWriteValue32_v2 || !cuda->driver.call.cuStreamWaitValue32_v2)
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "GPU %d: its driver (CUDA %d.%d) has no streams that wait for numbers: 11.7 or "
+                "newer has",
+                cuda->base.ordinal, cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
+    return SW_OK;
+}
+
+static sw_status cuda_stream_write_number(sw_device *device, sw_stream *stream, uint32_t *number,
+                                          uint32_t value, sw_error *err)
+{
+    SW_TRY(check_numbers(cuda_of(device), err));
+    CUDA_CALL(cuda_of(device), err, device->name, cuStreamWriteValue32_v2,
+              (sw_cu_stream)(void *)stream, address_of(number), value,
+              SW_CU_STREAM_WRITE_VALUE_DEFAULT);
+    return SW_OK;
+}
+
+static sw_status cuda_stream_wait_number(sw_device *device, sw_stream *stream, uint32_t *number,
+                                         uint32_t value, sw_error *err)
+{
+    SW_TRY(check_numbers(cuda_of(device), err));
+    device->stats.stream_waits++;
+    CUDA_CALL(cuda_of(device), err, device->name, cuStreamWaitValue32_v2,
+              (sw_cu_stream)(void *)stream, address_of(number), value, SW_CU_STREAM_WAIT_VALUE_GEQ);
     return SW_OK;
 }
 
@@ -320,9 +410,16 @@ static const sw_device_ops cuda_ops = {
     .memory_free = cuda_memory_free,
     .pinned_alloc = cuda_pinned_alloc,
     .pinned_free = cuda_pinned_free,
+    .host_register = cuda_host_register,
+    .host_unregister = cuda_host_unregister,
+    .memory_export = cuda_memory_export,
+    .memory_open = cuda_memory_open,
+    .memory_close = cuda_memory_close,
     .stream_create = cuda_stream_create,
     .stream_destroy = cuda_stream_destroy,
     .stream_wait = cuda_stream_wait,
+    .stream_write_number = cuda_stream_write_number,
+    .stream_wait_number = cuda_stream_wait_number,
     .stream_is_capturing = cuda_stream_is_capturing,
     .event_create = cuda_event_create,
     .event_destroy = cuda_event_destroy,
@@ -343,6 +440,7 @@ static sw_status read_properties(cuda_device *cuda, sw_error *err)
 {
     const sw_cuda_table *call = &cuda->driver.call;
     sw_device *base = &cuda->base;
+    int domain, bus, place;
     SW_TRY(sw_cuda_check(&cuda->driver,
                          call->cuDeviceGetName(base->name, (int)sizeof base->name, cuda->handle),
                          "cuDeviceGetName", "the GPU", err));
@@ -350,12 +448,17 @@ static sw_status read_properties(cuda_device *cuda, sw_error *err)
         int attribute, *value;
     } wanted[] = {{SW_CU_ATTRIBUTE_CAPABILITY_MAJOR, &base->major},
                   {SW_CU_ATTRIBUTE_CAPABILITY_MINOR, &base->minor},
-                  {SW_CU_ATTRIBUTE_MULTIPROCESSOR_COUNT, &base->processor_count}};
+                  {SW_CU_ATTRIBUTE_MULTIPROCESSOR_COUNT, &base->processor_count},
+                  {SW_CU_ATTRIBUTE_PCI_DOMAIN_ID, &domain},
+                  {SW_CU_ATTRIBUTE_PCI_BUS_ID, &bus},
+                  {SW_CU_ATTRIBUTE_PCI_DEVICE_ID, &place}};
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; ++i)
         SW_TRY(sw_cuda_check(
             &cuda->driver,
             call->cuDeviceGetAttribute(wanted[i].value, wanted[i].attribute, cuda->handle),
             "cuDeviceGetAttribute", base->name, err));
+    snprintf(base->address, sizeof base->address, "%04x:%02x:%02x", (unsigned)domain, (unsigned)bus,
+             (unsigned)place);
     return SW_OK;
 }
 

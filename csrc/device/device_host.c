@@ -45,6 +45,40 @@ static void host_memory_free(sw_device *device, void *memory)
     free(memory);
 }
 
+static sw_status host_host_register(sw_device *device, void *memory, size_t size_bytes,
+                                    void **mapped, sw_error *err)
+{
+    (void)device;
+    (void)size_bytes;
+    (void)err;
+    *mapped = memory;
+    return SW_OK;
+}
+
+static sw_status host_memory_export(sw_device *device, void *memory, sw_memory_export *exported,
+                                    sw_error *err)
+{
+    (void)device;
+    (void)memory;
+    (void)exported;
+    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: its memory is this process's alone");
+}
+
+static sw_status host_memory_open(sw_device *device, const sw_memory_export *exported,
+                                  void **memory, sw_error *err)
+{
+    (void)device;
+    (void)exported;
+    (void)memory;
+    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: it opens no other process's memory");
+}
+
+static void host_forget(sw_device *device, void *memory)
+{
+    (void)device;
+    (void)memory;
+}
+
 static sw_status host_stream_create(sw_device *device, bool urgent, sw_stream **stream,
                                     sw_error *err)
 {
@@ -68,6 +102,27 @@ static sw_status host_stream_wait(sw_device *device, sw_stream *stream, sw_event
     (void)event;
     (void)err;
     device->stats.stream_waits++;
+    return SW_OK;
+}
+
+static sw_status host_stream_write_number(sw_device *device, sw_stream *stream, uint32_t *number,
+                                          uint32_t value, sw_error *err)
+{
+    (void)device;
+    (void)stream;
+    (void)err;
+    __atomic_store_n(number, value, __ATOMIC_RELEASE);
+    return SW_OK;
+}
+
+/* Nothing is put off here, so what has not come cannot be waited for. */
+static sw_status host_stream_wait_number(sw_device *device, sw_stream *stream, uint32_t *number,
+                                         uint32_t value, sw_error *err)
+{
+    (void)stream;
+    device->stats.stream_waits++;
+    if ((int32_t)(__atomic_load_n(number, __ATOMIC_ACQUIRE) - value) < 0)
+        SW_FAIL(err, SW_E_UNSUPPORTED, "host device: its streams do not wait for peers");
     return SW_OK;
 }
 
@@ -204,9 +259,16 @@ static const sw_device_ops host_ops = {
     .memory_free = host_memory_free,
     .pinned_alloc = host_memory_alloc,
     .pinned_free = host_memory_free,
+    .host_register = host_host_register,
+    .host_unregister = host_forget,
+    .memory_export = host_memory_export,
+    .memory_open = host_memory_open,
+    .memory_close = host_forget,
     .stream_create = host_stream_create,
     .stream_destroy = host_stream_destroy,
     .stream_wait = host_stream_wait,
+    .stream_write_number = host_stream_write_number,
+    .stream_wait_number = host_stream_wait_number,
     .stream_is_capturing = host_stream_is_capturing,
     .event_create = host_event_create,
     .event_destroy = host_event_destroy,

@@ -34,6 +34,15 @@ sw_status sw_library_bind(void *handle, const char *name, const sw_library_symbo
     return SW_OK;
 }
 
+void sw_library_bind_found(void *handle, const sw_library_symbol *symbols, size_t count,
+                           void *table)
+{
+    for (size_t i = 0; i < count; ++i) {
+        void *address = dlsym(handle, symbols[i].name);
+        memcpy((unsigned char *)table + symbols[i].offset, &address, sizeof address);
+    }
+}
+
 void sw_library_close(void *handle)
 {
     if (handle)

@@ -26,6 +26,10 @@ SW_MUST_USE sw_status sw_library_bind(void *handle, const char *name,
                                       const sw_library_symbol *symbols, size_t count, void *table,
                                       sw_error *err);
 
+/* The same where some may be missing: those are NULL in the table. */
+void sw_library_bind_found(void *handle, const sw_library_symbol *symbols, size_t count,
+                           void *table);
+
 /* NULL is allowed. */
 void sw_library_close(void *handle);
 

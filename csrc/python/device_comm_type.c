@@ -18,7 +18,7 @@ bool sw_py_device_enter(device_comm_object *self)
     if (self->comm && !sw_py_device_is_own(self))
         why = "this process was forked from the one that opened the GPU; the engine works in that "
               "one only";
-    else if (!self->comm || !self->comm->nccl)
+    else if (!self->comm || !self->comm->peers)
         why = self->closed
                   ? "the GPU's communicator was closed"
                   : "the GPU's communicator has not joined its peers: call connect() first";
@@ -155,6 +155,91 @@ static PyObject *device_borrow(PyObject *op, PyObject *args)
     return sw_py_device_finish(self, status, &err);
 }
 
+/* The parts of the arena that belong to `members`, ranks of its group in the order of this
+ * communicator's. NULL with an exception. */
+static uint8_t **parts_of(PyObject *arena, PyObject *members, size_t part_bytes)
+{
+    const sw_arena *memory = ((arena_object *)arena)->arena;
+    Py_ssize_t count = PySequence_Size(members);
+    if (count < 0)
+        return NULL;
+    uint8_t **part = calloc((size_t)count + 1, sizeof *part);
+    if (!part)
+        return (uint8_t **)(void *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject *item = PySequence_GetItem(members, i);
+        long rank = item ? PyLong_AsLong(item) : -1;
+        Py_XDECREF(item);
+        if (!PyErr_Occurred() && (!memory || rank < 0 || rank >= memory->world_size ||
+                                  !memory->base[rank] || memory->size_bytes < part_bytes))
+            PyErr_Format(PyExc_ValueError,
+                         "connect_slots: the arena has no part of %zu bytes of rank %ld",
+                         part_bytes, rank);
+        if (PyErr_Occurred()) {
+            free(part);
+            return NULL;
+        }
+        part[i] = memory->base[rank];
+    }
+    return part;
+}
+
+static bool slot_place_of(const char *name, sw_slot_place *place)
+{
+    static const char *const names[] = {
+        [SW_SLOTS_ANYWHERE] = "auto", [SW_SLOTS_ON_HOST] = "shm", [SW_SLOTS_ON_DEVICE] = "ipc"};
+    for (int i = 0; i < 3; ++i)
+        if (strcmp(names[i], name) == 0) {
+            *place = (sw_slot_place)i;
+            return true;
+        }
+    PyErr_Format(PyExc_ValueError, "connect_slots: place must be auto, shm or ipc, not %s", name);
+    return false;
+}
+
+static PyObject *device_connect_slots(PyObject *op, PyObject *args)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    PyObject *arena, *members;
+    const char *name;
+    Py_ssize_t slot_bytes;
+    int rank;
+    double timeout_s;
+    sw_slot_parts parts = {0};
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "O!Onsid:connect_slots", sw_py_state_of(op)->arena_type, &arena,
+                          &members, &slot_bytes, &name, &rank, &timeout_s) ||
+        !slot_place_of(name, &parts.place))
+        return NULL;
+    if (slot_bytes < 0 || !(timeout_s > 0 && timeout_s <= 1e9))
+        return PyErr_Format(PyExc_ValueError,
+                            "connect_slots: slot_bytes must be positive and timeout_s in (0, 1e9]");
+    if (!self->comm || self->closed || self->in_use) {
+        PyErr_SetString(sw_py_state_of(op)->error,
+                        "connect_slots: the GPU's communicator was closed, or was never opened");
+        return NULL;
+    }
+    parts.slot_bytes = (size_t)slot_bytes;
+    uint8_t **part = parts_of(arena, members, sw_slot_part_bytes(parts.slot_bytes));
+    if (!part)
+        return NULL;
+    int world_size = (int)PySequence_Size(members);
+    parts.base = part;
+    Py_INCREF(arena);
+    self->in_use = true;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_comm_connect_slots(self->comm, &parts, rank, world_size,
+                                          (int64_t)(timeout_s * 1e9), &err);
+    Py_END_ALLOW_THREADS
+    free(part);
+    if (status == SW_OK)
+        self->arena = arena; /* there was none: it was not connected */
+    else
+        Py_DECREF(arena);
+    return sw_py_device_finish(self, status, &err);
+}
+
 static PyObject *device_close(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -166,6 +251,7 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
     sw_device_comm_disconnect(self->comm);
     Py_END_ALLOW_THREADS
     self->in_use = false;
+    Py_CLEAR(self->arena);
     Py_RETURN_NONE;
 }
 
@@ -175,6 +261,7 @@ static void device_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     if (sw_py_device_is_own(self)) /* a forked child has no context: its calls would fail */
         sw_device_comm_destroy(self->comm);
+    Py_XDECREF(self->arena);
     PyObject_Free(op);
     Py_DECREF(type);
 }
@@ -415,7 +502,7 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
     device_comm_object *self = (device_comm_object *)op;
     sw_error err;
     (void)unused;
-    if (self->in_use || !self->comm || !self->comm->nccl || !sw_py_device_is_own(self))
+    if (self->in_use || !self->comm || !self->comm->peers || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
     self->in_use = true;
     return sw_py_device_finish(self, sw_device_comm_watch(self->comm, &err), &err);
@@ -428,10 +515,10 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     sw_error reason;
     if (!PyArg_ParseTuple(args, "s:abort", &text))
         return NULL;
-    if (!self->comm || !self->comm->nccl || self->in_use || !sw_py_device_is_own(self))
+    if (!self->comm || !self->comm->peers || self->in_use || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    sw_nccl_abort(self->comm->nccl, &reason);
+    sw_peers_abort(self->comm->peers, &reason);
     Py_RETURN_NONE;
 }
 
@@ -441,12 +528,17 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
     (void)unused;
     if (!self->comm)
         Py_RETURN_NONE;
-    const sw_device *device = self->comm->device;
-    int version = self->comm->library.version;
-    return Py_BuildValue("{s:i,s:s,s:(ii),s:(iii),s:s}", "ordinal", device->ordinal, "name",
-                         device->name, "capability", device->major, device->minor, "nccl",
-                         version / 10000, version % 10000 / 100, version % 100, "kernels",
-                         sw_image_origin_name(self->comm->kernels.origin));
+    const sw_device_comm *comm = self->comm;
+    const sw_device *device = comm->device;
+    bool has_nccl = comm->library.handle != NULL;
+    int version = has_nccl ? comm->library.version : 0;
+    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:s,s:s,s:z}", "ordinal", device->ordinal,
+                         "name", device->name, "address", device->address, "capability",
+                         device->major, device->minor, "nccl", version / 10000,
+                         version % 10000 / 100, version % 100, "nccl_missing",
+                         has_nccl ? "" : comm->nccl_missing.message, "kernels",
+                         sw_image_origin_name(comm->kernels.origin), "transport",
+                         comm->peers ? comm->peers->name : NULL);
 }
 
 static PyObject *device_stats(PyObject *op, PyObject *unused)
@@ -475,12 +567,16 @@ static PyObject *device_get_alive(PyObject *op, void *unused)
 {
     const device_comm_object *self = (device_comm_object *)op;
     (void)unused;
-    return PyBool_FromLong(self->comm && self->comm->nccl && !sw_nccl_has_failed(self->comm->nccl));
+    return PyBool_FromLong(self->comm && self->comm->peers &&
+                           !sw_peers_has_failed(self->comm->peers));
 }
 
 static PyMethodDef device_methods[] = {
     {"connect", device_connect, METH_VARARGS,
      "connect(id, rank, world_size, timeout_s)\n--\n\nJoins the peers. Collective."},
+    {"connect_slots", device_connect_slots, METH_VARARGS,
+     "connect_slots(arena, members, slot_bytes, place, rank, timeout_s)\n--\n\n"
+     "Joins peers of this host through slots. Collective."},
     {"borrow", device_borrow, METH_VARARGS,
      "borrow(handle, rank, world_size, timeout_s)\n--\n\nIn place of connect: over a "
      "communicator that stays its owner's."},

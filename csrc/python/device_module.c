@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "comm/nccl.h"
+#include "comm/slot_transport.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
 #include "kernels/kernel_image.h"
@@ -110,6 +111,15 @@ static PyObject *nccl_unique_id(PyObject *module, PyObject *args)
                            : sw_py_raise(PyModule_GetState(module), &err, NULL);
 }
 
+static PyObject *slot_part_bytes(PyObject *module, PyObject *args)
+{
+    Py_ssize_t slot_bytes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "n:slot_part_bytes", &slot_bytes))
+        return NULL;
+    return PyLong_FromSize_t(sw_slot_part_bytes((size_t)slot_bytes));
+}
+
 static PyObject *device_tensor(PyObject *module, PyObject *args)
 {
     PyObject *owner, *address, *shape, *strides;
@@ -143,6 +153,8 @@ static PyMethodDef functions[] = {
      "device_tensor(ordinal, owner, address, dtype, shape, strides)\n--\n\nA DLPack capsule."},
     {"nccl_unique_id", nccl_unique_id, METH_VARARGS,
      "nccl_unique_id(library=None)\n--\n\nWhat one rank makes for all, to connect."},
+    {"slot_part_bytes", slot_part_bytes, METH_VARARGS,
+     "slot_part_bytes(slot_bytes)\n--\n\nOf each rank's part of an arena with such slots."},
     {NULL, NULL, 0, NULL},
 };
 

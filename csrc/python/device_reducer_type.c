@@ -32,9 +32,9 @@ static int create(device_reducer_object *self, const sw_py_rows *rows, size_t ca
         return -1;
     config->comm = self->comm->comm;
     config->gradient_count = rows->count;
-    status = sw_layout_init(&self->layout, rows->params, rows->count,
-                            sw_nccl_world_size(config->comm->nccl),
-                            (sw_layout_caps){.bytes = cap_bytes}, &err);
+    status =
+        sw_layout_init(&self->layout, rows->params, rows->count, config->comm->peers->world_size,
+                       (sw_layout_caps){.bytes = cap_bytes}, &err);
     sw_device_bucket_spec *specs = calloc(self->layout.bucket_count + 1, sizeof *specs);
     for (size_t b = 0; specs && b < self->layout.bucket_count; ++b)
         specs[b] = (sw_device_bucket_spec){.numel = self->layout.bucket[b].numel,
@@ -90,8 +90,8 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
                                        .sliced = sliced != 0,
                                        .wire = wire ? sw_dtype_from_name(wire) : SW_DTYPE_COUNT};
     sw_py_slices slices;
-    sw_nccl *nccl = self->comm->comm ? self->comm->comm->nccl : NULL;
-    if (sw_py_slices_init(&slices, owners, nccl ? sw_nccl_world_size(nccl) : 0) < 0)
+    const sw_peers *peers = self->comm->comm ? self->comm->comm->peers : NULL;
+    if (sw_py_slices_init(&slices, owners, peers ? peers->world_size : 0) < 0)
         return -1;
     config.slices = sw_py_slices_get(&slices);
     int result = sw_py_rows_init(&rows, parameters);
@@ -243,7 +243,7 @@ static PyObject *reducer_leave_out(PyObject *op, PyObject *trains)
     sw_error err;
     if (!check_made(self) || !sw_py_device_enter(self->comm))
         return NULL;
-    int world_size = sw_nccl_world_size(self->comm->comm->nccl);
+    int world_size = self->comm->comm->peers->world_size;
     if (!PyBytes_Check(trains) || PyBytes_Size(trains) != world_size) {
         sw_py_device_leave(self->comm);
         PyErr_Format(PyExc_ValueError, "leave_out: trains must be %d bytes, one a rank",

@@ -9,7 +9,7 @@
 /* Slice s of a bucket is pieces s * replicas and those behind it, one for each of its owners. */
 static sw_status create_pieces(sw_device_mean *m, const sw_slices *slices, sw_error *err)
 {
-    int world_size = sw_nccl_world_size(m->comm->nccl), rank = sw_nccl_rank(m->comm->nccl);
+    int world_size = m->comm->peers->world_size, rank = m->comm->peers->rank;
     m->slice_count = slices ? slices->count : world_size;
     int replicas = world_size / m->slice_count;
     m->piece = calloc((size_t)world_size, sizeof *m->piece);
@@ -31,7 +31,7 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
 {
     sw_device *device = config->comm->device;
     const sw_device_ops *ops = device->ops;
-    int world_size = sw_nccl_world_size(config->comm->nccl);
+    int world_size = config->comm->peers->world_size;
     *m = (sw_device_mean){.comm = config->comm,
                           .op = config->op,
                           .divisor = world_size,
@@ -61,7 +61,7 @@ void sw_device_mean_fini(sw_device_mean *m)
 sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_error *err)
 {
     sw_device *device = m->comm->device;
-    int world_size = sw_nccl_world_size(m->comm->nccl), active = 0;
+    int world_size = m->comm->peers->world_size, active = 0;
     for (int k = 0; k < world_size; ++k)
         active += trains[k] != 0;
     if (active == 0)
@@ -79,13 +79,13 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
 /* What a rank folds: a slice, or its part of one that has several owners. */
 static size_t piece_numel(const sw_device_mean *m, const sw_device_range *bucket)
 {
-    return bucket->numel / (size_t)sw_nccl_world_size(m->comm->nccl);
+    return bucket->numel / (size_t)m->comm->peers->world_size;
 }
 
 static void *own_piece(const sw_device_mean *m, const sw_device_range *bucket)
 {
     size_t piece_bytes = piece_numel(m, bucket) * sw_dtype_size_bytes(bucket->dtype);
-    return (char *)bucket->data + (size_t)m->piece[sw_nccl_rank(m->comm->nccl)] * piece_bytes;
+    return (char *)bucket->data + (size_t)m->piece[m->comm->peers->rank] * piece_bytes;
 }
 
 static sw_status launch(const sw_device_mean *m, sw_kernel kernel, const void *args, sw_error *err)
@@ -95,13 +95,13 @@ static sw_status launch(const sw_device_mean *m, sw_kernel kernel, const void *a
 
 static sw_status exchange(const sw_device_mean *m, const sw_device_range *bucket, sw_error *err)
 {
-    return sw_nccl_exchange_slices(m->comm->nccl, bucket->data, m->contributions,
-                                   piece_numel(m, bucket), bucket->dtype, m->piece, m->comm->stream,
-                                   err);
+    return sw_peers_exchange_slices(m->comm->peers, bucket->data, m->contributions,
+                                    piece_numel(m, bucket), bucket->dtype, m->piece,
+                                    m->comm->stream, err);
 }
 
 /* What turns this rank's piece of the bucket into its reduction at `to`: out of the pieces that
- * were exchanged, or, where NCCL has reduced them, out of that one. */
+ * were exchanged, or, where the transport has reduced them, out of that one. */
 static sw_fold_args fold_of(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                             void *to)
 {
@@ -115,8 +115,8 @@ static sw_fold_args fold_of(const sw_device_mean *m, const sw_device_range *buck
                           .scale = 1.0 / m->divisor,
                           .dtype = (int)bucket->dtype,
                           .op = is_ours ? (int)op : (int)SW_REDOP_SUM,
-                          .own_index = is_ours ? sw_nccl_rank(m->comm->nccl) : 0,
-                          .source_count = is_ours ? sw_nccl_world_size(m->comm->nccl) : 1};
+                          .own_index = is_ours ? m->comm->peers->rank : 0,
+                          .source_count = is_ours ? m->comm->peers->world_size : 1};
 }
 
 /* Exchange pieces, fold the own one where it lies. */
@@ -152,14 +152,14 @@ static sw_status narrow(const sw_device_mean *m, const sw_device_range *bucket,
 {
     *wire = (sw_device_range){.data = m->compressed, .numel = bucket->numel, .dtype = m->wire};
     return cast(m, wire->data, wire->dtype, bucket->data, bucket->dtype, bucket->numel,
-                (float)(1.0 / sw_nccl_world_size(m->comm->nccl)), err);
+                (float)(1.0 / m->comm->peers->world_size), err);
 }
 
 /* A mean over all ranks becomes one over those that count, rounded once more. */
 static sw_status rescale(const sw_device_mean *m, void *mean, sw_dtype dtype, size_t numel,
                          sw_error *err)
 {
-    int world_size = sw_nccl_world_size(m->comm->nccl);
+    int world_size = m->comm->peers->world_size;
     float factor = (float)((double)world_size / m->divisor);
     return m->divisor == world_size ? SW_OK : cast(m, mean, dtype, mean, dtype, numel, factor, err);
 }
@@ -170,8 +170,8 @@ static sw_status reduce_in_rank_order(const sw_device_mean *m, const sw_device_r
                                       sw_redop op, sw_error *err)
 {
     SW_TRY(fold_in_place(m, bucket, op, err));
-    return sw_nccl_all_gather(m->comm->nccl, bucket->data, piece_numel(m, bucket), bucket->dtype,
-                              m->comm->stream, err);
+    return sw_peers_all_gather(m->comm->peers, bucket->data, piece_numel(m, bucket), bucket->dtype,
+                               m->comm->stream, err);
 }
 
 static sw_status reduce_narrowed(const sw_device_mean *m, const sw_device_range *bucket,
@@ -184,11 +184,11 @@ static sw_status reduce_narrowed(const sw_device_mean *m, const sw_device_range 
     return rescale(m, bucket->data, bucket->dtype, bucket->numel, err);
 }
 
-/* NCCL's own order. Its mean knows one divisor; another one scales the sum. */
-static sw_status reduce_by_nccl(const sw_device_mean *m, const sw_device_range *bucket,
+/* The transport's own order. Its mean knows one divisor; another one scales the sum. */
+static sw_status reduce_at_once(const sw_device_mean *m, const sw_device_range *bucket,
                                 sw_error *err)
 {
-    bool is_own = m->op != SW_REDOP_MEAN || m->divisor == sw_nccl_world_size(m->comm->nccl);
+    bool is_own = m->op != SW_REDOP_MEAN || m->divisor == m->comm->peers->world_size;
     sw_fold_args scaled = {.to = bucket->data,
                            .own = bucket->data,
                            .numel = bucket->numel,
@@ -196,8 +196,8 @@ static sw_status reduce_by_nccl(const sw_device_mean *m, const sw_device_range *
                            .dtype = (int)bucket->dtype,
                            .op = (int)SW_REDOP_MEAN,
                            .source_count = 1};
-    SW_TRY(sw_nccl_all_reduce(m->comm->nccl, bucket->data, bucket->numel, bucket->dtype,
-                              is_own ? m->op : SW_REDOP_SUM, m->comm->stream, err));
+    SW_TRY(sw_peers_all_reduce(m->comm->peers, bucket->data, bucket->numel, bucket->dtype,
+                               is_own ? m->op : SW_REDOP_SUM, m->comm->stream, err));
     return is_own ? SW_OK : launch(m, SW_KERNEL_FOLD, &scaled, err);
 }
 
@@ -208,7 +208,7 @@ sw_status sw_device_mean_whole(const sw_device_mean *m, const sw_device_range *b
         return reduce_narrowed(m, bucket, err);
     if (m->contributions)
         return reduce_in_rank_order(m, bucket, m->op, err);
-    return reduce_by_nccl(m, bucket, err);
+    return reduce_at_once(m, bucket, err);
 }
 
 /* ---- a slice ---- */
@@ -276,7 +276,7 @@ static sw_status make_run(const slicing *s, size_t begin, size_t end, bool is_st
 static sw_status leave_out(const sw_device_mean *m, sw_fold_args *fold, sw_error *err)
 {
     sw_device *device = m->comm->device;
-    int world_size = sw_nccl_world_size(m->comm->nccl), own = fold->own_index, place = 0;
+    int world_size = m->comm->peers->world_size, own = fold->own_index, place = 0;
     size_t stride = (size_t)fold->stride_bytes;
     char *base = m->contributions;
     fold->own_index = -1;
@@ -308,10 +308,10 @@ static sw_status collect(slicing *s, const sw_device_range *bucket, sw_error *er
     s->fold = fold_of(m, bucket, m->op, s->piece);
     if (m->contributions) {
         SW_TRY(exchange(m, bucket, err));
-        return m->active < sw_nccl_world_size(m->comm->nccl) ? leave_out(m, &s->fold, err) : SW_OK;
+        return m->active < m->comm->peers->world_size ? leave_out(m, &s->fold, err) : SW_OK;
     }
-    return sw_nccl_reduce_scatter(m->comm->nccl, bucket->data, piece_numel(m, bucket),
-                                  bucket->dtype, m->op, m->comm->stream, err);
+    return sw_peers_reduce_scatter(m->comm->peers, bucket->data, piece_numel(m, bucket),
+                                   bucket->dtype, m->op, m->comm->stream, err);
 }
 
 /* Of [begin, begin + numel), where `at` lies; its ends otherwise. From `begin`. */
@@ -323,9 +323,9 @@ static size_t place_within(size_t at, size_t begin, size_t numel)
 sw_status sw_device_mean_slice(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
                                const sw_device_run *standing, size_t standing_count, sw_error *err)
 {
-    int owner_count = sw_nccl_world_size(m->comm->nccl) / m->slice_count;
+    int owner_count = m->comm->peers->world_size / m->slice_count;
     size_t numel = piece_numel(m, bucket), at = 0;
-    size_t first = (size_t)(m->piece[sw_nccl_rank(m->comm->nccl)] % owner_count) * numel;
+    size_t first = (size_t)(m->piece[m->comm->peers->rank] % owner_count) * numel;
     slicing s = {.mean = m, .piece = behind(slice, first, bucket->dtype), .dtype = bucket->dtype};
     SW_TRY(collect(&s, bucket, err));
     for (size_t i = 0; i < standing_count; ++i) {
@@ -336,6 +336,6 @@ sw_status sw_device_mean_slice(const sw_device_mean *m, const sw_device_range *b
         at = end;
     }
     SW_TRY(make_run(&s, at, numel, false, err));
-    return sw_nccl_gather_among(m->comm->nccl, slice, numel * sw_dtype_size_bytes(bucket->dtype),
-                                m->owners, owner_count, m->comm->stream, err);
+    return sw_peers_gather_among(m->comm->peers, slice, numel * sw_dtype_size_bytes(bucket->dtype),
+                                 m->owners, owner_count, m->comm->stream, err);
 }

@@ -1,12 +1,12 @@
 /* device_mean.h - one bucket of a GPU to its mean, all of it on the communicator's stream.
  *
- * Idea: three ways. NCCL's own reduction; the two-shot fold in rank order, whose bits are those of
- * every stage, transport and bucket size; and that fold of 16 bits an element, divided and rounded
- * on their way into memory of their own: the bits of the host's halves (docs/design/compress.md).
- * Each ends in the whole bucket, or in this rank's slice alone, which lies elsewhere and where the
- * mean of a round before may stand. Where several ranks own a slice (`slices`), each folds a piece
- * of it, as of a bucket of world_size slices, and they exchange their pieces: the bits stay, and
- * the owners' are equal.
+ * Idea: three ways. The transport's own reduction (NCCL's order, or again that of the ranks); the
+ * two-shot fold in rank order, whose bits are those of every stage, transport and bucket size; and
+ * that fold of 16 bits an element, divided and rounded on their way into memory of their own: the
+ * bits of the host's halves (docs/design/compress.md). Each ends in the whole bucket, or in this
+ * rank's slice alone, which lies elsewhere and where the mean of a round before may stand. Where
+ * several ranks own a slice (`slices`), each folds a piece of it, as of a bucket of world_size
+ * slices, and they exchange their pieces: the bits stay, and the owners' are equal.
  *
  * When the stream comes to a bucket, and who comes after it, is device_reducer.h's affair.
  *
@@ -47,7 +47,7 @@ typedef struct sw_device_mean {
     int slice_count;     /* of a bucket */
     int *piece;          /* owned, a number a rank: of a bucket's world_size pieces, who folds it */
     int *owners;         /* owned: the ranks of this rank's slice, in the order of its pieces */
-    void *contributions; /* owned device memory; only where the fold is ours, not NCCL's */
+    void *contributions; /* owned device memory; only where the fold is ours, not the transport's */
     void *compressed;    /* owned device memory; only with `wire` */
 } sw_device_mean;
 

@@ -54,9 +54,9 @@ static size_t bucket_bytes(const device_bucket *bucket)
 
 static sw_status check_config(const sw_device_reducer_config *config, sw_error *err)
 {
-    if (!config->comm->nccl)
+    if (!config->comm->peers)
         SW_FAIL(err, SW_E_STATE, "device reducer: the communicator is not connected");
-    size_t world_size = (size_t)sw_nccl_world_size(config->comm->nccl);
+    size_t world_size = (size_t)config->comm->peers->world_size;
     if (config->op != SW_REDOP_MEAN && config->op != SW_REDOP_SUM)
         SW_FAIL(err, SW_E_INVALID, "device reducer: op must be mean or sum, not %d",
                 (int)config->op);
@@ -203,7 +203,7 @@ sw_status sw_device_reducer_adopt(sw_device_reducer *r, size_t index, void *data
 
 sw_status sw_device_reducer_divide_by(sw_device_reducer *r, int count, sw_error *err)
 {
-    int world_size = sw_nccl_world_size(r->comm->nccl);
+    int world_size = r->comm->peers->world_size;
     if (count < 1 || count > world_size)
         SW_FAIL(err, SW_E_INVALID, "device reducer: means divide by a count in [1, %d], not %d",
                 world_size, count);
@@ -427,13 +427,13 @@ sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, co
     if (r->phase != PHASE_OPEN || r->next != r->bucket_count)
         SW_FAIL(err, SW_E_STATE, "device reducer: finish, but bucket %zu of %zu is due", r->next,
                 r->bucket_count);
-    bool is_alone = sw_nccl_world_size(r->comm->nccl) == 1;
+    bool is_alone = r->comm->peers->world_size == 1;
     r->is_gathered = !is_alone && find_use(r, used, 0, false) < r->gradient_count;
     memcpy(r->own, used, r->gradient_count);
     if (!is_alone) {
         SW_TRY(write_use(r, used, tag, err));
-        SW_TRY(sw_nccl_all_reduce(r->comm->nccl, r->used, r->gradient_count + TAG_BYTES,
-                                  SW_DTYPE_UINT8, SW_REDOP_MAX, stream, err));
+        SW_TRY(sw_peers_all_reduce(r->comm->peers, r->used, r->gradient_count + TAG_BYTES,
+                                   SW_DTYPE_UINT8, SW_REDOP_MAX, stream, err));
         if (tag)
             SW_TRY(send_tags(r, *tag, err));
     }
@@ -451,7 +451,7 @@ sw_status sw_device_reducer_used_by_any(sw_device_reducer *r, const uint8_t **an
     if (r->phase == PHASE_OPEN || r->steps == 0)
         SW_FAIL(err, SW_E_STATE, "device reducer: use bytes of a step that was not finished");
     if (r->is_gathered)
-        SW_TRY(sw_nccl_wait(r->comm->nccl, r->gathered, "the exchange of use bytes", err));
+        SW_TRY(sw_peers_wait(r->comm->peers, r->gathered, "the exchange of use bytes", err));
     *any = r->is_gathered ? r->any : r->own; /* what this rank used, some rank used */
     return SW_OK;
 }

@@ -80,7 +80,7 @@ sw_status sw_device_offload_create(sw_device_comm *comm, size_t slot_bytes, int 
     if (thread_count < 1)
         SW_FAIL(err, SW_E_INVALID, "device offload: thread_count must be at least 1, not %d",
                 thread_count);
-    if (!comm->nccl)
+    if (!comm->peers)
         SW_FAIL(err, SW_E_STATE, "device offload: the communicator is not connected");
     sw_device_offload *made = calloc(1, sizeof *made);
     if (!made)
@@ -300,8 +300,8 @@ static sw_status step_on_batch(step_pass *pass, size_t number, sw_error *err)
 {
     sw_device_offload *o = pass->offload;
     const offload_batch *batch = &pass->plan.batches[number];
-    SW_TRY(sw_nccl_wait(o->comm->nccl, o->slot[number % SW_DEVICE_OFFLOAD_SLOTS].fetched,
-                        "gradients on their way to the host", err));
+    SW_TRY(sw_peers_wait(o->comm->peers, o->slot[number % SW_DEVICE_OFFLOAD_SLOTS].fetched,
+                         "gradients on their way to the host", err));
     pass->has_changed = true;
     pass->pieces = &pass->plan.pieces[batch->first_piece];
     o->stats.batches++;

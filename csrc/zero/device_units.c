@@ -71,7 +71,7 @@ sw_status sw_device_units_create(sw_device_comm *comm, size_t place_count,
                                  const sw_device_unit_spec *specs, size_t count,
                                  sw_device_units **units, sw_error *err)
 {
-    if (!comm->nccl)
+    if (!comm->peers)
         SW_FAIL(err, SW_E_STATE, "device units: the communicator is not connected");
     sw_device_units *made = calloc(1, sizeof *made);
     if (!made)
@@ -134,17 +134,17 @@ sw_device_units_stats sw_device_units_get_stats(const sw_device_units *u)
 static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *data, size_t begin,
                              size_t end, sw_error *err)
 {
-    sw_nccl *nccl = u->comm->nccl;
+    sw_peers *peers = u->comm->peers;
     sw_status status = SW_OK;
-    SW_TRY(sw_nccl_group_begin(nccl, err));
+    SW_TRY(sw_peers_group_begin(peers, err));
     for (size_t i = begin; i < end && status == SW_OK; ++i) {
         const sw_device_unit_run *run = &unit->runs[i];
-        status = sw_nccl_gather_slices(nccl, run->slice, data + run->offset_bytes, run->slice_bytes,
-                                       u->comm->stream, err);
-        u->stats.bytes += run->slice_bytes * (size_t)sw_nccl_world_size(nccl);
+        status = sw_peers_gather_slices(peers, run->slice, data + run->offset_bytes,
+                                        run->slice_bytes, u->comm->stream, err);
+        u->stats.bytes += run->slice_bytes * (size_t)peers->world_size;
     }
     /* The group is closed all the same: the thread's next one is another. */
-    sw_status ended = sw_nccl_group_end(nccl, status == SW_OK ? err : NULL);
+    sw_status ended = sw_peers_group_end(peers, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
 

@@ -1,4 +1,4 @@
-/* device_units.h - units of parameters on a GPU: gathered by NCCL into places that units share.
+/* device_units.h - units of parameters on a GPU: gathered into places that units share.
  *
  * Idea: a place is device memory of the largest unit that uses it, and a unit always comes to lie
  * in the same one, so a view of a parameter that autograd saved in the forward reads the same

@@ -299,9 +299,12 @@ def device_tensor(
 def nccl_unique_id(library: str | None = None, /) -> bytes:
     """128 bytes that one rank makes and sends to all: what DeviceComm.connect() takes."""
 
+def slot_part_bytes(slot_bytes: int, /) -> int:
+    """Bytes of a rank's part of an arena with slots of `slot_bytes` each: what DeviceComm.connect_slots() takes."""
+
 @final
 class DeviceComm:
-    """A rank's GPU: its kernels, a communicator of our own in the NCCL that torch has loaded, and one stream for it.
+    """A rank's GPU: its kernels, a way to its peers (NCCL, or slots in memory that the ranks of a host share), and one stream for it.
 
     Streams are addresses, as ``torch.cuda.Stream.cuda_stream``; memory is (address, ...). One issuing thread a rank.
     """
@@ -323,10 +326,16 @@ class DeviceComm:
     ) -> None:
         """This rank alone. Libraries: None for those that torch has loaded; the rest as device_kernel_image().
 
-        NotImplementedError names what is missing: the driver, a GPU, NCCL 2.14 or newer, an image of the kernels.
+        NotImplementedError names what is missing: the driver, a GPU, an image of the kernels. NCCL may be: see describe().
         """
     def connect(self, id: bytes, rank: int, world_size: int, timeout_s: float, /) -> None:
-        """Joins the peers. Collective. CommTimeoutError when one does not come."""
+        """Joins the peers through NCCL. Collective. CommTimeoutError when one does not come; NotImplementedError without NCCL."""
+    def connect_slots(
+        self, arena: Arena, members: Sequence[int], slot_bytes: int, place: str, rank: int, timeout_s: float, /
+    ) -> None:
+        """Joins the peers through slots in `arena` (slot_part_bytes(slot_bytes) each, zero): its ranks `members`, of which this is number
+        `rank`. `place`: "shm", in the arena; "ipc", in the GPUs' own memory, or NotImplementedError on all ranks; "auto", there if
+        all ranks can. Collective. CommTimeoutError when one does not come."""
     def borrow(self, handle: int, rank: int, world_size: int, timeout_s: float, /) -> None:
         """In place of connect(), this rank alone: over the communicator at `handle`, which stays its owner's.
 
@@ -354,7 +363,8 @@ class DeviceComm:
     def abort(self, reason: str, /) -> None:
         """Ends the communicator on this rank: what waits in it is let go, later calls raise CommError with `reason`."""
     def describe(self) -> dict[str, Any]:
-        """ordinal, name, capability, nccl (version), kernels (where their image came from)."""
+        """ordinal, name, address (PCI), capability, nccl (version; zeros where it is missing), nccl_missing (why; else ""), kernels
+        (where their image came from), transport ("nccl", "shm", "ipc"; None before connecting)."""
     def stats(self) -> dict[str, int]:
         """Driver calls since creation: launches, copies, records, stream_waits, host_waits, allocations."""
     def close(self) -> None:

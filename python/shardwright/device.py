@@ -1,8 +1,8 @@
 """GPUs: what the engine needs of torch.cuda, and the link of a rank's GPU to those of its peers.
 
 One DeviceLink a group and GPU, shared by all modules wrapped over it: a communicator of our own in the NCCL that torch has
-loaded, and one stream for it. Its unique id travels over the group's host communicator, which is where ranks also tell one
-another why they cannot use their GPU, before anybody waits in NCCL.
+loaded, or slots in memory of the host (device_transport.py says which), and one stream for it. NCCL's unique id travels over the
+group's host communicator, which is where ranks also tell one another why they cannot use their GPU, before anybody waits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import _hooks
-from ._engine import DeviceComm, Error, nccl_unique_id, norm_value
+from . import _hooks, device_transport
+from ._engine import DeviceComm, Error, nccl_unique_id, norm_value, slot_part_bytes
 from .gradients import as_real, dtype_name
 from .lender import Lender
 from .process_group import HostGroup, comm_error
@@ -125,6 +125,23 @@ def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
     return found, runtime.current_stream(ordinal)
 
 
+def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
+    """What `make` gives on each rank, plain values; where it fails on one, an error on all. Collective."""
+    failure: Exception | None = None
+    said: dict[str, Any] = {"failure": ""}
+    try:
+        said["value"] = make()
+    except (NotImplementedError, MemoryError, ValueError, OSError, Error) as error:
+        failure, said["failure"] = error, str(error) or type(error).__name__
+    everyone = [json.loads(each) for each in group.comm.all_gather_bytes(json.dumps(said).encode(), what)]
+    if failure is not None:
+        raise failure
+    for rank, each in enumerate(everyone):
+        if each["failure"]:
+            raise NotImplementedError(f"rank {rank} cannot use its GPU: {each['failure']}")
+    return [each["value"] for each in everyone]
+
+
 class DeviceLink:
     """A rank's GPU among its peers'. Making it is collective.
 
@@ -138,7 +155,7 @@ class DeviceLink:
     main : DeviceLink, optional
         Of the whole group: what ends it ends this one, and the other way round.
     borrows : bool
-        torch's communicator of the group instead of one of our own.
+        torch's NCCL communicator of the group instead of one of our own.
 
     Attributes
     ----------
@@ -148,11 +165,13 @@ class DeviceLink:
         Inside the row.
     host : HostComm
         The group's, between the ranks' hosts.
+    transport_reason : str
+        Why it is not NCCL; empty if it is.
 
     Raises
     ------
     NotImplementedError
-        On every rank alike: some rank's driver, NCCL or kernels cannot be used, or its torch has nothing to lend.
+        On every rank alike: some rank's driver or kernels cannot be used; no transport can; some rank's torch has nothing to lend.
     CommTimeoutError
         A rank did not come.
     """
@@ -174,27 +193,32 @@ class DeviceLink:
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
         self.host = group.comm  # the group holds its links, not the other way round
         libraries = runtime.libraries()
-        failure: Exception | None = None
-        said = {"failure": "", "id": ""}
-        try:
+
+        def open_gpu() -> dict[str, Any]:
             self.comm = DeviceComm(ordinal, **libraries)
-            if borrows:
+            return device_transport.offer_of(self.comm)
+
+        offers = _tell(group, open_gpu, "opening the GPUs")
+        chosen, self.transport_reason = device_transport.choose_transport(offers, group.host_of, borrows)
+        if borrows:
+
+            def borrow() -> None:
                 lender = Lender(runtime, group.torch_group, ordinal)
                 self.comm.borrow(lender.address, self.rank, self.world_size, timeout_s)
                 self._lender = lender
-            elif self.rank == 0:
-                said["id"] = nccl_unique_id(libraries.get("libnccl")).hex()
-        except (NotImplementedError, MemoryError, ValueError, OSError, Error) as error:
-            failure, said["failure"] = error, str(error) or type(error).__name__
-        gathered = group.comm.all_gather_bytes(json.dumps(said).encode(), "opening the GPUs")
-        everyone = [json.loads(each) for each in gathered]
-        if failure is not None:
-            raise failure
-        for rank, each in enumerate(everyone):
-            if each["failure"]:
-                raise NotImplementedError(f"rank {rank} cannot use its GPU: {each['failure']}")
-        if not borrows:
-            self.comm.connect(bytes.fromhex(everyone[row[0]]["id"]), self.rank, self.world_size, timeout_s)
+
+            _tell(group, borrow, "borrowing torch's communicator of the GPUs")
+        elif chosen == "nccl":
+
+            def make_id() -> str:
+                return nccl_unique_id(libraries.get("libnccl")).hex() if self.rank == 0 else ""
+
+            ids = _tell(group, make_id, "the identifier of the GPUs' communicator")
+            self.comm.connect(bytes.fromhex(ids[row[0]]), self.rank, self.world_size, timeout_s)
+        else:
+            slot_bytes = device_transport.SLOT_BYTES
+            arena = group.comm.arena(slot_part_bytes(slot_bytes), "slots between GPUs")
+            self.comm.connect_slots(arena, row, slot_bytes, chosen, self.rank, timeout_s)
         if runtime.watches:
             _Watch(self).start()
 

@@ -61,7 +61,7 @@ class DeviceRounds:
     bucket_cap_bytes : int
     reduce : {"mean", "sum"}
     deterministic : bool
-        The fold in rank order, with the host's bits, instead of NCCL's own mean.
+        The fold in rank order, with the host's bits, instead of the transport's own mean.
     label : str
         Of the model, in messages.
     wire : {"float16", "bfloat16"}, optional
@@ -70,7 +70,6 @@ class DeviceRounds:
         Who owns what, where slices are kept. Default: each rank one.
     """
 
-    transport = "nccl"
     #: whether the engine keeps slices of the means
     _sliced = False
 
@@ -128,11 +127,19 @@ class DeviceRounds:
     # what was chosen ------------------------------------------------------------------------------------------------
 
     @property
+    def transport(self) -> str:
+        """What carries the bytes: "nccl", or "shm" or "ipc", slots in memory of the host or of the GPUs."""
+        carrier: str = self._link.comm.describe()["transport"]
+        return carrier
+
+    @property
     def transport_reason(self) -> str:
         found = self._link.comm.describe()
-        version = ".".join(map(str, found["nccl"]))
+        places = {"shm": "slots in the host's memory", "ipc": "slots in the GPUs' memory"}
         whose = ", torch's communicator" if self._link.borrows else ""
-        return f"GPU {found['ordinal']}, {found['name']}; NCCL {version}{whose}; kernels {found['kernels']}"
+        way = places.get(found["transport"], f"NCCL {'.'.join(map(str, found['nccl']))}{whose}")
+        why = f" ({self._link.transport_reason})" if self._link.transport_reason else ""
+        return f"GPU {found['ordinal']}, {found['name']}; {way}{why}; kernels {found['kernels']}"
 
     @property
     def bucket_count(self) -> int:

@@ -48,10 +48,10 @@ class Options:
     reduce : {"mean", "sum"}
         How contributions are joined. A sum leaves the scale to the loss, as where ranks count their own tokens.
     deterministic : bool
-        On GPUs: the fold in rank order, with the host's bits, instead of NCCL's own mean. On the host it always holds.
+        On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean. On the host it always holds.
     communicator : {"own", "borrow"}
         On GPUs: a NCCL communicator of our own, or torch's of the process group, whose torch says where it is (ProcessGroupNCCL._comm_ptr).
-        One communicator less in memory; torch's own collectives over the group are in one order with ours between steps, and not to be
+        Asking for it means NCCL: beside SHARDWRIGHT_GPU_TRANSPORT=shm or ipc it is an error. One communicator less in memory; torch's own collectives over the group are in one order with ours between steps, and not to be
         called inside a backward; and what ends ours, a failing rank or a deadline, ends torch's by its abort().
     transport : {"auto", "pool", "staged"}
         Where gradient memory lies: shared between ranks, or private and staged through slots. Same bits either way.

@@ -9,10 +9,12 @@ static_assert(alike<sw_cu_device, CUdevice>() && alike<sw_cu_result, CUresult>()
 static_assert(std::is_same_v<sw_cu_context, CUcontext> && std::is_same_v<sw_cu_module, CUmodule>);
 static_assert(std::is_same_v<sw_cu_function, CUfunction> && std::is_same_v<sw_cu_stream, CUstream>);
 static_assert(std::is_same_v<sw_cu_event, CUevent>);
+static_assert(alike<sw_cu_ipc_handle, CUipcMemHandle>() && sizeof(CUipcMemHandle) == SW_CU_IPC_HANDLE_BYTES);
 
 #define SAME_FUNCTION(name, parameters) \
     static_assert(alike_functions(static_cast<decltype(&name)>(nullptr), decltype(sw_cuda_table::name){}), #name);
 SW_CUDA_FUNCTIONS(SAME_FUNCTION)
+SW_CUDA_NEWER_FUNCTIONS(SAME_FUNCTION)
 
 #define SAME(ours, theirs) static_assert(static_cast<long>(ours) == static_cast<long>(theirs), #theirs)
 SAME(SW_CU_SUCCESS, CUDA_SUCCESS);
@@ -33,6 +35,11 @@ SAME(SW_CU_STREAM_NON_BLOCKING, CU_STREAM_NON_BLOCKING);
 SAME(SW_CU_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING);
 SAME(SW_CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_PORTABLE);
 SAME(SW_CU_CAPTURE_NONE, CU_STREAM_CAPTURE_STATUS_NONE);
+SAME(SW_CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE);
+SAME(SW_CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_DEVICEMAP);
+SAME(SW_CU_IPC_LAZY_ENABLE_PEER_ACCESS, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+SAME(SW_CU_STREAM_WAIT_VALUE_GEQ, CU_STREAM_WAIT_VALUE_GEQ);
+SAME(SW_CU_STREAM_WRITE_VALUE_DEFAULT, CU_STREAM_WRITE_VALUE_DEFAULT);
 SAME(SW_CU_ATTRIBUTE_MULTIPROCESSOR_COUNT, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 SAME(SW_CU_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID);
 SAME(SW_CU_ATTRIBUTE_PCI_DEVICE_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID);

@@ -4,10 +4,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
-#include "sim.h"
+#include "fake_entry.h"
 
-enum { POISON = 0xf7, CONTEXT_DEPTH = 8 };
+enum { POISON = 0xf7, CONTEXT_DEPTH = 8, PAGE_BYTES = 4096 };
 
 static __thread sw_cu_context stack[CONTEXT_DEPTH];
 static __thread int depth;
@@ -16,24 +17,6 @@ sw_cu_context sim_current_context(void)
 {
     return depth ? stack[depth - 1] : NULL;
 }
-
-/* Every entry point: counted, may be told to fail, and what needs a context has one. */
-#define ENTER(name)                     \
-    do {                                \
-        int result_ = 0;                \
-        if (!sim_enter(name, &result_)) \
-            return result_;             \
-    } while (0)
-#define LEAVE(value)          \
-    do {                      \
-        int value_ = (value); \
-        sim_leave();          \
-        return value_;        \
-    } while (0)
-#define ENTER_CONTEXT(name)     \
-    ENTER(name);                \
-    if (!sim_current_context()) \
-    LEAVE(SW_CU_INVALID_CONTEXT)
 
 /* ---- the driver and its devices ---- */
 
@@ -80,11 +63,18 @@ SIM_API int cuDeviceGetName(char *name, int length, int device)
     return SW_CU_SUCCESS;
 }
 
+/* Ranks that are processes have a card each unless SIM_BUS says otherwise. */
+static int bus_of(int device)
+{
+    const char *named = getenv("SIM_BUS");
+    return named ? atoi(named) + device : device;
+}
+
 SIM_API int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
     *value = attribute == SW_CU_ATTRIBUTE_CAPABILITY_MAJOR       ? 9
              : attribute == SW_CU_ATTRIBUTE_MULTIPROCESSOR_COUNT ? 4
-             : attribute == SW_CU_ATTRIBUTE_PCI_BUS_ID           ? device
+             : attribute == SW_CU_ATTRIBUTE_PCI_BUS_ID           ? bus_of(device)
                                                                  : 0;
     return SW_CU_SUCCESS;
 }
@@ -140,7 +130,11 @@ static sim_block *block_new(size_t size_bytes, bool pinned)
     block->size_bytes = size_bytes;
     block->pinned = pinned;
     block->rank = sim_current_context()->ordinal;
-    block->memory = aligned_alloc(256, (size_bytes + 255) / 256 * 256);
+    block->mapped = !pinned && size_bytes % PAGE_BYTES == 0;
+    if (block->mapped)
+        block->memory = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    else
+        block->memory = aligned_alloc(256, (size_bytes + 255) / 256 * 256);
     memset(block->memory, POISON, size_bytes);
     block->segments = calloc(1, sizeof *block->segments);
     block->segments->end = size_bytes;
@@ -157,7 +151,10 @@ static int block_free(void *address, bool pinned, const char *what)
     sim_site site = sim_here(what);
     if (!block || block->memory != address || block->pinned != pinned)
         return SW_CU_INVALID_VALUE;
-    sim_track(&rank->clock, rank->actor, address, block->size_bytes, SW_ACCESS_WRITE, &site);
+    if (block->file)
+        sim_exported_free(block, &site);
+    else
+        sim_track(&rank->clock, rank->actor, address, block->size_bytes, SW_ACCESS_WRITE, &site);
     block->freed = true;
     block->freed_at = site;
     return SW_CU_SUCCESS;
@@ -247,6 +244,8 @@ static void run_kernel(sim_op *op)
     unsigned char **before = calloc((size_t)count, sizeof *before);
     unsigned char **writable = calloc((size_t)count, sizeof *writable);
     for (sim_block *b = sim.blocks; b; b = b->next, ++k) {
+        if (b->registered || b->file) /* other processes write there */
+            continue;
         if (b->freed && b->pinned) /* slots of saves that are over: large, and many */
             continue;
         before[k] = malloc(b->size_bytes);
@@ -450,6 +449,7 @@ SIM_API int cuEventQuery(sw_cu_event event)
     sim_demand(event);
     if (event->done >= event->recorded) {
         sim_join(&sim.rank[sim_current_rank()].clock, &event->clock);
+        sim_yield(); /* whoever asks on and on waits for another rank's host */
         LEAVE(SW_CU_SUCCESS);
     }
     if (sim_is_stuck() && !sim.deadlocked) {

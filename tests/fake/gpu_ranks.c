@@ -5,11 +5,13 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels/crc32c.h"
 
 const sim_controls *gpu_sim;
+gpu_slots gpu_ranks_slots;
 const char *gpu_cuda_library, *gpu_nccl_library, *gpu_folder;
 
 static bool write_image(void)
@@ -62,6 +64,17 @@ static void *run_thread(void *argument)
     return NULL;
 }
 
+/* Of all ranks of a run; sanitizers see what goes beyond a part. */
+static void make_parts(int world_size, uint8_t *part[GPU_RANKS_MAX])
+{
+    size_t bytes = sw_slot_part_bytes(gpu_ranks_slots.slot_bytes);
+    for (int r = 0; r < world_size; ++r) {
+        part[r] = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+        if (check(part[r] != NULL, "no memory for a part"))
+            memset(part[r], 0, bytes);
+    }
+}
+
 bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body)(gpu_rank *self),
                    void *context)
 {
@@ -70,6 +83,9 @@ bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body
     pthread_t handle[GPU_RANKS_MAX];
     sw_nccl_id id = {{0}};
     bool ok = true;
+    uint8_t *part[GPU_RANKS_MAX] = {NULL};
+    if (gpu_ranks_slots.slot_bytes)
+        make_parts(world_size, part);
     snprintf(id.internal, sizeof id.internal, "run %d", ++runs);
     gpu_sim->reset(world_size, policy, seed);
     for (int r = 0; r < world_size; ++r) {
@@ -77,6 +93,7 @@ bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body
                                          .world_size = world_size,
                                          .sim = gpu_sim,
                                          .id = id,
+                                         .part = part[0] ? part : NULL,
                                          .context = context},
                                 .body = body};
         check(pthread_create(&handle[r], NULL, run_thread, &thread[r]) == 0, "pthread_create");
@@ -85,6 +102,8 @@ bool gpu_ranks_run(int world_size, sim_policy policy, uint64_t seed, bool (*body
         pthread_join(handle[r], NULL);
         ok = ok && thread[r].ok;
     }
+    for (int r = 0; r < world_size; ++r)
+        free(part[r]);
     return ok;
 }
 
@@ -103,9 +122,15 @@ sw_status gpu_rank_create(gpu_rank *self)
 sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
 {
     SW_TRY(gpu_rank_create(self));
-    SW_TRY(sw_device_comm_connect(self->all, &self->id, self->rank, self->world_size, timeout_ns,
-                                  &self->err));
-    self->comm = self->all->nccl;
+    sw_slot_parts parts = {
+        .base = self->part, .slot_bytes = gpu_ranks_slots.slot_bytes, .place = gpu_ranks_slots.place};
+    if (self->part)
+        SW_TRY(sw_device_comm_connect_slots(self->all, &parts, self->rank, self->world_size,
+                                            timeout_ns, &self->err));
+    else
+        SW_TRY(sw_device_comm_connect(self->all, &self->id, self->rank, self->world_size,
+                                      timeout_ns, &self->err));
+    self->comm = self->all->peers;
     return SW_OK;
 }
 

@@ -15,13 +15,21 @@ typedef struct gpu_rank {
     const char *cuda, *nccl; /* paths of the fakes */
     const sim_controls *sim;
     sw_nccl_id id;
+    uint8_t **part; /* of the slots of this run; NULL: NCCL */
     sw_device_comm *all; /* made by gpu_rank_open; the next three are its own */
     sw_device *device;
     sw_kernel_set kernels;
-    sw_nccl *comm;
+    sw_peers *comm;
     sw_error err;
     void *context;
 } gpu_rank;
+
+/* What ranks reach one another through from the next run on: NCCL, unless slot_bytes is not 0. */
+typedef struct gpu_slots {
+    size_t slot_bytes;
+    sw_slot_place place;
+} gpu_slots;
+extern gpu_slots gpu_ranks_slots;
 
 /* The libraries are the program's arguments 1 and 2, a folder of its own is 3: an image of the
  * kernels is put there, whose bytes the fake driver takes for granted. */

@@ -7,7 +7,9 @@
  * seeded, decides only whether values go wrong too. Ranks are threads; one runs at a time and hands
  * over inside driver calls alone, so a run is repeatable. Or they are processes, each a simulation
  * of its own: memory and streams are a rank's own in any case, and collectives meet in files
- * (fake_nccl_files.c).
+ * (fake_nccl_files.c). Numbers that streams write and wait for (fake_numbers.c) carry the writer's
+ * clock to the waiter, so memory that ranks share is held to the same rules; between processes
+ * there is the memory alone.
  *
  * Words: an actor is a stream or a rank's host thread; a block is an allocation; a segment is a
  * part of a block with one history; a site is where an operation was enqueued.
@@ -98,7 +100,11 @@ typedef struct sim_block {
     unsigned char *memory;
     size_t size_bytes;
     bool pinned, freed;
-    bool foreign; /* torch's memory: adopted, not ours to free */
+    bool foreign; /* torch's memory: adopted, not ours to free; so is registered memory */
+    int registered; /* times; the host's memory, which others than the device may write */
+    bool mapped;    /* its pages are its own: it may be exported */
+    int file;       /* exported: the file behind it; 0: none */
+    int open_count; /* of peers that are threads, and have it open */
     int rank;     /* device ordinal */
     sim_site freed_at;
     sim_segment *segments;
@@ -113,7 +119,7 @@ struct CUevent_st {
 };
 
 typedef struct sim_op {
-    enum { OP_WORK, OP_RECORD, OP_WAIT, OP_COLLECTIVE } kind;
+    enum { OP_WORK, OP_RECORD, OP_WAIT, OP_COLLECTIVE, OP_AWAIT_NUMBER } kind;
     void (*run)(struct sim_op *op); /* OP_WORK */
     const sw_kernel_contract *contract;
     unsigned char *args; /* owned */
@@ -121,6 +127,7 @@ typedef struct sim_op {
     const void *from;
     size_t size_bytes;
     unsigned char value;
+    uint32_t number; /* written to, or awaited at, `to` */
     sw_cu_event event;
     uint64_t generation;
     void *group; /* OP_COLLECTIVE: fake_nccl.c's */
@@ -137,6 +144,15 @@ struct CUstream_st {
     sim_op *first, *last;
     struct CUstream_st *next;
 };
+
+typedef struct sim_told { /* a number that some stream was given to write */
+    const uint32_t *at;
+    uint32_t number;
+    sim_clock clock;
+    sw_cu_stream stream;
+    sim_op *op; /* NULL once it has run */
+    struct sim_told *next;
+} sim_told;
 
 typedef struct sim_note { /* a report */
     const char *kind;
@@ -174,6 +190,7 @@ typedef struct sim_state {
     sim_block *blocks;
     sw_cu_stream streams;
     sw_cu_event events;
+    sim_told *told; /* the newest first */
     int modules, comms;
     const sw_kernel_contract *contracts;
     int contract_count;
@@ -218,6 +235,11 @@ void sim_elapse(void);
 SIM_API void sim_progress(void);
 SIM_API void sim_demand(sw_cu_event event);
 SIM_API void sim_drive(sw_cu_stream stream, sim_op *until, int depth);
+/* The first number at that place that ends a wait for `number`; NULL if none was told yet. */
+sim_told *sim_told_find(const uint32_t *at, uint32_t number);
+bool sim_number_has_come(const sim_op *op);
+/* Exported memory is freed: reports who still uses it. */
+void sim_exported_free(const sim_block *block, const sim_site *site);
 SIM_API uint64_t sim_draw(void);
 /* Runs all that is enqueued on the stream, waiting for peers; false, and a report, at a deadlock.
  * Not with the gate held. */

@@ -7,7 +7,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { TEXT_BYTES = 4096, IDLE_POLLS_MAX = 1000 };
 static const int64_t PATIENCE_NS = 20000000000;
@@ -209,11 +211,13 @@ static bool is_before(const sim_touch *touch, const sim_clock *clock)
     return touch->time <= clock->at[touch->actor];
 }
 
-static void note(sim_segment *s, const sim_touch *touch, const sim_clock *clock, sw_access access)
+/* `is_shared`: others than this simulation's ranks may have written it. */
+static void note(sim_segment *s, const sim_touch *touch, const sim_clock *clock, sw_access access,
+                 bool is_shared)
 {
     char detail[256];
     size_t size = s->end - s->begin;
-    if (access & SW_ACCESS_READ && !s->written) {
+    if (access & SW_ACCESS_READ && !s->written && !is_shared) {
         snprintf(detail, sizeof detail, "%zu bytes that nobody wrote", size);
         sim_report("uninitialised read", detail, &touch->site, NULL);
     }
@@ -259,7 +263,7 @@ void sim_track(const sim_clock *clock, int actor, const void *begin, size_t size
     cut(block, to);
     for (sim_segment *s = block->segments; s; s = s->next)
         if (s->begin >= from && s->end <= to)
-            note(s, &touch, clock, access);
+            note(s, &touch, clock, access, block->registered || block->file);
 }
 
 static void host_access(const void *begin, size_t size_bytes, sw_access access, const char *label)
@@ -284,9 +288,18 @@ static void forget(void)
             block->segments = s->next;
             free(s);
         }
-        if (!block->foreign)
+        if (block->file)
+            close(block->file);
+        if (block->mapped)
+            munmap(block->memory, block->size_bytes);
+        else if (!block->foreign)
             free(block->memory);
         free(block);
+    }
+    while (sim.told) {
+        sim_told *told = sim.told;
+        sim.told = told->next;
+        free(told);
     }
     while (sim.streams) {
         sw_cu_stream stream = sim.streams;
@@ -379,9 +392,9 @@ static int reports(const char **text, bool sites)
 static const char *leaks(void)
 {
     static char text[256];
-    int blocks = 0, streams = 0, events = 0, contexts = 0;
+    int blocks = 0, registered = 0, streams = 0, events = 0, contexts = 0;
     for (sim_block *block = sim.blocks; block; block = block->next)
-        blocks += !block->freed && !block->foreign;
+        blocks += !block->freed && !block->foreign, registered += block->registered;
     for (sw_cu_stream stream = sim.streams; stream; stream = stream->next)
         streams += !stream->destroyed && !stream->is_torch;
     for (sw_cu_event event = sim.events; event; event = event->next)
@@ -389,10 +402,11 @@ static const char *leaks(void)
     for (int r = 0; r < SIM_DEVICE_MAX; ++r)
         contexts += sim.context[r].retained;
     text[0] = '\0';
-    if (blocks || streams || events || contexts || sim.modules || sim.comms)
+    if (blocks || registered || streams || events || contexts || sim.modules || sim.comms)
         snprintf(text, sizeof text,
-                 "%d allocations, %d streams, %d events, %d modules, %d contexts, %d communicators",
-                 blocks, streams, events, sim.modules, contexts, sim.comms);
+                 "%d allocations, %d registrations, %d streams, %d events, %d modules, %d contexts, "
+                 "%d communicators",
+                 blocks, registered, streams, events, sim.modules, contexts, sim.comms);
     return text;
 }
 

@@ -45,7 +45,7 @@ static bool is_ready(const sim_op *op)
         return op->event->done >= op->generation;
     if (op->kind == OP_COLLECTIVE)
         return sim.collective_ready((sim_op *)(uintptr_t)op);
-    return true;
+    return op->kind != OP_AWAIT_NUMBER || sim_number_has_come(op);
 }
 
 /* Runs the head of the stream, if it can run. */
@@ -121,6 +121,11 @@ void sim_drive(sw_cu_stream stream, sim_op *until, int depth)
                              : NULL;
         if (record)
             sim_drive(other, record, depth + 1);
+        const sim_told *told = head->kind == OP_AWAIT_NUMBER && !is_ready(head)
+                                   ? sim_told_find(head->to, head->number)
+                                   : NULL;
+        if (told && told->op)
+            sim_drive(told->stream, told->op, depth + 1);
         if (head->kind == OP_COLLECTIVE && !is_ready(head))
             sim.collective_drive(head, depth + 1);
         if (stream->first == head && !run_head(stream))

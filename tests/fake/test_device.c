@@ -1,5 +1,6 @@
 /* test_device.c - the two forms of a device and the communicator: named errors for what a machine
  * may lack, and the same results from both forms. */
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -126,10 +127,29 @@ static void check_forms(void)
     gpu_expect_clean("both forms");
 }
 
+typedef struct absence {
+    bool creation;
+    atomic_bool is_over;
+} absence;
+
+/* The others are there, and do not come: who has left is seen to have left, before the deadline. */
+static void stay_away(gpu_rank *self, absence *away)
+{
+    const sw_device_ops *ops = self->device->ops;
+    sw_event *event = NULL;
+    bool unused;
+    check(ops->event_create(self->device, &event, &self->err) == SW_OK, "%s", self->err.message);
+    while (!atomic_load(&away->is_over) &&
+           ops->event_query(self->device, event, &unused, NULL) == SW_OK)
+        ;
+    ops->event_destroy(self->device, event);
+}
+
 /* Rank 1 never comes: creation, and then an operation, end at the deadline with a sentence. */
 static bool come_alone(gpu_rank *self)
 {
-    bool creation = *(bool *)self->context;
+    absence *away = self->context;
+    bool creation = away->creation;
     if (creation && self->rank == 1)
         return true;
     sw_status status = gpu_rank_open(self, TIMEOUT_NS);
@@ -146,20 +166,24 @@ static bool come_alone(gpu_rank *self)
                   ops->event_create(self->device, &event, err) == SW_OK &&
                   ops->memory_alloc(self->device, 64, &data, err) == SW_OK &&
                   ops->fill_async(self->device, data, 0, 64, stream, err) == SW_OK &&
-                  sw_nccl_all_reduce(self->comm, data, 16, SW_DTYPE_FLOAT32, SW_REDOP_SUM, stream,
-                                     err) == SW_OK &&
+                  sw_peers_all_reduce(self->comm, data, 16, SW_DTYPE_FLOAT32, SW_REDOP_SUM, stream,
+                                      err) == SW_OK &&
                   ops->event_record(self->device, event, stream, err) == SW_OK,
               "%s", err->message);
-        status = sw_nccl_wait(self->comm, event, "all_reduce of bucket 0", err);
+        status = sw_peers_wait(self->comm, event, "all_reduce of bucket 0", err);
         check(status == SW_E_TIMEOUT || status == SW_E_DEVICE, "%s", err->message);
         status =
-            sw_nccl_all_reduce(self->comm, data, 16, SW_DTYPE_FLOAT32, SW_REDOP_SUM, stream, err);
+            sw_peers_all_reduce(self->comm, data, 16, SW_DTYPE_FLOAT32, SW_REDOP_SUM, stream, err);
         check(status != SW_OK, "a failed communicator went on");
         (void)!ops->event_wait(self->device, event, TIMEOUT_NS, "the end", NULL);
         ops->memory_free(self->device, data);
         ops->event_destroy(self->device, event);
         ops->stream_destroy(self->device, stream);
     }
+    if (self->rank == 0)
+        atomic_store(&away->is_over, true);
+    else if (!creation && status == SW_OK)
+        stay_away(self, away);
     gpu_rank_close(self);
     return true;
 }
@@ -171,8 +195,10 @@ int main(int argc, char **argv)
     check_missing_pieces();
     check_forms();
     for (int creation = 0; creation < 2; ++creation) {
-        bool context = creation;
-        gpu_ranks_run(3, SIM_RANDOM, 3, come_alone, &context);
+        static absence away;
+        away.creation = creation;
+        atomic_store(&away.is_over, false);
+        gpu_ranks_run(3, SIM_RANDOM, 3, come_alone, &away);
         check(*gpu_sim->leaks() == '\0', "left allocated: %s", gpu_sim->leaks());
     }
     return check_result();

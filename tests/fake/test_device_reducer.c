@@ -6,7 +6,7 @@
  * them. They do not depend on the stage: whether a rank steps on all of them, or on its slices,
  * which are gathered; whether means are whole, or slices out of a ring of two places. They begin as
  * rank 0's. Every rank learns which gradients some rank used. No schedule gives a race, a read of
- * what nobody wrote, a leak or another value; a step waits on the host not once, unless a gradient
+ * what nobody wrote, a leak or another value, through NCCL and through slots; a step waits on the host not once, unless a gradient
  * is unused on this rank. Each driver call that fails ends in a named error and leaves nothing.
  * Over a borrowed communicator our operations and its owner's are one order, all of ours have run
  * when it goes back, and nothing of ours ends it.
@@ -449,7 +449,7 @@ static bool train_rank(gpu_rank *self)
     self->sim->fail_call(self->rank, 0,
                          0); /* what undoes is not made to fail: it could not say so */
     if (status != SW_OK && !is_alone && self->comm)
-        sw_nccl_abort(self->comm, &self->err);
+        sw_peers_abort(self->comm, &self->err);
     if (self->device)
         tear_down(&l);
     run->failed[self->rank] = status != SW_OK;
@@ -583,6 +583,9 @@ static sw_status lend(lender *l)
                              .version = SW_NCCL_CONFIG_VERSION};
     sw_nccl_result result = SW_NCCL_IN_PROGRESS;
     bool entered;
+    if (!l->self->all->library.handle)
+        SW_FAIL(&l->self->err, SW_E_DEVICE, "the test's NCCL: %s",
+                l->self->all->nccl_missing.message);
     SW_TRY(device->ops->enter(device, &entered, &l->self->err));
     sw_nccl_result begun = call->ncclCommInitRankConfig(&l->handle, l->self->world_size,
                                                         l->self->id, l->self->rank, &config);
@@ -729,23 +732,33 @@ static bool fail_lent_at(long nth, void *context)
     return gpu_ranks_run(1, SIM_EAGER, 1, lend_rank, run);
 }
 
-int main(int argc, char **argv)
+static void check_trainings(int world_size, uint64_t seeds)
 {
-    if (!gpu_ranks_init(argc, argv))
-        return check_result();
-    for (int world_size = 1; world_size <= 3; world_size += 2)
-        for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
-            for (uint64_t seed = 1; seed <= SEEDS; ++seed)
-                for (int stage = 0; stage <= 2; ++stage) {
-                    check_training(world_size, stage, DETERMINISTIC, (sim_policy)policy, seed);
-                    check_training(world_size, stage, NCCLS_MEAN, (sim_policy)policy, seed);
-                    if (seed == 1)
-                        check_training(world_size, stage, NARROWED, (sim_policy)policy, seed);
-                }
+    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+        for (uint64_t seed = 1; seed <= seeds; ++seed)
+            for (int stage = 0; stage <= 2; ++stage) {
+                check_training(world_size, stage, DETERMINISTIC, (sim_policy)policy, seed);
+                check_training(world_size, stage, NCCLS_MEAN, (sim_policy)policy, seed);
+                if (seed == 1)
+                    check_training(world_size, stage, NARROWED, (sim_policy)policy, seed);
+            }
+}
+
+static void check_early_ends(void)
+{
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (int in_step = 0; in_step < 2; ++in_step)
             for (int stage = 0; stage <= 2; stage += 2)
                 check_early_end(3, stage, (sim_policy)policy, in_step);
+}
+
+int main(int argc, char **argv)
+{
+    if (!gpu_ranks_init(argc, argv))
+        return check_result();
+    check_trainings(1, SEEDS);
+    check_trainings(3, SEEDS);
+    check_early_ends();
     for (int stage = 0; stage <= 2; ++stage)
         check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN);
     check_failing_calls(2, NCCLS_MEAN);
@@ -757,5 +770,11 @@ int main(int argc, char **argv)
             check_lending(3, (sim_policy)policy, seed);
     static lending lent;
     gpu_check_failing_calls(fail_lent_at, &lent, lent.message);
+    for (int where = SW_SLOTS_ON_HOST; where <= SW_SLOTS_ON_DEVICE; ++where) {
+        gpu_ranks_slots = (gpu_slots){4096, (sw_slot_place)where};
+        check_trainings(3, 2);
+        check_early_ends();
+        check_failing_calls(2, NARROWED);
+    }
     return check_result();
 }

@@ -269,7 +269,7 @@ static bool train_rank(gpu_rank *self)
         status = train(&l);
     self->sim->fail_call(self->rank, 0, 0);
     if (status != SW_OK && !is_alone && self->comm)
-        sw_nccl_abort(self->comm, &self->err);
+        sw_peers_abort(self->comm, &self->err);
     run->failed[self->rank] = status != SW_OK;
     if (self->device)
         tear_down(&l);
@@ -322,5 +322,12 @@ int main(int argc, char **argv)
             for (uint64_t seed = 1; seed <= SEEDS; ++seed)
                 check_training(world_size, (sim_policy)policy, seed, seed % 2 == 0);
     check_failing_calls();
+    for (int where = SW_SLOTS_ON_HOST; where <= SW_SLOTS_ON_DEVICE; ++where) {
+        gpu_ranks_slots = (gpu_slots){4096, (sw_slot_place)where};
+        for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+            for (uint64_t seed = 1; seed <= 2; ++seed)
+                check_training(3, (sim_policy)policy, seed, seed % 2 == 0);
+        check_failing_calls();
+    }
     return check_result();
 }

@@ -1,5 +1,6 @@
 /* test_sim.c - the simulation sees what it promises to see: each defect, planted, is reported under
  * every policy; the same program without it is not. */
+#include <stdatomic.h>
 #include <string.h>
 
 #include "gpu_ranks.h"
@@ -34,6 +35,7 @@ static const char *const report_of[DEFECT_COUNT] = {
     [MISMATCH] = "mismatched collective",
 };
 
+static atomic_int played; /* ranks that are through with the scene */
 static bool stray; /* the kernel below writes one byte too many */
 
 static void stray_reference(const void *args)
@@ -91,10 +93,19 @@ static sw_status play(gpu_rank *self, scene *s)
     if (planted == DEADLOCK && self->rank == 1)
         return SW_OK;
     size_t numel = planted == MISMATCH && self->rank == 1 ? NUMEL / 2 : NUMEL;
-    SW_TRY(sw_nccl_all_reduce(self->comm, s->memory, numel, SW_DTYPE_FLOAT32, SW_REDOP_SUM,
-                              s->second, err));
+    SW_TRY(sw_peers_all_reduce(self->comm, s->memory, numel, SW_DTYPE_FLOAT32, SW_REDOP_SUM,
+                               s->second, err));
     SW_TRY(ops->event_record(self->device, s->end, s->second, err));
-    return sw_nccl_wait(self->comm, s->end, "the collective", err);
+    return sw_peers_wait(self->comm, s->end, "the collective", err);
+}
+
+/* Who left at once would be seen to have left, and nobody would wait for it. */
+static void await_others(gpu_rank *self, const scene *s)
+{
+    bool unused;
+    while (atomic_load(&played) < self->world_size - 1)
+        if (self->device->ops->event_query(self->device, s->event, &unused, NULL) != SW_OK)
+            return;
 }
 
 static bool act(gpu_rank *self)
@@ -106,6 +117,9 @@ static bool act(gpu_rank *self)
         status = set(self, &s);
     if (status == SW_OK)
         status = play(self, &s);
+    if (planted == DEADLOCK && self->rank == 1)
+        await_others(self, &s);
+    atomic_fetch_add(&played, 1);
     const sw_device_ops *ops = self->device->ops;
     if (planted != FREED_EARLY && ops->event_record(self->device, s.end, s.second, NULL) == SW_OK)
         (void)!ops->event_wait(self->device, s.end, TIMEOUT_NS, "the end", NULL);
@@ -135,6 +149,7 @@ int main(int argc, char **argv)
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (defect planted = NONE; planted < DEFECT_COUNT; ++planted) {
             stray = planted == UNDECLARED;
+            atomic_store(&played, 0);
             bool ok = gpu_ranks_run(3, (sim_policy)policy, 7, act, &planted);
             if (planted == NONE) {
                 check(ok, "policy %d: the scene failed", policy);

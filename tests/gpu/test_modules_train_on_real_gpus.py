@@ -1,13 +1,14 @@
 """Law: a module on a GPU trains as the naive loop over the same GPUs does. With deterministic=True `.grad` has the bits of the
 fold in rank order of what the ranks' own backwards gave, and no step in which every parameter was used waits on the host.
 
-One rank a GPU, on one GPU and on all that there are. Skipped, with the reason, elsewhere; there the same bodies run on the CPU,
-so that what is skipped is known to be sound.
+One rank a GPU, on one GPU and on all that there are; and several ranks on one GPU, through slots in memory of the host or of the
+GPU. Skipped, with the reason, elsewhere; there the same bodies run on the CPU, so that what is skipped is known to be sound.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from peer import batch
 
 import shardwright as sw
 from shardwright import _engine
+from shardwright.device_transport import VARIABLE
 
 
 def gpu_count() -> int:
@@ -63,6 +65,13 @@ def test_compressed_gradients_on_gpus(gpus: int, tmp_path: Path) -> None:
     run(compress, tmp_path, gpus, "cuda")
 
 
+@pytest.mark.parametrize(("way", "ranks"), [("auto", 2), ("shm", 2), ("shm", 3), ("ipc", 2), ("ipc", 3)])
+def test_several_ranks_on_one_gpu(tmp_path: Path, monkeypatch: Any, way: str, ranks: int) -> None:
+    gpu_count()
+    monkeypatch.setenv(VARIABLE, way)
+    run(shared_gpu, tmp_path, ranks, "shared", way=way)
+
+
 def test_the_same_on_the_cpu(tmp_path: Path) -> None:
     run(everything, tmp_path, 2, "cpu")
 
@@ -71,6 +80,9 @@ def test_the_same_on_the_cpu(tmp_path: Path) -> None:
 
 
 def place(rank: int, device: str) -> torch.device:
+    if device == "shared":
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
     if device == "cuda":
         torch.cuda.set_device(rank)
         return torch.device("cuda", rank)
@@ -183,6 +195,14 @@ def compress(rank: int, world_size: int, device: str) -> None:
                 for name, gradient in found[1].items():
                     assert bits_equal(found[0][name].cpu(), gradient), (zero, compressor, number, name)
             assert host_waits(wrapped[0]) == waits
+
+
+def shared_gpu(rank: int, world_size: int, device: str, way: str) -> None:
+    wrapped, _ = pair(Mlp, place(rank, device))
+    used = wrapped._engine().reducer.transport
+    allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    assert used == way or (way == "auto" and (used in ("shm", "ipc") or (allowed and used == "nccl"))), used
+    everything(rank, world_size, device)
 
 
 def everything(rank: int, world_size: int, device: str) -> None:

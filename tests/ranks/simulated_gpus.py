@@ -29,12 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwright as sw
-from shardwright import _engine, process_group
+from shardwright import _engine, device_transport, process_group
 from shardwright import device as sw_device
 from shardwright.checkpoint import device_staging
+from shardwright.device_transport import VARIABLE
 
 POLICIES = ("eager", "on demand", "random", "late")
 READ, WRITE = 1, 2
+#: small, so that messages take several, and since launches look at all memory
+SLOT_BYTES = 8192
 #: GPUs run what they can where their host has called nothing for so long: it waits for others, who may wait for that
 STALL_S = 0.05
 #: read nothing of what they are given but its shape
@@ -61,23 +64,38 @@ def build() -> dict[str, str]:
 
 
 def run(
-    teams: Any, world_size: int, paths: dict[str, str], scene: Any, *arguments: Any, policy: str = "random"
+    teams: Any,
+    world_size: int,
+    paths: dict[str, str],
+    scene: Any,
+    *arguments: Any,
+    policy: str = "random",
+    transport: str | None = None,
 ) -> None:
     """`scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it.
 
-    A test's module may have inside(gpus), a context around its scenes.
+    A test's module may have inside(gpus), a context around its scenes. `transport`: one of device_transport.TRANSPORTS; default: what the
+    environment's SHARDWRIGHT_GPU_TRANSPORT says, so that `SHARDWRIGHT_GPU_TRANSPORT=shm pytest tests/ranks/test_x.py` runs a whole file with it.
     """
     place = {"module": scene.__module__, "scene": scene.__name__}
-    given = {"paths": paths, "policy": policy, "given": arguments, **place}
+    transport = transport or os.environ.get(VARIABLE, "nccl")
+    given = {"paths": paths, "policy": policy, "transport": transport, "given": arguments, **place}
     teams.run(world_size, _simulate, spoils=False, deadline_s=DEADLINE_S, arguments=given)
 
 
 def _simulate(
-    rank: int, world_size: int, paths: dict[str, str], policy: str, module: str, scene: str, given: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    paths: dict[str, str],
+    policy: str,
+    transport: str,
+    module: str,
+    scene: str,
+    given: tuple[Any, ...],
 ) -> None:
     found = importlib.import_module(module)
     inside = getattr(found, "inside", lambda gpus: contextlib.nullcontext())
-    with SimulatedGpus(paths, meet(rank), policy) as gpus, inside(gpus):
+    with SimulatedGpus(paths, meet(rank), policy, transport=transport) as gpus, inside(gpus):
         getattr(found, scene)(gpus, rank, world_size, *given)
 
 
@@ -184,9 +202,20 @@ class SimulatedGpus:
         Of all ranks; where collectives meet.
     policy, seed
         When enqueued operations run: one of POLICIES.
+    transport
+        What carries the bytes between ranks: one of device_transport.TRANSPORTS.
     """
 
-    def __init__(self, paths: dict[str, str], folder: str | Path, policy: str = "on demand", seed: int = 1) -> None:
+    def __init__(
+        self,
+        paths: dict[str, str],
+        folder: str | Path,
+        policy: str = "on demand",
+        seed: int = 1,
+        transport: str = "nccl",
+    ) -> None:
+        self._transport = transport
+        self._patch = pytest.MonkeyPatch()
         self.paths, self.folder = paths, Path(folder)
         self._policy, self._seed = POLICIES.index(policy), seed
         self._cuda = ctypes.CDLL(paths["cuda"], ctypes.RTLD_GLOBAL)
@@ -213,7 +242,10 @@ class SimulatedGpus:
         gc.collect()  # what an earlier simulation left is closed before it is forgotten
         self._close_groups()
         self._write_image()
-        os.environ["SIM_NCCL_FOLDER"] = str(self.folder)
+        self._patch.setenv("SIM_NCCL_FOLDER", str(self.folder))
+        self._patch.setenv("SIM_BUS", str(os.getpid()))  # a card of its own
+        self._patch.setenv(VARIABLE, self._transport)
+        self._patch.setattr(device_transport, "SLOT_BYTES", SLOT_BYTES)
         count = self._kernels.sim_kernel_count()
         self._cuda.sim_torch_begin(self._policy, self._seed, self._kernels.sim_kernel_contracts(), count)
         self.stream = self._cuda.sim_torch_stream()
@@ -238,6 +270,7 @@ class SimulatedGpus:
         finally:
             self._left.set()
             self._clock.join()
+            self._patch.undo()
 
     def _leave(self, kind: Any, value: Any) -> None:
         self._mode.__exit__(None, None, None)

@@ -19,6 +19,7 @@ from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 
 from shardwright import device as sw_device
+from shardwright.device_transport import VARIABLE
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -197,6 +198,31 @@ def nothing_to_lend(gpus: SimulatedGpus, rank: int, world_size: int, sentence: s
         assert rank == world_size - 1 or f"rank {world_size - 1} cannot use its GPU" in str(caught.value)
         backend.address = address
         sw_device.runtime.backend = lambda group: backend
+        trained(gpus, rank, backend, communicator="borrow")  # nothing is left of it
+
+
+@at_least_two
+def test_borrowing_means_nccl(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, means_nccl, transport="auto")
+
+
+def means_nccl(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """Where ranks share a GPU, too: then torch's communicator says that they can. Slots, or some ranks alone, are an error on all ranks."""
+    with lending(gpus, rank, world_size) as backend, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIM_BUS", "7")
+        _, model, _ = training(gpus, {"communicator": "borrow"})
+        assert model._engine().reducer.transport == "nccl"
+        assert "NCCL 2.21.0, torch's communicator; kernels" in model._engine().reducer.transport_reason
+        gpus._close_groups()
+        patch.setenv(VARIABLE, "shm")
+        with pytest.raises(
+            NotImplementedError, match="is NCCL's alone, and SHARDWRIGHT_GPU_TRANSPORT=shm asks"
+        ) as caught:
+            training(gpus, {"communicator": "borrow"})
+        assert len(set(gather(str(caught.value)))) == 1
+        patch.setenv(VARIABLE, "auto")
+        with pytest.raises(sw.Error, match="communicator"):
+            training(gpus, {"communicator": "own" if rank == 1 else "borrow"})
         trained(gpus, rank, backend, communicator="borrow")  # nothing is left of it
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pathlib
 import sys
 from typing import Any
@@ -17,6 +18,8 @@ from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
 from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, stats, sw
+
+from shardwright.device_transport import VARIABLE
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
@@ -46,7 +49,7 @@ def test_an_mlp_trains_with_the_oracles_bits(teams: Any, world_size: int, paths:
 
 def mlp(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-    assert wrapped._engine().reducer.transport == "nccl"
+    assert wrapped._engine().reducer.transport == os.environ[VARIABLE]
     train(rank, wrapped, naive)
     counts = stats(wrapped)
     assert counts["buckets_early"] > 0, counts
@@ -258,7 +261,7 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 def test_a_gpu_that_cannot_be_used_on_one_rank_is_named_on_all_and_the_cpu_works(
     teams: Any, world_size: int, paths: dict[str, str], missing: str
 ) -> None:
-    run(teams, world_size, paths, missing_piece, missing)
+    run(teams, world_size, paths, missing_piece, missing, transport="nccl")
 
 
 def missing_piece(gpus: SimulatedGpus, rank: int, world_size: int, missing: str) -> None:

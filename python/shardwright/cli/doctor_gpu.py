@@ -43,6 +43,11 @@ _HURTING: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
     "TORCH_NCCL_BLOCKING_WAIT": (("1",), "slow", "unset it: each collective then stops the host"),
     "CUDA_LAUNCH_BLOCKING": (("1",), "slow", "unset it outside of debugging: each launch then stops the host"),
     "NCCL_DEBUG": (("TRACE", "INFO"), "note", "set it to WARN when all works: the log grows with every communicator"),
+    "SHARDWRIGHT_GPU_TRANSPORT": (
+        ("SHM",),
+        "slow",
+        "unset it: NCCL, or slots in the GPUs' memory, spare the way over the host",
+    ),
     "NCCL_COMM_BLOCKING": (("1",), "note", "unset it: creation under a deadline needs non-blocking communicators"),
 }
 
@@ -123,13 +128,17 @@ def _conf_settings(environment: Mapping[str, str], confs: tuple[str, ...]) -> di
 
 
 def _settings(settings: Mapping[str, str]) -> Iterator[Finding]:
+    from ..device_transport import TRANSPORTS, VARIABLE
+
     for name in sorted(settings):
         if name in _HURTING:
             values, verdict, fix = _HURTING[name]
             if values is None or settings[name].upper() in values:
                 yield Finding(name, settings[name], verdict, fix)
                 continue
-        if name.startswith(("NCCL_", "TORCH_NCCL_")) or name == "CUDA_LAUNCH_BLOCKING":
+        if name == VARIABLE and settings[name] not in TRANSPORTS:
+            yield Finding(name, settings[name], "bad", f"one of {', '.join(TRANSPORTS)}")
+        elif name.startswith(("NCCL_", "TORCH_NCCL_", VARIABLE)) or name == "CUDA_LAUNCH_BLOCKING":
             yield Finding(name, settings[name])
 
 

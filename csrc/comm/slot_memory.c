@@ -1,0 +1,153 @@
+/* slot_memory.c - the parts of the slot transport: registered with the driver, and slots in the
+ * GPUs' own memory where all ranks can have them there.
+ *
+ * Idea: what ranks must agree on is said in their parts and read after a round: no other channel is
+ * needed, and creation tries the very operations that all later work is made of.
+ */
+#include <time.h>
+
+#include "comm/slot_state.h"
+#include "platform/clock.h"
+
+/* How long a rank waits at its end for peers to close its memory, before it leaves that allocated.
+ */
+static const int64_t CLOSED_NS = 10000000000, FAILED_NS = 1000000000;
+
+static uint8_t *in_part(const sw_slot_transport *t, int rank)
+{
+    return t->mapped[rank] + sw_slot_part_bytes(t->slot_bytes) - SW_SLOT_COUNT * t->slot_bytes;
+}
+
+static sw_status register_parts(sw_slot_transport *t, sw_error *err)
+{
+    size_t bytes = sw_slot_part_bytes(t->slot_bytes);
+    for (int p = 0; p < t->base.world_size; ++p) {
+        void *mapped;
+        SW_TRY(t->device->ops->host_register(t->device, t->part[p], bytes, &mapped, err));
+        t->mapped[p] = mapped;
+        t->slots[p] = in_part(t, p);
+    }
+    return SW_OK;
+}
+
+/* ---- slots on the device ---- */
+
+/* A failure here is an answer, not an error. */
+static void export_slots(sw_slot_transport *t, sw_slot_place place)
+{
+    sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
+    const sw_device_ops *ops = t->device->ops;
+    bool can = place != SW_SLOTS_ON_HOST &&
+               ops->memory_alloc(t->device, SW_SLOT_COUNT * t->slot_bytes, &t->own_slots,
+                                 &own->refusal) == SW_OK &&
+               ops->memory_export(t->device, t->own_slots, &own->exported, &own->refusal) == SW_OK;
+    own->exports = can ? SW_SLOT_YES : SW_SLOT_NO;
+}
+
+static void open_slots(sw_slot_transport *t)
+{
+    sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
+    bool can = true;
+    atomic_store(&own->opening, SW_SLOT_OPEN);
+    for (int p = 0; p < t->base.world_size && can; ++p) {
+        void *memory;
+        if (p == t->base.rank)
+            continue;
+        if (atomic_load(&sw_slot_head_of(t, p)->has_failed)) /* it may free its memory */
+            break;
+        can = t->device->ops->memory_open(t->device, &sw_slot_head_of(t, p)->exported, &memory,
+                                          &own->refusal) == SW_OK;
+        if (can)
+            t->opened[p] = memory;
+    }
+    own->opens = can ? SW_SLOT_YES : SW_SLOT_NO;
+}
+
+static void close_slots(sw_slot_transport *t)
+{
+    for (int p = 0; p < t->base.world_size; ++p) {
+        t->device->ops->memory_close(t->device, t->opened[p]);
+        t->opened[p] = NULL;
+    }
+}
+
+/* The first rank that said no to exporting, or to opening; -1: none. */
+static int find_refusal(const sw_slot_transport *t, bool opening)
+{
+    for (int p = 0; p < t->base.world_size; ++p) {
+        const sw_slot_head *head = sw_slot_head_of(t, p);
+        if ((opening ? head->opens : head->exports) != SW_SLOT_YES)
+            return p;
+    }
+    return -1;
+}
+
+static sw_status agree_on_place(sw_slot_transport *t, sw_slot_place place, sw_error *err)
+{
+    int refused = find_refusal(t, false);
+    if (refused < 0) {
+        open_slots(t);
+        SW_TRY(sw_slot_meet(t, "opening the GPUs' memory", err));
+        refused = find_refusal(t, true);
+    }
+    if (refused < 0) {
+        for (int p = 0; p < t->base.world_size; ++p)
+            t->slots[p] = p == t->base.rank ? t->own_slots : t->opened[p];
+        return SW_OK;
+    }
+    close_slots(t);
+    SW_TRY(sw_slot_meet(t, "closing the GPUs' memory", err)); /* nobody has ours open */
+    t->device->ops->memory_free(t->device, t->own_slots);
+    t->own_slots = NULL;
+    if (place != SW_SLOTS_ON_DEVICE)
+        return SW_OK;
+    sw_error reason;
+    sw_error_set(&reason, SW_E_UNSUPPORTED, -1,
+                 "GPU slots: rank %d of %d cannot have them in its GPU's memory: %.300s", refused,
+                 t->base.world_size, sw_slot_head_of(t, refused)->refusal.message);
+    return sw_slot_fail(t, &reason, err);
+}
+
+sw_status sw_slot_memory_init(sw_slot_transport *t, sw_slot_place place, sw_error *err)
+{
+    const sw_device_ops *ops = t->device->ops;
+    SW_TRY(ops->event_create(t->device, &t->ended, err));
+    SW_TRY(ops->memory_alloc(t->device, t->slot_bytes, &t->staging, err));
+    SW_TRY(register_parts(t, err));
+    export_slots(t, place);
+    SW_TRY(sw_slot_meet(t, "creation of the communicator", err));
+    return place == SW_SLOTS_ON_HOST ? SW_OK : agree_on_place(t, place, err);
+}
+
+/* Whether every rank has closed what it had open of ours, or comes to it in time. Who has opened
+ * nothing yet sees that this rank has failed before it does. */
+static bool is_closed_elsewhere(const sw_slot_transport *t)
+{
+    const struct timespec nap = {.tv_nsec = 50000};
+    int64_t start = sw_clock_now_ns();
+    for (int p = 0; p < t->base.world_size; ++p)
+        while (p != t->base.rank && atomic_load(&sw_slot_head_of(t, p)->opening) == SW_SLOT_OPEN) {
+            bool unused; /* a context that is lost has no memory */
+            if (t->device->ops->event_query(t->device, t->ended, &unused, NULL) != SW_OK ||
+                sw_clock_now_ns() - start > (t->has_failed ? FAILED_NS : CLOSED_NS))
+                return false;
+            nanosleep(&nap, NULL);
+        }
+    return true;
+}
+
+void sw_slot_memory_fini(sw_slot_transport *t)
+{
+    const sw_device_ops *ops = t->device->ops;
+    close_slots(t);
+    atomic_store(&sw_slot_head_of(t, t->base.rank)->opening, SW_SLOT_CLOSED);
+    /* Not by a round: a peer that still has operations must not take it for one of them. What a
+     * peer's GPU would meet in memory that was freed would end its context. */
+    if (t->own_slots && is_closed_elsewhere(t))
+        ops->memory_free(t->device, t->own_slots);
+    for (int p = 0; p < t->base.world_size; ++p)
+        if (t->mapped[p])
+            ops->host_unregister(t->device, t->part[p]);
+    ops->memory_free(t->device, t->staging);
+    ops->event_destroy(t->device, t->ended);
+}

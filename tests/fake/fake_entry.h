@@ -1,0 +1,25 @@
+/* fake_entry.h - how each entry point of the fake driver begins and ends. */
+#ifndef SW_TEST_FAKE_ENTRY_H
+#define SW_TEST_FAKE_ENTRY_H
+
+#include "sim.h"
+
+/* Every entry point: counted, may be told to fail, and what needs a context has one. */
+#define ENTER(name)                     \
+    do {                                \
+        int result_ = 0;                \
+        if (!sim_enter(name, &result_)) \
+            return result_;             \
+    } while (0)
+#define LEAVE(value)          \
+    do {                      \
+        int value_ = (value); \
+        sim_leave();          \
+        return value_;        \
+    } while (0)
+#define ENTER_CONTEXT(name)     \
+    ENTER(name);                \
+    if (!sim_current_context()) \
+    LEAVE(SW_CU_INVALID_CONTEXT)
+
+#endif
