@@ -2,6 +2,7 @@
 them reads what any other wrote, and goes on with the same bits. What is spread over ranks is not gathered for it."""
 
 import itertools
+import os
 import tempfile
 from unittest import mock
 
@@ -261,6 +262,20 @@ def fully_sharded(seed):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@needs_fsdp2_on_cpus
+@on_every_rank()
+def test_what_is_spread_over_ranks_beside_state_is_named_before_a_byte_is_written(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = fully_sharded(seed=4)
+    optimizer.register_state_dict_post_hook(
+        lambda _, state: {**state, "slow": [p.detach().clone() for p in model.parameters()]}
+    )
+    with pytest.raises(sw.CheckpointError, match="has a DTensor under 'slow'"):
+        sw.save(f"{folder}/a", model, optimizer)
+    assert not os.path.exists(f"{folder}/a")
+    gather(None)
 
 
 @needs_fsdp2_on_cpus
