@@ -103,31 +103,34 @@ def test_retention_and_prune_take_it_as_any_other(between: Path) -> None:
     assert folders(between) == ["step-000005"]
 
 
-@pytest.mark.parametrize("steps", itertools.combinations_with_replacement(range(5), 3))
-def test_who_lists_while_a_writer_replaces_finds_every_step(between: Path, steps: tuple[int, ...]) -> None:
+def test_who_lists_while_a_writer_replaces_finds_every_step(tmp_path: Path) -> None:
     """The writer takes its three steps after so many looks of the reader."""
-    name, replaced = between / "step-000002", between / "step-000002.replaced"
-    replaced.rename(name)
-    (between / "step-000001").rename(between / "new")
-    renames = [(name, replaced), (between / "new", name), (replaced, between / "gone")]
-    looks = itertools.count()
+    for steps in itertools.combinations_with_replacement(range(6), 3):
+        directory = tmp_path / "-".join(map(str, steps))
+        name, replaced, new = (directory / each for each in ("step-000002", "step-000002.replaced", "new"))
+        for folder in (name, new):
+            folder.mkdir(parents=True)
+            (folder / "MANIFEST.json").touch()
+        renames = [(name, replaced), (new, name), (replaced, directory / "gone")]
+        looks = itertools.count()
 
-    def looked(function: Any) -> Any:
-        def look(path: Any) -> Any:
-            found, number = function(path), next(looks)
-            for step, (old, new) in zip(steps, renames):
-                if step == number:
-                    os.rename(old, new)
-            return found
+        def looked(function: Any) -> Any:
+            def look(path: Any) -> Any:
+                found, number = function(path), next(looks)  # noqa: B023
+                for step, (old, to) in zip(steps, renames):  # noqa: B023
+                    if step == number:
+                        os.rename(old, to)
+                return found
 
-        return look
+            return look
 
-    with (
-        mock.patch.object(os, "listdir", looked(os.listdir)),
-        mock.patch.object(os.path, "lexists", looked(os.path.lexists)),
-        mock.patch.object(os.path, "exists", looked(os.path.exists)),
-    ):
-        assert [each.step for each in retention.list_checkpoints(str(between))] == [2]
+        with (
+            mock.patch.object(os, "listdir", looked(os.listdir)),
+            mock.patch.object(os.path, "lexists", looked(os.path.lexists)),
+            mock.patch.object(os.path, "exists", looked(os.path.exists)),
+        ):
+            found = [each.step for each in retention.list_checkpoints(str(directory))]
+        assert found == [2], steps
 
 
 def test_a_single_save_takes_nobodys_place(tmp_path: Path) -> None:
