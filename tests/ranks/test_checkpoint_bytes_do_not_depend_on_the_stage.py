@@ -3,6 +3,7 @@ them reads what any other wrote, and goes on with the same bits. What is spread 
 
 import itertools
 import os
+import resource
 import tempfile
 from unittest import mock
 
@@ -178,6 +179,32 @@ def test_a_rank_that_cannot_copy_goes_through_all_rounds_and_the_save_fails_for_
         checkpoints.save(1)
         checkpoints.wait()
     sw.load(f"{folder}/step-000002", *sw.wrap(*build(Wide, seed=3), zero=1))
+
+
+def save_wide_under_a_limit(rank, world_size, folder):
+    """One rank may make no file, and so no shared memory, of more than 2 MiB."""
+    model, optimizer = sw.wrap(*build(Wide), zero=0)
+    train(model, optimizer, 1, width=575)
+    sw.save(f"{folder}/whole", model, optimizer, max_file_bytes=1 << 20)
+    whole = digest_of(f"{folder}/whole")
+    model, optimizer = sw.wrap(*build(Wide), zero=1, bucket_cap_mb=0.5)
+    train(model, optimizer, 1, width=575)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+    with mock.patch.multiple(cuts, _SLOT_BYTES=400 << 10):  # more than the limit in all
+        checkpoints = sw.Checkpointer(folder, model, optimizer, max_file_bytes=1 << 20)
+    with checkpoints:
+        for step in range(2):
+            checkpoints.save(step)
+            checkpoints.wait()
+        received = checkpoints.progress["received_bytes"]
+    return received, [digest_of(f"{folder}/step-{step:06d}") == whole for step in (1, 2)]
+
+
+def test_where_ranks_cannot_map_a_window_pieces_are_copied(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(3) as team:
+        answers = team.run(save_wide_under_a_limit, folder=folder)
+    assert all(all(same) for _, same in answers) and sum(received for received, _ in answers) > 0
 
 
 def save_wide(rank, world_size, folder):
