@@ -222,6 +222,7 @@ def test_state_of_an_optimizer_inside_is_an_error_until_it_is_passed(tmp_path: P
     ):
         sw.save(tmp_path / "a", model, optimizer)
     assert not (tmp_path / "a").exists()
+    sw.save(tmp_path / "a", model, optimizer, extra={"base_optimizer": optimizer.base_optimizer.state_dict()})
     with sw.Checkpointer(
         tmp_path / "b", model, optimizer, user_state={"base_optimizer": optimizer.base_optimizer}
     ) as checkpoints:
@@ -258,6 +259,24 @@ def test_what_cannot_be_had_is_named_before_a_byte_is_written(tmp_path: Path) ->
         with pytest.raises(sw.CheckpointError, match=sentence):
             sw.save(tmp_path / "a", model, optimizer)
         assert not (tmp_path / "a").exists()
+
+
+def test_state_that_state_dict_shows_under_other_names_is_not_lacking(tmp_path: Path) -> None:
+    class Named(torch.optim.Adam):
+        def state_dict(self) -> dict[str, Any]:
+            found = super().state_dict()
+            return {**found, "state": {f"weight {number}": values for number, values in found["state"].items()}}
+
+    model = model_of(0)
+    optimizer = Named(model.parameters(), lr=0.05)
+    train(model, optimizer, 2)
+    sw.save(tmp_path / "a", model, optimizer)
+    other = model_of(1)
+    another = Named(other.parameters(), lr=0.05)
+    sw.load(tmp_path / "a", other, another)
+    train(model, optimizer, 2)
+    train(other, another, 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
 
 def test_tensors_in_attributes_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

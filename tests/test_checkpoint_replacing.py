@@ -3,9 +3,12 @@ everybody who looks for it, whatever stops the writer between, and the next save
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,7 +56,14 @@ def test_between_the_steps_readers_of_every_kind_find_what_was_there(
     state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
     dcp.load(state, storage_reader=StorageReader(between / "step-000002"), no_dist=True)
     assert float(state["model"]["bias"][0]) == 2.0 and StorageReader.validate_checkpoint_id(between / "step-000002")
-    for command in (["ls", str(between)], ["verify", str(between)], ["inspect", str(between / "step-000002")]):
+    one = str(between / "step-000002")
+    for command in (
+        ["ls", str(between)],
+        ["verify", str(between)],
+        ["verify", one],
+        ["inspect", one],
+        ["inspect", one + "/"],
+    ):
         assert main(["ckpt", *command]) == 0
     assert "step-000002.replaced" in capsys.readouterr().out
 
@@ -91,3 +101,60 @@ def test_retention_and_prune_take_it_as_any_other(between: Path) -> None:
         checkpoints.save(4)
     assert main(["ckpt", "prune", str(between), "--keep-last", "1", "--yes"]) == 0
     assert folders(between) == ["step-000005"]
+
+
+def test_who_lists_while_a_writer_replaces_finds_every_step(tmp_path: Path) -> None:
+    """The writer takes its three steps after so many looks of the reader."""
+    for steps in itertools.combinations_with_replacement(range(6), 3):
+        directory = tmp_path / "-".join(map(str, steps))
+        name, replaced, new = (directory / each for each in ("step-000002", "step-000002.replaced", "new"))
+        for folder in (name, new):
+            folder.mkdir(parents=True)
+            (folder / "MANIFEST.json").touch()
+        renames = [(name, replaced), (new, name), (replaced, directory / "gone")]
+        looks = itertools.count()
+
+        def looked(function: Any) -> Any:
+            def look(path: Any) -> Any:
+                found, number = function(path), next(looks)  # noqa: B023
+                for step, (old, to) in zip(steps, renames):  # noqa: B023
+                    if step == number:
+                        os.rename(old, to)
+                return found
+
+            return look
+
+        with (
+            mock.patch.object(os, "listdir", looked(os.listdir)),
+            mock.patch.object(os.path, "lexists", looked(os.path.lexists)),
+            mock.patch.object(os.path, "exists", looked(os.path.exists)),
+        ):
+            found = [each.step for each in retention.list_checkpoints(str(directory))]
+        assert found == [2], steps
+
+
+def test_a_single_save_takes_nobodys_place(tmp_path: Path) -> None:
+    (tmp_path / "a.replaced").mkdir()
+    (tmp_path / "a.replaced" / "notes.txt").write_text("of somebody")
+    with pytest.raises(sw.CheckpointError, match=r"a\.replaced' exists already"):
+        sw.save(tmp_path / "a", model_of(1.0))
+    assert (tmp_path / "a.replaced" / "notes.txt").read_text() == "of somebody"
+
+
+def test_what_was_replaced_goes_before_its_successor_does(between: Path) -> None:
+    """Else a writer that stops between the two has made it a checkpoint again."""
+    os.rename(between / "step-000001", between / "step-000002")
+    with sw.Checkpointer(between, model_of(3.0), keep_last=1) as checkpoints:
+        with mock.patch.object(checkpoints._writer, "begin") as begin:
+            checkpoints.save(2)
+        assert [os.path.basename(path) for path in begin.call_args.kwargs["retired"]] == [
+            "step-000002.replaced",
+            "step-000002",
+        ]
+
+
+def test_prune_needs_no_fsync_of_a_directory_where_nothing_was_replaced(between: Path) -> None:
+    (between / "step-000002.replaced").rename(between / "step-000002")
+    with mock.patch.object(retention, "sync", side_effect=OSError(22, "Invalid argument")):
+        assert main(["ckpt", "prune", str(between), "--keep-last", "1", "--yes"]) == 0
+    assert folders(between) == ["step-000002"]

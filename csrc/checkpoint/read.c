@@ -49,13 +49,18 @@ sw_status sw_checkpoint_open_file(const char *folder, const sw_manifest_file *fi
 sw_status sw_checkpoint_replaced_name(char replaced[SW_PATH_BYTES], const char *folder,
                                       sw_error *err)
 {
-    if (snprintf(replaced, SW_PATH_BYTES, "%s.replaced", folder) >= SW_PATH_BYTES)
+    size_t length = strlen(folder);
+    while (length > 1 && folder[length - 1] == '/')
+        --length;
+    if (length >= SW_PATH_BYTES ||
+        snprintf(replaced, SW_PATH_BYTES, "%.*s.replaced", (int)length, folder) >= SW_PATH_BYTES)
         SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES,
                 folder);
     return SW_OK;
 }
 
-sw_status sw_checkpoint_locate(const char *folder, char found[SW_PATH_BYTES], sw_error *err)
+/* Where it lies; of what is nowhere: `folder`. */
+static sw_status locate(const char *folder, char found[SW_PATH_BYTES], sw_error *err)
 {
     if (snprintf(found, SW_PATH_BYTES, "%s", folder) >= SW_PATH_BYTES)
         SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES,
@@ -83,6 +88,30 @@ sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error
     }
     *manifest = made;
     return SW_OK;
+}
+
+/* A writer replaces in three steps (`folder` becomes the replaced name, the new one becomes
+ * `folder`, the replaced one goes). The first, or the last two, may end one look each. */
+sw_status sw_checkpoint_find(const char *folder, char found[SW_PATH_BYTES], sw_manifest *manifest,
+                             sw_error *err)
+{
+    enum { LOOKS = 3 };
+    for (int look = 1;; ++look) {
+        struct stat before = {0}, after;
+        sw_error why = {0};
+        SW_TRY(locate(folder, found, err));
+        bool was = lstat(found, &before) == 0;
+        sw_status status = sw_checkpoint_open(found, manifest, &why);
+        if (status == SW_OK)
+            return SW_OK;
+        bool stays = was && lstat(found, &after) == 0 && before.st_dev == after.st_dev &&
+                     before.st_ino == after.st_ino;
+        if (stays || look == LOOKS) {
+            if (err)
+                *err = why;
+            return status;
+        }
+    }
 }
 
 sw_status sw_checkpoint_verify(const char *folder, const sw_manifest *manifest, uint64_t first,

@@ -360,7 +360,7 @@ sw_status sw_file_exchange(const char *a, const char *b, bool *swapped, sw_error
 {
     /* By number: glibc's renameat2 is as new as the oldest glibc that we load on. */
     *swapped = syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, EXCHANGE) == 0;
-    if (*swapped || errno == EINVAL || errno == ENOSYS)
+    if (*swapped || errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP)
         return SW_OK;
     return fail_os(err, "exchanging", a);
 }

@@ -28,9 +28,7 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!PyArg_ParseTuple(args, "s:CheckpointFolder", &path))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    status = sw_checkpoint_locate(path, found, &err);
-    if (status == SW_OK)
-        status = sw_checkpoint_open(found, &manifest, &err);
+    status = sw_checkpoint_find(path, found, &manifest, &err);
     Py_END_ALLOW_THREADS
     if (status != SW_OK)
         return sw_py_raise_checkpoint(PyType_GetModuleState(type), &err);

@@ -675,6 +675,7 @@ int main(void)
         for (int kind = FAULT_DIE_BEFORE; kind < FAULT_COUNT && CAN_FORK; ++kind)
             if (is_long || (!IS_SLOW && kind == (i ? FAULT_EIO : FAULT_DIE_AFTER)))
                 cut_every_call((fault)kind, 1, 1);
+        exchange_refusal = i ? EOPNOTSUPP : EINVAL;
         cut_power_everywhere(1, 1, is_long ? 90 : 4);
     }
     exchange_refusal = 0;

@@ -1,5 +1,6 @@
 /* test_checkpoint_save.c - ranks as threads save one checkpoint: the same bytes for every world
  * size, form and number of threads; one sentence on every rank where they cannot. */
+#include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -266,10 +267,87 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
     case_free(&data);
 }
 
+/* ---- a reader, while a writer replaces what it looks for ---- */
+
+enum { WRITER_STEPS = 3, LOOKED_AT_MAX = 9 };
+
+static bool is_replacing;
+static int looked_at, goes_on_at[WRITER_STEPS]; /* after so many looks of the reader */
+static const char *const writer_steps[WRITER_STEPS][2] = {
+    {"found", "found.replaced"}, {"new", "found"}, {"found.replaced", "gone"}};
+
+static void move(const char *from, const char *to)
+{
+    char paths[2][SW_PATH_BYTES];
+    snprintf(paths[0], SW_PATH_BYTES, "%s/%s", directory, from);
+    snprintf(paths[1], SW_PATH_BYTES, "%s/%s", directory, to);
+    if (rename(paths[0], paths[1]) != 0)
+        exit(96);
+}
+
+int lstat(const char *restrict path, struct stat *restrict info)
+{
+    int result = fstatat(AT_FDCWD, path, info, AT_SYMLINK_NOFOLLOW), code = errno;
+    for (int i = 0; is_replacing && i < WRITER_STEPS; ++i)
+        if (goes_on_at[i] == looked_at)
+            move(writer_steps[i][0], writer_steps[i][1]);
+    looked_at += is_replacing;
+    errno = code;
+    return result;
+}
+
+static void check_found(const char *name, const char *what)
+{
+    char path[SW_PATH_BYTES], found[SW_PATH_BYTES];
+    sw_manifest manifest = {0};
+    sw_error err = {0};
+    snprintf(path, sizeof path, "%s/%s", directory, name);
+    is_replacing = true;
+    looked_at = 0;
+    sw_status status = sw_checkpoint_find(path, found, &manifest, &err);
+    is_replacing = false;
+    check(status == SW_OK && (manifest.step == 1 || manifest.step == 2), what, err.message);
+    sw_manifest_fini(&manifest);
+}
+
+/* Whenever the writer takes its steps, the reader finds the old checkpoint or the new one. */
+static void what_is_replaced_is_found_all_the_time(void)
+{
+    char what[64];
+    case_clear(directory);
+    mkdir(directory, 0777);
+    for (int step = 1; step <= 2; ++step) {
+        sw_error err = {0};
+        case_rank settings = {.world_size = 1,
+                              .step = step,
+                              .directory = directory,
+                              .number = 1,
+                              .nonce = step == 1 ? "old" : "new",
+                              .thread_count = 1};
+        check(case_save_together(settings, &err) == SW_OK, "a save", err.message);
+    }
+    move("step-000001", "found");
+    move("step-000002", "new");
+    for (int a = 0; a < LOOKED_AT_MAX; ++a)
+        for (int b = a; b < LOOKED_AT_MAX; ++b)
+            for (int c = b; c < LOOKED_AT_MAX; ++c) {
+                memcpy(goes_on_at, (int[]){a, b, c}, sizeof goes_on_at);
+                snprintf(what, sizeof what, "found, with steps after %d, %d and %d looks", a, b, c);
+                check_found("found", what);
+                for (int i = WRITER_STEPS - 1; i >= 0; --i) /* back to where it began */
+                    if (goes_on_at[i] < looked_at)
+                        move(writer_steps[i][1], writer_steps[i][0]);
+            }
+    memset(goes_on_at, 0xff, sizeof goes_on_at);
+    move("found", "found.replaced");
+    check_found("found//", "found, with slashes behind its name");
+}
+
 int main(void)
 {
     snprintf(directory, sizeof directory, "%s/sw-save-%d", case_root(), (int)getpid());
     every_form_writes_the_same_bytes();
+    what_is_replaced_is_found_all_the_time();
     a_board_may_be_a_file();
     a_missing_range_is_named_on_every_rank();
     split_ranges_make_the_same_block();

@@ -2,6 +2,8 @@
 them reads what any other wrote, and goes on with the same bits. What is spread over ranks is not gathered for it."""
 
 import itertools
+import os
+import resource
 import tempfile
 from unittest import mock
 
@@ -179,6 +181,32 @@ def test_a_rank_that_cannot_copy_goes_through_all_rounds_and_the_save_fails_for_
     sw.load(f"{folder}/step-000002", *sw.wrap(*build(Wide, seed=3), zero=1))
 
 
+def save_wide_under_a_limit(rank, world_size, folder):
+    """One rank may make no file, and so no shared memory, of more than 2 MiB."""
+    model, optimizer = sw.wrap(*build(Wide), zero=0)
+    train(model, optimizer, 1, width=575)
+    sw.save(f"{folder}/whole", model, optimizer, max_file_bytes=1 << 20)
+    whole = digest_of(f"{folder}/whole")
+    model, optimizer = sw.wrap(*build(Wide), zero=1, bucket_cap_mb=0.5)
+    train(model, optimizer, 1, width=575)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+    with mock.patch.multiple(cuts, _SLOT_BYTES=400 << 10):  # more than the limit in all
+        checkpoints = sw.Checkpointer(folder, model, optimizer, max_file_bytes=1 << 20)
+    with checkpoints:
+        for step in range(2):
+            checkpoints.save(step)
+            checkpoints.wait()
+        received = checkpoints.progress["received_bytes"]
+    return received, [digest_of(f"{folder}/step-{step:06d}") == whole for step in (1, 2)]
+
+
+def test_where_ranks_cannot_map_a_window_pieces_are_copied(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(3) as team:
+        answers = team.run(save_wide_under_a_limit, folder=folder)
+    assert all(all(same) for _, same in answers) and sum(received for received, _ in answers) > 0
+
+
 def save_wide(rank, world_size, folder):
     """Whether the bytes are those of stage 0, what this rank received, and what it had to write."""
     whole = digest_at_stage_0(folder, rank)
@@ -261,6 +289,20 @@ def fully_sharded(seed):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@needs_fsdp2_on_cpus
+@on_every_rank()
+def test_what_is_spread_over_ranks_beside_state_is_named_before_a_byte_is_written(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = fully_sharded(seed=4)
+    optimizer.register_state_dict_post_hook(
+        lambda _, state: {**state, "slow": [p.detach().clone() for p in model.parameters()]}
+    )
+    with pytest.raises(sw.CheckpointError, match="has a DTensor under 'slow'"):
+        sw.save(f"{folder}/a", model, optimizer)
+    assert not os.path.exists(f"{folder}/a")
+    gather(None)
 
 
 @needs_fsdp2_on_cpus

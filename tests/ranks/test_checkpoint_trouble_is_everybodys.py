@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from harness import gather, on_every_rank
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_damage_is_seen_by_all import agreed, checksum
+
+if PEER != "torch":
+    from shardwright.checkpoint import reading
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 
@@ -255,3 +259,24 @@ def test_a_rank_that_cannot_give_away_what_it_holds_of_a_cut_leaves_nobody_waiti
         checkpoints.save(1)
         checkpoints.wait()
         assert checkpoints.restore() == 2
+
+
+@on_every_rank(deadline_s=60)
+def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
+    """Between the two steps in which a writer replaces it."""
+    folder = shared_folder(rank)
+    model, _ = build(Small)
+    sw.save(f"{folder}/a", model)
+    if rank == 0:
+        shutil.copytree(f"{folder}/a", f"{folder}/a.replaced")
+    gather(None)
+    opened = reading.CheckpointFolder
+    with mock.patch.object(
+        reading, "CheckpointFolder", lambda path: opened(path + ".replaced" if rank == world_size - 1 else path)
+    ):
+        other, _ = build(Small, seed=9)
+        sw.load(f"{folder}/a", other)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+        with mock.patch.object(reading.Reader, "_fill_model", side_effect=RuntimeError("no more")):
+            said = agreed(lambda: sw.load(f"{folder}/a", other))
+    assert "was loaded in part" in said

@@ -4,6 +4,7 @@ stage, a resumed training with the bits of one that was not stopped, and one sen
 Ranks of this machine are told which host they are on, as in test_hosts_fold_in_two_steps.py; at the end hosts are really apart.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -98,12 +99,15 @@ def test_bytes_beyond_cuts_reach_ranks_of_the_host_and_of_others(rank, world_siz
         mock.patch.multiple(cuts, _SLOT_BYTES=96 << 10, _SLOT_BYTES_MIN=4 << 10),
     ):
         whole = digest_at_stage_0(folder, rank, process_group=group, timeout_s=TIMEOUT_S)
-        for stage, cap in ((1, 0.5), (2, 4)):
+        for stage, cap, refusal in ((1, 0.5, None), (2, 4, None), (3, 4, MemoryError("no window"))):
             model, optimizer = sw.wrap(
                 *build(Wide), process_group=group, zero=stage, bucket_cap_mb=cap, timeout_s=TIMEOUT_S
             )
             train(model, optimizer, 1, width=575)
-            with sw.Checkpointer(f"{folder}/{stage}", model, optimizer) as checkpoints:
+            with (
+                mock.patch.object(Peers, "shared_memory", side_effect=refusal) if refusal else contextlib.nullcontext(),
+                sw.Checkpointer(f"{folder}/{stage}", model, optimizer) as checkpoints,
+            ):
                 for step in (0, 1):
                     checkpoints.save(step)
                 checkpoints.wait()

@@ -263,8 +263,9 @@ class Checkpointer:
                 same = (folder, folder + REPLACED)  # which the commit replaces
                 others = [k for k in kept if k.path not in same]
                 goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
-                retired = [k.path for k in goes if k.path != folder]
-                retired += [path for path in replaced_ones(self.directory) if path not in same]
+                # in this order: without its successor, what was replaced is a checkpoint again
+                retired = [path for path in replaced_ones(self.directory) if path not in same]
+                retired += [k.path for k in goes if k.path != folder]
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {_why(error)}"
                 self._writer.skip(refusal, self._training)

@@ -8,6 +8,8 @@ writes.
 
 Over hosts a rank has two streams: what stays on its host goes as above; only what leaves it is carried to the other hosts, once a
 host (to all of them where there are more than two).
+
+Where ranks cannot map a window, each has one of its own, and every piece is copied to all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .._engine import CheckpointError
-from .peers import Peers, SharedMemory
+from .peers import CopiedMemory, Peers, SharedMemory
 from .slices import Sliced
 
 #: (source, begin, nbytes, holder, owner)
@@ -107,7 +109,7 @@ class CutExchange:
         fair = _WINDOW_BYTES // (2 * self._kinds * peers.world_size) // _ALIGNMENT * _ALIGNMENT
         self._slot_bytes = max(_SLOT_BYTES_MIN, min(_SLOT_BYTES, fair))
         self._kind_bytes = self._slot_bytes * peers.world_size
-        self._window: SharedMemory | None = None
+        self._window: SharedMemory | CopiedMemory | None = None
 
     def carry(self, cuts: Cuts) -> None:
         """Fills cuts.received. Collective.
@@ -120,17 +122,17 @@ class CutExchange:
         slot = self._slot_bytes
         rounds = -(-max(cuts.longest(NEAR), cuts.longest(FAR)) // slot)
         if rounds and self._window is None:
-            self._window = self._peers.shared_memory(2 * self._kinds * self._kind_bytes, "cuts of a checkpoint")
+            self._window = self._make_window()
         outgoing, incoming = cuts.outgoing(slot), cuts.incoming(slot)
         failure: Exception | None = None
         for turn in range(rounds):
-            stride = self._stride(cuts.longest(FAR) - turn * slot)
+            stride, near = (self._stride(cuts.longest(kind) - turn * slot) for kind in (FAR, NEAR))
             try:
                 for piece in outgoing.get(turn, ()) if failure is None else ():
                     self._slot(turn, piece, stride).copy_(piece.memory)
             except Exception as error:
                 failure = error
-            self._meet(turn, stride)
+            self._meet(turn, stride, near)
             try:
                 for piece in incoming.get(turn, ()) if failure is None else ():
                     piece.memory.copy_(self._slot(turn, piece, stride))
@@ -139,8 +141,15 @@ class CutExchange:
         if failure is not None:
             raise failure
 
+    def _make_window(self) -> SharedMemory | CopiedMemory:
+        nbytes, label = 2 * self._kinds * self._kind_bytes, "cuts of a checkpoint"
+        try:
+            return self._peers.shared_memory(nbytes, label)
+        except MemoryError:  # the same on every rank
+            return self._peers.copied_memory(nbytes, label)
+
     def _stride(self, left: int) -> int:
-        """Bytes a rank of what leaves hosts in a round, `left` bytes before the longest stream's end."""
+        """Bytes a rank of a stream in a round, `left` bytes before the longest one's end."""
         return max(0, min(self._slot_bytes, -(-left // _ALIGNMENT) * _ALIGNMENT))
 
     def _begin(self, turn: int, kind: int) -> int:
@@ -151,10 +160,14 @@ class CutExchange:
         begin = self._begin(turn, piece.kind) + piece.rank * (stride if piece.kind == FAR else self._slot_bytes)
         return self._window.memory[begin + piece.place : begin + piece.place + piece.memory.numel()]
 
-    def _meet(self, turn: int, stride: int) -> None:
-        """Once every rank has filled its slots, and they are where they are read."""
+    def _meet(self, turn: int, stride: int, near: int) -> None:
+        """Once every rank has filled its slots, and they are where they are read: `stride` bytes of what leaves hosts, `near` of the rest."""
         assert self._window is not None
-        if stride and self._kinds == 2:
+        if isinstance(self._window, CopiedMemory):
+            self._window.copy(self._begin(turn, NEAR), self._slot_bytes, near)
+            if self._kinds == 2:
+                self._window.copy(self._begin(turn, FAR), stride, stride)
+        elif stride and self._kinds == 2:
             self._window.spread(self._begin(turn, FAR), stride * self._peers.world_size)
         else:
             self._window.meet()

@@ -46,7 +46,7 @@ from . import tree
 from .content import Group
 from .files import MAX_FILE_BYTES, check_step
 from .names import plain
-from .retention import REPLACED
+from .retention import find
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
 
@@ -78,7 +78,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
     Parameters
     ----------
     path : path-like
-        The folder. If it exists, it is replaced in one step once the new one is durable.
+        The folder. If it exists, it is replaced once the new one is durable, in one step where the file system can exchange names.
     model : str or None
         The key of the state dict under which the model's tensors are; they become model.safetensors. None: all tensors are
         the model's.
@@ -230,8 +230,7 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        path = os.fspath(checkpoint_id)
-        return any(os.path.lexists(os.path.join(p, "MANIFEST.json")) for p in (path, path + REPLACED))
+        return find(os.fspath(checkpoint_id)) is not None
 
     def read_metadata(self, *args: Any) -> Metadata:
         self._open()

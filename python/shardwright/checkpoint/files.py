@@ -10,6 +10,7 @@ import torch
 from .._engine import CheckpointError
 from .peers import Peers
 from .reading import agree_on, apply_together
+from .retention import REPLACED
 from .writing import Training, Writer
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -31,7 +32,7 @@ def save(
     Parameters
     ----------
     path : path-like
-        Must not exist; its parent folders are made.
+        Must not exist, nor `path`.replaced, which is where readers look for it if nothing is there; its parent folders are made.
     module : Module
         Plain, or wrapped by torch or by shardwright: names in the checkpoint are the bare model's.
     optimizer : Optimizer, optional
@@ -72,8 +73,9 @@ def save(
     if peers.rank == 0:
         try:
             os.makedirs(os.path.dirname(folder), exist_ok=True)
-            if os.path.lexists(folder):
-                refusal = f"'{folder}' exists already: save to another path, or remove it first"
+            for taken in (folder, folder + REPLACED):  # a checkpoint that is being replaced has the other name
+                if os.path.lexists(taken):
+                    refusal = f"'{taken}' exists already: save to another path, or remove it first"
         except OSError as error:
             refusal = f"the folder for '{folder}' cannot be made: {error.strerror}"
     refusal = peers.exchange(refusal, f"save to {folder}")[0]

@@ -15,6 +15,7 @@ import torch
 from .._engine import CheckpointError
 from ..masters import MasterOptimizer
 from ..sharded_optimizer import ShardedOptimizer
+from .slices import is_dtensor
 
 _OF_TORCH = ("state", "param_groups")
 _DEPTH = 4
@@ -46,6 +47,12 @@ def further_state(optimizer: Any) -> dict[str, Any]:
         raise CheckpointError(
             f"{name}.state_dict() has the key {odd[0]!r}, which is no string, or begins with '$': not savable"
         )
+    for key, value in further.items():
+        if any(is_dtensor(each) for each in _tensors(value, _DEPTH)):
+            raise CheckpointError(
+                f"{name}.state_dict() has a DTensor under '{key}', beside state and param_groups: what is spread over ranks is "
+                "savable in the state of a parameter alone"
+            )
     if further and wrapped is not optimizer:
         raise CheckpointError(
             f"{name}.state_dict() has {_some(further)} beside state and param_groups, which no checkpoint can hold where the engine has "
@@ -61,19 +68,22 @@ def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:
     optimizer.load_state_dict({**optimizer.state_dict(), **further})
 
 
-def check_inside(optimizer: Any, user_state: Any) -> None:
-    """Raises CheckpointError for an optimizer inside that has state of its own, unless it is in `user_state` itself."""
+def check_inside(optimizer: Any, user_state: Any, extra: Any = None) -> None:
+    """Raises CheckpointError for an optimizer inside that has state of its own, unless it is in `user_state` itself, or its
+    state's tensors are there or in `extra`."""
     optimizer = _users(optimizer)
     passed = list(user_state.values()) if isinstance(user_state, dict) else [user_state]
     for name, value in _attributes(optimizer).items():
         if not isinstance(value, torch.optim.Optimizer) or any(value is each for each in passed):
             continue
         known = {id(each) for each in _tensors(list(optimizer.state.values()), _DEPTH)}
+        known |= {id(each) for each in _tensors([user_state, extra], _DEPTH + 2)}
         own = [each for each in _tensors(list(value.state.values()), _DEPTH) if id(each) not in known]
         if own and value.state is not optimizer.state and not _shows(optimizer, own):
             raise CheckpointError(
                 f"{type(optimizer).__name__} keeps an optimizer in its attribute '{name}', whose state its own state_dict() does not "
-                f"have: pass it in user_state={{'{name}': optimizer.{name}}} as well"
+                f"have: pass it in a Checkpointer's user_state={{'{name}': optimizer.{name}}} as well, or to save() as "
+                f"extra={{'{name}': optimizer.{name}.state_dict()}}"
             )
 
 
@@ -122,10 +132,11 @@ def _check_shown(optimizer: Any, shown: Any) -> None:
     if not isinstance(shown, Mapping):
         return
     positions = dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
+    held = {id(value) for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values()}
     for number, values in shown.items():
         live = optimizer.state.get(positions[number], {}) if number in positions else {}
-        keys = list(values) if isinstance(values, Mapping) else [number]
-        lacking = [key for key in keys if key not in live]
+        shown_here = values if isinstance(values, Mapping) else {number: values}
+        lacking = [key for key, value in shown_here.items() if key not in live and id(value) not in held]
         if lacking:
             raise CheckpointError(
                 f"{type(optimizer).__name__}.state_dict() has state that its attribute 'state' lacks, {_some(lacking)} of parameter "

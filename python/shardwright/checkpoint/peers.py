@@ -146,6 +146,12 @@ class Peers:
         """Memory that this host's ranks all map, at world sizes above 1. Collective; MemoryError on every rank alike."""
         return SharedMemory(self._group, nbytes, label)
 
+    def copied_memory(self, nbytes: int, label: str) -> CopiedMemory:
+        """What goes where there is no shared memory. Collective; MemoryError on every rank alike."""
+        made: list[CopiedMemory] = []
+        self.together(lambda: made.append(CopiedMemory(self, nbytes, label)), label)
+        return made[0]
+
     @property
     def is_alive(self) -> bool:
         """Whether no other rank is known to have failed or left."""
@@ -174,6 +180,31 @@ class SharedMemory:
     def spread(self, begin: int, nbytes: int) -> None:
         """As meet(), and of bytes [begin, begin + nbytes), cut into world_size equal slices, each rank's is there on every host."""
         self._comm.all_gather(self._arena, [(begin, nbytes)], self._label, one_copy=True)
+
+
+class CopiedMemory:
+    """Of every rank's own, where ranks cannot map each other's (a limit of files, of descriptors, of memory): what one has in its slot
+    is copied to all of them, so that it costs what an all-gather does.
+
+    Attributes
+    ----------
+    memory : Tensor
+        As SharedMemory's.
+    """
+
+    def __init__(self, peers: Peers, nbytes: int, label: str) -> None:
+        self._peers, self._label = peers, label
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, begin: int, stride: int, nbytes: int) -> None:
+        """The first `nbytes` of each rank's slot are there on every rank; slots begin at `begin`, each `stride` bytes on. Collective."""
+        comm, own = self._peers._group.comm, self._slot(begin, stride, nbytes, self._peers.rank)
+        for rank, data in enumerate(comm.all_gather_bytes(own.numpy().tobytes(), self._label)):
+            if rank != self._peers.rank and nbytes:
+                self._slot(begin, stride, nbytes, rank).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _slot(self, begin: int, stride: int, nbytes: int, rank: int) -> torch.Tensor:
+        return self.memory[begin + rank * stride : begin + rank * stride + nbytes]
 
 
 def _os_error(sentence: str, cause: OSError) -> CheckpointError:

@@ -64,6 +64,7 @@ class Reader:
     """
 
     def __init__(self, path: str, training: Training, rank: int, world_size: int) -> None:
+        self.path = path  # the same on all ranks; one may find it under the name that it has while it is replaced
         self.folder = CheckpointFolder(path)
         self.training = training
         self._filler = Filler(self.folder, rank, world_size)
@@ -545,10 +546,8 @@ def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
         extra = reader.apply(peers.rank, peers.world_size, everything=everything)
     except Exception as error:
         failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    for rank, text in enumerate(peers.exchange(failure, f"load of {reader.folder.path}")):
+    for rank, text in enumerate(peers.exchange(failure, f"load of {reader.path}")):
         if text:
             where = "" if peers.world_size == 1 else f"rank {rank}: "
-            raise CheckpointError(
-                f"{where}'{reader.folder.path}' was loaded in part, the training is not usable: {text}"
-            )
+            raise CheckpointError(f"{where}'{reader.path}' was loaded in part, the training is not usable: {text}")
     return extra

@@ -8,7 +8,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .._engine import CheckpointError, CheckpointFolder
 
@@ -41,14 +41,27 @@ def folder_name(step: int) -> str:
 def list_checkpoints(directory: str, *, metrics: bool = False) -> list[Kept]:
     """Folders that claim to be checkpoints, oldest first."""
     found = []
-    for name in os.listdir(directory):
-        match = _STEP.match(name)
-        path = os.path.join(directory, name)
-        if match and match[2] and os.path.lexists(path.removesuffix(REPLACED)):
-            continue
-        if match and not os.path.islink(path) and os.path.exists(os.path.join(path, MANIFEST)):
-            found.append(Kept(int(match[1]), path, *(_metric(path) if metrics else ())))
+    for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
+        path = find(os.path.join(directory, name), os.path.exists)
+        if path is not None and not os.path.islink(path):
+            found.append(Kept(int(name.removeprefix("step-")), path, *(_metric(path) if metrics else ())))
     return sorted(found, key=lambda kept: (kept.step, kept.path))
+
+
+def find(path: str, exists: Callable[[str], bool] = os.path.lexists) -> str | None:
+    """Where the checkpoint called `path` lies: there, or under its replaced name if nothing is there; None: nowhere.
+
+    Who replaces it takes three steps (`path` becomes the replaced name, the new one becomes `path`, the replaced one goes), and
+    each may fall between two looks: of three looks one meets none.
+    """
+    replaced = path.rstrip("/") + REPLACED
+    for _ in range(3):
+        stands = os.path.lexists(path)
+        if exists(os.path.join(path, MANIFEST)):
+            return path
+        if not stands and exists(os.path.join(replaced, MANIFEST)):
+            return replaced
+    return None
 
 
 def left_overs(directory: str) -> list[str]:

@@ -259,7 +259,7 @@ class Writer:
 
     def _look_for_more(self, training: Training) -> None:
         """Raises CheckpointError for state of the optimizer that no checkpoint would have, and warns of what may be some."""
-        check_inside(training.optimizer, training.user_state)
+        check_inside(training.optimizer, training.user_state, training.extra)
         for name in unseen_attributes(training.optimizer):
             if name not in self._warned:
                 self._warned.add(name)

@@ -101,9 +101,9 @@ def _size(count: int) -> str:
 
 def _open(path: str) -> Any:
     from .._engine import CheckpointFolder
-    from ..checkpoint.retention import REPLACED
+    from ..checkpoint.retention import find
 
-    if not any(os.path.lexists(os.path.join(p, "MANIFEST.json")) for p in (path, path + REPLACED)):
+    if find(path) is None:
         raise Nothing(f"'{path}' is no checkpoint: it has no MANIFEST.json")
     return CheckpointFolder(path)
 
@@ -204,8 +204,9 @@ def _verify(path: str, quiet: bool) -> dict[str, Any]:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Reads everything."""
-    single = os.path.lexists(os.path.join(options.path, "MANIFEST.json"))
-    paths = [options.path] if single else _checkpoints(options.path)
+    from ..checkpoint.retention import find
+
+    paths = _checkpoints(options.path) if find(options.path) is None else [options.path]
     if not paths:
         raise Nothing(f"'{options.path}' holds no checkpoint")
     found = [_verify(path, options.json) for path in paths]
@@ -376,9 +377,11 @@ def run_prune(options: argparse.Namespace) -> int:
                 largest=options.best == "max",
             )
         ]
-        left = left_overs(options.directory) + replaced_ones(options.directory)
+        replaced = replaced_ones(options.directory)
+        left = left_overs(options.directory) + replaced
         if options.yes:
-            sync(options.directory)  # what stands where something was replaced
+            if replaced:
+                sync(options.directory)  # what stands in their place
             for path in left:  # first: what another prune has left may have a name that this one needs
                 remove(path)
             for path in goes:  # its name goes first: half a checkpoint must not be called one
