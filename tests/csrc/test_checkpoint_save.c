@@ -313,7 +313,7 @@ static void check_found(const char *name, const char *what)
 /* Whenever the writer takes its steps, the reader finds the old checkpoint or the new one. */
 static void what_is_replaced_is_found_all_the_time(void)
 {
-    char what[64];
+    char what[96];
     case_clear(directory);
     mkdir(directory, 0777);
     for (int step = 1; step <= 2; ++step) {
