@@ -1,13 +1,10 @@
 /* nccl.c - see nccl.h. */
 #include "comm/nccl.h"
 
-#include <sched.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "platform/clock.h"
-
-enum { SPIN_NS = 50000, NAP_NS = 50000 };
+#include "platform/thread.h"
 
 struct sw_nccl {
     const sw_nccl_library *library; /* borrowed */
@@ -60,15 +57,6 @@ static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
                         comm->failure.message);
 }
 
-static void nap(int64_t since_ns)
-{
-    const struct timespec pause = {.tv_nsec = NAP_NS};
-    if (sw_clock_now_ns() - since_ns < SPIN_NS)
-        sched_yield();
-    else
-        nanosleep(&pause, NULL);
-}
-
 /* A call of a non-blocking communicator returned `result`: waits until it is decided. */
 static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
@@ -81,7 +69,7 @@ static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, 
             break;
         if (sw_clock_now_ns() - start > comm->timeout_ns)
             return fail_late(comm, what, err);
-        nap(start);
+        sw_thread_rest(sw_clock_now_ns() - start);
     }
     return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, what, err);
 }
@@ -458,6 +446,6 @@ sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_erro
         SW_TRY(sw_nccl_check(comm, err));
         if (sw_clock_now_ns() - start > comm->timeout_ns)
             return fail_late(comm, what, err);
-        nap(start);
+        sw_thread_rest(sw_clock_now_ns() - start);
     }
 }

@@ -4,13 +4,12 @@
  * peers an old slot; a copy out of a peer's slot before the wait for it reads what is half written;
  * a round closed on one rank and not on another shifts all later ones.
  */
-#include <sched.h>
-#include <time.h>
 
 #include "comm/slot_state.h"
 #include "platform/clock.h"
+#include "platform/thread.h"
 
-enum { SPIN_NS = 50000, NAP_NS = 50000, LET_GO_NS = 1000000000 };
+enum { LET_GO_NS = 1000000000 };
 
 /* ---- failing ---- */
 
@@ -21,15 +20,6 @@ static void let_go(const sw_slot_transport *t)
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
     for (int p = 0; p < t->base.world_size; ++p)
         __atomic_store_n(&own->number[p], t->round, __ATOMIC_RELEASE);
-}
-
-static void nap(int64_t since_ns)
-{
-    const struct timespec pause = {.tv_nsec = NAP_NS};
-    if (sw_clock_now_ns() - since_ns < SPIN_NS)
-        sched_yield();
-    else
-        nanosleep(&pause, NULL);
 }
 
 void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
@@ -45,7 +35,7 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
         if (ops->event_query(t->device, t->ended, &done, NULL) != SW_OK)
             return;
         if (!done)
-            nap(start);
+            sw_thread_rest(sw_clock_now_ns() - start);
     }
 }
 
@@ -136,7 +126,7 @@ sw_status sw_slot_wait(sw_slot_transport *t, sw_event *event, const char *what, 
             return SW_OK;
         if (sw_clock_now_ns() - start > t->timeout_ns)
             return sw_slot_fail_late(t, what, err);
-        nap(start);
+        sw_thread_rest(sw_clock_now_ns() - start);
     }
 }
 

@@ -2,12 +2,15 @@
  */
 #include "platform/thread.h"
 
+#include <sched.h>
 #include <signal.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+
+enum { REST_SPIN_NS = 50000, REST_NAP_NS = 50000 }; /* yields as long as this; then sleeps */
 
 enum {
     IOPRIO_WHO_PROCESS = 1,
@@ -55,4 +58,12 @@ void sw_thread_sleep_ns(long nanoseconds)
     struct timespec time = {.tv_sec = nanoseconds / 1000000000,
                             .tv_nsec = nanoseconds % 1000000000};
     nanosleep(&time, NULL);
+}
+
+void sw_thread_rest(int64_t waited_ns)
+{
+    if (waited_ns < REST_SPIN_NS)
+        sched_yield();
+    else
+        sw_thread_sleep_ns(REST_NAP_NS);
 }

@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <stdbool.h>
+#include <stdint.h>
 
 #include "base/status.h"
 
@@ -29,5 +30,9 @@ void sw_thread_lower_priority(void);
 
 /* Sleeps; a hint, may end early. */
 void sw_thread_sleep_ns(long nanoseconds);
+
+/* Between two looks at something that is polled: gives the core away while little was waited, and
+ * sleeps afterwards. */
+void sw_thread_rest(int64_t waited_ns);
 
 #endif

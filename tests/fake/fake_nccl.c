@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "fake_entry.h"
 #include "fake_nccl.h"
 #include "kernels/kernels.h"
 
@@ -19,19 +20,6 @@ static clique *cliques;
 static int id_count;
 static __thread int group_depth;
 static __thread nccl_group open_group;
-
-#define ENTER(name)                     \
-    do {                                \
-        int result_ = 0;                \
-        if (!sim_enter(name, &result_)) \
-            return result_;             \
-    } while (0)
-#define LEAVE(value)          \
-    do {                      \
-        int value_ = (value); \
-        sim_leave();          \
-        return value_;        \
-    } while (0)
 
 static sw_dtype dtype_of(int dtype)
 {
