@@ -420,3 +420,18 @@ def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed
         assert torch.equal(ours, theirs)
         for key, value in fresh_optimizer.state[ours].items():
             assert torch.equal(value, optimizer.state[theirs][key])
+
+
+@pytest.mark.parametrize("ties", [0, 1, 2])
+def test_what_was_tied_goes_to_all_who_are_not_tied_here(tmp_path: Path, ties: int) -> None:
+    def build(tied: int) -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(600, 600, bias=False) for _ in range(3)))
+        for layer in model[1 : 1 + tied]:
+            layer.weight = model[0].weight
+        return model
+
+    saved, fresh = build(2), build(ties)
+    sw.save(tmp_path / "a", saved)
+    sw.load(tmp_path / "a", fresh)
+    for layer in fresh:
+        assert torch.equal(layer.weight, saved[0].weight)

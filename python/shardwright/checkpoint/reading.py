@@ -85,12 +85,14 @@ class Reader:
         except ValueError as error:
             raise CheckpointError(f"'{self.folder.path}/{path}' is no JSON: {error}") from None
 
-    def _match_model(self) -> list[tuple[Stored, torch.Tensor]]:
+    def _match_model(self) -> list[list[tuple[Stored, torch.Tensor]]]:
+        """What goes where; one after the other where what is stored once is not tied here."""
         stored, tied = stored_tensors(self.folder, "model")
         other_names: dict[str, list[str]] = {}
         for name, kept in self._found.tied.items():
             other_names.setdefault(kept, []).append(name)
-        reads, missing, wrong, used = [], [], [], set()
+        reads: list[dict[Stored, torch.Tensor]] = [{}]
+        missing, wrong, used = [], [], set()
         for name, tensor in self._found.all().items():
             candidates = [name, *other_names.get(name, ())]
             candidates += [tied[n] for n in candidates if n in tied]
@@ -103,14 +105,14 @@ class Reader:
             if not _fits(found, tensor):
                 wrong.append(f"{name}: the checkpoint has {_text(found)}, the model {_text_of(tensor)}")
                 continue
-            reads.append((found, tensor))
+            _add_in_turn(reads, found, tensor)
         left_over = [name for name in stored if name not in used]
         if "dcp" not in self._state:  # there torch's planner has put it, under names of its own
             kept, ours = self._state.get("model_extra_state", {}), self._found.extras
             missing += [name for name in ours if name not in kept]
             left_over += [name for name in kept if name not in ours]
         _raise_mismatch(self.folder.path, "model", missing, left_over, wrong)
-        return reads
+        return [list(turn.items()) for turn in reads]
 
     def _match_optimizer(self) -> dict[str, Any]:
         if "optimizer.json" not in self.folder.files:
@@ -170,7 +172,7 @@ class Reader:
         What is read into memory of its own is read now, and not once more; so are live tensors, as far as there is `spare`
         memory, (address, nbytes), for what stood in them: take_back() puts that back.
         """
-        live = [] if self._is_sliced() else list(self._model_reads)
+        live = [] if self._is_sliced() else list(self._model_reads[0])
         if self._optimizer is not None:
             with torch.no_grad():
                 self._optimizer_targets = self._make_targets(self._optimizer)
@@ -222,10 +224,12 @@ class Reader:
         with torch.no_grad():
             if not self._is_sliced() or has_passing_parameters(model):
                 with whole_parameters(model, writable=True):
-                    self._filler.fill(self._model_reads)
+                    for turn in self._model_reads:
+                        self._filler.fill(turn)
                 return
             with own_parameters(model) as slices:
-                self._filler.fill((stored, slices.get(id(target), target)) for stored, target in self._model_reads)
+                for turn in self._model_reads:
+                    self._filler.fill((stored, slices.get(id(target), target)) for stored, target in turn)
 
     def _load_all(self, prefix: str) -> dict[str, torch.Tensor]:
         """New tensors with the values of files `prefix`*.safetensors."""
@@ -403,6 +407,13 @@ class Reader:
     def _compressor_of(self, rank: int) -> dict[str, Any] | None:
         node = self._compressor_node(rank)
         return None if node is None else tree.decode(node, self._load_all(f"ranks/{rank:05d}"))
+
+
+def _add_in_turn(turns: list[dict[Stored, torch.Tensor]], stored: Stored, target: torch.Tensor) -> None:
+    turn = next((t for t in turns if stored not in t), None)
+    if turn is None:
+        turns.append(turn := {})
+    turn[stored] = target
 
 
 def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
