@@ -11,6 +11,7 @@ longest, then ranks that compare bits. So the others take what the first group l
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from typing import Any
 
@@ -21,6 +22,7 @@ LONG_LIMIT_S = 900
 IN_TIME = (
     "tests/test_package.py",
     "tests/test_launch.py",
+    "tests/test_fake_gpu.py",
     "tests/ranks/test_a_dead_",
     "tests/ranks/test_a_link_that_fails",
     "tests/ranks/test_a_poor_host",
@@ -55,6 +57,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(limit_s))
     items.sort(key=lambda item: (list(NICENESS).index(group(item.nodeid)), not item.nodeid.startswith(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # all that was imported, which no collection need look at
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

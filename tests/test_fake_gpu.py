@@ -1,18 +1,20 @@
 """Laws of the GPU path, on simulated GPUs: each tests/fake/test_*.c (but the kernels' text, which needs no driver), linked
-with the engine and run on the fake libcuda.so.1 and libnccl.so.2, which are built here and by nothing else.
+with the engine and run on the fake libcuda.so.1 and libnccl.so.2, which are built here and by nothing else, once.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 from shardwright import _engine
-from test_csrc import BUILDERS, CSRC, RUN_LIMIT_S, Builder, Mode, run_checked
+from test_csrc import BUILDERS, CSRC, RUN_LIMIT_S, Builder, Mode, newest_header, run_checked
 from test_layers import built_objects
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,32 +25,47 @@ LIBRARIES = {
     "libcuda.so.1": ("sim_core.c", "sim_run.c", "fake_cuda.c", "fake_numbers.c", "sim_torch.c"),
     "libnccl.so.2": ("fake_nccl.c", "fake_nccl_files.c"),
 }
-FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror")
+
+
+def build_library(made: Path, command: Sequence[str], inputs: Iterable[Path]) -> Path:
+    """`command` makes it, if there is none or an input is newer. Of several test processes, one does."""
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with open(made.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        newest = max(
+            newest_header(), *(path.stat().st_mtime for path in (*FAKE.glob("*.[ch]"), Path(__file__), *inputs))
+        )
+        if not made.exists() or made.stat().st_mtime < newest:
+            own = made.with_suffix(".new")
+            run_checked([*command, "-o", str(own)])
+            own.rename(made)
+    return made
 
 
 def libraries(mode: Mode) -> dict[str, Path]:
     """The fakes, built for that mode; the second one finds the first beside it."""
     folder = ROOT / "build" / "fake" / mode.name
-    folder.mkdir(parents=True, exist_ok=True)
+    made: dict[str, Path] = {}
     for name, sources in LIBRARIES.items():
         files = [str(FAKE / source) for source in sources]
-        beside = [] if name == "libcuda.so.1" else [str(folder / "libcuda.so.1"), "-Wl,-rpath,$ORIGIN"]
-        own = ["-Icsrc", "-Itests/fake", f"-Wl,-soname,{name}", "-o", str(folder / name)]
-        run_checked([mode.compiler, *FLAGS, *WARNINGS, *mode.flags, *own, *files, *beside, "-ldl"])
-    return {name: folder / name for name in LIBRARIES}
+        beside = [*map(str, made.values()), "-Wl,-rpath,$ORIGIN"] if made else []
+        own = ["-Icsrc", "-Itests/fake", f"-Wl,-soname,{name}"]
+        command = [mode.compiler, *FLAGS, *WARNINGS, *mode.flags, *own, *files, *beside, "-ldl"]
+        made[name] = build_library(folder / name, command, made.values())
+    return made
 
 
 def reference_kernels(mode: Mode) -> Path:
     """The engine's host kernels as a library, from the objects of `make build`."""
-    made = ROOT / "build" / "fake" / mode.name / "libkernels.so"
-    made.parent.mkdir(parents=True, exist_ok=True)
     layers = ("base", "platform", "tensor", "device", "kernels")
-    objects = [str(made) for source, made in built_objects().items() if source.relative_to(CSRC).parts[0] in layers]
+    objects = [made for source, made in built_objects().items() if source.relative_to(CSRC).parts[0] in layers]
     assert objects, "run `make build`"
     flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-Icsrc", "-Itests/fake"]
-    run_checked([mode.compiler, *flags, "-o", str(made), str(FAKE / "reference_kernels.c"), *objects, "-lm", "-ldl"])
-    return made
+    sources = [str(FAKE / "reference_kernels.c"), *map(str, objects)]
+    command = [mode.compiler, *flags, *sources, "-lm", "-ldl"]
+    return build_library(ROOT / "build" / "fake" / mode.name / "libkernels.so", command, objects)
 
 
 def program(builder: Builder, test: Path) -> Path:

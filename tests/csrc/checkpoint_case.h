@@ -29,7 +29,7 @@ typedef struct case_tensor {
 
 static const case_tensor case_model[CASE_TENSORS] = {
     {"a", "U8", 3, 1, false},
-    {"b", "F32", 700, 611, false}, /* more than a block */
+    {"b", "F32", 700, 401, false}, /* more than a block */
     {"c", "F32", 0, 5, false},
     {"d", "I64", 77, 1, true},
 };

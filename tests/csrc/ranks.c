@@ -83,10 +83,3 @@ void ranks_sleep_ms(int milliseconds)
                              .tv_nsec = (long)(milliseconds % 1000) * 1000000};
     nanosleep(&pause, NULL);
 }
-
-float ranks_value(int rank, size_t i, int step)
-{
-    return (float)((i * 2654435761u + (unsigned)rank * 40503u + (unsigned)step * 977u) % 20011u) /
-               7.0f -
-           1000.0f;
-}

@@ -136,7 +136,7 @@ static void a_missing_range_is_named_on_every_rank(void)
                                .shared = {plan, data.sources, CASE_TENSORS},
                                .timeout_ns = 1000000000};
     check(sw_saver_begin(saver, &request, &err) == SW_E_STATE, "begin", err.message);
-    check(strstr(err.message, "rank 0 does not hold byte 1710799 of tensor number 1") != NULL,
+    check(strstr(err.message, "rank 0 does not hold byte 1122799 of tensor number 1") != NULL,
           "sentence", err.message);
     data.sources[1].size_bytes += 1;
     check(sw_saver_begin(saver, &request, &err) == SW_OK, "begins again", err.message);
@@ -225,7 +225,7 @@ static void a_full_disk_is_an_error_before_the_first_byte(void)
                           .thread_count = 1};
     sw_status status = case_save_together(settings, &err);
     setrlimit(RLIMIT_FSIZE, &before);
-    check(status == SW_E_OS && strstr(err.message, "allocating 1715515 bytes") != NULL &&
+    check(status == SW_E_OS && strstr(err.message, "allocating 1127515 bytes") != NULL &&
               strstr(err.message, "File too large") != NULL,
           "one sentence", err.message);
     left = case_newest(directory, names, &count);

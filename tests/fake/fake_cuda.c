@@ -223,49 +223,71 @@ static void run_fill(sim_op *op)
     memset(op->to, op->value, op->size_bytes);
 }
 
-static void mark_writable(void *context, const void *begin, size_t size_bytes, sw_access access)
+/* What the kernel that runs may write, and all memory as it was before: kept from kernel to kernel,
+ * since new pages cost more than what is copied to them. Under the gate. */
+static struct {
+    struct {
+        sim_block *block;
+        size_t from, size_bytes;
+    } *writable;
+    size_t writable_count, writable_room;
+    unsigned char *memory;
+    size_t room_bytes;
+} kept;
+
+static bool is_looked_at(const sim_block *b)
 {
-    sim_block *block = size_bytes && access & SW_ACCESS_WRITE ? sim_block_of(begin) : NULL;
-    unsigned char **flags = context;
-    int k = 0;
-    for (sim_block *b = sim.blocks; block && b != block; b = b->next)
-        k++;
-    if (block && flags[k])
-        memset(flags[k] + ((const unsigned char *)begin - block->memory), 1, size_bytes);
+    if (b->registered || b->file) /* other processes write there */
+        return false;
+    return !(b->freed && b->pinned); /* slots of saves that are over: large, and many */
 }
 
-/* Runs the host reference and looks for bytes that changed although the contract does not say so.
- */
+static void mark_writable(void *context, const void *begin, size_t size_bytes, sw_access access)
+{
+    (void)context;
+    sim_block *block = size_bytes && access & SW_ACCESS_WRITE ? sim_block_of(begin) : NULL;
+    if (!block || !is_looked_at(block))
+        return;
+    if (kept.writable_count == kept.writable_room) {
+        kept.writable_room = 2 * kept.writable_room + 64;
+        kept.writable = realloc(kept.writable, kept.writable_room * sizeof *kept.writable);
+    }
+    kept.writable[kept.writable_count].block = block;
+    kept.writable[kept.writable_count].from =
+        (size_t)((const unsigned char *)begin - block->memory);
+    kept.writable[kept.writable_count++].size_bytes = within_block(begin, size_bytes);
+}
+
+/* Runs the host reference and looks for bytes that changed although the contract does not say so:
+ * where all that it may write is made as it is now, what was before must be what is now. */
 static void run_kernel(sim_op *op)
 {
-    int count = 0, k = 0;
+    size_t total = 0;
+    for (const sim_block *b = sim.blocks; b; b = b->next)
+        total += is_looked_at(b) ? b->size_bytes : 0;
+    if (total > kept.room_bytes) {
+        free(kept.memory);
+        kept.room_bytes = total + total / 2;
+        kept.memory = malloc(kept.room_bytes);
+    }
+    unsigned char *before = kept.memory;
     for (sim_block *b = sim.blocks; b; b = b->next)
-        count++;
-    unsigned char **before = calloc((size_t)count, sizeof *before);
-    unsigned char **writable = calloc((size_t)count, sizeof *writable);
-    for (sim_block *b = sim.blocks; b; b = b->next, ++k) {
-        if (b->registered || b->file) /* other processes write there */
-            continue;
-        if (b->freed && b->pinned) /* slots of saves that are over: large, and many */
-            continue;
-        before[k] = malloc(b->size_bytes);
-        memcpy(before[k], b->memory, b->size_bytes);
-        writable[k] = calloc(b->size_bytes, 1);
-    }
-    op->contract->accesses(op->args, mark_writable, writable);
+        if (is_looked_at(b)) {
+            b->before = before;
+            memcpy(before, b->memory, b->size_bytes);
+            before += b->size_bytes;
+        }
+    kept.writable_count = 0;
+    op->contract->accesses(op->args, mark_writable, NULL);
     op->contract->reference(op->args);
-    k = 0;
-    for (sim_block *b = sim.blocks; b; b = b->next, ++k) {
-        size_t stray = 0;
-        for (size_t i = 0; before[k] && i < b->size_bytes; ++i)
-            stray += b->memory[i] != before[k][i] && !writable[k][i];
-        if (stray)
-            sim_report("undeclared write", op->contract->name, &op->site, NULL);
-        free(before[k]);
-        free(writable[k]);
+    for (size_t i = 0; i < kept.writable_count; ++i) {
+        const sim_block *b = kept.writable[i].block;
+        size_t from = kept.writable[i].from;
+        memcpy(b->before + from, b->memory + from, kept.writable[i].size_bytes);
     }
-    free(before);
-    free(writable);
+    for (const sim_block *b = sim.blocks; b; b = b->next)
+        if (is_looked_at(b) && memcmp(b->before, b->memory, b->size_bytes) != 0)
+            sim_report("undeclared write", op->contract->name, &op->site, NULL);
 }
 
 typedef struct tracking {

@@ -91,9 +91,9 @@ typedef struct sim_segment {
     size_t begin, end;
     bool written;
     sim_touch write;
-    int read_count;
-    sim_touch read[SIM_ACTOR_MAX];
     struct sim_segment *next;
+    int read_count;
+    sim_touch read[SIM_ACTOR_MAX]; /* last: those that are not used are not copied */
 } sim_segment;
 
 typedef struct sim_block {
@@ -107,6 +107,7 @@ typedef struct sim_block {
     int open_count; /* of peers that are threads, and have it open */
     int rank;     /* device ordinal */
     sim_site freed_at;
+    unsigned char *before; /* its bytes before the kernel that runs, if those are looked at */
     sim_segment *segments;
     struct sim_block *next;
 } sim_block;

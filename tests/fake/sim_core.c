@@ -17,7 +17,9 @@ static const int64_t PATIENCE_NS = 20000000000;
 sim_state sim = {.device_count = SIM_DEVICE_MAX, .version = 13000};
 
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t turn = PTHREAD_COND_INITIALIZER;
+/* A rank's own: to wake the others as well costs more than what they do. */
+static pthread_cond_t turn[SIM_DEVICE_MAX] = {
+    [0 ... SIM_DEVICE_MAX - 1] = PTHREAD_COND_INITIALIZER};
 static __thread int own_rank;
 
 /* ---- the baton ---- */
@@ -36,13 +38,13 @@ static void pass_baton(void)
             break;
         }
     }
-    pthread_cond_broadcast(&turn);
+    pthread_cond_broadcast(&turn[sim.baton]); /* its thread, and others of the same rank */
 }
 
 static void take_baton(void)
 {
     while (sim.baton != own_rank && sim.rank[own_rank].alive)
-        pthread_cond_wait(&turn, &gate);
+        pthread_cond_wait(&turn[own_rank], &gate);
 }
 
 bool sim_enter(const char *call, int *result)
@@ -81,10 +83,11 @@ static void rank_begin(int rank)
     pthread_mutex_lock(&gate);
     own_rank = rank;
     sim.rank[rank].begun = true;
-    pthread_cond_broadcast(&turn);
+    for (int r = 0; r < sim.rank_count; ++r)
+        pthread_cond_broadcast(&turn[r]);
     for (int r = 0; r < sim.rank_count; ++r)
         while (!sim.rank[r].begun)
-            pthread_cond_wait(&turn, &gate);
+            pthread_cond_wait(&turn[own_rank], &gate);
     take_baton();
     pthread_mutex_unlock(&gate);
 }
@@ -199,7 +202,7 @@ static void cut(sim_block *block, size_t at)
     for (sim_segment *s = block->segments; s; s = s->next)
         if (s->begin < at && at < s->end) {
             sim_segment *rest = malloc(sizeof *rest);
-            *rest = *s;
+            memcpy(rest, s, offsetof(sim_segment, read) + (size_t)s->read_count * sizeof *s->read);
             rest->begin = s->end = at;
             s->next = rest;
             return;

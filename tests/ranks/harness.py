@@ -49,7 +49,9 @@ DEADLINE_S = 180.0 if LONG else 45.0
 GRACE_S = 3.0
 GATHER_LIMIT_S = 60.0
 #: a team is replaced beyond: bodies leave process groups behind, and each of gloo's threads wakes 100 times a second
-WORN_THREADS = 64
+WORN_THREADS = 24
+#: of garbage, after a body: a hundred thousand objects
+SLOW_COLLECTION_S = 0.01
 #: what torch imports at a rank's first forward or compilation: seconds, and objects for every later collection of garbage
 IMPORTED_LATE = ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint")
 #: the interface that gloo uses; a machine's host name may resolve to nothing that can be reached
@@ -199,6 +201,14 @@ def _answer(connection: multiprocessing.connection.Connection, rank: int, world_
     return True
 
 
+def _collect() -> None:
+    """What a body has dropped ends. What stays, where that is much (compiled modules, late imports), is not looked at again."""
+    start_s = time.thread_time()
+    gc.collect()
+    if time.thread_time() - start_s > SLOW_COLLECTION_S:
+        gc.freeze()
+
+
 def _rank_main(
     fd: int, star: Sequence[socket.socket], rank: int, world_size: int, folder: str, join: Join | None
 ) -> None:
@@ -218,7 +228,7 @@ def _rank_main(
             function, arguments = join
             function(rank, world_size, folder, **arguments)
         while _answer(connection, rank, world_size):
-            gc.collect()
+            _collect()
         code = 0
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else 1
@@ -274,6 +284,7 @@ class Forge:
 
     @staticmethod
     def _serve(control: socket.socket) -> None:
+        is_warm = False
         while True:
             message, fds, _, _ = socket.recv_fds(control, 1 << 16, 64)
             if not message:
@@ -281,11 +292,12 @@ class Forge:
             request = pickle.loads(message)
             if request[0] == "fork":
                 _, folder, niceness, joins = request
-                if not gc.get_freeze_count():  # the first: of two test processes only one may come here
+                if not is_warm:  # the first: not every test process comes here
                     for name in IMPORTED_LATE:
                         importlib.import_module(name)
                     gc.collect()
                     gc.freeze()
+                    is_warm = True
                 pids = []
                 star = [socket.socketpair() for _ in fds[1:]]  # (rank 0's end, the other's)
                 for rank, fd in enumerate(fds):

@@ -59,8 +59,8 @@ def build() -> dict[str, str]:
     from test_fake_gpu import libraries, reference_kernels
 
     mode = BUILDERS["plain"].mode
-    made = {"cuda": libraries(mode)["libcuda.so.1"], "nccl": libraries(mode)["libnccl.so.2"]}
-    return {name: str(path) for name, path in {**made, "kernels": reference_kernels(mode)}.items()}
+    cuda, nccl = libraries(mode).values()
+    return {"cuda": str(cuda), "nccl": str(nccl), "kernels": str(reference_kernels(mode))}
 
 
 def run(

@@ -17,19 +17,34 @@ enum { TABLE_COUNT_MAX = 3 };
 
 static _Atomic(const sw_kernel_table *) in_force; /* borrowed from static storage */
 
+/* Asked of the processor once. */
+static size_t available_count(void)
+{
+    static atomic_size_t kept;
+    size_t count = atomic_load_explicit(&kept, memory_order_relaxed);
+    if (count == 0) {
+        count = 1;
+#if defined(__x86_64__)
+        count += sw_cpu_has_avx2_f16c_fma();
+        count += sw_cpu_has_avx512(); /* which implies the other */
+#endif
+        atomic_store_explicit(&kept, count, memory_order_relaxed);
+    }
+    return count;
+}
+
 size_t sw_kernels_available(const sw_kernel_table **tables, size_t capacity)
 {
-    const sw_kernel_table *found[TABLE_COUNT_MAX];
-    size_t count = 0;
-    found[count++] = &sw_kernels_baseline;
+    static const sw_kernel_table *const all[TABLE_COUNT_MAX] = {
+        &sw_kernels_baseline,
 #if defined(__x86_64__)
-    if (sw_cpu_has_avx2_f16c_fma())
-        found[count++] = &sw_kernels_avx2;
-    if (sw_cpu_has_avx512())
-        found[count++] = &sw_kernels_avx512;
+        &sw_kernels_avx2,
+        &sw_kernels_avx512,
 #endif
+    };
+    size_t count = available_count();
     for (size_t i = 0; tables && i < count && i < capacity; ++i)
-        tables[i] = found[i];
+        tables[i] = all[i];
     return count;
 }
 
