@@ -57,7 +57,8 @@ class Checkpointer:
         Rank 0's is stored; a dict is updated in place.
     keep_last, keep_every, keep_best : int, optional
         What stays: that many of the newest; those whose step is a multiple; that many of the best metric. Without any of
-        them everything stays. The newest always does.
+        them everything stays. The newest always does. Damaged checkpoints count for nothing, and what is no checkpoint alone in its
+        folder, or of a newer version, stays.
     best : {"min", "max"}
         Which metric is better.
     snapshot : {"copy", "lazy"}

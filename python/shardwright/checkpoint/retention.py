@@ -71,10 +71,15 @@ def find(path: str, exists: Callable[[str], bool] = os.path.lexists) -> str | No
 
 
 def left_overs(directory: str) -> list[str]:
-    """What saves that died have left, and what retention had no time to unlink. Not what a save that lives is writing; that no
-    Checkpointer is one of those, its lock on the directory tells."""
+    """What saves of steps that died have left, and what retention had no time to unlink. Not what a save that lives is writing; that
+    no Checkpointer is one of those, its lock on the directory tells."""
     steps = [os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name)]
-    return sorted({*(path for path in steps if is_alive(path) is not True), *of_saves(directory)})
+    return sorted(path for path in steps if is_alive(path) is not True)
+
+
+def all_left_overs(directory: str) -> list[str]:
+    """Those, and what dead saves to other paths in the directory have left."""
+    return sorted({*left_overs(directory), *of_saves(directory)})
 
 
 def replaced_ones(directory: str) -> list[str]:

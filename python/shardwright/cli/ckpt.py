@@ -163,14 +163,14 @@ def _summary(path: str) -> dict[str, Any]:
 
 def run_ls(options: argparse.Namespace) -> int:
     """Lists a directory."""
-    from ..checkpoint.retention import find, left_overs, replaced_ones
+    from ..checkpoint.retention import all_left_overs, find, replaced_ones
 
     found = [_summary(path) for path in _checkpoints(options.directory)]
     if not found and find(options.directory) is not None:
         raise Nothing(
             f"'{options.directory}' is a checkpoint, not a directory of them: look at it with `shardwright ckpt inspect {options.directory}`"
         )
-    left = left_overs(options.directory) + replaced_ones(options.directory)
+    left = all_left_overs(options.directory) + replaced_ones(options.directory)
     lines = []
     for each in found:
         name = os.path.basename(each["path"])
@@ -466,14 +466,14 @@ def run_prune(options: argparse.Namespace) -> int:
 def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """Checkpoints that go; left-overs; and what no rule keeps or counts and stays all the same, with why."""
     from .._engine import CheckpointError, CheckpointFolder
-    from ..checkpoint.retention import DAMAGED, SOUND, left_overs, list_checkpoints, replaced_ones, to_retire
+    from ..checkpoint.retention import DAMAGED, SOUND, all_left_overs, list_checkpoints, replaced_ones, to_retire
 
     kept = list_checkpoints(options.directory, look=True)
     if options.verify:
         found = {k.path: _verify(k.path, options) for k in kept if k.state == SOUND}
         kept = [k if found.get(k.path, {}).get("ok", True) else dataclasses.replace(k, state=DAMAGED) for k in kept]
     rules = {name: getattr(options, name) for name in ("keep_last", "keep_every", "keep_best")}
-    goes, left, stays = [], left_overs(options.directory), []
+    goes, left, stays = [], all_left_overs(options.directory), []
     to_go = {k.path for k in to_retire(kept, **rules, largest=options.best == "max")}
     for path in [*(k.path for k in kept if k.path in to_go), *replaced_ones(options.directory)]:
         try:
