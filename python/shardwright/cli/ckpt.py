@@ -272,14 +272,15 @@ def _leaves(node: Any, name: str) -> dict[str, Any]:
 
 
 def _plain_values(folder: Any) -> dict[str, Any]:
-    """What is no tensor: the optimizer's options and steps, the scheduler's, the scaler's and the user's state, `extra`."""
+    """What is no tensor: the optimizer's options and counts, the scheduler's, the scaler's and the user's state, `extra`."""
     from ..checkpoint import tree
 
     found: dict[str, Any] = {}
     for path in ("optimizer.json", "state.json"):
         if path in folder.files:
             body = tree.loads(folder.read_bytes(path))
-            body.pop("dcp", None)  # names of what stands elsewhere
+            for key in ("dcp", "step"):  # names of what stands elsewhere; which checkpoint it is
+                body.pop(key, None)
             for key, node in body.items():
                 found |= _leaves(node, f"{path.removesuffix('.json')}.{key}")
     return found
@@ -312,18 +313,21 @@ def run_diff(options: argparse.Namespace) -> int:
     progress.end()
     only = [sorted(set(first) - set(second)), sorted(set(second) - set(first))]
     values = [{} if options.model else _plain_values(folder) for folder in folders]
+    other_values = []
     for name in values[0]:
         if name in values[1] and json.dumps(values[0][name]) != json.dumps(values[1][name]):
-            differing.append({"value": name, "why": f"{_text(values[0][name])} against {_text(values[1][name])}"})
+            other_values.append({"value": name, "why": f"{_text(values[0][name])} against {_text(values[1][name])}"})
     for mine, names, others in ((0, only[0], 1), (1, only[1], 0)):
         names += [name for name in values[mine] if name not in values[others]]
     found = {
-        "equal": not (differing or any(only)),
+        "equal": not (differing or other_values or any(only)),
         "differing": differing,
+        "differing_values": other_values,
         "only_first": only[0],
         "only_second": only[1],
     }
-    lines = [f"differs: {each.get('tensor') or each['value']}: {each['why']}" for each in differing]
+    lines = [f"differs: {each['tensor']}: {each['why']}" for each in differing]
+    lines += [f"differs: {each['value']}: {each['why']}" for each in other_values]
     lines += [f"only in {path}: {name}" for path, names in zip((options.first, options.second), only) for name in names]
     count = f"equal: {len(first)} tensors" + ("" if options.model else f", {len(values[0])} plain values")
     _print(options, found, lines or [count])
