@@ -17,6 +17,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import StorageReader, StorageWriter, partial
+from shardwright.checkpoint.retention import DAMAGED, SOUND, UNKNOWN, Kept, to_retire
 from shardwright.cli import main
 
 
@@ -243,6 +244,21 @@ def test_what_restore_passed_over_counts_for_no_rule(tmp_path: Path, spoil: Call
             checkpoints.save(step)
         checkpoints.wait()
         assert checkpoints.steps() == [10, 11]
+
+
+def test_rules_count_what_is_sound_and_take_of_the_rest_what_they_would_take_anyway() -> None:
+    def goes(states: str, **rules: int | None) -> list[int]:
+        names = {"s": SOUND, "d": DAMAGED, "u": UNKNOWN}
+        kept = [Kept(i + 1, f"{i + 1}", float(len(states) - i), names[c]) for i, c in enumerate(states)]
+        every = {"keep_last": None, "keep_every": None, "keep_best": None}
+        return [k.step for k in to_retire(kept, **{**every, **rules})]
+
+    assert goes("ssss") == [] and goes("ssss", keep_last=1) == [1, 2, 3]
+    assert goes("sssd", keep_last=1) == [1, 2] and goes("sssd", keep_last=3) == []
+    assert goes("dsss", keep_last=3) == [1] and goes("dsds", keep_last=3) == [] and goes("dsds", keep_last=2) == [1]
+    assert goes("dddd", keep_last=1) == [] and goes("uuud", keep_last=1) == [] and goes("usus", keep_last=1) == [2]
+    assert goes("sdsds", keep_every=2) == [1, 3] and goes("sdsss", keep_last=1, keep_every=4) == [1, 2, 3]
+    assert goes("sssdss", keep_best=1) == [1, 2, 3, 4, 5] and goes("ssssd", keep_best=1) == [1, 2, 3]
 
 
 def test_retention_leaves_folders_with_more_than_a_checkpoint(

@@ -122,8 +122,8 @@ def to_retire(
 ) -> list[Kept]:
     """Those that no rule keeps. Without any rule everything is kept; the newest sound one always is.
 
-    Rules count sound ones alone. A damaged one goes once `keep_last` sound ones (without that rule: one) are newer, and what is
-    not known stays.
+    Rules count sound ones alone. A damaged one goes once `keep_last` sound ones (without that rule: one) are newer, unless the other
+    rules would keep it if it were sound: it may have been found damaged for a moment. What is not known stays.
 
     Parameters
     ----------
@@ -133,20 +133,18 @@ def to_retire(
     """
     if keep_last is None and keep_every is None and keep_best is None:
         return []
-    newest_first = sorted((k for k in kept if k.state == SOUND), key=lambda k: k.step, reverse=True)
-    last = newest_first[: keep_last or 1]
+    known = sorted((k for k in kept if k.state != UNKNOWN), key=lambda k: k.step, reverse=True)
+    sound = [k for k in known if k.state == SOUND]
+    last = sound[: keep_last or 1]
     safe = set(last)
     if keep_every:
-        safe |= {k for k in newest_first if k.step % keep_every == 0}
-    if keep_best:
-        rated = [(-k.metric if largest else k.metric, k) for k in newest_first if k.metric is not None]
+        safe |= {k for k in known if k.step % keep_every == 0}
+    for each in (sound, known) if keep_best else ():
+        rated = [(-k.metric if largest else k.metric, k) for k in each if k.metric is not None]
         safe |= {k for _, k in sorted(rated, key=lambda pair: pair[0])[:keep_best]}
-    is_full = len(last) == (keep_last or 1)
-    return [
-        k
-        for k in kept
-        if (k.state == SOUND and k not in safe) or (k.state == DAMAGED and is_full and k.step < last[-1].step)
-    ]
+    if len(last) < (keep_last or 1):
+        safe |= {k for k in known if k.state == DAMAGED}
+    return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
 
 
 _held: set[tuple[int, int] | None] = set()

@@ -487,7 +487,7 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
             stays.append({"path": path, "error": str(error)})
     for each in kept:
         if each.path not in to_go and each.state != SOUND:
-            why = "it is damaged, and too few that are not are newer"
+            why = "it is damaged, and too few sound ones are newer, or a rule would keep it"
             if each.state != DAMAGED:
                 why = str(_summary(each.path).get("error", "it could not be read"))
             stays.append({"path": each.path, "error": why})
