@@ -343,7 +343,12 @@ class Checkpointer:
             On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model, or of a newer
             version than this program reads; or there is none of `step`.
         """
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+            raise ValueError(f"step must be None or an integer, got {step!r}")
         self._settle()
+        asked = self._peers.exchange(step, "step to restore")
+        if any(each != asked[0] for each in asked):
+            raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
         listed = self._list()
         if step is not None:
             chosen = [path for found, path in listed if found == step]
