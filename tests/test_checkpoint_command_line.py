@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import shardwright as sw
@@ -113,7 +115,8 @@ def test_damage_is_one_sentence_and_exit_code_1(
         assert code == 1 and json.loads(found)["ok"] is False and said in json.loads(found)["error"], words
     assert not out.exists() and sorted(p.name for p in directory.parent.iterdir() if "out" in p.name) == []
     code, pruned, _ = run("prune", directory, "--keep-best", "1", "--yes")
-    assert code == 0 and str(first) in pruned and not first.exists() and last.exists()
+    assert code == 0 and str(first) in pruned and last.exists()
+    assert first.exists() == (damage == "newer")  # which may be sound
     if harm is as_link:
         assert (directory.parent / "elsewhere").exists()
 
@@ -158,8 +161,90 @@ def test_what_is_nothing_to_look_at_is_exit_code_2(directory: Path, capsys: pyte
     for words in (("frob",), (), ("prune", str(directory), "--keep-last", "x")):
         with pytest.raises(SystemExit) as wrong:
             main(["ckpt", *words])
-        assert wrong.value.code == 2
-    assert "must be an integer of at least 1, got 'x'" in capsys.readouterr().err
+        assert wrong.value.code == 2 and not (said := capsys.readouterr()).out
+        with pytest.raises(SystemExit) as wrong:
+            main(["ckpt", *words, "--json"])
+        out, sentence = capsys.readouterr()
+        found = json.loads(out)
+        assert wrong.value.code == 2 and found["ok"] is False and found["error"] in sentence
+    assert "must be an integer of at least 1, got 'x'" in said.err and "got 'x'" in found["error"]
+
+
+def test_ls_of_a_checkpoint_says_what_to_look_at_it_with(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "ls", str(directory / "step-000001")]) == 2
+    assert f"shardwright ckpt inspect {directory / 'step-000001'}" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_prune_writes_nothing(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (directory / ".lock").unlink()
+    before = sorted(os.listdir(directory))
+    with mock.patch.object(os, "open", side_effect=PermissionError):
+        assert main(["ckpt", "prune", str(directory), "--keep-last", "1"]) == 0
+    assert "would remove" in capsys.readouterr().out and sorted(os.listdir(directory)) == before
+
+
+def test_diff_looks_at_options_and_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def saved(name: str, lr: float = 0.1, step: int = 0, **extra: object) -> Path:
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        sw.save(tmp_path / name, model, torch.optim.SGD(model.parameters(), lr=lr), step=step, extra=extra)
+        return tmp_path / name
+
+    first = saved("first", epoch=1)
+    for name, differs in (
+        ("same", ""),
+        ("rate", "optimizer.groups.0.lr: 0.1 against 0.9"),
+        ("step", ""),  # which checkpoint it is, and not what it holds
+        ("extra", "state.extra.epoch: 1 against 2"),
+        ("more", "state.extra.seen"),
+    ):
+        other = saved(
+            name,
+            lr=0.9 if name == "rate" else 0.1,
+            step=5 if name == "step" else 0,
+            epoch=2 if name == "extra" else 1,
+            **({"seen": [1]} if name == "more" else {}),
+        )
+        code = main(["ckpt", "diff", str(first), str(other)])
+        out = capsys.readouterr().out
+        assert code == bool(differs) and differs in out and ("equal" in out) == (not differs), name
+        assert main(["ckpt", "diff", str(first), str(other), "--model"]) == 0
+        assert main(["ckpt", "diff", str(first), str(other), "--json"]) == code
+        assert json.loads(capsys.readouterr().out.split("tensors\n")[1])["equal"] == (not differs)
+
+
+def test_export_takes_along_what_from_pretrained_reads(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = directory / "step-000001"
+    (first / "config.json").write_text("{}")
+    (first / "notes.txt").write_text("of somebody")
+    (first / "vocab.json").symlink_to("/etc/hostname")
+    for source, beside in ((first, ["config.json"]), (directory / "step-000002", [])):
+        out = directory.parent / f"out-{source.name}"
+        assert main(["ckpt", "export", str(source), str(out), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["copied"] == beside
+        assert sorted(os.listdir(out)) == sorted([*beside, MODEL])
+
+
+def test_what_takes_long_shows_how_far_it_is_on_a_terminal_alone(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, out = directory / "step-000001", directory / "step-000002", directory.parent / "out"
+    commands = (
+        ["diff", first, second],
+        ["export", first, out],
+        ["verify", first],
+        ["prune", directory, "--keep-last", "1", "--yes"],
+    )
+    for is_terminal in (False, True):
+        with mock.patch.object(sys.stderr, "isatty", lambda: is_terminal):  # noqa: B023
+            for words in commands:
+                main(["ckpt", *map(str, words)])
+                said = capsys.readouterr().err
+                assert ("100 %" in said) == is_terminal and said.endswith("\r\033[K" if is_terminal else ""), words
+        if not is_terminal:
+            shutil.rmtree(out)
+            shutil.copytree(directory / "step-000003", first)
+            shutil.copytree(directory / "step-000003", second)
 
 
 def test_a_name_does_not_steer_the_terminal(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "checkpoint/read.h"
+#include "checkpoint/removable.h"
 #include "platform/file.h"
 
 /* A file that its writers have synced already is synced again here: nothing left to do costs
@@ -102,25 +103,45 @@ static sw_status replace_in_two_steps(const char *partial, const char *folder, c
     SW_TRY(sw_checkpoint_replaced_name(replaced, folder, err));
     SW_TRY(sw_path_parent(folder, parent, err));
     if (sw_file_exists(replaced)) { /* a save died before it could take it away */
+        const char *old = replaced;
         SW_TRY(sw_folder_sync(parent, err));
-        sw_folder_remove(replaced);
+        sw_retire(&old, 1, nonce);
     }
     SW_TRY(rename_once(folder, replaced, NULL, err));
-    sw_status status = rename_once(partial, folder, nonce, err);
+    sw_status status = sw_checkpoint_check_removable(replaced, err);
+    if (status == SW_OK)
+        status = rename_once(partial, folder, nonce, err);
     if (status != SW_OK && !sw_file_exists(folder))
         (void)!sw_file_rename(replaced, folder, NULL); /* else it is found under that name */
     return status;
 }
 
-/* A folder of that name is there already: in one step where the system can. */
+/* What was exchanged for the new folder is not to be removed: it goes back or, where that fails,
+ * takes a name that nobody clears. */
+static void take_back(const char *partial, const char *folder)
+{
+    char replaced[SW_PATH_BYTES];
+    bool swapped = false;
+    if ((sw_file_exchange(partial, folder, &swapped, NULL) != SW_OK || !swapped) &&
+        sw_checkpoint_replaced_name(replaced, folder, NULL) == SW_OK)
+        (void)!sw_file_rename(partial, replaced, NULL);
+}
+
+/* A folder of that name is there already: in one step where the system can. What came out may have
+ * changed since it was looked at. */
 static sw_status replace(const char *partial, const char *folder, const char *nonce, sw_error *err)
 {
     char trash[SW_PATH_BYTES];
     bool swapped = false;
     SW_TRY(trash_name(trash, folder, nonce, err));
     SW_TRY(sw_file_exchange(partial, folder, &swapped, err));
-    return swapped ? sw_file_rename(partial, trash, err)
-                   : replace_in_two_steps(partial, folder, nonce, err);
+    if (!swapped)
+        return replace_in_two_steps(partial, folder, nonce, err);
+    sw_status status = sw_checkpoint_check_removable(partial, err);
+    if (status == SW_OK)
+        return sw_file_rename(partial, trash, err);
+    take_back(partial, folder);
+    return status;
 }
 
 static sw_status publish(const char *partial, const char *folder, const char *nonce, sw_error *err)
@@ -134,6 +155,7 @@ sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *
 {
     char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES], trash[SW_PATH_BYTES];
     char replaced[SW_PATH_BYTES];
+    const char *old = replaced;
     SW_TRY(sw_path_join(ranks, partial, SW_RANKS_FOLDER, err));
     SW_TRY(sw_path_parent(folder, parent, err));
     SW_TRY(trash_name(trash, folder, manifest->nonce, err));
@@ -142,10 +164,11 @@ sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *
     if (sw_file_exists(ranks))
         SW_TRY(sw_folder_sync(ranks, err));
     SW_TRY(write_manifest(partial, manifest, err));
+    SW_TRY(sw_checkpoint_check_replaceable(folder, err));
     SW_TRY(publish(partial, folder, manifest->nonce, err));
     SW_TRY(sw_folder_sync(parent, err));
     sw_folder_remove(trash);
-    sw_folder_remove(replaced);
+    sw_retire(&old, 1, manifest->nonce);
     return SW_OK;
 }
 
@@ -153,7 +176,9 @@ void sw_retire(const char *const *folders, size_t count, const char *nonce)
 {
     char trash[SW_PATH_BYTES], parent[SW_PATH_BYTES];
     for (size_t i = 0; i < count; ++i)
-        if (trash_name(trash, folders[i], nonce, NULL) == SW_OK &&
+        if (sw_file_exists(folders[i]) &&
+            sw_checkpoint_check_removable(folders[i], NULL) == SW_OK &&
+            trash_name(trash, folders[i], nonce, NULL) == SW_OK &&
             sw_path_parent(folders[i], parent, NULL) == SW_OK &&
             sw_file_rename(folders[i], trash, NULL) == SW_OK &&
             sw_folder_sync(parent, NULL) == SW_OK)

@@ -26,6 +26,7 @@ sw_status sw_saver_create(sw_board *board, const sw_saver_options *options, sw_s
         SW_FAIL(err, SW_E_MEMORY, "no memory for a saver");
     made->board = board;
     made->options = *options;
+    made->lock_fd = -1;
     pthread_mutex_init(&made->mutex, NULL);
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);

@@ -2,8 +2,9 @@
  * together.
  *
  * READY says that the files exist and which plan they follow; ack-<rank>.json what a rank wrote.
- * Both carry the nonce in their text, the folder carries it in its name. Waiting is looking again,
- * after 1 to 20 ms. */
+ * Both carry the nonce in their text, the folder carries it in its name. LOCK is locked by rank 0:
+ * who finds the folder knows whether its save is alive. Waiting is looking again, after 1 to 20 ms.
+ */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -11,6 +12,7 @@
 #include <string.h>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/removable.h"
 #include "checkpoint/save_job.h"
 #include "platform/clock.h"
 
@@ -52,9 +54,12 @@ static sw_status create_files(const sw_saver *saver, const sw_plan *plan, sw_err
 static sw_status open_folder(sw_saver *saver, sw_error *err)
 {
     char path[SW_PATH_BYTES], ready[SW_PATH_BYTES], text[READY_BYTES];
+    SW_TRY(sw_checkpoint_check_replaceable(saver->folder, err));
     for (size_t i = 0; i < saver->stale_count; ++i)
         sw_folder_remove(saver->stale[i]);
     SW_TRY(sw_folder_create(saver->partial, err));
+    SW_TRY(sw_path_join(path, saver->partial, SW_LOCK_NAME, err));
+    SW_TRY(sw_file_create_locked(path, &saver->lock_fd, err));
     SW_TRY(sw_path_join(path, saver->partial, SW_RANKS_FOLDER, err));
     SW_TRY(sw_folder_create(path, err));
     SW_TRY(create_files(saver, saver->shared_part.plan, err));
@@ -171,11 +176,13 @@ static sw_status collect_one(sw_saver *saver, int rank, sw_error *err)
 
 static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
 {
-    char ready[SW_PATH_BYTES];
+    char ready[SW_PATH_BYTES], lock[SW_PATH_BYTES];
     for (int rank = 1; rank < saver->board->world_size; ++rank)
         SW_TRY(collect_one(saver, rank, err));
     SW_TRY(sw_path_join(ready, saver->partial, "READY", err));
     SW_TRY(sw_file_remove(ready, err));
+    SW_TRY(sw_path_join(lock, saver->partial, SW_LOCK_NAME, err));
+    SW_TRY(sw_file_remove(lock, err));
     SW_TRY(sw_manifest_complete(&saver->manifest, err));
     SW_TRY(sw_save_check(saver, err));
     SW_TRY(sw_commit(saver->partial, saver->folder, &saver->manifest, err));
@@ -194,6 +201,7 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
     sw_board_decide(saver->board, saver->number, outcome);
     if (outcome->status != SW_OK)
         sw_folder_remove(saver->partial);
+    (void)!sw_file_close(&saver->lock_fd, saver->partial, NULL); /* it has no bytes to lose */
 }
 
 /* The sentence of rank 0 is everybody's; without one, this rank's own. */

@@ -43,6 +43,15 @@ sw_status sw_file_create(const char *path, int *fd, sw_error *err)
     return SW_OK;
 }
 
+sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err)
+{
+    struct flock whole = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+    SW_TRY(sw_file_create(path, fd, err));
+    /* the descriptor's own lock: one of the process would end with any other descriptor's close */
+    (void)!fcntl(*fd, F_OFD_SETLK, &whole);
+    return SW_OK;
+}
+
 sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_error *err)
 {
     int code;

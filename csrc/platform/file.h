@@ -19,6 +19,11 @@ enum { SW_FILE_ALIGNMENT_BYTES = 4096, SW_PATH_BYTES = 4096 };
 /* A new file for writing; SW_E_OS (EEXIST) when the name is taken. */
 SW_MUST_USE sw_status sw_file_create(const char *path, int *fd, sw_error *err);
 
+/* A new empty file that is locked until its descriptor is closed, at the latest by the end of the
+ * process and of children forked meanwhile: who gets the lock knows that they are gone. Without the
+ * lock where the file system has none. */
+SW_MUST_USE sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err);
+
 /* A new file of no bytes in `folder` for reading and writing, without a name: it goes with its last
  * descriptor and mapping. Past the page cache when `direct` and the file system allows it. `path`:
  * its name in messages, and for a moment where the file system has no nameless ones. */

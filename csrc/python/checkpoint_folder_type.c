@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "checkpoint/read.h"
+#include "checkpoint/removable.h"
 #include "checkpoint/safetensors.h"
 #include "python/engine.h"
 
@@ -350,7 +351,37 @@ static PyObject *folder_get_block_count(PyObject *op, void *unused)
     return PyLong_FromUnsignedLongLong(((folder_object *)op)->manifest.block_count);
 }
 
+static PyObject *check_path(PyObject *type, PyObject *args,
+                            sw_status (*check)(const char *path, sw_error *err))
+{
+    const char *path;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "s", &path))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = check(path, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    Py_RETURN_NONE;
+}
+
+static PyObject *folder_check_removable(PyObject *type, PyObject *args)
+{
+    return check_path(type, args, sw_checkpoint_check_removable);
+}
+
+static PyObject *folder_check_replaceable(PyObject *type, PyObject *args)
+{
+    return check_path(type, args, sw_checkpoint_check_replaceable);
+}
+
 static PyMethodDef folder_methods[] = {
+    {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
+     "check_removable(path)\n--\n\nCheckpointError unless nothing is there but a checkpoint."},
+    {"check_replaceable", folder_check_replaceable, METH_VARARGS | METH_CLASS,
+     "check_replaceable(path)\n--\n\nThe same for all that a save to `path` takes the place of."},
     {"verify", folder_verify, METH_VARARGS,
      "verify(first, end)\n--\n\nChecks these blocks of all files."},
     {"read", folder_read, METH_VARARGS,

@@ -28,6 +28,7 @@
 
 typedef struct engine_state {
     PyObject *error, *comm_error, *comm_timeout_error, *checkpoint_error;
+    PyObject *newer_checkpoint_error;
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
     PyTypeObject *plan_type, *saver_type, *folder_type, *units_type, *state_file_type;
     PyTypeObject *device_comm_type, *device_reducer_type, *device_units_type, *device_offload_type;

@@ -38,6 +38,11 @@ int sw_py_errors_init(PyObject *module, engine_state *state)
                       state->error);
     if (!state->comm_timeout_error || !state->checkpoint_error)
         return -1;
+    state->newer_checkpoint_error = add_exception(
+        module, "shardwright.NewerCheckpointError",
+        "A checkpoint is of a newer version than this program reads.", state->checkpoint_error);
+    if (!state->newer_checkpoint_error)
+        return -1;
     return PyObject_SetAttrString(state->checkpoint_error, "errno", Py_None);
 }
 
@@ -124,10 +129,12 @@ PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err)
 {
     if (err->status == SW_E_MEMORY)
         return sw_py_raise(state, err, NULL);
-    PyObject *exception = PyObject_CallFunction(state->checkpoint_error, "s", err->message);
+    PyObject *type =
+        err->status == SW_E_UNSUPPORTED ? state->newer_checkpoint_error : state->checkpoint_error;
+    PyObject *exception = PyObject_CallFunction(type, "s", err->message);
     PyObject *code = err->status == SW_E_OS ? PyLong_FromLong(err->detail) : Py_BuildValue("");
     if (exception && code && PyObject_SetAttrString(exception, "errno", code) == 0)
-        PyErr_SetObject(state->checkpoint_error, exception);
+        PyErr_SetObject(type, exception);
     Py_XDECREF(exception);
     Py_XDECREF(code);
     return NULL;

@@ -44,6 +44,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->comm_error);
     Py_VISIT(state->comm_timeout_error);
     Py_VISIT(state->checkpoint_error);
+    Py_VISIT(state->newer_checkpoint_error);
     Py_VISIT(state->arena_type);
     Py_VISIT(state->comm_type);
     Py_VISIT(state->reducer_type);

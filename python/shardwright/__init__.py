@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._engine import CheckpointError, CommError, CommTimeoutError, Error
+from ._engine import CheckpointError, CommError, CommTimeoutError, Error, NewerCheckpointError
 from .clip import clip_grad_norm_, local_norms
 from .compress import Bf16, Fp16, Int4, Int8, PowerSGD
 from .data_parallel import DistributedDataParallel
@@ -51,6 +51,7 @@ __all__ = [
     "Fp16",
     "Int4",
     "Int8",
+    "NewerCheckpointError",
     "Options",
     "PowerSGD",
     "Precision",

@@ -28,6 +28,9 @@ class CheckpointError(Error):
 
     errno: int | None
 
+class NewerCheckpointError(CheckpointError):
+    """A checkpoint is of a newer version than this program reads."""
+
 def instruction_sets() -> list[str]:
     """Kernel tables that were compiled in and run on this processor, best last."""
 
@@ -846,6 +849,12 @@ class CheckpointFolder:
     #: of all files
     block_count: int
     def __new__(cls, path: str) -> CheckpointFolder: ...
+    @classmethod
+    def check_removable(cls, path: str) -> None:
+        """CheckpointError unless at `path` is nothing, an empty folder, or a checkpoint of a version known here and nothing else."""
+    @classmethod
+    def check_replaceable(cls, path: str) -> None:
+        """The same for all that a save to `path` takes the place of."""
     def verify(self, first: int, end: int) -> None:
         """Checks blocks [first, end), numbered through all files. CheckpointError names the file and the bytes."""
     def tensors(self, path: str) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:

@@ -56,6 +56,7 @@ static op ops[OPS_MAX];
 static size_t op_count;
 static bool is_recording;
 static int exchange_refusal; /* an errno: of a file system that cannot exchange names; 0: it can */
+static char stranger[128];   /* a file that somebody makes when a folder is about to be replaced */
 
 /* ---- counting and failing ---- */
 
@@ -252,12 +253,23 @@ int close(int fd)
     return result;
 }
 
+/* Somebody is quicker than the save. */
+static void make_stranger(void)
+{
+    FILE *file = *stranger ? fopen(stranger, "wb") : NULL;
+    stranger[0] = '\0';
+    if (file)
+        fclose(file);
+}
+
 int rename(const char *from, const char *to)
 {
     typedef int rename_type(const char *, const char *);
     int result;
     bool is_folder = false;
     ino_t node = node_of(from, &is_folder);
+    if (strcmp(base_of(from), "step-000001") == 0)
+        make_stranger();
     GUARDED(-1, REAL(rename_type *, "rename")(from, to));
     if (result == 0)
         record(OP_RENAME, node, folder_of(to), is_folder, base_of(from), base_of(to));
@@ -302,6 +314,7 @@ long syscall(long number, ...)
         errno = exchange_refusal;
         return -1;
     }
+    make_stranger();
     GUARDED(-1, REAL(syscall_type *, "syscall")(number, a[0], a[1], a[2], a[3], a[4]));
     if (result == 0)
         record(OP_EXCHANGE, 0, folder_of((const char *)(uintptr_t)a[1]), true,
@@ -689,6 +702,32 @@ static void cut_power_everywhere(int step, int world_size, int rounds)
     before.count = after.count = 0;
 }
 
+/* A file that is put into a folder between the look at it and its replacement is there afterwards,
+ * as the checkpoint beside it is; and so it is after a save that has seen it. */
+static void keep_strangers(void)
+{
+    static char left[CASE_NAMES_MAX][SW_PATH_BYTES];
+    char file[sizeof stranger];
+    size_t left_count = 0;
+    snprintf(file, sizeof file, "%s/step-000001/notes", directory);
+    for (int look = 0; look < 3; ++look) {
+        sw_error err = {0};
+        if (look == 0) {
+            fresh_directory();
+            snprintf(stranger, sizeof stranger, "%s", file);
+        } else if (look == 2) {
+            unlink(file);
+        }
+        sw_status status = save_step(1, NULL, 0, NULL, 0, 1, &err);
+        bool is_there = access(file, F_OK) == 0;
+        if ((status == SW_OK) != (look == 2) || is_there != (look < 2) ||
+            (look < 2 && !strstr(err.message, "holds 'notes', which no checkpoint lists")) ||
+            case_newest(directory, left, &left_count) != 1 || left_count != 0)
+            die_badly("a stranger in the folder", FAULT_NONE, look, 1, err.message);
+        cases++;
+    }
+}
+
 int main(void)
 {
     bool is_long = getenv("SW_TEST_LONG") != NULL && !IS_SLOW;
@@ -707,10 +746,12 @@ int main(void)
         for (int kind = FAULT_DIE_BEFORE; kind < FAULT_COUNT && CAN_FORK; ++kind)
             if (is_long || (!IS_SLOW && kind == (i ? FAULT_EIO : FAULT_DIE_AFTER)))
                 cut_every_call((fault)kind, 1, 1);
+        keep_strangers();
         exchange_refusal = i ? EOPNOTSUPP : EINVAL;
         cut_power_everywhere(1, 1, is_long ? 90 : 4);
     }
     exchange_refusal = 0;
+    keep_strangers();
     cut_power_everywhere(2, 1, is_long ? 90 : 4);
     cut_power_everywhere(1, 1, is_long ? 90 : 2);
     if (!IS_SLOW)

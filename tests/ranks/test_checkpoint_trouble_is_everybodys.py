@@ -280,3 +280,36 @@ def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
         with mock.patch.object(reading.Reader, "_fill_model", side_effect=RuntimeError("no more")):
             said = agreed(lambda: sw.load(f"{folder}/a", other))
     assert "was loaded in part" in said
+
+
+@on_every_rank(deadline_s=60)
+def test_what_must_not_be_replaced_or_passed_over_is_named_by_all(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = build(Small)
+    with sw.Checkpointer(f"{folder}/runs", model, optimizer, timeout_s=30) as checkpoints:
+        checkpoints.save(0)
+        checkpoints.wait()
+        if rank == 0:
+            os.mkdir(f"{folder}/runs/step-000002")
+            open(f"{folder}/runs/step-000002/precious.txt", "w").close()
+        gather(None)
+        checkpoints.save(1)
+        assert "has no MANIFEST.json: a save takes the place of checkpoints alone" in agreed(checkpoints.wait)
+        assert checkpoints.steps() == [1] and checkpoints.latest == 1 and checkpoints.restore(step=1) == 1
+        if world_size > 1:
+            assert "ranks ask for different steps: 0, 1" in agreed(lambda: checkpoints.restore(step=rank))
+        assert "no checkpoint of step 3" in agreed(lambda: checkpoints.restore(step=3))
+        if rank == 0:
+            assert os.listdir(f"{folder}/runs/step-000002") == ["precious.txt"]
+            shutil.copytree(f"{folder}/runs/step-000001", f"{folder}/runs/step-000003")
+            manifest = f"{folder}/runs/step-000003/MANIFEST.json"
+            body = open(manifest, "rb").read().rpartition(b',"self_crc32c"')[0].replace(b'"version":1', b'"version":2')
+            open(manifest, "wb").write(body + b',"self_crc32c":"%08x"}\n' % checksum(body))
+        gather(None)
+        assert "use a newer shardwright" in agreed(checkpoints.restore)
+        checkpoints.save(2)
+        assert "use a newer shardwright" in agreed(checkpoints.wait)
+    refused = f"{folder}/runs/step-000002"
+    assert "takes the place of checkpoints alone" in agreed(lambda: sw.save(refused, model, overwrite=True))
+    sw.save(f"{folder}/runs/step-000001", model, overwrite=True)
+    assert sorted(os.listdir(f"{folder}/runs")) == [".lock", "step-000001", "step-000002", "step-000003"]

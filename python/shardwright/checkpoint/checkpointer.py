@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -13,13 +15,14 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError, Error
+from .._engine import CheckpointError, CheckpointFolder, Error
 from ..fully_shard import wrapper_of
 from .files import MAX_FILE_BYTES, absolute_path, check_options
-from .peers import Peers
+from .peers import Peers, os_error
 from .reading import agree_on, apply_together
 from .retention import (
     BOARD,
+    DAMAGED,
     REPLACED,
     STEP_LIMIT,
     DirectoryLock,
@@ -54,7 +57,8 @@ class Checkpointer:
         Rank 0's is stored; a dict is updated in place.
     keep_last, keep_every, keep_best : int, optional
         What stays: that many of the newest; those whose step is a multiple; that many of the best metric. Without any of
-        them everything stays. The newest always does.
+        them everything stays. The newest always does. Damaged checkpoints count for nothing, and what is no checkpoint alone in its
+        folder, or of a newer version, stays.
     best : {"min", "max"}
         Which metric is better.
     snapshot : {"copy", "lazy"}
@@ -149,6 +153,8 @@ class Checkpointer:
         self._on_busy = on_busy
         self._verify = verify
         self._closed = False
+        self._rejected: set[str] = set()  # nonces of what restore() has found damaged
+        self._warned: set[str] = set()
         self._lock: DirectoryLock | None = None
         self._peers = Peers(model, process_group, timeout_s)
         self._take_directory()
@@ -170,19 +176,20 @@ class Checkpointer:
 
     def _take_directory(self) -> None:
         """The directory is rank 0's to make and to lock; every rank hears of a refusal."""
-        refusal = ""
+        refusal, code = "", None
         if self._peers.rank == 0:
             try:
                 os.makedirs(self.directory, exist_ok=True)
                 self._lock = DirectoryLock(self.directory)
             except CheckpointError as error:
-                refusal = str(error)
+                refusal, code = str(error), error.errno
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be written to: {_why(error)}"
-        refusal = self._peers.exchange(refusal, f"Checkpointer for {self.directory}")[0]
+                code = getattr(error, "errno", None)
+        refusal, code = self._peers.exchange([refusal, code], f"Checkpointer for {self.directory}")[0]
         if refusal:
             self._release()
-            raise CheckpointError(refusal)
+            raise os_error(refusal, code)
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -259,17 +266,11 @@ class Checkpointer:
         if self._peers.rank == 0:
             try:
                 stale = left_overs(self.directory)
-                kept = list_checkpoints(self.directory, metrics=self._rules["keep_best"] is not None)
-                same = (folder, folder + REPLACED)  # which the commit replaces
-                others = [k for k in kept if k.path not in same]
-                goes = to_retire([*others, Kept(step, folder, metric)], **self._rules)  # type: ignore[arg-type]
-                # in this order: without its successor, what was replaced is a checkpoint again
-                retired = [path for path in replaced_ones(self.directory) if path not in same]
-                retired += [k.path for k in goes if k.path != folder]
+                retired = self._to_retire(Kept(step, folder, metric))
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {_why(error)}"
                 self._writer.skip(refusal, self._training)
-                raise CheckpointError(refusal) from error
+                raise os_error(refusal, getattr(error, "errno", None)) from error
         self._writer.begin(
             folder,
             step,
@@ -279,6 +280,28 @@ class Checkpointer:
             stale=stale,
             retired=retired,
         )
+
+    def _to_retire(self, new: Kept) -> list[str]:
+        """Paths that go once `new` is durable."""
+        same = (new.path, new.path + REPLACED)  # which the commit replaces
+        has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
+        kept = list_checkpoints(self.directory, look=has_rules)
+        kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self._rejected else k for k in kept]
+        goes = to_retire([*(k for k in kept if k.path not in same), new], **self._rules)  # type: ignore[arg-type]
+        # in this order: without its successor, what was replaced is a checkpoint again
+        paths = [path for path in replaced_ones(self.directory) if path not in same]
+        paths += [k.path for k in goes if k.path != new.path]
+        return [path for path in paths if self._is_removable(path)]
+
+    def _is_removable(self, path: str) -> bool:
+        try:
+            CheckpointFolder.check_removable(path)
+        except CheckpointError as error:
+            if path not in self._warned:
+                self._warned.add(path)
+                logger.warning("a checkpoint that no rule keeps stays: %s", error)
+            return False
+        return True
 
     def wait(self) -> None:
         """Returns when the save under way is durable.
@@ -301,8 +324,13 @@ class Checkpointer:
 
     # restoring --------------------------------------------------------------------------------------------------------
 
-    def restore(self) -> int:
+    def restore(self, step: int | None = None) -> int:
         """Fills everything from the newest checkpoint that every rank finds whole.
+
+        Parameters
+        ----------
+        step : int, optional
+            Take the checkpoint of that many completed steps, and no other. Newer ones stay: a later restore() prefers them.
 
         Returns
         -------
@@ -312,21 +340,26 @@ class Checkpointer:
         Raises
         ------
         CheckpointError
-            On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model.
+            On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model, or of a newer
+            version than this program reads; or there is none of `step`.
         """
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+            raise ValueError(f"step must be None or an integer, got {step!r}")
         self._settle()
-        listed: list[str] = []
-        refusal = ""
-        if self._peers.rank == 0:
-            try:
-                listed = [kept.path for kept in reversed(list_checkpoints(self.directory))]
-            except Exception as error:
-                refusal = f"'{self.directory}' cannot be read: {_why(error)}"
-        paths, refusal = self._peers.exchange([listed, refusal], f"checkpoints in {self.directory}")[0]
-        if refusal:
-            raise CheckpointError(refusal)
+        asked = self._peers.exchange(step, "step to restore")
+        if any(each != asked[0] for each in asked):
+            raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
+        listed = self._list()
+        if step is not None:
+            chosen = [path for found, path in listed if found == step]
+            if not chosen:
+                there = ", ".join(str(found) for found, _ in listed[-5:]) or "none"
+                raise CheckpointError(
+                    f"restore: '{self.directory}' has no checkpoint of step {step!r}; the newest are of: {there}"
+                )
+            listed = [(step, path) for path in chosen]
         refusals = []
-        for path in paths:
+        for _, path in reversed(listed):
             spare = self._writer.spare()
             reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare)
             if reader is not None:
@@ -334,11 +367,45 @@ class Checkpointer:
                 return int(reader.folder.step)
             logger.warning("checkpoint passed over: %s", why)
             refusals.append(why)
+            self._reject(path)
         if refusals:
             raise CheckpointError(
                 f"none of the {len(refusals)} checkpoints in '{self.directory}' can be read; the newest: {refusals[0]}"
+                if step is None
+                else f"the checkpoint of step {step} cannot be read: {refusals[0]}"
             )
         return 0
+
+    def _list(self) -> list[tuple[int, str]]:
+        """(step, path) of the folders that claim to be checkpoints, oldest first, as rank 0 sees them."""
+        listed: list[tuple[int, str]] = []
+        refusal, code = "", None
+        if self._peers.rank == 0:
+            try:
+                listed = [(kept.step, kept.path) for kept in list_checkpoints(self.directory)]
+            except Exception as error:
+                refusal = f"'{self.directory}' cannot be read: {_why(error)}"
+                code = getattr(error, "errno", None)
+        listed, refusal, code = self._peers.exchange([listed, refusal, code], f"checkpoints in {self.directory}")[0]
+        if refusal:
+            raise os_error(refusal, code)
+        return [(step, path) for step, path in listed]
+
+    def _reject(self, path: str) -> None:
+        """Retention counts it no more: some rank has found it damaged."""
+        with contextlib.suppress(CheckpointError, OSError, MemoryError):  # then the manifest says so itself
+            self._rejected.add(CheckpointFolder(path).nonce)
+
+    def steps(self) -> list[int]:
+        """Completed steps of the checkpoints in the directory, oldest first; those of saves that are durable. None is read but its
+        name. Collective."""
+        self._check_open()
+        return [step for step, _ in self._list()]
+
+    @property
+    def latest(self) -> int | None:
+        """The last of steps(), or None. Collective."""
+        return (self.steps() or [None])[-1]
 
     # the end ----------------------------------------------------------------------------------------------------------
 

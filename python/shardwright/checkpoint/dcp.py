@@ -44,8 +44,9 @@ from .. import _engine
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from . import tree
 from .content import Group
-from .files import MAX_FILE_BYTES, check_step
+from .files import MAX_FILE_BYTES, check_step, why_not_there
 from .names import plain
+from .partial import PartialLock, of_saves
 from .retention import find
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
@@ -78,7 +79,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
     Parameters
     ----------
     path : path-like
-        The folder. If it exists, it is replaced once the new one is durable, in one step where the file system can exchange names.
+        The folder. What killed saves to it have left is removed.
     model : str or None
         The key of the state dict under which the model's tensors are; they become model.safetensors. None: all tensors are
         the model's.
@@ -88,6 +89,10 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         Completed steps, for the manifest.
     max_file_bytes : int
         As in save().
+    overwrite : bool
+        Whether a checkpoint at `path` is replaced once the new one is durable, in one step where the file system can exchange names.
+        Only an empty folder or a checkpoint alone in its folder is ever replaced, and none of a newer version: else, and with False
+        if anything is there, a CheckpointError (torch's CheckpointException around it).
     cache_staged_state_dict, type_check : bool
         As in torch's BlockingAsyncStager: this object stages for async_save.
 
@@ -105,6 +110,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         optimizer: str = "optim",
         step: int = 0,
         max_file_bytes: int = MAX_FILE_BYTES,
+        overwrite: bool = True,
         cache_staged_state_dict: bool = False,
         type_check: bool = False,
     ) -> None:
@@ -114,6 +120,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         self._keys = (model, optimizer)
         self._step = step
         self._max_file_bytes = max_file_bytes
+        self._overwrite = overwrite
         self._layout: _Layout | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -132,6 +139,12 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._layout = None  # of a save that failed on another rank: its folder goes with it
+        refusal = why_not_there(self._folder(), self._overwrite) if is_coordinator else ""
+        if refusal:  # on all ranks: torch tells the others
+            raise CheckpointError(refusal)
+
+    def _folder(self) -> str:
+        return os.path.abspath(os.fspath(self.checkpoint_id))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -145,9 +158,9 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The coordinator: every file, allocated, with its header; every rank is told where its boxes go."""
-        self._layout = _Layout(os.path.abspath(os.fspath(self.checkpoint_id)), plans, self._keys, self._max_file_bytes)
+        self._layout = _Layout(self._folder(), plans, self._keys, self._max_file_bytes)
         self._layout.create()
-        weakref.finalize(self._layout, _remove, self._layout.partial, os.getpid())
+        weakref.finalize(self._layout, _remove, self._layout.partial, self._layout.lock, os.getpid())
         return [dataclasses.replace(plan, storage_data=(self._layout.partial, self._layout.places)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -321,6 +334,7 @@ class _Layout:
     ) -> None:
         self.folder, self.nonce = folder, "d" + secrets.token_hex(12)
         self.partial = f"{folder}.{self.nonce}.partial"
+        self.lock: PartialLock | None = None
         self._keys = keys
         self._paths: dict[str, Sequence[Any]] = {}
         for plan in plans:
@@ -366,14 +380,17 @@ class _Layout:
     def create(self) -> None:
         """The folder with every file of tensors, as large as it will be, and its header."""
         os.makedirs(os.path.dirname(self.folder), exist_ok=True)
+        for path in of_saves(*os.path.split(self.folder)):
+            shutil.rmtree(path, ignore_errors=True)
         os.mkdir(self.partial)
         try:
+            self.lock = PartialLock(self.partial)
             for (path, nbytes, _), header in zip(self._plan.files(), self._plan.headers()):
                 with open(os.path.join(self.partial, path), "xb") as file:
                     os.posix_fallocate(file.fileno(), 0, nbytes)
                     file.write(header)
         except OSError as error:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            _remove(self.partial, self.lock, os.getpid())
             failure = CheckpointError(f"'{self.folder}' cannot be written: {error.strerror}")
             failure.errno = error.errno
             raise failure from error
@@ -396,6 +413,8 @@ class _Layout:
             for part in sorted(parts):
                 by_file[part[0]].append(part)
             checksums = [_join(path, nbytes, by_file[path]) for path, nbytes, _ in plan.files()]
+            if self.lock is not None:
+                self.lock.release()
             plan.commit(
                 partial=self.partial, folder=self.folder, nonce=self.nonce, step=step, world_size=world_size,
                 checksums=checksums,
@@ -432,9 +451,11 @@ class _Layout:
         return {"groups": [groups[i] for i in sorted(groups)], "state": state}
 
 
-def _remove(partial: str, pid: int) -> None:
+def _remove(partial: str, lock: PartialLock | None, pid: int) -> None:
     """What is left of a save that came to no end: torch tells nobody of those. After a commit there is nothing of that name."""
     if os.getpid() == pid:
+        if lock is not None:
+            lock.release()
         shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError
-from .peers import Peers
+from .._engine import CheckpointError, CheckpointFolder
+from .partial import of_saves
+from .peers import Peers, os_error
 from .reading import agree_on, apply_together
 from .retention import REPLACED
 from .writing import Training, Writer
@@ -26,13 +27,15 @@ def save(
     process_group: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     timeout_s: float = 1800.0,
+    overwrite: bool = False,
 ) -> None:
     """Writes a checkpoint to the new folder `path`, durable when this returns.
 
     Parameters
     ----------
     path : path-like
-        Must not exist, nor `path`.replaced, which is where readers look for it if nothing is there; its parent folders are made.
+        Must not exist, nor `path`.replaced, which is where readers look for it if nothing is there; its parent folders are made. What
+        killed saves to it have left is removed.
     module : Module
         Plain, or wrapped by torch or by shardwright: names in the checkpoint are the bare model's.
     optimizer : Optimizer, optional
@@ -46,6 +49,9 @@ def save(
         Of tensors in one file; a larger tensor has a file of its own.
     timeout_s : float
         Seconds until the save is given up, if a rank does not come.
+    overwrite : bool
+        Whether a checkpoint at `path` is replaced once the new one is durable, in one step where the file system can exchange names.
+        Only an empty folder or a checkpoint alone in its folder is ever replaced, and none of a newer version.
 
     Raises
     ------
@@ -69,25 +75,24 @@ def save(
     check_options(max_file_bytes, timeout_s)
     check_step(step)
     peers = Peers(module, process_group, timeout_s)
-    refusal = ""
+    refusal, code, stale = "", None, []
     if peers.rank == 0:
         try:
             os.makedirs(os.path.dirname(folder), exist_ok=True)
-            for taken in (folder, folder + REPLACED):  # a checkpoint that is being replaced has the other name
-                if os.path.lexists(taken):
-                    refusal = f"'{taken}' exists already: save to another path, or remove it first"
+            refusal = why_not_there(folder, overwrite)
+            stale = of_saves(*os.path.split(folder))
         except OSError as error:
-            refusal = f"the folder for '{folder}' cannot be made: {error.strerror}"
-    refusal = peers.exchange(refusal, f"save to {folder}")[0]
+            refusal, code = f"the folder for '{folder}' cannot be made: {error.strerror}", error.errno
+    refusal, code = peers.exchange([refusal, code], f"save to {folder}")[0]
     if refusal:
-        raise CheckpointError(refusal)
+        raise os_error(refusal, code)
     board = f"{folder}.board"
     writer = Writer(
         peers, board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s, max_file_bytes=max_file_bytes
     )
     try:
         try:
-            writer.begin(folder, step, Training(module, optimizer, extra=extra))
+            writer.begin(folder, step, Training(module, optimizer, extra=extra), stale=stale)
         finally:  # over hosts the others wait for a rank that could not begin
             writer.wait()
     finally:
@@ -148,6 +153,20 @@ def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
     if "\0" in found:
         raise ValueError(f"{name} must have no zero byte, got {found!r}")
     return found
+
+
+def why_not_there(folder: str, overwrite: bool) -> str:
+    """Why nothing can be saved to `folder`; "": it can."""
+    if overwrite:
+        try:
+            CheckpointFolder.check_replaceable(folder)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+    for taken in (folder, folder + REPLACED):  # a checkpoint that is being replaced has the other name
+        if os.path.lexists(taken):
+            return f"'{taken}' exists already: save to another path, or remove it first"
+    return ""
 
 
 def check_step(step: int) -> None:

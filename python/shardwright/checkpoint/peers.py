@@ -92,7 +92,7 @@ class Peers:
                 file.write(bytes(_BOARD_BYTES * self.world_size) + nonce.encode())
             os.replace(f"{path}.new", path)
         except OSError as error:
-            raise _os_error(f"'{path}' cannot be made: {error.strerror}", error) from error
+            raise os_error(f"'{path}' cannot be made: {error.strerror}", error.errno) from error
 
     def renew_board(self, path: str, nonce: str) -> None:
         """On rank 0: makes the file again if somebody took it away."""
@@ -207,7 +207,8 @@ class CopiedMemory:
         return self.memory[begin + rank * stride : begin + rank * stride + nbytes]
 
 
-def _os_error(sentence: str, cause: OSError) -> CheckpointError:
+def os_error(sentence: str, errno: int | None) -> CheckpointError:
+    """With the system's number; None: it refused nothing."""
     error = CheckpointError(sentence)
-    error.errno = cause.errno
+    error.errno = errno
     return error

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError, CheckpointFolder
+from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from ..compression_state import reshard_state
 from ..data_parallel import DistributedDataParallel
 from ..masters import kept_by
@@ -494,7 +494,7 @@ def agree_on(
     Raises
     ------
     CheckpointError
-        It is sound, but some rank cannot use it: the same sentence on every rank.
+        It is sound or of a newer version, but some rank cannot use it: the same sentence on every rank.
     """
     look = _Look(path, training, peers)
     is_sound = False
@@ -523,7 +523,7 @@ class _Look:
             self._verdict = [SOUND, self.reader.folder.nonce]
             if verify:
                 self.reader.verify_share(rank, world_size, spare)
-        except Mismatch as error:
+        except (Mismatch, NewerCheckpointError) as error:
             self._verdict = [FATAL, str(error)]
         except CheckpointError as error:
             self._verdict = [REJECTED, str(error)]

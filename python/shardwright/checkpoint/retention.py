@@ -10,7 +10,8 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 
-from .._engine import CheckpointError, CheckpointFolder
+from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
+from .partial import is_alive, of_saves
 
 _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|trash)\Z")
@@ -23,28 +24,33 @@ BOARD = ".board"  # stays, as .lock does: a slower rank may still read the last 
 STEP_LIMIT = 10**15  # a folder's number has 15 digits at most
 
 
+#: of a checkpoint: it has a manifest that reads and files of its sizes, or none was looked at; it has not; it is not known, for
+#: a moment or since a newer version wrote it
+SOUND, DAMAGED, UNKNOWN = "sound", "damaged", "unknown"
+
+
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A folder with a manifest; not read further."""
+    """A folder with a manifest."""
 
     step: int
     path: str
     metric: float | None = None
-    is_rated: bool = True
-    """False: its manifest could not be read, and it may be the best there is"""
+    state: str = SOUND
+    nonce: str = ""
 
 
 def folder_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def list_checkpoints(directory: str, *, metrics: bool = False) -> list[Kept]:
-    """Folders that claim to be checkpoints, oldest first."""
+def list_checkpoints(directory: str, *, look: bool = False) -> list[Kept]:
+    """Folders that claim to be checkpoints, oldest first; with `look`, what their manifests say."""
     found = []
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
         path = find(os.path.join(directory, name), os.path.exists)
         if path is not None and not os.path.islink(path):
-            found.append(Kept(int(name.removeprefix("step-")), path, *(_metric(path) if metrics else ())))
+            found.append(Kept(int(name.removeprefix("step-")), path, *(_look(path) if look else ())))
     return sorted(found, key=lambda kept: (kept.step, kept.path))
 
 
@@ -65,8 +71,15 @@ def find(path: str, exists: Callable[[str], bool] = os.path.lexists) -> str | No
 
 
 def left_overs(directory: str) -> list[str]:
-    """What saves that died have left, and what retention had no time to unlink."""
-    return sorted(os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name))
+    """What saves of steps that died have left, and what retention had no time to unlink. Not what a save that lives is writing; that
+    no Checkpointer is one of those, its lock on the directory tells."""
+    steps = [os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name)]
+    return sorted(path for path in steps if is_alive(path) is not True)
+
+
+def all_left_overs(directory: str) -> list[str]:
+    """Those, and what dead saves to other paths in the directory have left."""
+    return sorted({*left_overs(directory), *of_saves(directory)})
 
 
 def replaced_ones(directory: str) -> list[str]:
@@ -75,12 +88,16 @@ def replaced_ones(directory: str) -> list[str]:
     return sorted(p for p in paths if p.endswith(REPLACED) and os.path.lexists(p.removesuffix(REPLACED)))
 
 
-def _metric(path: str) -> tuple[float | None, bool]:
-    """A folder's metric, and whether that was found out: a descriptor or a disk that fails for a moment must not cost it."""
+def _look(path: str) -> tuple[float | None, str, str]:
+    """Metric, state and nonce. A descriptor or a disk that fails for a moment must not cost a checkpoint."""
     try:  # the engine's reader: no link, no pipe, no manifest without end
-        return CheckpointFolder(path).metric, True
+        folder = CheckpointFolder(path)
+        return folder.metric, SOUND, folder.nonce
+    except NewerCheckpointError:
+        return None, UNKNOWN, ""
     except (CheckpointError, OSError, MemoryError) as error:
-        return None, isinstance(error, CheckpointError) and error.errno in _NOT_A_MANIFEST
+        is_known = isinstance(error, CheckpointError) and error.errno in _NOT_A_MANIFEST
+        return None, DAMAGED if is_known else UNKNOWN, ""
 
 
 def remove(path: str) -> None:
@@ -103,7 +120,10 @@ def sync(directory: str) -> None:
 def to_retire(
     kept: Sequence[Kept], *, keep_last: int | None, keep_every: int | None, keep_best: int | None, largest: bool = False
 ) -> list[Kept]:
-    """Those that no rule keeps. Without any rule everything is kept; the newest one always is.
+    """Those that no rule keeps. Without any rule everything is kept; the newest sound one always is.
+
+    Rules count sound ones alone. A damaged one goes once `keep_last` sound ones (without that rule: one) are newer, unless the other
+    rules would keep it if it were sound: it may have been found damaged for a moment. What is not known stays.
 
     Parameters
     ----------
@@ -113,16 +133,18 @@ def to_retire(
     """
     if keep_last is None and keep_every is None and keep_best is None:
         return []
-    newest_first = sorted(kept, key=lambda k: k.step, reverse=True)
-    safe = set(newest_first[: max(1, keep_last or 1)])
+    known = sorted((k for k in kept if k.state != UNKNOWN), key=lambda k: k.step, reverse=True)
+    sound = [k for k in known if k.state == SOUND]
+    last = sound[: keep_last or 1]
+    safe = set(last)
     if keep_every:
-        safe |= {k for k in kept if k.step % keep_every == 0}
-    if keep_best:
-        rated = [(-k.metric if largest else k.metric, k) for k in newest_first if k.metric is not None]
-        safe |= {k for _, k in sorted(rated, key=lambda pair: pair[0])[:keep_best]} | {
-            k for k in kept if not k.is_rated
-        }
-    return [k for k in kept if k not in safe]
+        safe |= {k for k in known if k.step % keep_every == 0}
+    for each in (sound, known) if keep_best else ():
+        rated = [(-k.metric if largest else k.metric, k) for k in each if k.metric is not None]
+        safe |= {k for _, k in sorted(rated, key=lambda pair: pair[0])[:keep_best]}
+    if len(last) < (keep_last or 1):
+        safe |= {k for k in known if k.state == DAMAGED}
+    return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
 
 
 _held: set[tuple[int, int] | None] = set()
@@ -155,7 +177,9 @@ class DirectoryLock:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise CheckpointError(f"'{directory}/.lock' cannot be locked: {error.strerror}") from None
+                failure = CheckpointError(f"'{directory}/.lock' cannot be locked: {error.strerror}")
+                failure.errno = error.errno
+                raise failure from None
             holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
             raise CheckpointError(f"{holder} writes to '{directory}': one directory has one writer") from None
         os.ftruncate(self._fd, 0)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 __all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as JSON, too, where that is asked for."""
+
+    arguments: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        if "--json" in _Parser.arguments:
+            print(json.dumps({"ok": False, "error": message}, indent=2))
+        super().error(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     from . import ckpt, doctor
 
-    parser = argparse.ArgumentParser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
+    _Parser.arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     doctor.add_parser(commands)
     ckpt.add_parser(commands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import functools
 import json
 import os
@@ -15,6 +16,13 @@ from typing import Any
 EPILOG = "Exit codes: 0 all is well, 1 something is damaged or different, 2 wrong usage or nothing to look at."
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _PROGRESS_BLOCKS = 256
+#: what from_pretrained reads beside the tensors
+_BESIDE_A_MODEL = (
+    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)  # fmt: skip
+_BESIDE_BYTES = 64 << 20
 
 
 class Nothing(Exception):
@@ -60,6 +68,11 @@ def add_parser(commands: Any) -> None:
         default="min",
         help="which metric is better; default: min, as a Checkpointer's",
     )
+    pruning.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every block first: what is damaged counts for no rule; without, manifests and sizes alone",
+    )
     pruning.add_argument("--yes", action="store_true", help="do it; without, it is only said")
 
 
@@ -88,6 +101,24 @@ def _print(options: argparse.Namespace, found: Any, lines: Sequence[str]) -> Non
 def _printable(line: str) -> str:
     """Names are somebody else's: what would steer a terminal is shown as an escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+class _Progress:
+    """Percents on a terminal's stderr, of `total` bytes or whatever is counted."""
+
+    def __init__(self, options: argparse.Namespace, label: str, total: int) -> None:
+        self._is_shown = not options.json and sys.stderr.isatty()
+        self._label, self._total, self._done = label, total, 0
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if self._is_shown:
+            percent = 100 * self._done // max(1, self._total)
+            print(f"\r{_printable(self._label)}: {percent} %", end="", file=sys.stderr)
+
+    def end(self) -> None:
+        if self._is_shown:
+            print("\r\033[K", end="", file=sys.stderr)
 
 
 def _size(count: int) -> str:
@@ -132,10 +163,14 @@ def _summary(path: str) -> dict[str, Any]:
 
 def run_ls(options: argparse.Namespace) -> int:
     """Lists a directory."""
-    from ..checkpoint.retention import left_overs, replaced_ones
+    from ..checkpoint.retention import all_left_overs, find, replaced_ones
 
     found = [_summary(path) for path in _checkpoints(options.directory)]
-    left = left_overs(options.directory) + replaced_ones(options.directory)
+    if not found and find(options.directory) is not None:
+        raise Nothing(
+            f"'{options.directory}' is a checkpoint, not a directory of them: look at it with `shardwright ckpt inspect {options.directory}`"
+        )
+    left = all_left_overs(options.directory) + replaced_ones(options.directory)
     lines = []
     for each in found:
         name = os.path.basename(each["path"])
@@ -181,22 +216,20 @@ def run_inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(path: str, quiet: bool) -> dict[str, Any]:
+def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
     from .._engine import CheckpointError
 
     try:
         folder = _open(path)
         total = folder.block_count
-        for first in range(0, total, _PROGRESS_BLOCKS):
-            folder.verify(first, min(first + _PROGRESS_BLOCKS, total))
-            if not quiet and sys.stderr.isatty():
-                print(
-                    f"\r{os.path.basename(path)}: {100 * min(first + _PROGRESS_BLOCKS, total) // total} %",
-                    end="",
-                    file=sys.stderr,
-                )
-        if not quiet and sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr)
+        progress = _Progress(options, os.path.basename(path), total)
+        try:
+            for first in range(0, total, _PROGRESS_BLOCKS):
+                end = min(first + _PROGRESS_BLOCKS, total)
+                folder.verify(first, end)
+                progress.add(end - first)
+        finally:
+            progress.end()
     except CheckpointError as error:
         return {"path": path, "ok": False, "error": str(error)}
     return {"path": path, "ok": True, "step": folder.step, "blocks": total, "bytes": sum(folder.files.values())}
@@ -209,7 +242,7 @@ def run_verify(options: argparse.Namespace) -> int:
     paths = _checkpoints(options.path) if find(options.path) is None else [options.path]
     if not paths:
         raise Nothing(f"'{options.path}' holds no checkpoint")
-    found = [_verify(path, options.json) for path in paths]
+    found = [_verify(path, options) for path in paths]
     lines = [
         f"{'ok     ' if each['ok'] else 'DAMAGED'} {each['path']}: "
         + (f"{each['blocks']} blocks, {_size(each['bytes'])}" if each["ok"] else each["error"])
@@ -228,6 +261,36 @@ def _values(folder: Any, entry: dict[str, Any]) -> Any:
     return memory
 
 
+def _leaves(node: Any, name: str) -> dict[str, Any]:
+    """Dotted names -> plain values of a tree of JSON; tensors are compared apart."""
+    if isinstance(node, dict) and "$tensor" in node:
+        return {}
+    if isinstance(node, (dict, list)) and node:
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        return {place: leaf for key, value in items for place, leaf in _leaves(value, f"{name}.{key}").items()}
+    return {name: node}
+
+
+def _plain_values(folder: Any) -> dict[str, Any]:
+    """What is no tensor: the optimizer's options and counts, the scheduler's, the scaler's and the user's state, `extra`."""
+    from ..checkpoint import tree
+
+    found: dict[str, Any] = {}
+    for path in ("optimizer.json", "state.json"):
+        if path in folder.files:
+            body = tree.loads(folder.read_bytes(path))
+            for key in ("dcp", "step"):  # names of what stands elsewhere; which checkpoint it is
+                body.pop(key, None)
+            for key, node in body.items():
+                found |= _leaves(node, f"{path.removesuffix('.json')}.{key}")
+    return found
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def run_diff(options: argparse.Namespace) -> int:
     """Compares bit for bit."""
     import torch
@@ -236,6 +299,7 @@ def run_diff(options: argparse.Namespace) -> int:
     folders = [_open(options.first), _open(options.second)]
     first, second = (_stored_tensors(folder, prefixes) for folder in folders)
     differing = []
+    progress = _Progress(options, "diff", sum(entry["nbytes"] for name, entry in first.items() if name in second))
     for name in first:
         if name in second:
             a, b = first[name], second[name]
@@ -245,16 +309,28 @@ def run_diff(options: argparse.Namespace) -> int:
                 )
             elif not torch.equal(x := _values(folders[0], a), y := _values(folders[1], b)):
                 differing.append({"tensor": name, "why": f"{int((x != y).sum())} of {a['nbytes']} bytes"})
+            progress.add(a["nbytes"])
+    progress.end()
     only = [sorted(set(first) - set(second)), sorted(set(second) - set(first))]
+    values = [{} if options.model else _plain_values(folder) for folder in folders]
+    other_values = []
+    for name in values[0]:
+        if name in values[1] and json.dumps(values[0][name]) != json.dumps(values[1][name]):
+            other_values.append({"value": name, "why": f"{_text(values[0][name])} against {_text(values[1][name])}"})
+    for mine, names, others in ((0, only[0], 1), (1, only[1], 0)):
+        names += [name for name in values[mine] if name not in values[others]]
     found = {
-        "equal": not (differing or any(only)),
+        "equal": not (differing or other_values or any(only)),
         "differing": differing,
+        "differing_values": other_values,
         "only_first": only[0],
         "only_second": only[1],
     }
     lines = [f"differs: {each['tensor']}: {each['why']}" for each in differing]
+    lines += [f"differs: {each['value']}: {each['why']}" for each in other_values]
     lines += [f"only in {path}: {name}" for path, names in zip((options.first, options.second), only) for name in names]
-    _print(options, found, lines or [f"equal: {len(first)} tensors"])
+    count = f"equal: {len(first)} tensors" + ("" if options.model else f", {len(values[0])} plain values")
+    _print(options, found, lines or [count])
     return 0 if found["equal"] else 1
 
 
@@ -303,13 +379,26 @@ def run_export(options: argparse.Namespace) -> int:
     os.makedirs(made)
     try:
         tensors, total = _export(folder, paths, made, options)
+        beside = _copy_beside(folder.path, made)
         os.rename(made, options.output)  # whole, or not there
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
-    found = {"output": options.output, "tensors": tensors, "bytes": total}
-    _print(options, found, [f"{options.output}: {tensors} tensors, {_size(total)}"])
+    found = {"output": options.output, "tensors": tensors, "bytes": total, "copied": beside}
+    lines = [f"{options.output}: {tensors} tensors, {_size(total)}"]
+    _print(options, found, lines + ([f"copied: {', '.join(beside)}"] if beside else []))
     return 0
+
+
+def _copy_beside(folder: str, output: str) -> list[str]:
+    """What somebody has put beside the tensors for from_pretrained; names of what was there."""
+    copied = []
+    for name in _BESIDE_A_MODEL:
+        path = os.path.join(folder, name)
+        if not os.path.islink(path) and os.path.isfile(path) and os.path.getsize(path) <= _BESIDE_BYTES:
+            shutil.copyfile(path, os.path.join(output, name))
+            copied.append(name)
+    return copied
 
 
 def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Namespace) -> tuple[int, int]:
@@ -322,6 +411,7 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
     target = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
     target_name = next((name for name, dtype in TORCH_DTYPES.items() if dtype == target), "")
     total, weight_map = 0, {}
+    progress = _Progress(options, os.path.basename(options.output), sum(folder.files[path] for path in paths))
     for path in paths:
         metadata, stored = folder.tensors(path)
         entries: dict[str, tuple[str, list[int], Callable[[], Any]]] = {}
@@ -341,6 +431,8 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
             weight_map[name] = path
         ordered = dict(sorted(entries.items(), key=lambda item: -TORCH_DTYPES[item[1][0]].itemsize))
         total += _write_safetensors(os.path.join(output, path), ordered, metadata)
+        progress.add(folder.files[path])
+    progress.end()
     if len(set(weight_map.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         with open(os.path.join(output, "model.safetensors.index.json"), "x", encoding="utf-8") as file:
@@ -350,49 +442,68 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
 
 def run_prune(options: argparse.Namespace) -> int:
     """Removes what no rule keeps."""
-    from ..checkpoint.retention import (
-        DirectoryLock,
-        left_overs,
-        list_checkpoints,
-        remove,
-        replaced_ones,
-        sync,
-        to_retire,
-    )
+    from ..checkpoint.retention import DirectoryLock
 
     if options.keep_last is None and options.keep_every is None and options.keep_best is None:
         raise Nothing("name what to keep: --keep-last, --keep-every or --keep-best")
     if not os.path.isdir(options.directory):
         raise Nothing(f"'{options.directory}' is no directory")
-    lock = DirectoryLock(options.directory)  # nobody may be writing
-    try:
-        kept = list_checkpoints(options.directory, metrics=options.keep_best is not None)
-        goes = [
-            k.path
-            for k in to_retire(
-                kept,
-                keep_last=options.keep_last,
-                keep_every=options.keep_every,
-                keep_best=options.keep_best,
-                largest=options.best == "max",
-            )
-        ]
-        replaced = replaced_ones(options.directory)
-        left = left_overs(options.directory) + replaced
-        if options.yes:
-            if replaced:
-                sync(options.directory)  # what stands in their place
-            for path in left:  # first: what another prune has left may have a name that this one needs
-                remove(path)
-            for path in goes:  # its name goes first: half a checkpoint must not be called one
-                os.rename(path, f"{path}.prune.trash")
-                remove(f"{path}.prune.trash")
-    finally:
-        lock.release()
+    if options.yes:
+        lock = DirectoryLock(options.directory)  # nobody may be writing
+        try:
+            goes, left, stays = _to_prune(options)
+            _prune(options, goes, left)
+        finally:
+            lock.release()
+    else:  # writes nothing, not even a lock
+        goes, left, stays = _to_prune(options)
     done = "removed" if options.yes else "would remove"
     names = [*goes, *left]
     lines = [f"{done} {path}" for path in names] or ["nothing to remove"]
+    lines += [f"stays: {each['path']}: {each['error']}" for each in stays]
     if names and not options.yes:
         lines.append("say --yes to do it")
-    _print(options, {"removed": options.yes, "checkpoints": goes, "left_over": left}, lines)
+    _print(options, {"removed": options.yes, "checkpoints": goes, "left_over": left, "stays": stays}, lines)
     return 0
+
+
+def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
+    """Checkpoints that go; left-overs; and what no rule keeps or counts and stays all the same, with why."""
+    from .._engine import CheckpointError, CheckpointFolder
+    from ..checkpoint.retention import DAMAGED, SOUND, all_left_overs, list_checkpoints, replaced_ones, to_retire
+
+    kept = list_checkpoints(options.directory, look=True)
+    if options.verify:
+        found = {k.path: _verify(k.path, options) for k in kept if k.state == SOUND}
+        kept = [k if found.get(k.path, {}).get("ok", True) else dataclasses.replace(k, state=DAMAGED) for k in kept]
+    rules = {name: getattr(options, name) for name in ("keep_last", "keep_every", "keep_best")}
+    goes, left, stays = [], all_left_overs(options.directory), []
+    to_go = {k.path for k in to_retire(kept, **rules, largest=options.best == "max")}
+    for path in [*(k.path for k in kept if k.path in to_go), *replaced_ones(options.directory)]:
+        try:
+            CheckpointFolder.check_removable(path)
+            (goes if path in to_go else left).append(path)
+        except CheckpointError as error:
+            stays.append({"path": path, "error": str(error)})
+    for each in kept:
+        if each.path not in to_go and each.state != SOUND:
+            why = "it is damaged, and too few sound ones are newer, or a rule would keep it"
+            if each.state != DAMAGED:
+                why = str(_summary(each.path).get("error", "it could not be read"))
+            stays.append({"path": each.path, "error": why})
+    return goes, left, stays
+
+
+def _prune(options: argparse.Namespace, goes: Sequence[str], left: Sequence[str]) -> None:
+    from ..checkpoint.retention import REPLACED, remove, sync
+
+    progress = _Progress(options, os.path.basename(os.path.normpath(options.directory)), len(goes) + len(left))
+    if any(path.endswith(REPLACED) for path in left):
+        sync(options.directory)  # what stands in their place
+    for path in [*left, *goes]:  # left-overs first: what another prune has left may have a name that this one needs
+        if path in goes or path.endswith(REPLACED):  # its name goes first: half a checkpoint must not be called one
+            os.rename(path, f"{path}.prune.trash")
+            path = f"{path}.prune.trash"
+        remove(path)
+        progress.add(1)
+    progress.end()

@@ -1,0 +1,87 @@
+"""Folders that are being written, and what tells them from those of saves that died: a locked file, LOCK, in each.
+
+The kernel lets go of the lock when the process ends, over NFS too. A save to a path of its own has no lock on the directory, and so
+removes what lies there by its name alone: a nonce as this package makes them, and the lock of nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import struct
+import time
+
+LOCK = "LOCK"
+#: a name, and the nonces of Writer and of StorageWriter
+_OF_A_SAVE = re.compile(r"(.+)\.(?:[0-9a-f]{24}n[0-9a-z]{1,13}|d[0-9a-f]{24})\.(partial|trash)\Z", re.DOTALL)
+#: seconds after which a folder without LOCK is nobody's: one of an earlier release, or whose save is just about to make the file, or
+#: to commit; by the clocks of this host and of the file system
+_NOBODYS_S = 3600.0
+
+
+class PartialLock:
+    """Made in a new folder that is being written; ends with release(), or with the process and its forked children."""
+
+    def __init__(self, partial: str) -> None:
+        self._path = os.path.join(partial, LOCK)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody is told, then
+            _lock(self._fd)
+
+    def release(self) -> None:
+        """The file goes, and the lock. Idempotent."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def is_alive(partial: str) -> bool | None:
+    """Whether the save that writes to `partial` lives; None: it has no file to lock, or the file system no locks."""
+    try:
+        fd = os.open(os.path.join(partial, LOCK), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        _lock(fd)
+    except OSError as error:
+        return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
+    finally:
+        os.close(fd)
+    return False
+
+
+def of_saves(directory: str, name: str | None = None) -> list[str]:
+    """What dead saves to paths in `directory`, or to `name` there alone, have left; nothing where it may not be listed."""
+    found: list[str] = []
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return found
+    for each in names:
+        match = _OF_A_SAVE.match(each)
+        path = os.path.join(directory, each)
+        if match and name in (None, match[1]) and os.path.isdir(path) and not os.path.islink(path):
+            if match[2] == "trash" or _is_dead(path):
+                found.append(path)
+    return sorted(found)
+
+
+def _is_dead(partial: str) -> bool:
+    alive = is_alive(partial)
+    if alive is not None:
+        return not alive
+    try:
+        return not os.path.lexists(os.path.join(partial, LOCK)) and time.time() - os.stat(partial).st_mtime > _NOBODYS_S
+    except OSError:
+        return False
+
+
+def _lock(fd: int) -> None:
+    """Of the descriptor, and not of the process, which may save twice at once."""
+    whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole)
