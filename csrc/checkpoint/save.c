@@ -243,6 +243,13 @@ static void copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_requ
         record_failure(saver, &why);
 }
 
+static void set_running(sw_saver *saver, bool is_running)
+{
+    pthread_mutex_lock(&saver->mutex);
+    saver->is_running = is_running;
+    pthread_mutex_unlock(&saver->mutex);
+}
+
 sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     sw_error why = {0};
@@ -251,13 +258,17 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     bool *is_eager = NULL;
     SW_TRY(check_request(saver, request, err));
     sw_board_begin(saver->board, request->number, request->step);
-    SW_TRY_GOTO(status, prepare(saver, request, &why), failed);
+    pthread_mutex_lock(&saver->mutex); /* who looks at progress may do so at any time */
+    status = prepare(saver, request, &why);
+    pthread_mutex_unlock(&saver->mutex);
+    if (status != SW_OK)
+        goto failed;
     SW_TRY_GOTO(status, sw_save_check_blocks(saver, &why), failed);
     SW_TRY_GOTO(status, list_eager(request, &is_eager, &why), failed);
     SW_TRY_GOTO(status, sw_save_claim_live(saver, is_eager, &claim, &why), failed);
     SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
                 failed);
-    saver->is_running = true;
+    set_running(saver, true);
     copy_claim(saver, &claim, request); /* while the first blocks are written already */
     sw_save_claim_fini(&claim);
     free(is_eager);
@@ -313,7 +324,7 @@ sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_e
     if (!over || !saver->is_running)
         return SW_OK;
     sw_thread_join(&saver->threads[0]);
-    saver->is_running = false;
+    set_running(saver, false);
     clear_save(saver);
     if (saver->outcome.status != SW_OK && err)
         *err = saver->outcome;

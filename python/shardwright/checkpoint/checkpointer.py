@@ -15,6 +15,7 @@ import torch
 
 from .._engine import CheckpointError, Error
 from ..fully_shard import wrapper_of
+from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options
 from .peers import Peers
 from .reading import agree_on, apply_together
@@ -82,6 +83,7 @@ class Checkpointer:
     Notes
     -----
     Collective, as are save(), restore(), wait() and close(). Over several hosts `directory` is one that all of them share.
+    One call at a time: a second thread, or a signal's handler in the midst of a call, gets a CheckpointError (`progress` is free).
     The random generators of torch, Python, numpy and CUDA are stored a rank and restored at the same world size.
 
     Examples
@@ -149,6 +151,7 @@ class Checkpointer:
         self._on_busy = on_busy
         self._verify = verify
         self._closed = False
+        self._call = OneCall()
         self._lock: DirectoryLock | None = None
         self._peers = Peers(model, process_group, timeout_s)
         self._take_directory()
@@ -212,6 +215,10 @@ class Checkpointer:
         CheckpointError
             The save before this one failed, on whatever rank (this one is then not begun); or this one cannot begin.
         """
+        with self._call.of("save()"):
+            return self._save(step, every, metric)
+
+    def _save(self, step: int, every: int, metric: float | None) -> bool:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT - 1:
             raise ValueError(f"step must be an integer in [0, {STEP_LIMIT - 1}), got {step!r}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -235,7 +242,7 @@ class Checkpointer:
         would begin the next one while the others do not. Collective."""
         failure: Exception | None = None
         try:
-            self.wait()
+            self._wait()
         except Exception as error:
             failure = error
         try:
@@ -288,6 +295,10 @@ class Checkpointer:
         CheckpointError
             It failed, on whatever rank: the same sentence on every rank, once. `errno` where the system refused something.
         """
+        with self._call.of("wait()"):
+            self._wait()
+
+    def _wait(self) -> None:
         self._check_open()
         self._writer.wait()
 
@@ -314,6 +325,10 @@ class Checkpointer:
         CheckpointError
             On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model.
         """
+        with self._call.of("restore()"):
+            return self._restore()
+
+    def _restore(self) -> int:
         self._settle()
         listed: list[str] = []
         refusal = ""
@@ -354,7 +369,8 @@ class Checkpointer:
         CheckpointError
             As wait().
         """
-        self._close(self._writer.wait)
+        with self._call.of("close()"):
+            self._close(self._writer.wait)
 
     def _close(self, wait: Callable[[], None]) -> None:
         if self._closed:
@@ -377,7 +393,8 @@ class Checkpointer:
             self.close()
             return
         try:  # the error on its way out is the one to hear of; the other ranks may not be here
-            self._close(self._writer.wait_alone)
+            with self._call.of("close()"):
+                self._close(self._writer.wait_alone)
         except CheckpointError as failure:
             logger.warning("the last save failed: %s", failure)
 

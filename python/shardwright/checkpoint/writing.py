@@ -93,6 +93,7 @@ class Writer:
         self._nonce_prefix = peers.exchange(secrets.token_hex(12), "nonce of checkpoints")[0]
         self._number = 0
         self._held: Content | None = None
+        self._spoiled = ""  # why the save that begins may not go on
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._staging = DeviceStaging()
         self._cuts = CutExchange(peers)
@@ -179,7 +180,7 @@ class Writer:
         own = self._own_content(training, divergent)
         if self._peers.rank == 0:
             _add_rank0_content(own, training, found, step, plan, optimizer_tree)
-        self._held = shared if lazy else None
+        self._held, self._spoiled = shared if lazy else None, ""
         self._saver.begin(
             folder=folder,
             nonce=self._nonce_prefix + _base36(self._number),
@@ -196,6 +197,8 @@ class Writer:
             timeout_s=self._timeout_s,
             device=self._staging.for_saver(),
         )
+        if self._spoiled:
+            self._saver.cancel(_tellable(self._spoiled))
         if lazy:
             live = [(n, t) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager]
             watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
@@ -316,10 +319,11 @@ class Writer:
         try:
             self._cancel_if_changed()
             self._saver.protect()
+            self._held = None
         except (CheckpointError, MemoryError) as error:
             logger.warning("the save under way failed: %s", error)
-        finally:
-            self._held = None
+            self._spoiled = f"the optimizer stepped, and what it overwrites could not be copied: {error}"
+            self._saver.cancel(_tellable(self._spoiled))  # which may be another thread's, that is beginning it
 
     def _cancel_if_changed(self) -> None:
         """A lazy save of what something other than the optimizer's step has written to may hold values of two moments."""
