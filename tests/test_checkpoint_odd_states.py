@@ -198,3 +198,25 @@ def test_a_step_that_no_reader_would_take_is_refused(
         with pytest.raises(sw.CheckpointError, match="the manifest to be written: step, .* is missing or out of range"):
             sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["data", "numpy", "a small tensor"])
+def test_a_write_that_torch_does_not_count_fails_a_lazy_save(tmp_path: Path, how: str) -> None:
+    model = nn.Module()
+    model.large, model.small = nn.Parameter(torch.ones(12 << 18)), nn.Parameter(torch.ones(100))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with sw.Checkpointer(
+        tmp_path, model, optimizer, snapshot="lazy", threads=1, bandwidth_bytes_per_s=4 << 20
+    ) as checkpoints:
+        checkpoints.save(0)
+        if how == "data":
+            model.large.data.clamp_(max=0.5)
+        elif how == "numpy":
+            model.large.detach().numpy()[:] = 2
+        else:
+            model.small.data.lerp_(torch.zeros(100), 0.1)
+        name = "small" if how == "a small tensor" else "large"
+        optimizer.step()
+        with pytest.raises(sw.CheckpointError, match=f"'{name}' was changed before the optimizer's step"):
+            checkpoints.wait()
+        assert not (tmp_path / "step-000001").exists()

@@ -72,7 +72,7 @@ static void clear_save(sw_saver *saver)
     sw_manifest_fini(&saver->manifest);
 }
 
-static void record_failure(sw_saver *saver, const sw_error *why)
+void sw_save_record_failure(sw_saver *saver, const sw_error *why)
 {
     pthread_mutex_lock(&saver->mutex);
     if (saver->failure.status == SW_OK)
@@ -109,7 +109,7 @@ static void *help(void *context)
     sw_error err = {0};
     sw_thread_lower_io_priority();
     if (await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
-        record_failure(saver, &err);
+        sw_save_record_failure(saver, &err);
     return NULL;
 }
 
@@ -134,7 +134,8 @@ static sw_status write_together(sw_saver *saver, sw_error *err)
     if (status == SW_OK)
         status = open_and_write(saver, err);
     if (status != SW_OK)
-        record_failure(saver, err); /* which ends the helpers, and a caller's wait in protect() */
+        sw_save_record_failure(saver,
+                               err); /* which ends the helpers, and a caller's wait in protect() */
     for (int t = 1; t < saver->options.thread_count; ++t)
         sw_thread_join(&saver->threads[t]);
     sw_thread_join(&saver->ahead_thread);
@@ -150,7 +151,7 @@ static void *coordinate(void *context)
     if (status == SW_OK)
         status = sw_save_acknowledge(saver, &own);
     if (status != SW_OK)
-        record_failure(saver, &own);
+        sw_save_record_failure(saver, &own);
     else
         own = (sw_error){0};
     sw_save_conclude(saver, &own, &outcome);
@@ -240,7 +241,7 @@ static void copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_requ
     if (!request->stage)
         sw_save_copy(saver, claim);
     else if (sw_save_copy_down(saver, claim, request, &why) != SW_OK)
-        record_failure(saver, &why);
+        sw_save_record_failure(saver, &why);
 }
 
 static void set_running(sw_saver *saver, bool is_running)
@@ -266,6 +267,7 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     SW_TRY_GOTO(status, sw_save_check_blocks(saver, &why), failed);
     SW_TRY_GOTO(status, list_eager(request, &is_eager, &why), failed);
     SW_TRY_GOTO(status, sw_save_claim_live(saver, is_eager, &claim, &why), failed);
+    SW_TRY_GOTO(status, sw_save_take_samples(saver, &why), failed);
     SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
                 failed);
     set_running(saver, true);
@@ -296,7 +298,7 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
     if (status == SW_OK) {
         sw_save_copy(saver, &claim);
     } else {
-        record_failure(saver, &why);
+        sw_save_record_failure(saver, &why);
         if (err)
             *err = why;
     }
@@ -389,6 +391,7 @@ void sw_saver_destroy(sw_saver *saver)
         sw_thread_join(&saver->threads[0]);
     }
     clear_save(saver);
+    free(saver->samples);
     sw_stage_fini(&saver->stage);
     pthread_cond_destroy(&saver->changed);
     pthread_mutex_destroy(&saver->mutex);

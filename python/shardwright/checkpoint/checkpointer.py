@@ -62,6 +62,9 @@ class Checkpointer:
         "copy": save() copies this rank's share of the state. "lazy": save() copies next to nothing; what is not written
         yet when the optimizer steps is copied then. Parameters and optimizer state must change in optimizer.step() and in
         full_parameters(writable=True) only; what else writes to them makes the save fail if it runs still, and else is warned of.
+        Of writes that torch does not count (`p.data`, `.numpy()`) those are seen that change one of these bytes of a tensor, in a
+        MiB not written yet: its first or last 64, or 64 at every 256 KiB. So what changes a whole tensor is seen, and what changes
+        a few values need not be: use "copy" then, or wait() before.
         What is on a GPU is copied before save() returns in either form.
     on_busy : {"wait", "skip", "raise"}
         What save() does while the one before is being written. All ranks do alike.
