@@ -1,0 +1,64 @@
+"""Whether what every rank holds alike is alike, by a few cache lines of each tensor.
+
+A checkpoint has each block from one rank, so that ranks which drifted apart (plain modules whose gradients nobody averaged) would be
+mixed in it. Reading all values would cost a pass; training apart changes every tensor, and so the lines that are looked at.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError, sample_crc32c
+from .content import parameter_names
+from .names import ModelTensors
+from .slices import is_dtensor
+
+Samples = dict[str, int]
+
+
+def take_samples(found: ModelTensors, optimizer: Any) -> Samples:
+    """Name -> checksum, of parameters and of `optimizer`'s state (None: of parameters alone). Without buffers, which are rank 0's;
+    without what is spread over ranks, on a GPU, or not row-major."""
+    return {
+        name: sample_crc32c(t.data_ptr(), t.numel() * t.element_size())
+        for name, t in _named(found, optimizer)
+        if _is_plain(t)
+    }
+
+
+def _named(found: ModelTensors, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from found.parameters.items()
+    if optimizer is None:
+        return
+    names = parameter_names(optimizer, found)
+    for parameter, values in optimizer.state.items():
+        if isinstance(values, Mapping) and id(parameter) in names:
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{key}.{names[id(parameter)]}", value
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not is_dtensor(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def digest(samples: Samples) -> int:
+    """One number for all of them."""
+    return zlib.crc32(repr(sorted(samples.items())).encode("utf-8", "backslashreplace"))
+
+
+def check_alike(everyones: Sequence[Samples]) -> None:
+    """Raises CheckpointError for a tensor whose sample is not the same on all ranks that have one."""
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, samples in enumerate(everyones):
+        for name, crc in samples.items():
+            first, expected = seen.setdefault(name, (rank, crc))
+            if crc != expected:
+                raise CheckpointError(
+                    f"'{name}' has other values on rank {rank} than on rank {first}, and a checkpoint would have some of each: ranks hold "
+                    "the same (average their gradients, or broadcast rank 0's values), or state that is a rank's own goes in dataloader=[...]"
+                )
