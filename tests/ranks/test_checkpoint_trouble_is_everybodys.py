@@ -323,7 +323,7 @@ def test_whatever_goes_wrong_on_rank_0_is_told_to_all(rank, world_size):
 def test_ranks_that_hold_other_values_are_named_before_a_byte_is_written(rank, world_size):
     folder = shared_folder(rank)
     model, optimizer = build(Small)
-    train(model, optimizer, 1)
+    train(model, optimizer, 1, width=24)
     tensors = {"a parameter": next(model.parameters()), "state": next(iter(optimizer.state.values()))["exp_avg"]}
     with sw.Checkpointer(f"{folder}/a", model, optimizer, timeout_s=20) as checkpoints:
         for tensor in tensors.values():
