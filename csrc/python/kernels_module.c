@@ -207,15 +207,17 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
 static PyObject *sample_crc32c(PyObject *module, PyObject *args)
 {
     unsigned long long address;
-    Py_ssize_t size;
+    Py_ssize_t size, stride;
     (void)module;
-    if (!PyArg_ParseTuple(args, "Kn:sample_crc32c", &address, &size))
+    if (!PyArg_ParseTuple(args, "Knn:sample_crc32c", &address, &size, &stride))
         return NULL;
-    if (size < 0)
-        return PyErr_Format(PyExc_ValueError, "sample_crc32c: nbytes must be at least 0, got %zd",
-                            size);
+    if (size < 0 || stride < 1)
+        return PyErr_Format(PyExc_ValueError,
+                            "sample_crc32c: nbytes must be at least 0 and stride at least 1, got "
+                            "%zd and %zd",
+                            size, stride);
     return PyLong_FromUnsignedLong(
-        sw_sample_crc32c((const void *)(uintptr_t)address, (size_t)size));
+        sw_sample_crc32c((const void *)(uintptr_t)address, (size_t)size, (size_t)stride));
 }
 
 static PyObject *crc32c_join(PyObject *module, PyObject *args)
@@ -250,7 +252,8 @@ PyMethodDef sw_py_kernel_functions[] = {
     {"crc32c", crc32c, METH_VARARGS,
      "crc32c(address, nbytes)\n--\n\nThe checksum that checkpoints use."},
     {"sample_crc32c", sample_crc32c, METH_VARARGS,
-     "sample_crc32c(address, nbytes)\n--\n\nThe checksum of a few cache lines of some memory."},
+     "sample_crc32c(address, nbytes, stride)\n--\n\nThe checksum of a few cache lines of some "
+     "memory."},
     {"crc32c_join", crc32c_join, METH_VARARGS,
      "crc32c_join(a, b, b_nbytes)\n--\n\nThe checksum of A then B, from those of A and B."},
     {"prefer_huge_pages", prefer_huge_pages, METH_VARARGS,

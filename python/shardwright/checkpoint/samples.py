@@ -18,13 +18,14 @@ from .names import ModelTensors
 from .slices import is_dtensor
 
 Samples = dict[str, int]
+_STRIDE = 1 << 20
 
 
 def take_samples(found: ModelTensors, optimizer: Any) -> Samples:
     """Name -> checksum, of parameters and of `optimizer`'s state (None: of parameters alone). Without buffers, which are rank 0's;
     without what is spread over ranks, on a GPU, or not row-major."""
     return {
-        name: sample_crc32c(t.data_ptr(), t.numel() * t.element_size())
+        name: sample_crc32c(t.data_ptr(), t.numel() * t.element_size(), _STRIDE)
         for name, t in _named(found, optimizer)
         if _is_plain(t)
     }
