@@ -120,7 +120,7 @@ static void a_board_may_be_a_file(void)
 /* Rank 0 may be about to publish it. */
 static void a_board_that_is_gone_is_no_reason_to_remove_the_folder(void)
 {
-    char partial[160], path[192];
+    char partial[192], path[128];
     sw_board board;
     sw_saver *saver = NULL;
     sw_plan *plan = NULL;
