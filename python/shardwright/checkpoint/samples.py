@@ -25,9 +25,7 @@ def take_samples(found: ModelTensors, optimizer: Any) -> Samples:
     """Name -> checksum, of parameters and of `optimizer`'s state (None: of parameters alone). Without buffers, which are rank 0's;
     without what is spread over ranks, on a GPU, or not row-major."""
     return {
-        name: sample_crc32c(t.data_ptr(), t.numel() * t.element_size(), _STRIDE)
-        for name, t in _named(found, optimizer)
-        if _is_plain(t)
+        name: sample_crc32c(t.data_ptr(), t.nbytes, _STRIDE) for name, t in _named(found, optimizer) if _is_plain(t)
     }
 
 
@@ -44,7 +42,8 @@ def _named(found: ModelTensors, optimizer: Any) -> Iterator[tuple[str, torch.Ten
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return not is_dtensor(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
+    is_torchs = type(tensor) in (torch.Tensor, torch.nn.Parameter) or not is_dtensor(tensor)
+    return is_torchs and tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def digest(samples: Samples) -> int:
