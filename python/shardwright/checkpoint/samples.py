@@ -15,7 +15,6 @@ import torch
 from .._engine import CheckpointError, sample_crc32c
 from .content import parameter_names
 from .names import ModelTensors
-from .slices import is_dtensor
 
 Samples = dict[str, int]
 _STRIDE = 1 << 20
@@ -23,7 +22,7 @@ _STRIDE = 1 << 20
 
 def take_samples(found: ModelTensors, optimizer: Any) -> Samples:
     """Name -> checksum, of parameters and of `optimizer`'s state (None: of parameters alone). Without buffers, which are rank 0's;
-    without what is spread over ranks, on a GPU, or not row-major."""
+    without what is spread over ranks, on a GPU, not row-major, or of a class of its own."""
     return {
         name: sample_crc32c(t.data_ptr(), t.nbytes, _STRIDE) for name, t in _named(found, optimizer) if _is_plain(t)
     }
@@ -42,8 +41,9 @@ def _named(found: ModelTensors, optimizer: Any) -> Iterator[tuple[str, torch.Ten
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    is_torchs = type(tensor) in (torch.Tensor, torch.nn.Parameter) or not is_dtensor(tensor)
-    return is_torchs and tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False  # who knows where a class of its own keeps its values
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def digest(samples: Samples) -> int:
