@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .. import device
 from .._engine import CheckpointError, sample_crc32c
 from .content import parameter_names
 from .names import ModelTensors
@@ -43,7 +44,8 @@ def _named(found: ModelTensors, optimizer: Any) -> Iterator[tuple[str, torch.Ten
 def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False  # who knows where a class of its own keeps its values
-    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+    on_cpu = tensor.is_cpu and not device.runtime.holds(tensor)
+    return on_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def digest(samples: Samples) -> int:
