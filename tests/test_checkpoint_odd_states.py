@@ -3,12 +3,14 @@ and what a save reads of it is of one moment."""
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import logging
 import os
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -194,7 +196,127 @@ def test_a_step_that_no_reader_would_take_is_refused(
     with pytest.raises(ValueError, match=r"step must be an integer in \[0, 2\*\*53\), got"):
         sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
     if step == -1:  # nor would the engine commit it
-        monkeypatch.setattr(files, "check_step", lambda step: None)
+        monkeypatch.setattr(files, "check_step", lambda step: step)
         with pytest.raises(sw.CheckpointError, match="the manifest to be written: step, .* is missing or out of range"):
             sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["data", "numpy", "a small tensor"])
+def test_a_write_that_torch_does_not_count_fails_a_lazy_save(tmp_path: Path, how: str) -> None:
+    model = nn.Module()
+    model.large, model.small = nn.Parameter(torch.ones(12 << 18)), nn.Parameter(torch.ones(100))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with sw.Checkpointer(
+        tmp_path, model, optimizer, snapshot="lazy", threads=1, bandwidth_bytes_per_s=4 << 20
+    ) as checkpoints:
+        checkpoints.save(0)
+        if how == "data":
+            model.large.data.clamp_(max=0.5)
+        elif how == "numpy":
+            model.large.detach().numpy()[:] = 2
+        else:
+            model.small.data.lerp_(torch.zeros(100), 0.1)
+        name = "small" if how == "a small tensor" else "large"
+        optimizer.step()
+        with pytest.raises(sw.CheckpointError, match=f"'{name}' was changed before the optimizer's step"):
+            checkpoints.wait()
+        assert not (tmp_path / "step-000001").exists()
+
+
+def test_types_of_torch_and_ordered_dicts_come_back_as_they_were(tmp_path: Path) -> None:
+    ordered = collections.OrderedDict([("b", torch.ones(2)), ("a", [1])])
+    state = {
+        "size": torch.Size([2, 3]),
+        "device": torch.device("cuda", 1),
+        "ordered": ordered,
+        "keys": collections.OrderedDict({3: 4}),
+    }
+    model = nn.Linear(1, 1)
+    sw.save(tmp_path / "a", model, extra=state)
+    found = sw.load(tmp_path / "a", model)
+    assert repr(found) == repr(state) and [type(each) for each in found.values()] == [
+        type(each) for each in state.values()
+    ]
+    for value in (Path("/x"), collections.deque([1])):
+        with pytest.raises(sw.CheckpointError, match=r"extra\.here is a (PosixPath|deque|collections.deque)"):
+            sw.save(tmp_path / "b", model, extra={"here": value})
+
+
+def test_numbers_of_numpy_are_numbers_and_others_are_named(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    with sw.Checkpointer(tmp_path, model, keep_last=numpy.int64(2), keep_every=numpy.int32(5)) as checkpoints:
+        assert checkpoints.save(numpy.int64(2), every=numpy.int16(3))
+    assert (tmp_path / "step-000003").exists()
+    sw.save(tmp_path / "a", model, step=numpy.uint8(7), timeout_s=numpy.float32(20))
+    for options in (
+        {"timeout_s": "5"},
+        {"timeout_s": True},
+        {"bandwidth_bytes_per_s": True},
+        {"keep_last": 1.0},
+        {"threads": "2"},
+    ):
+        ((name, value),) = options.items()
+        with pytest.raises(ValueError, match=f"{name} must be .*, got {value!r}"):
+            sw.Checkpointer(tmp_path / "b", model, **options)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_zero_byte_in_a_name_is_told_with_the_name(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("wei\0ght", nn.Parameter(torch.ones(2)))
+    with pytest.raises(sw.CheckpointError, match=r"tensor 'wei\\x00ght' has a zero byte in its name"):
+        sw.save(tmp_path / "a", model)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An Optimizer by its class alone, as accelerate's is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> dict:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list:
+        return self.optimizer.param_groups
+
+    def step(self, closure: object = None) -> None:
+        self.optimizer.step()
+
+
+class Stepping:
+    """None at all, with parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+
+def test_an_optimizer_in_a_wrapper_is_found_and_what_is_none_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    with sw.Checkpointer(tmp_path, model, Wrapped(inner), snapshot="lazy") as checkpoints:
+        for step in range(2):
+            checkpoints.save(step)
+            inner.step()
+    with pytest.raises(
+        ValueError, match="it needs a torch.optim.Optimizer, got a Stepping, which has no register_step_pre_hook"
+    ):
+        sw.Checkpointer(tmp_path, model, Stepping(inner), snapshot="lazy")
+    sw.Checkpointer(tmp_path, model, inner).close()
+
+
+def test_what_fails_once_the_directory_is_taken_lets_go_of_it(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def refuse(hook: object) -> None:
+        raise RuntimeError("no hooks here")
+
+    optimizer.register_step_pre_hook = refuse
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        sw.Checkpointer(tmp_path, model, optimizer, snapshot="lazy")
+    sw.Checkpointer(tmp_path, model, optimizer).close()

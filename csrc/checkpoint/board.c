@@ -136,7 +136,7 @@ void sw_board_fail(sw_board *board, uint64_t number, const sw_error *reason)
 }
 
 /* Rank 0 makes it anew before it begins a save: others may come a moment earlier. */
-static bool has_gone(const sw_board *board, sw_error *why)
+bool sw_board_is_gone(const sw_board *board, sw_error *why)
 {
     bool is_gone =
         board->gone_ns && board->looked_ns - board->gone_ns > GONE_S * INT64_C(1000000000);
@@ -150,7 +150,7 @@ static bool has_gone(const sw_board *board, sw_error *why)
 bool sw_board_has_failure(sw_board *board, uint64_t number, uint64_t step, sw_error *err)
 {
     look(board, board->world_size);
-    if (has_gone(board, err))
+    if (sw_board_is_gone(board, err))
         return true;
     for (int r = 0; r < board->world_size; ++r) {
         sw_board_page *page = board->pages[r];
@@ -188,8 +188,6 @@ bool sw_board_is_decided(sw_board *board, uint64_t number, sw_error *verdict)
 {
     sw_board_page *page = board->pages[0];
     look(board, 1);
-    if (has_gone(board, verdict))
-        return true;
     if (atomic_load_explicit(&page->decided, memory_order_acquire) < number)
         return false;
     *verdict = page->verdicts[number % 4];

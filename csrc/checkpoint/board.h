@@ -62,8 +62,10 @@ void sw_board_fail(sw_board *board, uint64_t number, const sw_error *reason);
 bool sw_board_has_failure(sw_board *board, uint64_t number, uint64_t step, sw_error *err);
 /* Rank 0: SW_OK or the error of save `number`. */
 void sw_board_decide(sw_board *board, uint64_t number, const sw_error *verdict);
-/* Whether rank 0 has decided `number`; *verdict is then filled (status SW_OK: committed). That the
- * file of a board is gone for some seconds is a verdict, too. */
+/* Whether rank 0 has decided `number`; *verdict is then filled (status SW_OK: committed). */
 bool sw_board_is_decided(sw_board *board, uint64_t number, sw_error *verdict);
+/* Whether the file of a board is gone for some seconds, as of the last look: no verdict can come,
+ * and none is known; *why then says so. */
+bool sw_board_is_gone(const sw_board *board, sw_error *why);
 
 #endif

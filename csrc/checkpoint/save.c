@@ -73,7 +73,7 @@ static void clear_save(sw_saver *saver)
     sw_manifest_fini(&saver->manifest);
 }
 
-static void record_failure(sw_saver *saver, const sw_error *why)
+void sw_save_record_failure(sw_saver *saver, const sw_error *why)
 {
     pthread_mutex_lock(&saver->mutex);
     if (saver->failure.status == SW_OK)
@@ -110,7 +110,7 @@ static void *help(void *context)
     sw_error err = {0};
     sw_thread_lower_io_priority();
     if (await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
-        record_failure(saver, &err);
+        sw_save_record_failure(saver, &err);
     return NULL;
 }
 
@@ -135,7 +135,8 @@ static sw_status write_together(sw_saver *saver, sw_error *err)
     if (status == SW_OK)
         status = open_and_write(saver, err);
     if (status != SW_OK)
-        record_failure(saver, err); /* which ends the helpers, and a caller's wait in protect() */
+        sw_save_record_failure(saver,
+                               err); /* which ends the helpers, and a caller's wait in protect() */
     for (int t = 1; t < saver->options.thread_count; ++t)
         sw_thread_join(&saver->threads[t]);
     sw_thread_join(&saver->ahead_thread);
@@ -151,7 +152,7 @@ static void *coordinate(void *context)
     if (status == SW_OK)
         status = sw_save_acknowledge(saver, &own);
     if (status != SW_OK)
-        record_failure(saver, &own);
+        sw_save_record_failure(saver, &own);
     else
         own = (sw_error){0};
     sw_save_conclude(saver, &own, &outcome);
@@ -241,7 +242,14 @@ static void copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_requ
     if (!request->stage)
         sw_save_copy(saver, claim);
     else if (sw_save_copy_down(saver, claim, request, &why) != SW_OK)
-        record_failure(saver, &why);
+        sw_save_record_failure(saver, &why);
+}
+
+static void set_running(sw_saver *saver, bool is_running)
+{
+    pthread_mutex_lock(&saver->mutex);
+    saver->is_running = is_running;
+    pthread_mutex_unlock(&saver->mutex);
 }
 
 sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_error *err)
@@ -252,13 +260,18 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     bool *is_eager = NULL;
     SW_TRY(check_request(saver, request, err));
     sw_board_begin(saver->board, request->number, request->step);
-    SW_TRY_GOTO(status, prepare(saver, request, &why), failed);
+    pthread_mutex_lock(&saver->mutex); /* who looks at progress may do so at any time */
+    status = prepare(saver, request, &why);
+    pthread_mutex_unlock(&saver->mutex);
+    if (status != SW_OK)
+        goto failed;
     SW_TRY_GOTO(status, sw_save_check_blocks(saver, &why), failed);
     SW_TRY_GOTO(status, list_eager(request, &is_eager, &why), failed);
     SW_TRY_GOTO(status, sw_save_claim_live(saver, is_eager, &claim, &why), failed);
+    SW_TRY_GOTO(status, sw_save_take_samples(saver, &why), failed);
     SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
                 failed);
-    saver->is_running = true;
+    set_running(saver, true);
     copy_claim(saver, &claim, request); /* while the first blocks are written already */
     sw_save_claim_fini(&claim);
     free(is_eager);
@@ -286,7 +299,7 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
     if (status == SW_OK) {
         sw_save_copy(saver, &claim);
     } else {
-        record_failure(saver, &why);
+        sw_save_record_failure(saver, &why);
         if (err)
             *err = why;
     }
@@ -314,7 +327,7 @@ sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_e
     if (!over || !saver->is_running)
         return SW_OK;
     sw_thread_join(&saver->threads[0]);
-    saver->is_running = false;
+    set_running(saver, false);
     clear_save(saver);
     if (saver->outcome.status != SW_OK && err)
         *err = saver->outcome;
@@ -379,6 +392,7 @@ void sw_saver_destroy(sw_saver *saver)
         sw_thread_join(&saver->threads[0]);
     }
     clear_save(saver);
+    free(saver->samples);
     sw_stage_fini(&saver->stage);
     pthread_cond_destroy(&saver->changed);
     pthread_mutex_destroy(&saver->mutex);

@@ -7,8 +7,8 @@
  * protect in one call, "lazy" leaves protect to the next optimizer step. What lies on a GPU is
  * copied by begin() in either form.
  *
- * Thread rule: begin, protect, wait, fail: the owner's thread, one at a time. progress, cancel:
- * any.
+ * Thread rule: begin, protect, wait, fail, spare, destroy: one thread at a time, which the caller
+ * sees to. progress, cancel: any.
  */
 #ifndef SW_CHECKPOINT_SAVE_H
 #define SW_CHECKPOINT_SAVE_H

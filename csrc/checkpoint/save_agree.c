@@ -83,6 +83,8 @@ static sw_status await_folder(sw_saver *saver, sw_error *err)
     for (sw_error why;;) {
         if (sw_board_is_decided(saver->board, saver->number, &why))
             SW_FAIL(err, why.status == SW_OK ? SW_E_STATE : why.status, "%.480s", why.message);
+        if (sw_board_is_gone(saver->board, &why))
+            SW_FAIL(err, why.status, "%.480s", why.message);
         sw_status status = sw_file_read_whole(path, READY_BYTES, &found, &size_bytes, &why);
         if (status == SW_OK)
             break;
@@ -220,6 +222,11 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
             *outcome = stop;
             return;
         }
+        /* No verdict: rank 0 may be about to publish the folder, which is its to remove. */
+        if (sw_board_is_gone(saver->board, &stop)) {
+            *outcome = own->status == SW_OK ? stop : *own;
+            return;
+        }
         if (sw_clock_now_ns() > deadline_ns ||
             (own->status != SW_OK && sw_save_check(saver, &stop) == SW_E_INTERRUPTED)) {
             *outcome = *own;
@@ -233,7 +240,8 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
         sw_thread_sleep_ns(pause_ns);
         pause_ns = pause_ns * 2 < LOOK_LAST_NS ? pause_ns * 2 : LOOK_LAST_NS;
     }
-    /* Abandoned: every rank removes once it writes no more, so the last one leaves nothing. */
+    /* Abandoned by rank 0's own word: every rank removes once it writes no more, so the last one
+     * leaves nothing. */
     if (outcome->status != SW_OK)
         sw_folder_remove(saver->partial);
 }

@@ -51,7 +51,7 @@ static bool copy_one_locked(sw_saver *saver)
     block->state = SW_BLOCK_COPYING;
     saver->copying_count++;
     pthread_mutex_unlock(&saver->mutex);
-    sw_save_fill(block, slot);
+    sw_save_fill(saver, block, slot);
     pthread_mutex_lock(&saver->mutex);
     block->slot = slot;
     block->state = SW_BLOCK_STAGED;

@@ -4,6 +4,7 @@
  * save_snapshot.c  from live memory to bytes of blocks
  * save_device.c    from a GPU's memory to bytes of blocks
  * save_ahead.c     copies what the next step would have to wait for
+ * save_sample.c    whether live memory is still what it was
  * save_write.c     from blocks to files
  * save_agree.c     READY, acknowledgements, the verdict
  *
@@ -36,6 +37,8 @@ typedef struct sw_save_block {
     const sw_plan_file *file;
     uint64_t offset; /* in the file */
     uint32_t size_bytes, crc;
+    uint32_t sample_count; /* of the saver's samples, from sample_base on; 0: none were taken */
+    size_t sample_base;
     sw_block_state state;
     uint8_t *slot; /* of the stage; NULL: none */
     const uint8_t
@@ -67,6 +70,8 @@ struct sw_saver {
     sw_save_source *sources; /* owned copy of both parts' */
     sw_save_block *blocks;   /* owned; in the order of writing */
     size_t block_count;
+    uint32_t *samples; /* owned; kept for the next save */
+    size_t sample_count, sample_room;
     sw_manifest manifest; /* what this rank wrote; on rank 0 in the end all */
     sw_thread threads[SW_SAVER_THREADS_MAX], ahead_thread;
 
@@ -93,14 +98,15 @@ SW_MUST_USE sw_status sw_save_list_blocks(sw_saver *saver, const sw_save_request
 SW_MUST_USE sw_status sw_save_check_blocks(const sw_saver *saver, sw_error *err);
 typedef struct sw_save_span { /* bytes of a block that lie side by side */
     const uint8_t *data;
-    bool is_on_device;
+    bool is_on_device, is_header;
     size_t at, size_bytes; /* in the block */
 } sw_save_span;
 /* `visit` gets the spans of a block in order, the header's too. */
 void sw_save_walk(const sw_save_block *block, void (*visit)(void *context, sw_save_span span),
                   void *context);
-/* The bytes of `block` to `destination`, and their checksum to block->crc. */
-void sw_save_fill(sw_save_block *block, uint8_t *destination);
+/* The bytes of `block` to `destination`, and their checksum to block->crc; a failure of the save if
+ * they are not what they were when it began. Without the mutex. */
+void sw_save_fill(sw_saver *saver, sw_save_block *block, uint8_t *destination);
 
 struct sw_save_claim { /* live blocks that the caller's thread is about to copy, and where to */
     size_t *wanted;    /* owned; indices of blocks */
@@ -118,6 +124,12 @@ void sw_save_copy(sw_saver *saver, sw_save_claim *claim);
  * False: nothing is left to help with. The mutex is let go of meanwhile. */
 bool sw_save_help_copy_locked(sw_saver *saver);
 void sw_save_claim_fini(sw_save_claim *claim);
+
+/* save_sample.c. Of every block that is live: before the threads start. */
+SW_MUST_USE sw_status sw_save_take_samples(sw_saver *saver, sw_error *err);
+/* SW_E_STATE names a tensor of the block that has changed since. */
+SW_MUST_USE sw_status sw_save_compare_sample(const sw_saver *saver, const sw_save_block *block,
+                                             const uint8_t *copy, sw_error *err);
 
 /* save_device.c: sw_save_copy of a claim whose blocks have bytes on a device. After an error those
  * that were not copied stay marked, and have no slot. */
@@ -147,5 +159,7 @@ void sw_save_conclude(sw_saver *saver, const sw_error *own,
 
 /* save.c: SW_OK, or why this rank must stop: another thread's failure or a cancel. */
 SW_MUST_USE sw_status sw_save_check(sw_saver *saver, sw_error *err);
+/* save.c: this rank stops; the first reason stays. */
+void sw_save_record_failure(sw_saver *saver, const sw_error *why);
 
 #endif

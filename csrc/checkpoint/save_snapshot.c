@@ -155,8 +155,9 @@ void sw_save_walk(const sw_save_block *block, void (*visit)(void *context, sw_sa
     uint64_t at = block->offset, end = at + block->size_bytes;
     if (at < file->header_bytes) {
         size_t size = (size_t)((end < file->header_bytes ? end : file->header_bytes) - at);
-        visit(context,
-              (sw_save_span){.data = (const uint8_t *)file->header + at, .size_bytes = size});
+        visit(context, (sw_save_span){.data = (const uint8_t *)file->header + at,
+                                      .is_header = true,
+                                      .size_bytes = size});
         at += size;
     }
     for (size_t p = find_piece(plan, file, at); at < end; ++p) {
@@ -183,11 +184,14 @@ static void fill_span(void *context, sw_save_span span)
         sw_crc32c_copy(filling->crc, filling->destination + span.at, from, span.size_bytes);
 }
 
-void sw_save_fill(sw_save_block *block, uint8_t *destination)
+void sw_save_fill(sw_saver *saver, sw_save_block *block, uint8_t *destination)
 {
+    sw_error why;
     block_filling filling = {.image = block->image, .destination = destination};
     sw_save_walk(block, fill_span, &filling);
     block->crc = filling.crc;
+    if (sw_save_compare_sample(saver, block, destination, &why) != SW_OK)
+        sw_save_record_failure(saver, &why);
 }
 
 static bool touches_eager(const sw_saver *saver, const sw_save_block *block, const bool *is_eager)
@@ -258,7 +262,7 @@ static bool copy_some_locked(sw_saver *saver, sw_save_claim *claim)
     claim->next = end;
     pthread_mutex_unlock(&saver->mutex);
     for (size_t i = begin; i < end; ++i)
-        sw_save_fill(&saver->blocks[claim->wanted[i]], claim->slots[i]);
+        sw_save_fill(saver, &saver->blocks[claim->wanted[i]], claim->slots[i]);
     pthread_mutex_lock(&saver->mutex);
     for (size_t i = begin; i < end; ++i) {
         sw_save_block *block = &saver->blocks[claim->wanted[i]];

@@ -98,7 +98,7 @@ static sw_status copy_live(writer *w, sw_save_block *first, size_t count, sw_err
 {
     sw_status status = take_bounce(w, count, err);
     for (size_t i = 0; i < count && status == SW_OK; ++i)
-        sw_save_fill(&first[i], w->bounce[i]);
+        sw_save_fill(w->saver, &first[i], w->bounce[i]);
     pthread_mutex_lock(&w->saver->mutex);
     for (size_t i = 0; i < count; ++i)
         first[i].state = SW_BLOCK_TAKEN;

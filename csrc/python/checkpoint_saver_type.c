@@ -13,6 +13,7 @@ typedef struct saver_object {
     PyObject *arena; /* owned; the board's memory, NULL where it is a file or there is one rank */
     PyObject *shared, *own; /* owned plans of the present save */
     long owner_pid;
+    bool in_use; /* a thread is inside of a call that only one may be in */
 } saver_object;
 
 typedef struct request_memory { /* what a request borrows; the strings live in Python objects */
@@ -41,6 +42,28 @@ static bool is_usable(saver_object *self)
     if (why)
         PyErr_SetString(sw_py_state_of((PyObject *)self)->checkpoint_error, why);
     return !why;
+}
+
+static bool is_free(saver_object *self)
+{
+    if (self->in_use)
+        PyErr_SetString(sw_py_state_of((PyObject *)self)->checkpoint_error,
+                        "another thread is inside the Checkpointer: one call at a time");
+    return !self->in_use;
+}
+
+/* Of everything but progress and cancel; true: leave() follows. */
+static bool enter(saver_object *self)
+{
+    if (!is_usable(self) || !is_free(self))
+        return false;
+    self->in_use = true;
+    return true;
+}
+
+static void leave(saver_object *self)
+{
+    self->in_use = false;
 }
 
 static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -131,8 +154,11 @@ static void saver_dealloc(PyObject *op)
 
 static PyObject *saver_close(PyObject *op, PyObject *unused)
 {
+    saver_object *self = (saver_object *)op;
     (void)unused;
-    close_saver((saver_object *)op);
+    if (self->saver && getpid() == self->owner_pid && !is_free(self))
+        return NULL;
+    close_saver(self);
     Py_RETURN_NONE;
 }
 
@@ -248,7 +274,7 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
                                      &shared, &PyList_Type, &shared_sources, &own, &PyList_Type,
                                      &own_sources, &lazy, &PyList_Type, &stale, &PyList_Type,
                                      &retired, &timeout_s, &device) ||
-        !is_usable(self))
+        !enter(self))
         return NULL;
     if (metric != Py_None) {
         request.metric = PyFloat_AsDouble(metric);
@@ -278,6 +304,7 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     if (status == SW_OK)
         keep_plans(self, shared, own);
 done:
+    leave(self);
     request_memory_fini(&memory);
     if (status == SW_OK)
         Py_RETURN_NONE;
@@ -290,11 +317,12 @@ static PyObject *saver_protect(PyObject *op, PyObject *unused)
     sw_error err = {0};
     sw_status status;
     (void)unused;
-    if (!is_usable(self))
+    if (!enter(self))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     status = sw_saver_protect(self->saver, &err);
     Py_END_ALLOW_THREADS
+    leave(self);
     if (status != SW_OK)
         return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
     Py_RETURN_NONE;
@@ -307,13 +335,16 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
     bool is_over = false;
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "d:wait", &timeout_s) || !is_usable(self))
+    if (!PyArg_ParseTuple(args, "d:wait", &timeout_s))
         return NULL;
     if (!(timeout_s >= 0 && timeout_s <= 1e9))
         return PyErr_Format(PyExc_ValueError, "wait: timeout_s must be in [0, 1e9] seconds");
+    if (!enter(self))
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
     status = sw_saver_wait(self->saver, (int64_t)(timeout_s * 1e9), &is_over, &err);
     Py_END_ALLOW_THREADS
+    leave(self);
     if (status != SW_OK)
         return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
     return PyBool_FromLong(is_over);
@@ -325,10 +356,11 @@ static PyObject *saver_fail(PyObject *op, PyObject *args)
     unsigned long long number;
     const char *message;
     sw_error reason = {0};
-    if (!PyArg_ParseTuple(args, "Ks:fail", &number, &message) || !is_usable(self))
+    if (!PyArg_ParseTuple(args, "Ks:fail", &number, &message) || !enter(self))
         return NULL;
     (void)sw_error_set(&reason, SW_E_STATE, -1, "%s", message);
     sw_saver_fail(self->saver, number, &reason);
+    leave(self);
     Py_RETURN_NONE;
 }
 
@@ -365,7 +397,7 @@ static PyObject *saver_spare(PyObject *op, PyObject *unused)
     saver_object *self = (saver_object *)op;
     size_t size_bytes = 0;
     (void)unused;
-    PyObject *list = is_usable(self) ? PyList_New(0) : NULL;
+    PyObject *list = is_usable(self) && is_free(self) ? PyList_New(0) : NULL;
     uint8_t *base;
     for (size_t i = 0; list && (base = sw_saver_spare(self->saver, i, &size_bytes)); ++i) {
         PyObject *item = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)base,

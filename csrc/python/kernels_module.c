@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checkpoint/sample.h"
 #include "kernels/crc32c.h"
 #include "platform/limits.h"
 #include "platform/memory.h"
@@ -203,6 +204,22 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLong(sw_crc32c(0, (const void *)(uintptr_t)address, (size_t)size));
 }
 
+static PyObject *sample_crc32c(PyObject *module, PyObject *args)
+{
+    unsigned long long address;
+    Py_ssize_t size, stride;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Knn:sample_crc32c", &address, &size, &stride))
+        return NULL;
+    if (size < 0 || stride < 1)
+        return PyErr_Format(PyExc_ValueError,
+                            "sample_crc32c: nbytes must be at least 0 and stride at least 1, got "
+                            "%zd and %zd",
+                            size, stride);
+    return PyLong_FromUnsignedLong(
+        sw_sample_crc32c((const void *)(uintptr_t)address, (size_t)size, (size_t)stride));
+}
+
 static PyObject *crc32c_join(PyObject *module, PyObject *args)
 {
     unsigned long a, b;
@@ -234,6 +251,9 @@ PyMethodDef sw_py_kernel_functions[] = {
      "fold(destination, sources, numel, dtype, op)\n--\n\nThe kernel, on addresses."},
     {"crc32c", crc32c, METH_VARARGS,
      "crc32c(address, nbytes)\n--\n\nThe checksum that checkpoints use."},
+    {"sample_crc32c", sample_crc32c, METH_VARARGS,
+     "sample_crc32c(address, nbytes, stride)\n--\n\nThe checksum of a few cache lines of some "
+     "memory."},
     {"crc32c_join", crc32c_join, METH_VARARGS,
      "crc32c_join(a, b, b_nbytes)\n--\n\nThe checksum of A then B, from those of A and B."},
     {"prefer_huge_pages", prefer_huge_pages, METH_VARARGS,

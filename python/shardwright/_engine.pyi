@@ -46,6 +46,9 @@ def fold(destination: int, sources: Sequence[int], numel: int, dtype: str, op: s
 def crc32c(address: int, nbytes: int) -> int:
     """CRC-32C of `nbytes` bytes at `address`: the checksum of checkpoints' blocks."""
 
+def sample_crc32c(address: int, nbytes: int, stride: int) -> int:
+    """The checksum of a few cache lines of some memory: its first and last 64 bytes, and 64 at every `stride`."""
+
 def crc32c_join(a: int, b: int, b_nbytes: int) -> int:
     """The checksum of A followed by the `b_nbytes` bytes of B, from those of A and B."""
 

@@ -117,6 +117,46 @@ static void a_board_may_be_a_file(void)
     sw_board_fini(&reader);
 }
 
+/* Rank 0 may be about to publish it. */
+static void a_board_that_is_gone_is_no_reason_to_remove_the_folder(void)
+{
+    char partial[192], path[128];
+    sw_board board;
+    sw_saver *saver = NULL;
+    sw_plan *plan = NULL;
+    case_data data = {0};
+    bool is_over = false;
+    sw_error err = {0};
+    sw_saver_options options = {.thread_count = 1};
+    case_clear(directory);
+    mkdir(directory, 0777);
+    snprintf(path, sizeof path, "%s/step-000007", directory);
+    snprintf(partial, sizeof partial, "%s.n.partial", path);
+    mkdir(partial, 0777);
+    case_fill(&data, 7, 1);
+    check(case_plan(&plan, &err) == SW_OK, "a plan", err.message);
+    check(sw_board_init_file(&board, 1, 2, "/dev/shm/there-is-no-such-board", &err) == SW_OK,
+          "a board", err.message);
+    board.gone_ns = 1; /* since long ago */
+    check(sw_saver_create(&board, &options, &saver, &err) == SW_OK, "a saver", err.message);
+    sw_save_request request = {.folder = path,
+                               .nonce = "n",
+                               .number = 1,
+                               .step = 7,
+                               .shared = {plan, data.sources, CASE_TENSORS},
+                               .timeout_ns = 20000000000};
+    check(sw_saver_begin(saver, &request, &err) == SW_OK, "begin", err.message);
+    sw_status status = SW_OK;
+    while (status == SW_OK && !is_over)
+        status = sw_saver_wait(saver, 1000000000, &is_over, &err);
+    check(status == SW_E_OS && strstr(err.message, "is gone") != NULL, "a sentence", err.message);
+    check(access(partial, F_OK) == 0, "rank 1 leaves rank 0's folder alone", partial);
+    sw_saver_destroy(saver);
+    sw_board_fini(&board);
+    sw_plan_destroy(plan);
+    case_free(&data);
+}
+
 static void a_missing_range_is_named_on_every_rank(void)
 {
     sw_plan *plan = NULL;
@@ -348,6 +388,7 @@ int main(void)
     snprintf(directory, sizeof directory, "%s/sw-save-%d", case_root(), (int)getpid());
     every_form_writes_the_same_bytes();
     what_is_replaced_is_found_all_the_time();
+    a_board_that_is_gone_is_no_reason_to_remove_the_folder();
     a_board_may_be_a_file();
     a_missing_range_is_named_on_every_rank();
     split_ranges_make_the_same_block();

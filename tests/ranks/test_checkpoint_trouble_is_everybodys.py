@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoint_subjects import Small, build
+from checkpoint_subjects import Small, build, train
 from harness import gather, on_every_rank
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
@@ -313,3 +313,76 @@ def test_what_must_not_be_replaced_or_passed_over_is_named_by_all(rank, world_si
     assert "takes the place of checkpoints alone" in agreed(lambda: sw.save(refused, model, overwrite=True))
     sw.save(f"{folder}/runs/step-000001", model, overwrite=True)
     assert sorted(os.listdir(f"{folder}/runs")) == [".lock", "step-000001", "step-000002", "step-000003"]
+
+
+@on_every_rank(at_least=2, deadline_s=60)
+def test_arguments_that_one_rank_alone_gives_are_told_to_all(rank, world_size):
+    folder, last = shared_folder(rank), rank == world_size - 1
+    model, optimizer = build(Small)
+
+    def told(call, own, others):
+        with pytest.raises(
+            Exception, match=own if last else f"rank {world_size - 1}: {own}" if others is None else others
+        ):
+            call()
+
+    differ = f"is .* on rank 0 and .* on rank {world_size - 1}"
+    told(lambda: sw.save(f"{folder}/a", model, step=int(last)), differ, differ)
+    told(lambda: sw.save(f"{folder}/a", model, max_file_bytes="x" if last else 99), "max_file_bytes must be", None)
+    told(lambda: sw.load("a\0" if last else f"{folder}/a", model), "path must have no zero byte", None)
+    told(lambda: sw.Checkpointer(folder, model, timeout_s="5" if last else 20), "timeout_s must be", None)
+    told(lambda: sw.Checkpointer(folder, model, on_busy="skip" if last else "wait"), differ, differ)
+    with sw.Checkpointer(folder, model, optimizer, timeout_s=20) as checkpoints:
+        told(lambda: checkpoints.save(0, every=3 if last else 2), differ, differ)
+        told(lambda: checkpoints.save(0, every="a" if last else 2), "every must be", None)
+        assert checkpoints.save(0)
+        told(lambda: checkpoints.save("a" if last else 1), "step must be", None)
+        told(
+            lambda: checkpoints.restore() if last else checkpoints.save(1),
+            *2 * [f"rank 0 saves step 2 while rank {world_size - 1} restores"],
+        )
+        assert checkpoints.save(1) and checkpoints.restore() == 2
+
+
+@on_every_rank(at_least=2, deadline_s=60)
+def test_whatever_goes_wrong_on_rank_0_is_told_to_all(rank, world_size):
+    folder = shared_folder(rank)
+    model, _ = build(Small)
+    with mock.patch("os.makedirs", side_effect=RecursionError("too deep") if rank == 0 else None):
+        assert "cannot be made: too deep" in agreed(lambda: sw.save(f"{folder}/a", model, timeout_s=20))
+
+
+@on_every_rank(at_least=2, deadline_s=60)
+def test_ranks_that_hold_other_values_are_named_before_a_byte_is_written(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = build(Small)
+    train(model, optimizer, 1, width=24)
+    tensors = {"a parameter": next(model.parameters()), "state": next(iter(optimizer.state.values()))["exp_avg"]}
+    with sw.Checkpointer(f"{folder}/a", model, optimizer, timeout_s=20) as checkpoints:
+        for tensor in tensors.values():
+            before = tensor.detach().clone()
+            tensor.data += rank
+            assert "has other values on rank 1 than on rank 0" in agreed(lambda: checkpoints.save(0))
+            assert "has other values on rank 1 than on rank 0" in agreed(
+                lambda: sw.save(f"{folder}/b", model, optimizer)
+            )
+            tensor.data.copy_(before)
+        assert checkpoints.save(0) and checkpoints.restore() == 1
+    gather(None)
+    assert not os.path.exists(f"{folder}/b")
+
+
+@pytest.mark.parametrize("original", [False, True])
+@on_every_rank(at_least=2, deadline_s=60)
+def test_flat_parameters_are_refused_by_all(rank, world_size, original):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    folder = shared_folder(rank)
+    model = FullyShardedDataParallel(torch.nn.Linear(3, 3), use_orig_params=original, device_id=torch.device("cpu"))
+    for call in (
+        lambda: sw.save(f"{folder}/a", torch.nn.Sequential(model)),
+        lambda: sw.Checkpointer(folder, model),
+        lambda: sw.load(folder, model),
+    ):
+        with pytest.raises(ValueError, match=r"is a FullyShardedDataParallel.*fully_shard \(FSDP2\)"):
+            call()

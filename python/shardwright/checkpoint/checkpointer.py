@@ -17,7 +17,8 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..fully_shard import wrapper_of
-from .files import MAX_FILE_BYTES, absolute_path, check_options
+from .calls import OneCall
+from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
 from .peers import Peers, os_error
 from .reading import agree_on, apply_together
 from .retention import (
@@ -65,6 +66,9 @@ class Checkpointer:
         "copy": save() copies this rank's share of the state. "lazy": save() copies next to nothing; what is not written
         yet when the optimizer steps is copied then. Parameters and optimizer state must change in optimizer.step() and in
         full_parameters(writable=True) only; what else writes to them makes the save fail if it runs still, and else is warned of.
+        Of writes that torch does not count (`p.data`, `.numpy()`) those are seen that change one of these bytes of a tensor, in a
+        MiB not written yet: its first or last 64, or 64 at every 256 KiB. So what changes a whole tensor is seen, and what changes
+        a few values need not be: use "copy" then, or wait() before.
         What is on a GPU is copied before save() returns in either form.
     on_busy : {"wait", "skip", "raise"}
         What save() does while the one before is being written. All ranks do alike.
@@ -86,6 +90,7 @@ class Checkpointer:
     Notes
     -----
     Collective, as are save(), restore(), wait() and close(). Over several hosts `directory` is one that all of them share.
+    One call at a time: a second thread, or a signal's handler in the midst of a call, gets a CheckpointError (`progress` is free).
     The random generators of torch, Python, numpy and CUDA are stored a rank and restored at the same world size.
 
     Examples
@@ -127,47 +132,60 @@ class Checkpointer:
         verify: bool = True,
         timeout_s: float = 1800.0,
     ) -> None:
-        _check_choice("snapshot", snapshot, ("copy", "lazy"))
-        _check_choice("on_busy", on_busy, ("wait", "skip", "raise"))
-        _check_choice("best", best, ("min", "max"))
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("keep_best", keep_best)):
-            _check_count(name, value)
-        check_options(max_file_bytes, timeout_s)
-        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 16:
-            raise ValueError(f"threads must be an integer in [1, 16], got {threads!r}")
-        if not isinstance(bandwidth_bytes_per_s, int) or not 0 <= bandwidth_bytes_per_s < 2**63:
-            raise ValueError(f"bandwidth_bytes_per_s must be an integer in [0, 2**63), got {bandwidth_bytes_per_s!r}")
-        if snapshot == "lazy" and not hasattr(optimizer, "register_step_pre_hook"):
-            raise ValueError(
-                "snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got none"
-            )
-        self.directory = absolute_path("directory", directory)
-        self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
-        self._rules = {
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "keep_best": keep_best,
-            "largest": best == "max",
-        }
+        self._peers = Peers(model, process_group, usable_timeout(timeout_s))
+        checked: list[tuple[int, int, int]] = []
+
+        def check() -> dict[str, Any]:
+            _check_choice("snapshot", snapshot, ("copy", "lazy"))
+            _check_choice("on_busy", on_busy, ("wait", "skip", "raise"))
+            _check_choice("best", best, ("min", "max"))
+            self._rules = {
+                "keep_last": _count("keep_last", keep_last),
+                "keep_every": _count("keep_every", keep_every),
+                "keep_best": _count("keep_best", keep_best),
+                "largest": best == "max",
+            }
+            file_bytes, _ = check_options(max_file_bytes, timeout_s)
+            bandwidth = integer("bandwidth_bytes_per_s", bandwidth_bytes_per_s, 0, 2**63, "an integer in [0, 2**63)")
+            checked.append((file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth))
+            self.directory = absolute_path("directory", directory)
+            self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
+            if snapshot == "lazy" and not hasattr(self._training.optimizer, "register_step_pre_hook"):
+                given = (
+                    "none"
+                    if optimizer is None
+                    else f"a {type(optimizer).__name__}, which has no register_step_pre_hook()"
+                )
+                raise ValueError(
+                    f"snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got {given}"
+                )
+            return {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify)}
+
+        self._peers.agree(check, "Checkpointer()")
+        ((max_file_bytes, threads, bandwidth),) = checked
+        timeout_s = float(timeout_s)
         self._lazy = snapshot == "lazy"
         self._on_busy = on_busy
         self._verify = verify
         self._closed = False
         self._rejected: set[str] = set()  # nonces of what restore() has found damaged
         self._warned: set[str] = set()
+        self._call = OneCall()
         self._lock: DirectoryLock | None = None
-        self._peers = Peers(model, process_group, timeout_s)
+        self._every: int | None = None  # of the first save(), which all ranks agree on
+        self._hooks: list[Any] = []
         self._take_directory()
         try:
             board = os.path.join(self.directory, BOARD)
             self._writer = Writer(
-                self._peers, board, threads=threads, direct=direct_io, bandwidth=bandwidth_bytes_per_s, timeout_s=timeout_s,
+                self._peers, board, threads=threads, direct=direct_io, bandwidth=bandwidth, timeout_s=timeout_s,
                 max_file_bytes=max_file_bytes,
             )  # fmt: skip
+            if self._lazy:
+                self._hooks = _before_writes(model, self._training.optimizer, _protector(self._writer))
         except BaseException:
             self._release()
             raise
-        self._hooks = _before_writes(model, optimizer, _protector(self._writer)) if self._lazy else []
         self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
@@ -184,7 +202,7 @@ class Checkpointer:
             except CheckpointError as error:
                 refusal, code = str(error), error.errno
             except Exception as error:
-                refusal = f"'{self.directory}' cannot be written to: {_why(error)}"
+                refusal = f"'{self.directory}' cannot be written to: {in_words(error)}"
                 code = getattr(error, "errno", None)
         refusal, code = self._peers.exchange([refusal, code], f"Checkpointer for {self.directory}")[0]
         if refusal:
@@ -219,45 +237,72 @@ class Checkpointer:
         CheckpointError
             The save before this one failed, on whatever rank (this one is then not begun); or this one cannot begin.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT - 1:
-            raise ValueError(f"step must be an integer in [0, {STEP_LIMIT - 1}), got {step!r}")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be an integer of at least 1, got {every!r}")
+        with self._call.of("save()"):
+            return self._save(step, every, metric)
+
+    def _save(self, step: int, every: int, metric: float | None) -> bool:
         self._check_open()
-        if (step + 1) % every:
+        refusal = None
+        try:
+            step = integer("step", step, 0, STEP_LIMIT - 1, f"an integer in [0, {STEP_LIMIT - 1})")
+            every = integer("every", every, 1, 2**63, "an integer of at least 1")
+        except ValueError as error:
+            refusal = error
+        if self._every is None:
+            self._agree_on_first(every, refusal)
+        if refusal is not None and every != 1:  # whether the others save now is not known
+            raise refusal
+        if refusal is None and (step + 1) % every:
             return False
         if self._on_busy != "wait" and any(self._peers.exchange(self._writer.is_busy, "is a save under way")):
+            if refusal is not None:
+                raise refusal
             if self._on_busy == "raise":
                 raise CheckpointError(f"step {step + 1} was not saved: the save before it is still being written")
             return False
-        self._settle()
+        self._settle(f"saves step {step + 1}" if refusal is None else "", refusal)
         if not _is_finite(metric):  # it may be one rank's alone: the others do begin
             self._writer.skip(f"metric must be finite, got {metric!r}", self._training)
             raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
 
-    def _settle(self) -> None:
-        """As wait(), and what some ranks hear is raised on all: one that could not begin has raised its part at that save, and
-        would begin the next one while the others do not. Collective."""
+    def _agree_on_first(self, every: int, refusal: ValueError | None) -> None:
+        """That the first call is the same on all ranks: with another `every` some would wait for others that train on."""
+
+        def check() -> dict[str, Any]:
+            if refusal is not None:
+                raise refusal
+            return {"every": every}
+
+        self._peers.agree(check, "save()")
+        self._every = every
+
+    def _settle(self, what: str, refusal: Exception | None = None) -> None:
+        """As wait(), and what some ranks hear is raised on all: one that could not begin has raised its part at that save, and would
+        begin the next one while the others do not; and `refusal`, or that ranks come here for other calls. Collective."""
         failure: Exception | None = None
         try:
-            self.wait()
+            self._wait()
         except Exception as error:
             failure = error
+        told = "" if failure is None else str(failure) or type(failure).__name__
+        if failure is None and refusal is not None:
+            failure, told = refusal, f"rank {self._peers.rank}: {refusal}"
         try:
-            heard = self._peers.exchange(
-                "" if failure is None else str(failure) or type(failure).__name__, "how the save before ended"
-            )
+            heard = self._peers.exchange([told, what], "how the save before ended")
         except Error:  # a rank died, or came with something else
             if failure is None:
                 raise
             heard = []
         if failure is not None:
             raise failure
-        for sentence in heard:
+        for sentence, _ in heard:
             if sentence:
                 raise CheckpointError(sentence)
+        for rank, (_, theirs) in enumerate(heard):
+            if theirs != heard[0][1]:
+                raise CheckpointError(f"rank 0 {heard[0][1]} while rank {rank} {theirs}")
 
     def _begin(self, step: int, metric: float | None) -> None:
         folder = os.path.join(self.directory, folder_name(step))
@@ -268,7 +313,7 @@ class Checkpointer:
                 stale = left_overs(self.directory)
                 retired = self._to_retire(Kept(step, folder, metric))
             except Exception as error:
-                refusal = f"'{self.directory}' cannot be read: {_why(error)}"
+                refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
                 self._writer.skip(refusal, self._training)
                 raise os_error(refusal, getattr(error, "errno", None)) from error
         self._writer.begin(
@@ -311,6 +356,10 @@ class Checkpointer:
         CheckpointError
             It failed, on whatever rank: the same sentence on every rank, once. `errno` where the system refused something.
         """
+        with self._call.of("wait()"):
+            self._wait()
+
+    def _wait(self) -> None:
         self._check_open()
         self._writer.wait()
 
@@ -343,21 +392,26 @@ class Checkpointer:
             On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model, or of a newer
             version than this program reads; or there is none of `step`.
         """
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-            raise ValueError(f"step must be None or an integer, got {step!r}")
-        self._settle()
-        asked = self._peers.exchange(step, "step to restore")
+        with self._call.of("restore()"):
+            return self._restore(step)
+
+    def _restore(self, step: int | None) -> int:
+        def check() -> int | None:
+            return None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
+
+        self._settle("restores")
+        asked = self._peers.together(check, "step to restore")
         if any(each != asked[0] for each in asked):
             raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
         listed = self._list()
         if step is not None:
-            chosen = [path for found, path in listed if found == step]
+            chosen = [path for found, path in listed if found == asked[0]]
             if not chosen:
                 there = ", ".join(str(found) for found, _ in listed[-5:]) or "none"
                 raise CheckpointError(
-                    f"restore: '{self.directory}' has no checkpoint of step {step!r}; the newest are of: {there}"
+                    f"restore: '{self.directory}' has no checkpoint of step {asked[0]!r}; the newest are of: {there}"
                 )
-            listed = [(step, path) for path in chosen]
+            listed = [(asked[0], path) for path in chosen]
         refusals = []
         for _, path in reversed(listed):
             spare = self._writer.spare()
@@ -384,7 +438,7 @@ class Checkpointer:
             try:
                 listed = [(kept.step, kept.path) for kept in list_checkpoints(self.directory)]
             except Exception as error:
-                refusal = f"'{self.directory}' cannot be read: {_why(error)}"
+                refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
                 code = getattr(error, "errno", None)
         listed, refusal, code = self._peers.exchange([listed, refusal, code], f"checkpoints in {self.directory}")[0]
         if refusal:
@@ -399,8 +453,9 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Completed steps of the checkpoints in the directory, oldest first; those of saves that are durable. None is read but its
         name. Collective."""
-        self._check_open()
-        return [step for step, _ in self._list()]
+        with self._call.of("steps()"):
+            self._check_open()
+            return [step for step, _ in self._list()]
 
     @property
     def latest(self) -> int | None:
@@ -421,7 +476,8 @@ class Checkpointer:
         CheckpointError
             As wait().
         """
-        self._close(self._writer.wait)
+        with self._call.of("close()"):
+            self._close(self._writer.wait)
 
     def _close(self, wait: Callable[[], None]) -> None:
         if self._closed:
@@ -444,7 +500,8 @@ class Checkpointer:
             self.close()
             return
         try:  # the error on its way out is the one to hear of; the other ranks may not be here
-            self._close(self._writer.wait_alone)
+            with self._call.of("close()"):
+                self._close(self._writer.wait_alone)
         except CheckpointError as failure:
             logger.warning("the last save failed: %s", failure)
 
@@ -511,10 +568,6 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def _why(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
 def _is_finite(metric: Any) -> bool:
     try:
         return metric is None or math.isfinite(metric)
@@ -522,6 +575,5 @@ def _is_finite(metric: Any) -> bool:
         return False
 
 
-def _check_count(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name} must be None or an integer of at least 1, got {value!r}")
+def _count(name: str, value: Any) -> int | None:
+    return None if value is None else integer(name, value, 1, 2**63, "None or an integer of at least 1")

@@ -114,7 +114,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         cache_staged_state_dict: bool = False,
         type_check: bool = False,
     ) -> None:
-        check_step(step)
+        step = check_step(step)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict, type_check)
         self.checkpoint_id: str | os.PathLike[str] = path
         self._keys = (model, optimizer)

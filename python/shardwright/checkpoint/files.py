@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import Any
 
@@ -71,18 +72,27 @@ def save(
     ...     sw.load(folder + "/a", model)
     {'epoch': 3}
     """
-    folder = absolute_path("path", path)
-    check_options(max_file_bytes, timeout_s)
-    check_step(step)
-    peers = Peers(module, process_group, timeout_s)
+    peers = Peers(module, process_group, usable_timeout(timeout_s))
+    checked: list[tuple[str, Training]] = []
+
+    def check() -> dict[str, Any]:
+        options = check_options(max_file_bytes, timeout_s)
+        checked.append((absolute_path("path", path), Training(module, optimizer, extra=extra)))
+        name = os.path.basename(checked[0][0])
+        return {"step": check_step(step), "max_file_bytes": options[0], "path": name, "overwrite": bool(overwrite)}
+
+    peers.agree(check, "save()")
+    ((folder, training),) = checked
+    step, (max_file_bytes, timeout_s) = check_step(step), check_options(max_file_bytes, timeout_s)
     refusal, code, stale = "", None, []
     if peers.rank == 0:
         try:
             os.makedirs(os.path.dirname(folder), exist_ok=True)
             refusal = why_not_there(folder, overwrite)
             stale = of_saves(*os.path.split(folder))
-        except OSError as error:
-            refusal, code = f"the folder for '{folder}' cannot be made: {error.strerror}", error.errno
+        except Exception as error:  # whatever it is, the others wait for word of it
+            refusal = f"the folder for '{folder}' cannot be made: {in_words(error)}"
+            code = getattr(error, "errno", None)
     refusal, code = peers.exchange([refusal, code], f"save to {folder}")[0]
     if refusal:
         raise os_error(refusal, code)
@@ -92,7 +102,7 @@ def save(
     )
     try:
         try:
-            writer.begin(folder, step, Training(module, optimizer, extra=extra), stale=stale)
+            writer.begin(folder, step, training, stale=stale)
         finally:  # over hosts the others wait for a rank that could not begin
             writer.wait()
     finally:
@@ -135,12 +145,25 @@ def load(
     -----
     Collective. Ranks share the verification; each then reads what it needs.
     """
-    folder = absolute_path("path", path)
-    peers = Peers(module, process_group, timeout_s)
-    reader, why = agree_on(folder, Training(module, optimizer), peers, verify=verify)
+    peers = Peers(module, process_group, usable_timeout(timeout_s))
+    checked: list[tuple[str, Training]] = []
+
+    def check() -> dict[str, Any]:
+        check_timeout(timeout_s)
+        checked.append((absolute_path("path", path), Training(module, optimizer)))
+        return {"verify": bool(verify)}
+
+    peers.agree(check, "load()")
+    ((folder, training),) = checked
+    reader, refusal = agree_on(folder, training, peers, verify=verify)
     if reader is None:
-        raise CheckpointError(why)
+        raise CheckpointError(refusal)
     return apply_together(reader, peers, everything=False)
+
+
+def in_words(error: Exception) -> str:
+    """In words."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
@@ -169,15 +192,38 @@ def why_not_there(folder: str, overwrite: bool) -> str:
     return ""
 
 
-def check_step(step: int) -> None:
+def integer(name: str, value: Any, low: int, high: int, legal: str) -> int:
+    """`value` as an int, of whatever type of integers (numpy's too); ValueError for another, or one that is not in [low, high)."""
+    try:
+        found = low - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = low - 1
+    if not low <= found < high:
+        raise ValueError(f"{name} must be {legal}, got {value!r}")
+    return found
+
+
+def check_step(step: Any) -> int:
     """Raises ValueError for one that no manifest can hold."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
-        raise ValueError(f"step must be an integer in [0, 2**53), got {step!r}")
+    return integer("step", step, 0, 2**53, "an integer in [0, 2**53)")
 
 
-def check_options(max_file_bytes: int, timeout_s: float) -> None:
+def check_options(max_file_bytes: Any, timeout_s: Any) -> tuple[int, float]:
     """Raises ValueError for a value out of range."""
-    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or not 1 <= max_file_bytes < 2**53:
-        raise ValueError(f"max_file_bytes must be an integer in [1, 2**53), got {max_file_bytes!r}")
-    if not 0 < timeout_s <= 1e9:
+    return integer("max_file_bytes", max_file_bytes, 1, 2**53, "an integer in [1, 2**53)"), check_timeout(timeout_s)
+
+
+def usable_timeout(timeout_s: Any) -> float:
+    """A time to wait for the others, who are to hear that it is none."""
+    try:
+        return check_timeout(timeout_s)
+    except ValueError:
+        return 1800.0
+
+
+def check_timeout(timeout_s: Any) -> float:
+    """Raises ValueError for what is no time to wait."""
+    is_number = isinstance(timeout_s, (int, float)) or hasattr(timeout_s, "__float__")
+    if not is_number or isinstance(timeout_s, (bool, str)) or not 0 < float(timeout_s) <= 1e9:
         raise ValueError(f"timeout_s must be in (0, 1e9] seconds, got {timeout_s!r}")
+    return float(timeout_s)

@@ -14,7 +14,7 @@ from .._engine import CheckpointError
 from .slices import Sliced, check_placements, is_dtensor
 
 #: children that a wrapper adds to every name below it
-_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
 
 _DTYPES = {
     torch.bool: "BOOL",
@@ -65,6 +65,20 @@ class ModelTensors:
 
     def all(self) -> dict[str, torch.Tensor]:
         return {**self.parameters, **self.buffers}
+
+
+def check_wrappers(model: torch.nn.Module) -> None:
+    """Raises ValueError for one under which a module's parameters are no longer its own."""
+    for name, module in model.named_modules():
+        if any(
+            kind.__name__ == "FullyShardedDataParallel" and kind.__module__.startswith("torch.distributed.fsdp")
+            for kind in type(module).__mro__
+        ):
+            raise ValueError(
+                f"model is a FullyShardedDataParallel{f' at {name!r}' if name else ''}, whose ranks hold pieces of flat parameters that "
+                "have no names: use torch's fully_shard (FSDP2), which sw.save() and a Checkpointer take, or save its "
+                "state_dict() by torch.distributed.checkpoint with sw.checkpoint.StorageWriter"
+            )
 
 
 def model_tensors(model: torch.nn.Module) -> ModelTensors:
@@ -134,7 +148,9 @@ def _walk_buffers(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, to
 
 
 def check_savable(name: str, tensor: torch.Tensor) -> None:
-    """Raises CheckpointError where `tensor` has no plain bytes."""
+    """Raises CheckpointError where `tensor` has no plain bytes, or `name` can stand in no file."""
+    if "\0" in name:
+        raise CheckpointError(f"tensor {name!r} has a zero byte in its name, which no checkpoint can hold")
     if is_dtensor(tensor):
         check_placements(name, tensor)
         tensor = tensor.to_local()

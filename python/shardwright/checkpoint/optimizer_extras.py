@@ -21,6 +21,16 @@ _OF_TORCH = ("state", "param_groups")
 _DEPTH = 4
 
 
+def bare_optimizer(optimizer: Any) -> Any:
+    """What a wrapper steps that is an Optimizer by its class alone, as accelerate's is: no hook of a step can be kept in it."""
+    while isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" not in _attributes(optimizer):
+        inner = _attributes(optimizer).get("optimizer")
+        if not hasattr(inner, "param_groups"):
+            break
+        optimizer = inner
+    return optimizer
+
+
 def further_state(optimizer: Any) -> dict[str, Any]:
     """What the optimizer's state_dict() has beside torch's own keys: values of any kind.
 

@@ -142,6 +142,23 @@ class Peers:
                 raise CheckpointError(f"rank {rank}: {why}")
         return [each for _, each in answers]
 
+    def agree(self, arguments: Callable[[], dict[str, Any]], call: str) -> None:
+        """Checks a call's arguments by arguments(), whose values (of JSON) are the same on all ranks. Collective: every rank hears of
+        one whose check raises, or that was given another value.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, but the own error on one whose check raised.
+        """
+        first, *others = self.together(arguments, f"arguments of {call}")
+        for rank, other in enumerate(others, 1):
+            for name, value in first.items():
+                if other[name] != value:
+                    raise CheckpointError(
+                        f"{call}: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}: all ranks give the same"
+                    )
+
     def shared_memory(self, nbytes: int, label: str) -> SharedMemory:
         """Memory that this host's ranks all map, at world sizes above 1. Collective; MemoryError on every rank alike."""
         return SharedMemory(self._group, nbytes, label)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,11 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     ------
     CheckpointError
         A value of another type, named by its place.
+
+    Notes
+    -----
+    What is equal to a plain value, but of a class of its own, comes back plain: an IntEnum as its int, a named tuple as a tuple, a
+    defaultdict or a Counter as a dict.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -42,6 +48,12 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"$bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if isinstance(value, torch.Size):
+        return {"$size": [int(item) for item in value]}
+    if type(value) is OrderedDict:
+        return {"$ordered": [[encode(k, name, tensors), encode(v, f"{name}.{k}", tensors)] for k, v in value.items()]}
     if isinstance(value, Mapping):
         return _encode_mapping(value, name, tensors)
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -49,7 +61,8 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [encode(item, f"{name}.{index}", tensors) for index, item in enumerate(ordered)]
         return items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": items}
     raise CheckpointError(
-        f"{name} is a {type(value).__qualname__}: a checkpoint holds numbers, strings, bytes, lists, tuples, sets, dicts and tensors"
+        f"{name} is a {type(value).__qualname__}: a checkpoint holds numbers, strings, bytes, lists, tuples, sets, dicts, tensors, and "
+        "torch's dtypes, sizes and devices"
     )
 
 
@@ -111,6 +124,12 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
         return {_hashable(decode(entry, tensors)) for entry in item}
     if key == "$dict":
         return {_hashable(decode(name, tensors)): decode(entry, tensors) for name, entry in item}
+    if key == "$ordered":
+        return OrderedDict((_hashable(decode(name, tensors)), decode(entry, tensors)) for name, entry in item)
+    if key == "$size":
+        return torch.Size(item)
+    if key == "$device":
+        return torch.device(item)
     if key == "$float":
         return _SPECIAL_FLOATS[item]
     if key == "$complex":

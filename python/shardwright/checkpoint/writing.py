@@ -19,9 +19,10 @@ from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
 from .cuts import CutExchange
 from .device_staging import DeviceStaging
-from .names import ModelTensors, model_tensors
-from .optimizer_extras import check_inside, unseen_attributes
+from .names import ModelTensors, check_wrappers, model_tensors
+from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
 from .peers import Peers, has_passing_parameters, whole_parameters
+from .samples import Samples, check_alike, digest, take_samples
 from .slices import Sliced, describe_state, is_sliced, sliced_state
 
 logger = logging.getLogger("shardwright")
@@ -51,8 +52,10 @@ class Training:
                 "user_state={'trainer': ...}, which any number of ranks takes back, and in dataloader=[...], which holds each "
                 "rank's own"
             )
+        self.optimizer = bare_optimizer(self.optimizer)
         if not isinstance(self.model, torch.nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, got a {type(self.model).__name__}")
+        check_wrappers(self.model)
         if not (self.optimizer is None or hasattr(self.optimizer, "param_groups")):
             raise ValueError(
                 f"optimizer must be one torch.optim.Optimizer, got a {type(self.optimizer).__name__}: pass the others in user_state={{...}}"
@@ -93,6 +96,7 @@ class Writer:
         self._nonce_prefix = peers.exchange(secrets.token_hex(12), "nonce of checkpoints")[0]
         self._number = 0
         self._held: Content | None = None
+        self._spoiled = ""  # why the save that begins may not go on
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._staging = DeviceStaging()
         self._cuts = CutExchange(peers)
@@ -158,7 +162,7 @@ class Writer:
             if is_sliced(training.model, training.optimizer):
                 self._sliced_parts(training, refusal=reason)
             else:
-                self._look_together(training.model, refusal=reason)
+                self._look_together(training, refusal=reason)
         self._saver.fail(self._number, _tellable(reason))
 
     def _begin(
@@ -179,7 +183,7 @@ class Writer:
         own = self._own_content(training, divergent)
         if self._peers.rank == 0:
             _add_rank0_content(own, training, found, step, plan, optimizer_tree)
-        self._held = shared if lazy else None
+        self._held, self._spoiled = shared if lazy else None, ""
         self._saver.begin(
             folder=folder,
             nonce=self._nonce_prefix + _base36(self._number),
@@ -196,6 +200,8 @@ class Writer:
             timeout_s=self._timeout_s,
             device=self._staging.for_saver(),
         )
+        if self._spoiled:
+            self._saver.cancel(_tellable(self._spoiled))
         if lazy:
             live = [(n, t) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager]
             watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
@@ -203,7 +209,7 @@ class Writer:
 
     def _whole_parts(self, training: Training) -> _Parts:
         """Of a training whose ranks hold everything. Each then waits for nobody."""
-        found, divergent = self._look_together(training.model)
+        found, divergent = self._look_together(training)
         shared, optimizer_tree = self._shared_content(training, found, None)
         plan = shared.plan()
         sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
@@ -218,7 +224,7 @@ class Writer:
         tables: list[dict[str, str]] = []
         failure: Exception | None = None
         try:
-            looked.append(self._look_together(training.model, refusal=refusal))
+            looked.append(self._look_together(training, refusal=refusal))
         except Exception as error:
             failure = error
 
@@ -269,24 +275,33 @@ class Writer:
                     name,
                 )
 
-    def _look_together(self, model: torch.nn.Module, refusal: str = "") -> tuple[ModelTensors, dict[str, torch.Tensor]]:
-        """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's.
+    def _look_together(self, training: Training, refusal: str = "") -> tuple[ModelTensors, dict[str, torch.Tensor]]:
+        """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's. CheckpointError on every
+        rank for another tensor whose sample is not alike on all of them.
 
-        Collective where there are buffers and ranks; a rank whose own part goes wrong, or has gone wrong before (`refusal`), takes
-        part before it raises.
+        Collective; a rank whose own part goes wrong, or has gone wrong before (`refusal`), takes part before it raises.
         """
         found, checksums, failure = None, None, None
+        samples: Samples = {}
         try:
             if refusal:
                 raise CheckpointError(refusal)
-            found = model_tensors(model)
+            found = model_tensors(training.model)
             if self._peers.world_size > 1:
+                is_whole = not is_sliced(training.model, training.optimizer)
+                samples = take_samples(found, training.optimizer if is_whole else None)
                 checksums = self._staging.checksums(found.buffers)
         except Exception as error:
             failure = error
         first: dict[str, int] | None = None
-        if self._peers.world_size > 1 and next(model.buffers(), None) is not None:
-            first = self._peers.exchange(checksums, "checksums of buffers")[0]
+        if self._peers.world_size > 1:
+            mine = [None, None] if checksums is None else [checksums, digest(samples)]
+            answers = self._peers.exchange(mine, "what ranks hold alike")
+            first = answers[0][0]
+            if len({theirs for _, theirs in answers if theirs is not None}) > 1:
+                everyones = self._peers.exchange(samples, "what ranks hold apart")
+                if failure is None:
+                    check_alike(everyones)
         if failure is not None:
             raise failure
         assert found is not None
@@ -316,10 +331,11 @@ class Writer:
         try:
             self._cancel_if_changed()
             self._saver.protect()
+            self._held = None
         except (CheckpointError, MemoryError) as error:
             logger.warning("the save under way failed: %s", error)
-        finally:
-            self._held = None
+            self._spoiled = f"the optimizer stepped, and what it overwrites could not be copied: {error}"
+            self._saver.cancel(_tellable(self._spoiled))  # which may be another thread's, that is beginning it
 
     def _cancel_if_changed(self) -> None:
         """A lazy save of what something other than the optimizer's step has written to may hold values of two moments."""

@@ -1,0 +1,102 @@
+/* save_sample.c - whether a block's bytes are still those of the moment at which a lazy save began.
+ *
+ * Idea: begin() takes a sample (sample.h) of what each live block has of each tensor; who copies
+ * the block takes it again, of the copy. Where they differ, something wrote to the memory that
+ * protect() knew nothing of, and blocks that were copied before hold what was there before: the
+ * save fails with the tensor's name. What begin() copies itself needs none. */
+#include <stdlib.h>
+
+#include "checkpoint/safetensors.h"
+#include "checkpoint/sample.h"
+#include "checkpoint/save_job.h"
+
+enum { STRIDE_BYTES = 256 << 10 };
+
+typedef struct sampling {
+    sw_saver *saver;
+    bool has_failed; /* no memory */
+} sampling;
+
+static void sample_span(void *context, sw_save_span span)
+{
+    sampling *pass = context;
+    sw_saver *saver = pass->saver;
+    if (span.is_header || pass->has_failed)
+        return;
+    if (saver->sample_count == saver->sample_room) {
+        size_t room = 2 * saver->sample_room + 1024;
+        uint32_t *larger = realloc(saver->samples, room * sizeof *larger);
+        pass->has_failed = !larger;
+        if (!larger)
+            return;
+        saver->samples = larger;
+        saver->sample_room = room;
+    }
+    saver->samples[saver->sample_count++] =
+        sw_sample_crc32c(span.data, span.size_bytes, STRIDE_BYTES);
+}
+
+sw_status sw_save_take_samples(sw_saver *saver, sw_error *err)
+{
+    sampling pass = {.saver = saver};
+    saver->sample_count = 0;
+    for (size_t i = 0; i < saver->block_count && !pass.has_failed; ++i) {
+        sw_save_block *block = &saver->blocks[i];
+        if (block->state != SW_BLOCK_LIVE)
+            continue;
+        block->sample_base = saver->sample_count;
+        sw_save_walk(block, sample_span, &pass);
+        block->sample_count = (uint32_t)(saver->sample_count - block->sample_base);
+    }
+    if (pass.has_failed)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the samples of %zu blocks", saver->block_count);
+    return SW_OK;
+}
+
+typedef struct comparison {
+    const uint8_t *copy;      /* of the block */
+    const uint32_t *expected; /* the next span's */
+    uint64_t changed_at;      /* in the block */
+    bool is_changed;
+} comparison;
+
+static void compare_span(void *context, sw_save_span span)
+{
+    comparison *pass = context;
+    if (span.is_header || pass->is_changed)
+        return;
+    pass->is_changed =
+        sw_sample_crc32c(pass->copy + span.at, span.size_bytes, STRIDE_BYTES) != *pass->expected++;
+    pass->changed_at = span.at;
+}
+
+/* What the tensor at `at` of a file is called. */
+static void fail_with_name(const sw_plan_file *file, uint64_t at, sw_error *err)
+{
+    sw_safetensors header = {0};
+    const char *name = file->path;
+    if (file->header && sw_safetensors_read((const uint8_t *)file->header, file->header_bytes,
+                                            file->size_bytes, file->path, &header, NULL) == SW_OK)
+        for (size_t i = 0; i < header.entry_count; ++i)
+            if (header.entries[i].begin <= at &&
+                at < header.entries[i].begin + header.entries[i].size_bytes)
+                name = header.entries[i].name;
+    (void)sw_error_set(err, SW_E_STATE, -1,
+                       "'%.200s' was changed before the optimizer's step, while it was being "
+                       "saved: use snapshot='copy'",
+                       name);
+    sw_safetensors_fini(&header);
+}
+
+sw_status sw_save_compare_sample(const sw_saver *saver, const sw_save_block *block,
+                                 const uint8_t *copy, sw_error *err)
+{
+    if (block->sample_count == 0)
+        return SW_OK;
+    comparison pass = {.copy = copy, .expected = saver->samples + block->sample_base};
+    sw_save_walk(block, compare_span, &pass);
+    if (!pass.is_changed)
+        return SW_OK;
+    fail_with_name(block->file, block->offset + pass.changed_at, err);
+    return err ? err->status : SW_E_STATE;
+}
