@@ -63,7 +63,9 @@ void sw_nccl_destroy(sw_nccl *comm);
 int sw_nccl_rank(const sw_nccl *comm);
 int sw_nccl_world_size(const sw_nccl *comm);
 
-/* Operations between begin and end are one operation of the stream, all of one stream. */
+/* Operations between begin and end are one operation of the stream, all of one stream; groups may
+ * lie one inside the other. Each begin that succeeded has its end, whatever failed in between: a
+ * failure ends the communicator at the outermost. */
 SW_MUST_USE sw_status sw_nccl_group_begin(sw_nccl *comm, sw_error *err);
 SW_MUST_USE sw_status sw_nccl_group_end(sw_nccl *comm, sw_error *err);
 

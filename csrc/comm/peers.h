@@ -27,7 +27,8 @@
 typedef struct sw_peers sw_peers;
 
 typedef struct sw_peers_ops {
-    /* Operations between begin and end are one operation of the stream, all of one stream. */
+    /* Operations between begin and end are one operation of the stream, all of one stream. Each
+     * begin that succeeded has its end, whatever failed in between. */
     sw_status (*group_begin)(sw_peers *peers, sw_error *err);
     sw_status (*group_end)(sw_peers *peers, sw_error *err);
     /* data[0 .. numel) becomes the reduction over the ranks, in the transport's own order: SUM,

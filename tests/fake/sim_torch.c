@@ -105,14 +105,18 @@ SIM_API int sim_torch_synchronize(void *stream)
     return 0;
 }
 
-/* A stream of torch's begins to be captured, or ends. */
-SIM_API void sim_torch_capture(void *stream, int on)
+/* A stream of torch's begins to be captured, in global mode as torch does it, or ends. -1 where
+ * the capture was broken meanwhile. */
+SIM_API int sim_torch_capture(void *stream, int on)
 {
     sw_cu_stream torch_stream = stream;
     sim_lock();
-    sim.capturing += (on != 0) - torch_stream->capturing;
+    int result = torch_stream->capture_broken ? -1 : 0;
     torch_stream->capturing = on != 0;
+    torch_stream->capture_broken = false;
+    torch_stream->capturer = on ? sim_thread() : NULL;
     sim_leave();
+    return result;
 }
 
 /* Reports so far, and their text, with call sites. */
@@ -129,6 +133,11 @@ SIM_API const char *sim_torch_leaks(void)
 SIM_API void sim_torch_fail(long nth, int result)
 {
     sim_get_controls()->fail_call(0, nth, result);
+}
+
+SIM_API const char *sim_torch_failed(void)
+{
+    return sim_get_controls()->failed_call();
 }
 
 SIM_API long sim_torch_calls(void)
