@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "comm/end_request.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
@@ -15,6 +16,7 @@ struct sw_nccl {
     int64_t timeout_ns;
     int depth;        /* groups that are open in NCCL, one inside the other */
     sw_error failure; /* what ended it; SW_OK while it lives */
+    sw_end_request asked;
 };
 
 /* ---- failing ---- */
@@ -58,8 +60,10 @@ static sw_status fail_result(sw_nccl *comm, sw_nccl_result result, const char *w
 {
     sw_error reason;
     const char *last = comm->handle ? comm->library->call.ncclGetLastError(comm->handle) : "";
-    sw_status status = result == SW_NCCL_REMOTE_ERROR ? SW_E_COMM : SW_E_DEVICE;
-    sw_error_set(&reason, status, status == SW_E_COMM ? -1 : result,
+    sw_status status = result == SW_NCCL_REMOTE_ERROR ? SW_E_COMM
+                       : result == SW_NCCL_TIMEOUT    ? SW_E_TIMEOUT
+                                                      : SW_E_DEVICE;
+    sw_error_set(&reason, status, status == SW_E_DEVICE ? result : -1,
                  "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", comm->rank, comm->world_size,
                  what, comm->library->call.ncclGetErrorString(result), result,
                  last && *last ? "; " : "", last ? last : "");
@@ -75,6 +79,13 @@ static sw_status fail_late(sw_nccl *comm, const char *what, sw_error *err)
     return fail(comm, &reason, err);
 }
 
+/* Somebody else has asked for the end. */
+static sw_status check_request(sw_nccl *comm, sw_error *err)
+{
+    const sw_error *reason = sw_end_request_reason(&comm->asked);
+    return reason ? fail(comm, reason, err) : SW_OK;
+}
+
 /* A call of a non-blocking communicator returned `result`: waits until it is decided. */
 static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
@@ -85,6 +96,7 @@ static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, 
             return fail_result(comm, asked, what, err);
         if (result != SW_NCCL_IN_PROGRESS)
             break;
+        SW_TRY(check_request(comm, err));
         if (sw_clock_now_ns() - start > comm->timeout_ns)
             return fail_late(comm, what, err);
         sw_thread_rest(sw_clock_now_ns() - start);
@@ -433,6 +445,8 @@ sw_status sw_nccl_broadcast(sw_nccl *comm, void *data, size_t numel, sw_dtype dt
 sw_status sw_nccl_check(sw_nccl *comm, sw_error *err)
 {
     sw_nccl_result result = SW_NCCL_SUCCESS;
+    if (!sw_nccl_has_failed(comm))
+        SW_TRY(check_request(comm, err));
     NCCL_CALL(comm, err, "query", ncclCommGetAsyncError(comm->handle, &result));
     if (result == SW_NCCL_SUCCESS || result == SW_NCCL_IN_PROGRESS)
         return SW_OK;
@@ -448,6 +462,11 @@ void sw_nccl_abort(sw_nccl *comm, const sw_error *reason)
 {
     if (!sw_nccl_has_failed(comm))
         (void)!fail(comm, reason, NULL);
+}
+
+void sw_nccl_request_end(sw_nccl *comm, const sw_error *reason)
+{
+    sw_end_request_make(&comm->asked, reason);
 }
 
 sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_error *err)

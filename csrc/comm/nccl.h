@@ -120,6 +120,10 @@ bool sw_nccl_has_failed(const sw_nccl *comm);
 /* Ends the communicator for a reason of the caller's, which later calls repeat. */
 void sw_nccl_abort(sw_nccl *comm, const sw_error *reason);
 
+/* From any thread, beside a call of another's: ends the communicator for this reason where that one
+ * looks next, in a wait at once. */
+void sw_nccl_request_end(sw_nccl *comm, const sw_error *reason);
+
 /* Whether it has failed, without waiting. */
 SW_MUST_USE sw_status sw_nccl_check(sw_nccl *comm, sw_error *err);
 

@@ -120,10 +120,14 @@ enum {
     X(cuStreamWaitValue32_v2,                                                       \
       (sw_cu_stream stream, sw_cu_address address, unsigned value, unsigned flags))
 
+/* Of drivers for CUDA 12.4 and newer; NULL in the table of an older one. */
+#define SW_CUDA_NEWEST_FUNCTIONS(X) X(cuFuncLoad, (sw_cu_function function))
+
 typedef struct sw_cuda_table {
 #define SW_CUDA_FIELD(name, parameters) sw_cu_result(*name) parameters;
     SW_CUDA_FUNCTIONS(SW_CUDA_FIELD)
     SW_CUDA_NEWER_FUNCTIONS(SW_CUDA_FIELD)
+    SW_CUDA_NEWEST_FUNCTIONS(SW_CUDA_FIELD)
 #undef SW_CUDA_FIELD
 } sw_cuda_table;
 

@@ -123,6 +123,7 @@ typedef struct sw_device_ops {
     sw_status (*module_load)(sw_device *device, const void *image, sw_module **module,
                              sw_error *err);
     void (*module_unload)(sw_device *device, sw_module *module);
+    /* Loaded, where the driver can be asked for it: its first launch is like any later one. */
     sw_status (*module_function)(sw_device *device, sw_module *module, const char *name,
                                  sw_function **function, sw_error *err);
     /* A kernel with one parameter, the structure at `arguments` (copied before it returns). */

@@ -371,9 +371,13 @@ static void cuda_module_unload(sw_device *device, sw_module *module)
 static sw_status cuda_module_function(sw_device *device, sw_module *module, const char *name,
                                       sw_function **function, sw_error *err)
 {
+    cuda_device *cuda = cuda_of(device);
     sw_cu_function found = NULL;
-    CUDA_CALL(cuda_of(device), err, name, cuModuleGetFunction, &found, (sw_cu_module)(void *)module,
-              name);
+    CUDA_CALL(cuda, err, name, cuModuleGetFunction, &found, (sw_cu_module)(void *)module, name);
+    /* Drivers load a kernel when it is first launched, unless asked before: that allocates, and so
+     * waits for what runs, which may be a collective's kernel that waits for this very launch. */
+    if (cuda->driver.call.cuFuncLoad)
+        CUDA_CALL(cuda, err, name, cuFuncLoad, found);
     *function = (sw_function *)(void *)found;
     return SW_OK;
 }

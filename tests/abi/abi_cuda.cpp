@@ -15,6 +15,9 @@ static_assert(alike<sw_cu_ipc_handle, CUipcMemHandle>() && sizeof(CUipcMemHandle
     static_assert(alike_functions(static_cast<decltype(&name)>(nullptr), decltype(sw_cuda_table::name){}), #name);
 SW_CUDA_FUNCTIONS(SAME_FUNCTION)
 SW_CUDA_NEWER_FUNCTIONS(SAME_FUNCTION)
+#if CUDA_VERSION >= 12040
+SW_CUDA_NEWEST_FUNCTIONS(SAME_FUNCTION)
+#endif
 
 #define SAME(ours, theirs) static_assert(static_cast<long>(ours) == static_cast<long>(theirs), #theirs)
 SAME(SW_CU_SUCCESS, CUDA_SUCCESS);

@@ -8,7 +8,7 @@
 
 #include "fake_entry.h"
 
-enum { POISON = 0xf7, CONTEXT_DEPTH = 8, PAGE_BYTES = 4096 };
+enum { KERNEL_MAX = 64, POISON = 0xf7, CONTEXT_DEPTH = 8, PAGE_BYTES = 4096 };
 
 static __thread sw_cu_context stack[CONTEXT_DEPTH];
 static __thread int depth;
@@ -345,6 +345,9 @@ SIM_API int cuMemsetD8Async(sw_cu_address to, unsigned char value, size_t bytes,
     LEAVE(SW_CU_SUCCESS);
 }
 
+/* Kernels whose code is on the GPU; under the gate. */
+static bool is_loaded[KERNEL_MAX];
+
 SIM_API int cuModuleLoadData(sw_cu_module *module, const void *image)
 {
     ENTER_CONTEXT_APART("cuModuleLoadData");
@@ -373,6 +376,13 @@ SIM_API int cuModuleGetFunction(sw_cu_function *function, sw_cu_module module, c
     LEAVE(SW_CU_NOT_FOUND);
 }
 
+SIM_API int cuFuncLoad(sw_cu_function function)
+{
+    ENTER_CONTEXT_APART("cuFuncLoad");
+    is_loaded[(const sw_kernel_contract *)(void *)function - sim.contracts] = true;
+    LEAVE(SW_CU_SUCCESS);
+}
+
 SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned grid_y,
                            unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
                            unsigned shared_bytes, sw_cu_stream stream, void **parameters,
@@ -392,6 +402,8 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
     memcpy(op->args, parameters[0], contract->args_bytes);
     sim_tick(stream);
     contract->accesses(op->args, track_access, &t);
+    if (!is_loaded[contract - sim.contracts])
+        sim_report("lazy load", contract->name, &op->site, NULL);
     bool is_torch = stream->is_torch;
     sim_enqueue(stream, op);
     sim_leave();

@@ -198,6 +198,8 @@ typedef struct sim_state {
     int report_count;
     sim_note note[SIM_NOTE_MAX]; /* the first ones tell */
     char report[1 << 16];        /* their text, made when it is asked for */
+    char fail_name[SIM_CALL_MAX]; /* the next call of that name fails, too; "": none */
+    int fail_name_result;
     char failed[SIM_CALL_MAX];
     /* Whether the collective at the head of its stream can run; runs it on all ranks and pops it.
      */

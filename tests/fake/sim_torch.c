@@ -9,6 +9,7 @@
  * Called from Python, through ctypes; ranks are processes. Thread rule: the rank's own thread;
  * look() is for another.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -133,6 +134,14 @@ SIM_API const char *sim_torch_leaks(void)
 SIM_API void sim_torch_fail(long nth, int result)
 {
     sim_get_controls()->fail_call(0, nth, result);
+}
+
+SIM_API void sim_torch_fail_named(const char *name, int result)
+{
+    sim_lock();
+    snprintf(sim.fail_name, sizeof sim.fail_name, "%s", name);
+    sim.fail_name_result = result;
+    sim_leave();
 }
 
 SIM_API const char *sim_torch_failed(void)
