@@ -291,12 +291,18 @@ def two_streams(gpus: SimulatedGpus, rank: int, world_size: int, elsewhere: bool
             for parameter in last:
                 parameter.grad = gpus.adopt(torch.zeros_like(parameter))
         own = [parameter.grad for parameter in last]
-        compare_step(wrapped, naive, lambda model, x=x: model(x).square().mean().backward())
-        if elsewhere:  # torch's allocator gives it to whoever asks on the stream that it comes from
-            gpus.stream = side
-            for gradient in own:
-                gradient.zero_()
-            gpus.stream = home
+
+        def backward(model: Any, x: torch.Tensor = x, own: list[Any] = own) -> None:
+            model(x).square().mean().backward()
+            if (
+                elsewhere and model is wrapped
+            ):  # torch's allocator gives it to whoever asks on the stream that it comes from
+                gpus.stream = side
+                for gradient in own:
+                    gradient.zero_()
+                gpus.stream = home
+
+        compare_step(wrapped, naive, backward)
         for optimizer in optimizers:
             optimizer.step()
         assert_same_parameters(wrapped, naive)
@@ -378,7 +384,6 @@ def failing_backward(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         (0, "ncclBroadcast"),
         (0, "ncclSend"),
         (0, "ncclRecv"),
-        (1, "ncclAllGather"),
         (3, "ncclAllGather"),
         (3, "ncclGroupEnd"),
     ],
@@ -460,20 +465,21 @@ def test_a_rank_that_is_killed_is_named_at_once(
 def killed_rank(gpus: SimulatedGpus, rank: int, world_size: int, where: str) -> None:
     """The deadline is half an hour; the host knows of the death at once, whoever waits for the GPU."""
     gpus.watch()
-    wrapped = sw.wrap(gpus.adopt_module(Mlp()))
-    wrapped(batch(rank, 6, 7)).square().mean().backward()
+    wrapped = sw.wrap(gpus.adopt_module(Heads()))
+    wrapped(batch(rank, 6, 7), "left right").backward()
     gpus.synchronize()
     gather(None)
     if rank == world_size - 1:
+        time.sleep(1)  # the others wait by then
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(sw.CommError, match=rf"rank {world_size - 1} .*died or exited"):
-        wrapped(batch(rank, 6, 7)).square().mean().backward()
-        if where == "in the engine":
-            sw.clip_grad_norm_(wrapped, 1.0)
-        next(wrapped.parameters()).grad.sum().item()
-        wrapped(batch(rank, 6, 7))
-    assert time.monotonic() - start < 10  # a second, on a machine with nothing else to do
+        if where == "in the engine":  # who left a parameter unused waits for the others' use
+            wrapped(batch(rank, 6, 7), "left").backward()
+        wrapped(batch(rank, 6, 7), "left right").backward()
+        wrapped.module.body.weight.grad.sum()
+        wrapped(batch(rank, 6, 7), "left")
+    assert 0.5 < time.monotonic() - start < 10  # a second more, on a machine with nothing else to do
 
 
 @at_least_two
