@@ -1,13 +1,18 @@
 """Law of the GPU path's order: each wait is needed. Every wait of a stream, for an event or a peer's number, and of the host, and every
 place where one stream follows another (but those inside csrc/device, which are the calls themselves), is deleted in turn, and the simulated training must then fail, or the wait
 stands in REDUNDANT with its reason. `make mutate-events` runs this; the quick form of the tests leaves it out.
+
+Waits of the host that poll by themselves (sw_slot_drain, is_closed_elsewhere) are no single call that could go: they are in POLLS, and
+their loop's condition is what is replaced.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +31,19 @@ CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
 OTHERS = ("device", "python")
 WAIT = re.compile(rf"(?P<head>SW_TRY\(|\(void\)|return )\s*(?:\w+->)*{CALL};")
+
+#: (file, a loop that polls for what a wait would wait for, how it looks without)
+POLLS = (
+    ("slot_rounds.c", "while (!done && sw_clock_now_ns() - start < limit_ns) {", "while (false) {"),
+    ("slot_memory.c", "if (t->own_slots && is_closed_elsewhere(t))", "if (t->own_slots)"),
+)
+#: of one stream after another, in Python: the tests that must fail without it
+PYTHON = ROOT / "python" / "shardwright"
+FOLLOW = re.compile(r"comm\.follow\(")
+SCENES = {
+    "device_rounds.py": ("tests/ranks/test_modules_on_simulated_gpus.py", "on_two_streams"),
+    "device_slices.py": ("tests/ranks/test_stages_on_simulated_gpus.py", "made_anew"),
+}
 
 #: (file, text of the wait, spaces squeezed) -> why nothing can tell that it is gone
 REDUNDANT: dict[tuple[str, str], str] = {}
@@ -47,6 +65,7 @@ class Mutation:
         """The file without the wait; a function whose value it was says that all is well."""
         text = self.file.read_text()
         instead = "return SW_OK;" if self.text.startswith("return") else ";"
+        instead = {polled: without for _, polled, without in POLLS}.get(self.text, instead)
         lines = "\n" * self.text.count("\n")  # later lines keep their numbers
         return text[: self.start] + instead + lines + text[self.end :]
 
@@ -73,8 +92,56 @@ def test_every_wait_of_the_engine_is_seen_by_the_pattern() -> None:
     assert set(REDUNDANT) <= found, "a wait in REDUNDANT does not exist"
 
 
+def follows() -> list[tuple[Path, int]]:
+    """(file, line from 0) of each place where Python has one stream follow another."""
+    return [
+        (path, number)
+        for path in sorted(PYTHON.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines())
+        if FOLLOW.search(line)
+    ]
+
+
+def test_every_follow_in_python_has_a_scene() -> None:
+    assert {path.name for path, _ in follows()} == set(SCENES)
+
+
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
-@pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize(
+    "path, number", follows(), ids=lambda part: part.name if isinstance(part, Path) else str(part + 1)
+)
+def test_without_this_follow_a_scene_fails(path: Path, number: int, tmp_path: Path) -> None:
+    copy = tmp_path / "python" / "shardwright"
+    shutil.copytree(PYTHON, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    test, scene = SCENES[path.name]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test, "-k", scene]
+    plain = {key: value for key, value in os.environ.items() if key != "SW_TEST_LONG"}
+    plain.update(PYTHONPATH=str(copy.parent), SW_TEST_WORLDS="3")
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=plain)
+
+    whole = run()
+    assert whole.returncode == 0, whole.stdout[-2000:]
+    lines = path.read_text().splitlines(keepends=True)
+    indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
+    lines[number] = indent + "pass\n"
+    (copy / path.relative_to(PYTHON)).write_text("".join(lines))
+    without = run()
+    assert without.returncode == 1 and "race" in without.stdout, without.stdout[-2000:]
+
+
+def polls() -> list[Mutation]:
+    found = []
+    for name, text, _ in POLLS:
+        path = next(CSRC.rglob(name))
+        start = path.read_text().index(text)
+        found.append(Mutation(path, start, start + len(text), text))
+    return found
+
+
+@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
+@pytest.mark.parametrize("mutation", [*mutations(), *polls()], ids=lambda mutation: mutation.name)
 def test_without_this_wait_a_test_fails(mutation: Mutation, tmp_path: Path) -> None:
     builder = BUILDERS["plain"]
     fakes = libraries(builder.mode)

@@ -94,6 +94,14 @@ def test_c_program_on_simulated_gpus_exits_with_zero(test: Path, mode: str, tmp_
     assert done.returncode == 0, f"{test.stem} ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-8000:]}"
 
 
+def test_a_driver_stays_loaded(tmp_path: Path) -> None:
+    if shutil.which(BUILDERS["plain"].mode.compiler) is None:
+        pytest.skip("no C compiler on this machine")
+    own = shutil.copy(libraries(BUILDERS["plain"].mode)["libcuda.so.1"], tmp_path / "libcuda-own.so")
+    assert _engine.cuda_devices(str(own))["devices"]
+    assert str(own) in Path("/proc/self/maps").read_text()
+
+
 def test_python_sees_the_devices_of_a_driver_by_its_path() -> None:
     if shutil.which(BUILDERS["plain"].mode.compiler) is None:
         pytest.skip("no C compiler on this machine")

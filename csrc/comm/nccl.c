@@ -3,39 +3,67 @@
 
 #include <stdlib.h>
 
+#include "comm/end_request.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
 struct sw_nccl {
     const sw_nccl_library *library; /* borrowed */
     sw_device *device;              /* borrowed */
-    sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has failed */
+    sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended */
     bool is_borrowed;
     int rank, world_size;
     int64_t timeout_ns;
-    bool grouped;
+    int depth;        /* groups that are open in NCCL, one inside the other */
     sw_error failure; /* what ended it; SW_OK while it lives */
+    sw_end_request asked;
 };
 
 /* ---- failing ---- */
 
-/* Ends the communicator: NCCL's kernels that wait for peers are let go (of a borrowed one, by its
- * owner), later calls repeat this. */
-static sw_status fail(sw_nccl *comm, const sw_error *reason, sw_error *err)
+bool sw_nccl_has_failed(const sw_nccl *comm)
 {
+    return comm->failure.status != SW_OK;
+}
+
+static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
+{
+    return sw_error_set(err, comm->failure.status, comm->failure.detail, "%s",
+                        comm->failure.message);
+}
+
+/* NCCL's kernels that wait for peers are let go: of a borrowed communicator, by its owner. */
+static void end(sw_nccl *comm)
+{
+    sw_device_visit visit;
+    bool entered = comm->device->ops->enter(comm->device, &visit, NULL) == SW_OK;
     if (comm->handle && !comm->is_borrowed)
         (void)comm->library->call.ncclCommAbort(comm->handle);
     comm->handle = NULL;
-    comm->failure = *reason;
-    return sw_error_set(err, reason->status, reason->detail, "%s", reason->message);
+    if (entered)
+        comm->device->ops->leave(comm->device, &visit);
+}
+
+/* Later calls repeat this. Inside a group the end waits for the outermost one's: what NCCL keeps of
+ * an open group is its thread's, so a communicator that ends there would take the thread's later
+ * ones along. */
+static sw_status fail(sw_nccl *comm, const sw_error *reason, sw_error *err)
+{
+    if (!sw_nccl_has_failed(comm))
+        comm->failure = *reason;
+    if (comm->depth == 0)
+        end(comm);
+    return refuse_failed(comm, err);
 }
 
 static sw_status fail_result(sw_nccl *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
     sw_error reason;
     const char *last = comm->handle ? comm->library->call.ncclGetLastError(comm->handle) : "";
-    sw_status status = result == SW_NCCL_REMOTE_ERROR ? SW_E_COMM : SW_E_DEVICE;
-    sw_error_set(&reason, status, status == SW_E_COMM ? -1 : result,
+    sw_status status = result == SW_NCCL_REMOTE_ERROR ? SW_E_COMM
+                       : result == SW_NCCL_TIMEOUT    ? SW_E_TIMEOUT
+                                                      : SW_E_DEVICE;
+    sw_error_set(&reason, status, status == SW_E_DEVICE ? result : -1,
                  "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", comm->rank, comm->world_size,
                  what, comm->library->call.ncclGetErrorString(result), result,
                  last && *last ? "; " : "", last ? last : "");
@@ -51,10 +79,11 @@ static sw_status fail_late(sw_nccl *comm, const char *what, sw_error *err)
     return fail(comm, &reason, err);
 }
 
-static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
+/* Somebody else has asked for the end. */
+static sw_status check_request(sw_nccl *comm, sw_error *err)
 {
-    return sw_error_set(err, comm->failure.status, comm->failure.detail, "%s",
-                        comm->failure.message);
+    const sw_error *reason = sw_end_request_reason(&comm->asked);
+    return reason ? fail(comm, reason, err) : SW_OK;
 }
 
 /* A call of a non-blocking communicator returned `result`: waits until it is decided. */
@@ -67,6 +96,7 @@ static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, 
             return fail_result(comm, asked, what, err);
         if (result != SW_NCCL_IN_PROGRESS)
             break;
+        SW_TRY(check_request(comm, err));
         if (sw_clock_now_ns() - start > comm->timeout_ns)
             return fail_late(comm, what, err);
         sw_thread_rest(sw_clock_now_ns() - start);
@@ -75,17 +105,17 @@ static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, 
 }
 
 /* One NCCL call with the device current. */
-#define NCCL_CALL(comm, err, what, invocation)                                \
-    do {                                                                      \
-        bool entered_;                                                        \
-        if (!(comm)->handle)                                                  \
-            return refuse_failed((comm), (err));                              \
-        SW_TRY((comm)->device->ops->enter((comm)->device, &entered_, (err))); \
-        sw_nccl_result result_ = (comm)->library->call.invocation;            \
-        (comm)->device->ops->leave((comm)->device, entered_);                 \
-        if ((comm)->grouped && result_ == SW_NCCL_IN_PROGRESS)                \
-            result_ = SW_NCCL_SUCCESS; /* decided at the group's end */       \
-        SW_TRY(settle((comm), result_, (what), (err)));                       \
+#define NCCL_CALL(comm, err, what, invocation)                              \
+    do {                                                                    \
+        sw_device_visit visit_;                                             \
+        if (sw_nccl_has_failed(comm))                                       \
+            return refuse_failed((comm), (err));                            \
+        SW_TRY((comm)->device->ops->enter((comm)->device, &visit_, (err))); \
+        sw_nccl_result result_ = (comm)->library->call.invocation;          \
+        (comm)->device->ops->leave((comm)->device, &visit_);                \
+        if ((comm)->depth > 0 && result_ == SW_NCCL_IN_PROGRESS)            \
+            result_ = SW_NCCL_SUCCESS; /* decided at the group's end */     \
+        SW_TRY(settle((comm), result_, (what), (err)));                     \
     } while (0)
 
 /* ---- life ---- */
@@ -105,11 +135,11 @@ static sw_status connect(sw_nccl *comm, const sw_nccl_id *id, sw_error *err)
                              .magic = SW_NCCL_CONFIG_MAGIC,
                              .version = SW_NCCL_CONFIG_VERSION,
                              .blocking = 0};
-    bool entered;
-    SW_TRY(comm->device->ops->enter(comm->device, &entered, err));
+    sw_device_visit visit;
+    SW_TRY(comm->device->ops->enter(comm->device, &visit, err));
     sw_nccl_result result = comm->library->call.ncclCommInitRankConfig(
         &comm->handle, comm->world_size, *id, comm->rank, &config);
-    comm->device->ops->leave(comm->device, entered);
+    comm->device->ops->leave(comm->device, &visit);
     if (!comm->handle)
         result = result == SW_NCCL_IN_PROGRESS ? SW_NCCL_INTERNAL_ERROR : result;
     return settle(comm, result, "creation of the communicator", err);
@@ -132,8 +162,7 @@ sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const s
                       .timeout_ns = timeout_ns};
     sw_status status = connect(made, id, err);
     if (status != SW_OK) {
-        if (made->handle)
-            (void)nccl->call.ncclCommAbort(made->handle);
+        end(made);
         free(made);
         return status;
     }
@@ -195,21 +224,20 @@ static sw_status finalize(sw_nccl *comm, sw_error *err)
 
 void sw_nccl_destroy(sw_nccl *comm)
 {
-    bool entered;
+    sw_device_visit visit;
     if (!comm)
         return;
     if (comm->is_borrowed)
         comm->handle = NULL;
     if (comm->handle && finalize(comm, NULL) == SW_OK &&
-        comm->device->ops->enter(comm->device, &entered, NULL) == SW_OK) {
+        comm->device->ops->enter(comm->device, &visit, NULL) == SW_OK) {
         /* What fails here is a communicator that is gone either way; abort frees it. */
         if (comm->library->call.ncclCommDestroy(comm->handle) != SW_NCCL_SUCCESS)
             (void)comm->library->call.ncclCommAbort(comm->handle);
         comm->handle = NULL;
-        comm->device->ops->leave(comm->device, entered);
+        comm->device->ops->leave(comm->device, &visit);
     }
-    if (comm->handle)
-        (void)comm->library->call.ncclCommAbort(comm->handle);
+    end(comm);
     free(comm);
 }
 
@@ -279,15 +307,26 @@ static sw_cu_stream cuda_stream(sw_stream *stream)
 sw_status sw_nccl_group_begin(sw_nccl *comm, sw_error *err)
 {
     NCCL_CALL(comm, err, "group start", ncclGroupStart());
-    comm->grouped = true;
+    comm->depth++;
     return SW_OK;
 }
 
 sw_status sw_nccl_group_end(sw_nccl *comm, sw_error *err)
 {
-    comm->grouped = false;
-    NCCL_CALL(comm, err, "group end", ncclGroupEnd());
-    return SW_OK;
+    sw_device_visit visit;
+    bool entered = comm->device->ops->enter(comm->device, &visit, NULL) == SW_OK;
+    sw_nccl_result result = comm->library->call.ncclGroupEnd();
+    if (entered)
+        comm->device->ops->leave(comm->device, &visit);
+    bool is_outermost = --comm->depth == 0;
+    if (sw_nccl_has_failed(comm)) {
+        if (is_outermost)
+            end(comm);
+        return refuse_failed(comm, err);
+    }
+    if (!is_outermost && result == SW_NCCL_IN_PROGRESS)
+        return SW_OK; /* decided at the end of the outermost */
+    return settle(comm, result, "group end", err);
 }
 
 sw_status sw_nccl_all_reduce(sw_nccl *comm, void *data, size_t numel, sw_dtype dtype, sw_redop op,
@@ -345,14 +384,10 @@ static sw_status exchange_with(sw_nccl *comm, int peer, const char *to_send, cha
     return SW_OK;
 }
 
-/* The group is closed all the same: the thread's next one is another. */
 static sw_status end_exchange(sw_nccl *comm, sw_status status, sw_error *err)
 {
-    if (status == SW_OK)
-        return sw_nccl_group_end(comm, err);
-    comm->grouped = false;
-    (void)comm->library->call.ncclGroupEnd();
-    return status;
+    sw_status ended = sw_nccl_group_end(comm, status == SW_OK ? err : NULL);
+    return status != SW_OK ? status : ended;
 }
 
 sw_status sw_nccl_exchange_slices(sw_nccl *comm, const void *data, void *contributions,
@@ -362,7 +397,7 @@ sw_status sw_nccl_exchange_slices(sw_nccl *comm, const void *data, void *contrib
     size_t slice_bytes = slice_numel * sw_dtype_size_bytes(dtype);
     sw_status status = SW_OK;
     if (comm->world_size == 1 || slice_bytes == 0)
-        return comm->handle ? SW_OK : refuse_failed(comm, err);
+        return sw_nccl_has_failed(comm) ? refuse_failed(comm, err) : SW_OK;
     SW_TRY(sw_nccl_group_begin(comm, err));
     for (int peer = 0; peer < comm->world_size && status == SW_OK; ++peer) {
         size_t slice = (size_t)(slice_of_rank ? slice_of_rank[peer] : peer);
@@ -383,7 +418,7 @@ sw_status sw_nccl_gather_among(sw_nccl *comm, void *data, size_t slice_bytes, co
         if (ranks[k] == comm->rank)
             own = (char *)data + (size_t)k * slice_bytes;
     if (count == 1 || slice_bytes == 0)
-        return comm->handle ? SW_OK : refuse_failed(comm, err);
+        return sw_nccl_has_failed(comm) ? refuse_failed(comm, err) : SW_OK;
     SW_TRY(sw_nccl_group_begin(comm, err));
     for (int k = 0; k < count && status == SW_OK; ++k)
         if (ranks[k] != comm->rank)
@@ -410,6 +445,8 @@ sw_status sw_nccl_broadcast(sw_nccl *comm, void *data, size_t numel, sw_dtype dt
 sw_status sw_nccl_check(sw_nccl *comm, sw_error *err)
 {
     sw_nccl_result result = SW_NCCL_SUCCESS;
+    if (!sw_nccl_has_failed(comm))
+        SW_TRY(check_request(comm, err));
     NCCL_CALL(comm, err, "query", ncclCommGetAsyncError(comm->handle, &result));
     if (result == SW_NCCL_SUCCESS || result == SW_NCCL_IN_PROGRESS)
         return SW_OK;
@@ -418,18 +455,18 @@ sw_status sw_nccl_check(sw_nccl *comm, sw_error *err)
 
 sw_status sw_nccl_give_up(sw_nccl *comm, const char *what, sw_error *err)
 {
-    return comm->handle ? fail_late(comm, what, err) : refuse_failed(comm, err);
-}
-
-bool sw_nccl_has_failed(const sw_nccl *comm)
-{
-    return comm->handle == NULL;
+    return sw_nccl_has_failed(comm) ? refuse_failed(comm, err) : fail_late(comm, what, err);
 }
 
 void sw_nccl_abort(sw_nccl *comm, const sw_error *reason)
 {
-    if (comm->handle)
+    if (!sw_nccl_has_failed(comm))
         (void)!fail(comm, reason, NULL);
+}
+
+void sw_nccl_request_end(sw_nccl *comm, const sw_error *reason)
+{
+    sw_end_request_make(&comm->asked, reason);
 }
 
 sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_error *err)

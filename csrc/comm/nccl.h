@@ -63,7 +63,9 @@ void sw_nccl_destroy(sw_nccl *comm);
 int sw_nccl_rank(const sw_nccl *comm);
 int sw_nccl_world_size(const sw_nccl *comm);
 
-/* Operations between begin and end are one operation of the stream, all of one stream. */
+/* Operations between begin and end are one operation of the stream, all of one stream; groups may
+ * lie one inside the other. Each begin that succeeded has its end, whatever failed in between: a
+ * failure ends the communicator at the outermost. */
 SW_MUST_USE sw_status sw_nccl_group_begin(sw_nccl *comm, sw_error *err);
 SW_MUST_USE sw_status sw_nccl_group_end(sw_nccl *comm, sw_error *err);
 
@@ -117,6 +119,10 @@ bool sw_nccl_has_failed(const sw_nccl *comm);
 
 /* Ends the communicator for a reason of the caller's, which later calls repeat. */
 void sw_nccl_abort(sw_nccl *comm, const sw_error *reason);
+
+/* From any thread, beside a call of another's: ends the communicator for this reason where that one
+ * looks next, in a wait at once. */
+void sw_nccl_request_end(sw_nccl *comm, const sw_error *reason);
 
 /* Whether it has failed, without waiting. */
 SW_MUST_USE sw_status sw_nccl_check(sw_nccl *comm, sw_error *err);

@@ -27,6 +27,7 @@ enum {
     SW_NCCL_INVALID_USAGE = 5,
     SW_NCCL_REMOTE_ERROR = 6,
     SW_NCCL_IN_PROGRESS = 7,
+    SW_NCCL_TIMEOUT = 8, /* of 2.30 and newer */
 
     SW_NCCL_INT8 = 0,
     SW_NCCL_UINT8 = 1,

@@ -92,6 +92,11 @@ static void nccl_abort(sw_peers *t, const sw_error *reason)
     sw_nccl_abort(nccl_of(t), reason);
 }
 
+static void nccl_request_end(sw_peers *t, const sw_error *reason)
+{
+    sw_nccl_request_end(nccl_of(t), reason);
+}
+
 static void nccl_destroy(sw_peers *t)
 {
     sw_nccl_destroy(nccl_of(t));
@@ -113,6 +118,7 @@ static const sw_peers_ops nccl_ops = {
     .give_up = nccl_give_up,
     .has_failed = nccl_has_failed,
     .abort = nccl_abort,
+    .request_end = nccl_request_end,
     .destroy = nccl_destroy,
 };
 

@@ -27,7 +27,8 @@
 typedef struct sw_peers sw_peers;
 
 typedef struct sw_peers_ops {
-    /* Operations between begin and end are one operation of the stream, all of one stream. */
+    /* Operations between begin and end are one operation of the stream, all of one stream. Each
+     * begin that succeeded has its end, whatever failed in between. */
     sw_status (*group_begin)(sw_peers *peers, sw_error *err);
     sw_status (*group_end)(sw_peers *peers, sw_error *err);
     /* data[0 .. numel) becomes the reduction over the ranks, in the transport's own order: SUM,
@@ -70,6 +71,9 @@ typedef struct sw_peers_ops {
     bool (*has_failed)(const sw_peers *peers);
     /* Ends the transport for a reason of the caller's, which later calls repeat. */
     void (*abort)(sw_peers *peers, const sw_error *reason);
+    /* The same from any thread, beside a call of another's, which ends it: where that looks next,
+     * in a wait at once. */
+    void (*request_end)(sw_peers *peers, const sw_error *reason);
     /* Lets what was enqueued run, unless the transport has failed. */
     void (*destroy)(sw_peers *peers);
 } sw_peers_ops;
@@ -171,6 +175,11 @@ static inline bool sw_peers_has_failed(const sw_peers *t)
 static inline void sw_peers_abort(sw_peers *t, const sw_error *reason)
 {
     t->ops->abort(t, reason);
+}
+
+static inline void sw_peers_request_end(sw_peers *t, const sw_error *reason)
+{
+    t->ops->request_end(t, reason);
 }
 
 /* NULL is allowed. */

@@ -103,6 +103,9 @@ sw_status sw_slot_check(sw_slot_transport *t, sw_error *err)
         let_go(t);
         return sw_slot_fail(t, &t->failure, err);
     }
+    const sw_error *asked = sw_end_request_reason(&t->asked);
+    if (asked)
+        return sw_slot_fail(t, asked, err);
     for (int p = 0; p < t->base.world_size; ++p) {
         sw_slot_head *head = sw_slot_head_of(t, p);
         if (p != t->base.rank && atomic_load_explicit(&head->has_failed, memory_order_acquire)) {

@@ -8,6 +8,7 @@
 
 #include <stdatomic.h>
 
+#include "comm/end_request.h"
 #include "comm/slot_transport.h"
 
 enum {
@@ -63,6 +64,7 @@ typedef struct sw_slot_transport {
     bool is_open, is_grouped;
     bool has_failed;
     sw_error failure;
+    sw_end_request asked;
 } sw_slot_transport;
 
 static inline sw_slot_head *sw_slot_head_of(const sw_slot_transport *t, int rank)

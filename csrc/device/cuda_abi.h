@@ -39,11 +39,16 @@ enum {
     SW_CU_NOT_READY = 600,
     SW_CU_ILLEGAL_ADDRESS = 700,
     SW_CU_SYSTEM_DRIVER_MISMATCH = 803,
+    SW_CU_CAPTURE_UNSUPPORTED = 900, /* and all up to the next: of a capture into a graph */
+    SW_CU_CAPTURED_EVENT = 907,
 
     SW_CU_STREAM_NON_BLOCKING = 1,
     SW_CU_EVENT_DISABLE_TIMING = 2,
     SW_CU_MEMHOSTALLOC_PORTABLE = 1,
     SW_CU_CAPTURE_NONE = 0,
+    SW_CU_CAPTURE_MODE_GLOBAL = 0,
+    SW_CU_CAPTURE_MODE_THREAD_LOCAL = 1,
+    SW_CU_CAPTURE_MODE_RELAXED = 2,
     SW_CU_MEMHOSTREGISTER_PORTABLE = 1,
     SW_CU_MEMHOSTREGISTER_DEVICEMAP = 2,
     SW_CU_IPC_LAZY_ENABLE_PEER_ACCESS = 1,
@@ -95,6 +100,7 @@ enum {
     X(cuStreamDestroy_v2, (sw_cu_stream stream))                                                   \
     X(cuStreamWaitEvent, (sw_cu_stream stream, sw_cu_event event, unsigned flags))                 \
     X(cuStreamIsCapturing, (sw_cu_stream stream, int *status))                                     \
+    X(cuThreadExchangeStreamCaptureMode, (int *mode))                                              \
     X(cuEventCreate, (sw_cu_event * event, unsigned flags))                                        \
     X(cuEventDestroy_v2, (sw_cu_event event))                                                      \
     X(cuEventRecord, (sw_cu_event event, sw_cu_stream stream))                                     \
@@ -114,10 +120,14 @@ enum {
     X(cuStreamWaitValue32_v2,                                                       \
       (sw_cu_stream stream, sw_cu_address address, unsigned value, unsigned flags))
 
+/* Of drivers for CUDA 12.4 and newer; NULL in the table of an older one. */
+#define SW_CUDA_NEWEST_FUNCTIONS(X) X(cuFuncLoad, (sw_cu_function function))
+
 typedef struct sw_cuda_table {
 #define SW_CUDA_FIELD(name, parameters) sw_cu_result(*name) parameters;
     SW_CUDA_FUNCTIONS(SW_CUDA_FIELD)
     SW_CUDA_NEWER_FUNCTIONS(SW_CUDA_FIELD)
+    SW_CUDA_NEWEST_FUNCTIONS(SW_CUDA_FIELD)
 #undef SW_CUDA_FIELD
 } sw_cuda_table;
 

@@ -15,7 +15,7 @@ static const sw_library_symbol symbols[] = {
 
 static const sw_library_symbol newer_symbols[] = {
 #define SYMBOL(name, parameters) {#name, offsetof(sw_cuda_table, name)},
-    SW_CUDA_NEWER_FUNCTIONS(SYMBOL)
+    SW_CUDA_NEWER_FUNCTIONS(SYMBOL) SW_CUDA_NEWEST_FUNCTIONS(SYMBOL)
 #undef SYMBOL
 };
 
@@ -68,7 +68,7 @@ sw_status sw_cuda_driver_init(sw_cuda_driver *driver, const char *library, sw_er
     sw_cuda_driver made = {0};
     sw_status status;
     library = library ? library : DEFAULT_LIBRARY;
-    SW_TRY(sw_library_open(library, false, &made.handle, err));
+    SW_TRY(sw_library_open(library, SW_LIBRARY_STAYING, &made.handle, err));
     SW_TRY_GOTO(status,
                 sw_library_bind(made.handle, library, symbols, sizeof symbols / sizeof *symbols,
                                 &made.call, err),

@@ -11,10 +11,10 @@
 enum { SW_CUDA_OLDEST_VERSION = 11040 }; /* 1000 * major + 10 * minor; of torch 2.4's oldest */
 
 typedef struct sw_cuda_driver {
-    sw_cuda_table call;
-    int version;      /* of the interface it offers */
-    int device_count; /* >= 1 */
-    void *handle;     /* owned */
+    sw_cuda_table call; /* of an older driver newer functions are NULL */
+    int version;        /* of the interface it offers */
+    int device_count;   /* >= 1 */
+    void *handle;       /* owned */
 } sw_cuda_driver;
 
 /* Opens `library` (NULL: libcuda.so.1) and initialises it. SW_E_UNSUPPORTED, in one sentence each:

@@ -45,16 +45,23 @@ typedef struct sw_pointer {
     int ordinal; /* of the device that has it; -1 if unknown */
 } sw_pointer;
 
+/* What a thread has while it is in a device, for leave() to undo. */
+typedef struct sw_device_visit {
+    bool is_pushed;   /* the device's context was not the current one */
+    int capture_mode; /* the thread's own */
+} sw_device_visit;
+
 /* Device memory that another process may open. */
 typedef struct sw_memory_export {
     unsigned char handle[64];
 } sw_memory_export;
 
 typedef struct sw_device_ops {
-    /* Makes the device current for the calling thread, for a foreign library's sake; *entered is
-     * what leave() gets. Calls of this table do so by themselves. */
-    sw_status (*enter)(sw_device *device, bool *entered, sw_error *err);
-    void (*leave)(sw_device *device, bool entered);
+    /* Makes the device current for the calling thread, for a foreign library's sake, and its calls
+     * no concern of captures that run elsewhere; *visit is what leave() gets. Calls of this table
+     * do so by themselves. */
+    sw_status (*enter)(sw_device *device, sw_device_visit *visit, sw_error *err);
+    void (*leave)(sw_device *device, const sw_device_visit *visit);
 
     /* Device memory; contents undefined. SW_E_MEMORY names the size. */
     sw_status (*memory_alloc)(sw_device *device, size_t size_bytes, void **memory, sw_error *err);
@@ -98,7 +105,8 @@ typedef struct sw_device_ops {
     void (*event_destroy)(sw_device *device, sw_event *event);
     /* The event stands for all that was enqueued on `stream` so far. */
     sw_status (*event_record)(sw_device *device, sw_event *event, sw_stream *stream, sw_error *err);
-    /* Does not wait. An event that was never recorded is done. */
+    /* Does not wait. An event that was never recorded is done; one that a capture keeps the driver
+     * from judging is not, yet. */
     sw_status (*event_query)(sw_device *device, sw_event *event, bool *done, sw_error *err);
     /* The host waits; SW_E_TIMEOUT names `what` when `timeout_ns` have passed. */
     sw_status (*event_wait)(sw_device *device, sw_event *event, int64_t timeout_ns,
@@ -115,6 +123,7 @@ typedef struct sw_device_ops {
     sw_status (*module_load)(sw_device *device, const void *image, sw_module **module,
                              sw_error *err);
     void (*module_unload)(sw_device *device, sw_module *module);
+    /* Loaded, where the driver can be asked for it: its first launch is like any later one. */
     sw_status (*module_function)(sw_device *device, sw_module *module, const char *name,
                                  sw_function **function, sw_error *err);
     /* A kernel with one parameter, the structure at `arguments` (copied before it returns). */

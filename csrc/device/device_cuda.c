@@ -4,6 +4,11 @@
  * and events are ours to use as they are. A thread that has another context current gets it back
  * after each call: torch must not find its current device changed.
  *
+ * A capture of the program's into a graph forbids other threads many calls, and theirs end it. Ours
+ * come at any time (a thread that watches, an object that is collected) and have nothing to do with
+ * it: what would be captured is refused before (sw_device_refuse_capture). So a thread that is in
+ * a call of ours is exempt from that, as cuThreadExchangeStreamCaptureMode has it.
+ *
  * Left out: peer access inside a process, graphs (a captured stream is refused by those who would
  * allocate).
  */
@@ -37,56 +42,62 @@ static sw_cu_address address_of(const void *memory)
     return (sw_cu_address)(uintptr_t)memory;
 }
 
-/* Makes our context current; *entered tells whether leave() has to undo it. */
-static sw_status enter(cuda_device *cuda, bool *entered, sw_error *err)
+/* Makes our context current, and the thread's calls exempt from captures. */
+static sw_status enter(cuda_device *cuda, sw_device_visit *visit, sw_error *err)
 {
-    sw_cu_context current = NULL;
-    *entered = false;
-    SW_TRY(sw_cuda_check(&cuda->driver, cuda->driver.call.cuCtxGetCurrent(&current),
-                         "cuCtxGetCurrent", cuda->base.name, err));
-    if (current == cuda->context)
-        return SW_OK;
-    SW_TRY(sw_cuda_check(&cuda->driver, cuda->driver.call.cuCtxPushCurrent_v2(cuda->context),
-                         "cuCtxPushCurrent", cuda->base.name, err));
-    *entered = true;
-    return SW_OK;
+    const sw_cuda_table *call = &cuda->driver.call;
+    sw_cu_context current = NULL, popped;
+    SW_TRY(sw_cuda_check(&cuda->driver, call->cuCtxGetCurrent(&current), "cuCtxGetCurrent",
+                         cuda->base.name, err));
+    *visit = (sw_device_visit){.is_pushed = current != cuda->context,
+                               .capture_mode = SW_CU_CAPTURE_MODE_RELAXED};
+    if (visit->is_pushed)
+        SW_TRY(sw_cuda_check(&cuda->driver, call->cuCtxPushCurrent_v2(cuda->context),
+                             "cuCtxPushCurrent", cuda->base.name, err));
+    sw_cu_result result = call->cuThreadExchangeStreamCaptureMode(&visit->capture_mode);
+    if (result != SW_CU_SUCCESS && visit->is_pushed)
+        (void)call->cuCtxPopCurrent_v2(&popped);
+    return sw_cuda_check(&cuda->driver, result, "cuThreadExchangeStreamCaptureMode",
+                         cuda->base.name, err);
 }
 
-static void leave(cuda_device *cuda, bool entered)
+static void leave(cuda_device *cuda, const sw_device_visit *visit)
 {
     sw_cu_context popped;
-    if (entered)
+    int mode = visit->capture_mode;
+    (void)cuda->driver.call.cuThreadExchangeStreamCaptureMode(&mode);
+    if (visit->is_pushed)
         (void)cuda->driver.call.cuCtxPopCurrent_v2(&popped);
 }
 
 /* One driver call in our context, its result as a status. */
 #define CUDA_CALL(cuda, err, what, name, ...)                                  \
     do {                                                                       \
-        bool entered_;                                                         \
-        SW_TRY(enter((cuda), &entered_, (err)));                               \
+        sw_device_visit visit_;                                                \
+        SW_TRY(enter((cuda), &visit_, (err)));                                 \
         sw_cu_result result_ = (cuda)->driver.call.name(__VA_ARGS__);          \
-        leave((cuda), entered_);                                               \
+        leave((cuda), &visit_);                                                \
         SW_TRY(sw_cuda_check(&(cuda)->driver, result_, #name, (what), (err))); \
     } while (0)
 
 /* The same where nothing can be done about a failure: undoing what a failed context lost anyway. */
 #define CUDA_UNDO(cuda, name, ...)                       \
     do {                                                 \
-        bool entered_;                                   \
-        if (enter((cuda), &entered_, NULL) == SW_OK) {   \
+        sw_device_visit visit_;                          \
+        if (enter((cuda), &visit_, NULL) == SW_OK) {     \
             (void)(cuda)->driver.call.name(__VA_ARGS__); \
-            leave((cuda), entered_);                     \
+            leave((cuda), &visit_);                      \
         }                                                \
     } while (0)
 
-static sw_status cuda_enter(sw_device *device, bool *entered, sw_error *err)
+static sw_status cuda_enter(sw_device *device, sw_device_visit *visit, sw_error *err)
 {
-    return enter(cuda_of(device), entered, err);
+    return enter(cuda_of(device), visit, err);
 }
 
-static void cuda_leave(sw_device *device, bool entered)
+static void cuda_leave(sw_device *device, const sw_device_visit *visit)
 {
-    leave(cuda_of(device), entered);
+    leave(cuda_of(device), visit);
 }
 
 static sw_status cuda_memory_alloc(sw_device *device, size_t size_bytes, void **memory,
@@ -137,11 +148,11 @@ static sw_status cuda_host_register(sw_device *device, void *memory, size_t size
     snprintf(what, sizeof what, "%zu bytes of the host's memory", size_bytes);
     CUDA_CALL(cuda, err, what, cuMemHostRegister_v2, memory, size_bytes,
               SW_CU_MEMHOSTREGISTER_PORTABLE | SW_CU_MEMHOSTREGISTER_DEVICEMAP);
-    bool entered;
-    sw_status status = enter(cuda, &entered, err);
+    sw_device_visit visit;
+    sw_status status = enter(cuda, &visit, err);
     if (status == SW_OK) {
         sw_cu_result result = cuda->driver.call.cuMemHostGetDevicePointer_v2(&address, memory, 0);
-        leave(cuda, entered);
+        leave(cuda, &visit);
         status = sw_cuda_check(&cuda->driver, result, "cuMemHostGetDevicePointer", what, err);
     }
     if (status != SW_OK) {
@@ -276,14 +287,20 @@ static sw_status cuda_event_record(sw_device *device, sw_event *event, sw_stream
     return SW_OK;
 }
 
+/* The driver will not say, because of a capture: no word about the event. */
+static bool is_of_capture(sw_cu_result result)
+{
+    return result >= SW_CU_CAPTURE_UNSUPPORTED && result <= SW_CU_CAPTURED_EVENT;
+}
+
 static sw_status cuda_event_query(sw_device *device, sw_event *event, bool *done, sw_error *err)
 {
     cuda_device *cuda = cuda_of(device);
-    bool entered;
-    SW_TRY(enter(cuda, &entered, err));
+    sw_device_visit visit;
+    SW_TRY(enter(cuda, &visit, err));
     sw_cu_result result = cuda->driver.call.cuEventQuery((sw_cu_event)(void *)event);
-    leave(cuda, entered);
-    if (result != SW_CU_NOT_READY)
+    leave(cuda, &visit);
+    if (result != SW_CU_NOT_READY && !is_of_capture(result))
         SW_TRY(sw_cuda_check(&cuda->driver, result, "cuEventQuery", device->name, err));
     *done = result == SW_CU_SUCCESS;
     return SW_OK;
@@ -354,9 +371,13 @@ static void cuda_module_unload(sw_device *device, sw_module *module)
 static sw_status cuda_module_function(sw_device *device, sw_module *module, const char *name,
                                       sw_function **function, sw_error *err)
 {
+    cuda_device *cuda = cuda_of(device);
     sw_cu_function found = NULL;
-    CUDA_CALL(cuda_of(device), err, name, cuModuleGetFunction, &found, (sw_cu_module)(void *)module,
-              name);
+    CUDA_CALL(cuda, err, name, cuModuleGetFunction, &found, (sw_cu_module)(void *)module, name);
+    /* Drivers load a kernel when it is first launched, unless asked before: that allocates, and so
+     * waits for what runs, which may be a collective's kernel that waits for this very launch. */
+    if (cuda->driver.call.cuFuncLoad)
+        CUDA_CALL(cuda, err, name, cuFuncLoad, found);
     *function = (sw_function *)(void *)found;
     return SW_OK;
 }
@@ -376,15 +397,15 @@ static sw_status cuda_pointer_inspect(sw_device *device, const void *address, sw
                                       sw_error *err)
 {
     cuda_device *cuda = cuda_of(device);
-    bool entered;
+    sw_device_visit visit;
     int type = 0, ordinal = -1;
-    SW_TRY(enter(cuda, &entered, err));
+    SW_TRY(enter(cuda, &visit, err));
     sw_cu_result result = cuda->driver.call.cuPointerGetAttribute(&type, SW_CU_POINTER_MEMORY_TYPE,
                                                                   address_of(address));
     if (result == SW_CU_SUCCESS)
         result = cuda->driver.call.cuPointerGetAttribute(&ordinal, SW_CU_POINTER_DEVICE_ORDINAL,
                                                          address_of(address));
-    leave(cuda, entered);
+    leave(cuda, &visit);
     *pointer = (sw_pointer){.kind = SW_MEMORY_UNKNOWN, .ordinal = -1};
     if (result == SW_CU_INVALID_VALUE) /* the driver's way to say: not mine */
         return SW_OK;

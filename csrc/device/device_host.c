@@ -11,18 +11,18 @@
 
 static char place_holder; /* what streams and events point at: they carry nothing */
 
-static sw_status host_enter(sw_device *device, bool *entered, sw_error *err)
+static sw_status host_enter(sw_device *device, sw_device_visit *visit, sw_error *err)
 {
     (void)device;
     (void)err;
-    *entered = false;
+    *visit = (sw_device_visit){.is_pushed = false};
     return SW_OK;
 }
 
-static void host_leave(sw_device *device, bool entered)
+static void host_leave(sw_device *device, const sw_device_visit *visit)
 {
     (void)device;
-    (void)entered;
+    (void)visit;
 }
 
 static sw_status host_memory_alloc(sw_device *device, size_t size_bytes, void **memory,

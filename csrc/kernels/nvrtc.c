@@ -116,8 +116,8 @@ sw_status sw_nvrtc_compile(const char *library, const char *builtins, const char
     void *handle, *companion;
     sw_status status;
     if (builtins)
-        SW_TRY(sw_library_open(builtins, false, &companion, err));
-    SW_TRY(sw_library_open(library, false, &handle, err));
+        SW_TRY(sw_library_open(builtins, SW_LIBRARY_ANY, &companion, err));
+    SW_TRY(sw_library_open(library, SW_LIBRARY_ANY, &handle, err));
     SW_TRY(sw_library_bind(handle, library, symbols, sizeof symbols / sizeof *symbols, &call, err));
     SW_TRY(choose_target(&call, 10 * major + minor, &chosen, err));
     SW_TRY(check(call.nvrtcCreateProgram(&program, source, "shardwright.cu", 0, NULL, NULL),

@@ -11,9 +11,11 @@ static const char *reason(void)
     return text ? text : "not loaded";
 }
 
-sw_status sw_library_open(const char *name, bool only_loaded, void **handle, sw_error *err)
+sw_status sw_library_open(const char *name, sw_library_kind kind, void **handle, sw_error *err)
 {
-    void *opened = dlopen(name, RTLD_NOW | RTLD_LOCAL | (only_loaded ? RTLD_NOLOAD : 0));
+    static const int flags[] = {[SW_LIBRARY_LOADED] = RTLD_NOLOAD,
+                                [SW_LIBRARY_STAYING] = RTLD_NODELETE};
+    void *opened = dlopen(name, RTLD_NOW | RTLD_LOCAL | flags[kind]);
     if (!opened)
         SW_FAIL(err, SW_E_UNSUPPORTED, "%s cannot be used: %s", name, reason());
     *handle = opened;

@@ -15,9 +15,16 @@ typedef struct sw_library_symbol {
     size_t offset; /* of the function pointer in the caller's table */
 } sw_library_symbol;
 
-/* Opens `name`, a path or a soname. With `only_loaded` only what the process has loaded already.
- * SW_E_UNSUPPORTED with the loader's own words when it is not there. */
-SW_MUST_USE sw_status sw_library_open(const char *name, bool only_loaded, void **handle,
+typedef enum sw_library_kind {
+    SW_LIBRARY_ANY = 0,
+    SW_LIBRARY_LOADED,  /* only what the process has loaded already */
+    SW_LIBRARY_STAYING, /* has threads and handlers of its own: not unloaded before the process ends
+                         */
+} sw_library_kind;
+
+/* Opens `name`, a path or a soname. SW_E_UNSUPPORTED with the loader's own words when it is not
+ * there. */
+SW_MUST_USE sw_status sw_library_open(const char *name, sw_library_kind kind, void **handle,
                                       sw_error *err);
 
 /* Fills `table` with the addresses of `count` functions. SW_E_UNSUPPORTED names the first that

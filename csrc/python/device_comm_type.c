@@ -515,10 +515,13 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     sw_error reason;
     if (!PyArg_ParseTuple(args, "s:abort", &text))
         return NULL;
-    if (!self->comm || !self->comm->peers || self->in_use || !sw_py_device_is_own(self))
+    if (self->closed || !self->comm || !self->comm->peers || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    sw_peers_abort(self->comm->peers, &reason);
+    if (self->in_use) /* by a thread that waits, perhaps: it ends it, since it is its own */
+        sw_peers_request_end(self->comm->peers, &reason);
+    else
+        sw_peers_abort(self->comm->peers, &reason);
     Py_RETURN_NONE;
 }
 

@@ -29,6 +29,9 @@ SAME(SW_NCCL_INVALID_ARGUMENT, ncclInvalidArgument);
 SAME(SW_NCCL_INVALID_USAGE, ncclInvalidUsage);
 SAME(SW_NCCL_REMOTE_ERROR, ncclRemoteError);
 SAME(SW_NCCL_IN_PROGRESS, ncclInProgress);
+#if NCCL_VERSION_CODE >= 23000
+SAME(SW_NCCL_TIMEOUT, ncclTimeout);
+#endif
 SAME(SW_NCCL_INT8, ncclInt8);
 SAME(SW_NCCL_UINT8, ncclUint8);
 SAME(SW_NCCL_INT32, ncclInt32);

@@ -8,7 +8,7 @@
 
 #include "fake_entry.h"
 
-enum { POISON = 0xf7, CONTEXT_DEPTH = 8, PAGE_BYTES = 4096 };
+enum { KERNEL_MAX = 64, POISON = 0xf7, CONTEXT_DEPTH = 8, PAGE_BYTES = 4096 };
 
 static __thread sw_cu_context stack[CONTEXT_DEPTH];
 static __thread int depth;
@@ -122,6 +122,40 @@ SIM_API int cuCtxPopCurrent_v2(sw_cu_context *context)
     return SW_CU_SUCCESS;
 }
 
+/* ---- captures ---- */
+
+static __thread int capture_mode = SW_CU_CAPTURE_MODE_GLOBAL;
+
+const void *sim_thread(void)
+{
+    return &capture_mode;
+}
+
+/* As cuda.h has it for cuThreadExchangeStreamCaptureMode. */
+bool sim_capture_forbids(const char *call)
+{
+    bool forbidden = false;
+    for (sw_cu_stream s = sim.streams; s && capture_mode != SW_CU_CAPTURE_MODE_RELAXED; s = s->next) {
+        bool is_own = s->capturer == sim_thread();
+        if (!s->capturing || (!is_own && capture_mode != SW_CU_CAPTURE_MODE_GLOBAL))
+            continue;
+        forbidden = s->capture_broken = true;
+        sim_site site = sim_here(call);
+        sim_report("broken capture", call, &site, NULL);
+    }
+    return forbidden;
+}
+
+SIM_API int cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    int before = capture_mode;
+    if (*mode < SW_CU_CAPTURE_MODE_GLOBAL || *mode > SW_CU_CAPTURE_MODE_RELAXED)
+        return SW_CU_INVALID_VALUE;
+    capture_mode = *mode;
+    *mode = before;
+    return SW_CU_SUCCESS;
+}
+
 /* ---- memory ---- */
 
 static sim_block *block_new(size_t size_bytes, bool pinned)
@@ -162,28 +196,28 @@ static int block_free(void *address, bool pinned, const char *what)
 
 SIM_API int cuMemAlloc_v2(sw_cu_address *address, size_t bytes)
 {
-    ENTER_CONTEXT("cuMemAlloc");
+    ENTER_CONTEXT_APART("cuMemAlloc");
     *address = (sw_cu_address)(uintptr_t)block_new(bytes, false)->memory;
     LEAVE(SW_CU_SUCCESS);
 }
 
 SIM_API int cuMemFree_v2(sw_cu_address address)
 {
-    ENTER_CONTEXT("cuMemFree");
+    ENTER_CONTEXT_APART("cuMemFree");
     LEAVE(block_free((void *)(uintptr_t)address, false, "cuMemFree"));
 }
 
 SIM_API int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags)
 {
     (void)flags;
-    ENTER_CONTEXT("cuMemHostAlloc");
+    ENTER_CONTEXT_APART("cuMemHostAlloc");
     *memory = block_new(bytes, true)->memory;
     LEAVE(SW_CU_SUCCESS);
 }
 
 SIM_API int cuMemFreeHost(void *memory)
 {
-    ENTER_CONTEXT("cuMemFreeHost");
+    ENTER_CONTEXT_APART("cuMemFreeHost");
     LEAVE(block_free(memory, true, "cuMemFreeHost"));
 }
 
@@ -333,9 +367,12 @@ SIM_API int cuMemsetD8Async(sw_cu_address to, unsigned char value, size_t bytes,
     LEAVE(SW_CU_SUCCESS);
 }
 
+/* Kernels whose code is on the GPU; under the gate. */
+static bool is_loaded[KERNEL_MAX];
+
 SIM_API int cuModuleLoadData(sw_cu_module *module, const void *image)
 {
-    ENTER_CONTEXT("cuModuleLoadData");
+    ENTER_CONTEXT_APART("cuModuleLoadData");
     sim.modules += image != NULL;
     *module = (sw_cu_module)(void *)&sim;
     LEAVE(image ? SW_CU_SUCCESS : SW_CU_INVALID_VALUE);
@@ -344,7 +381,7 @@ SIM_API int cuModuleLoadData(sw_cu_module *module, const void *image)
 SIM_API int cuModuleUnload(sw_cu_module module)
 {
     (void)module;
-    ENTER_CONTEXT("cuModuleUnload");
+    ENTER_CONTEXT_APART("cuModuleUnload");
     sim.modules--;
     LEAVE(SW_CU_SUCCESS);
 }
@@ -359,6 +396,13 @@ SIM_API int cuModuleGetFunction(sw_cu_function *function, sw_cu_module module, c
             LEAVE(SW_CU_SUCCESS);
         }
     LEAVE(SW_CU_NOT_FOUND);
+}
+
+SIM_API int cuFuncLoad(sw_cu_function function)
+{
+    ENTER_CONTEXT_APART("cuFuncLoad");
+    is_loaded[(const sw_kernel_contract *)(void *)function - sim.contracts] = true;
+    LEAVE(SW_CU_SUCCESS);
 }
 
 SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned grid_y,
@@ -380,6 +424,8 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
     memcpy(op->args, parameters[0], contract->args_bytes);
     sim_tick(stream);
     contract->accesses(op->args, track_access, &t);
+    if (!is_loaded[contract - sim.contracts])
+        sim_report("lazy load", contract->name, &op->site, NULL);
     bool is_torch = stream->is_torch;
     sim_enqueue(stream, op);
     sim_leave();
@@ -465,9 +511,7 @@ SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream stream)
 
 SIM_API int cuEventQuery(sw_cu_event event)
 {
-    ENTER_CONTEXT("cuEventQuery");
-    if (sim.capturing)
-        LEAVE(900); /* CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED */
+    ENTER_CONTEXT_APART("cuEventQuery");
     sim_demand(event);
     if (event->done >= event->recorded) {
         sim_join(&sim.rank[sim_current_rank()].clock, &event->clock);

@@ -22,4 +22,14 @@
     if (!sim_current_context()) \
     LEAVE(SW_CU_INVALID_CONTEXT)
 
+/* A call that a capture into a graph forbids: cuda.h calls it potentially unsafe. */
+#define FORBIDDEN_IN_CAPTURES(name)           \
+    do {                                      \
+        if (sim_capture_forbids(name))        \
+            LEAVE(SW_CU_CAPTURE_UNSUPPORTED); \
+    } while (0)
+#define ENTER_CONTEXT_APART(name) \
+    ENTER_CONTEXT(name);          \
+    FORBIDDEN_IN_CAPTURES(name)
+
 #endif

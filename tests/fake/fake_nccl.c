@@ -18,7 +18,7 @@ static const char *const kind_name[] = {"all_reduce", "reduce_scatter", "all_gat
 
 static clique *cliques;
 static int id_count;
-static __thread int group_depth;
+static __thread int group_depth, group_error;
 static __thread nccl_group open_group;
 
 static sw_dtype dtype_of(int dtype)
@@ -351,6 +351,14 @@ SIM_API int ncclGetUniqueId(sw_nccl_id *id)
     LEAVE(SW_NCCL_SUCCESS);
 }
 
+/* A group that is left open is its thread's for good: it takes every later communicator along. */
+static void outside_groups(const char *call)
+{
+    sim_site site = sim_here(call);
+    if (group_depth != 0)
+        sim_report("open group", call, &site, NULL);
+}
+
 /* Memory of the communicator's, which the simulation watches as it does the caller's. */
 static void watch(sw_nccl_comm comm)
 {
@@ -369,6 +377,8 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
                                    sw_nccl_config *config)
 {
     ENTER("ncclCommInitRankConfig");
+    FORBIDDEN_IN_CAPTURES("ncclCommInitRankConfig");
+    outside_groups("ncclCommInitRankConfig");
     sim.collective_ready = ready;
     sim.collective_run = run;
     sim.collective_drive = drive;
@@ -477,6 +487,8 @@ static void drop(sw_nccl_comm comm)
 SIM_API int ncclCommDestroy(sw_nccl_comm comm)
 {
     ENTER("ncclCommDestroy");
+    FORBIDDEN_IN_CAPTURES("ncclCommDestroy");
+    outside_groups("ncclCommDestroy");
     drop(comm);
     LEAVE(SW_NCCL_SUCCESS);
 }
@@ -484,6 +496,8 @@ SIM_API int ncclCommDestroy(sw_nccl_comm comm)
 SIM_API int ncclCommAbort(sw_nccl_comm comm)
 {
     ENTER("ncclCommAbort");
+    FORBIDDEN_IN_CAPTURES("ncclCommAbort");
+    outside_groups("ncclCommAbort");
     drop(comm);
     LEAVE(SW_NCCL_SUCCESS);
 }
@@ -502,22 +516,42 @@ SIM_API int ncclGroupStart(void)
     return SW_NCCL_SUCCESS;
 }
 
+/* A group with a call that failed is dropped. */
 SIM_API int ncclGroupEnd(void)
 {
-    ENTER("ncclGroupEnd");
     int result = SW_NCCL_SUCCESS;
-    if (--group_depth == 0 && open_group.call_count)
-        result = enqueue_group(&open_group);
     if (group_depth == 0)
-        open_group.call_count = 0;
-    LEAVE(result);
+        return SW_NCCL_INVALID_USAGE;
+    bool is_outermost = --group_depth == 0, enters = sim_enter("ncclGroupEnd", &result);
+    if (is_outermost && enters && !group_error && open_group.call_count)
+        result = enqueue_group(&open_group);
+    if (is_outermost && group_error)
+        result = group_error;
+    if (is_outermost)
+        open_group.call_count = group_error = 0;
+    if (enters)
+        sim_leave();
+    return result;
 }
 
-#define ISSUE(name, ...)                    \
-    do {                                    \
-        nccl_call call_ = {__VA_ARGS__};    \
-        ENTER(name);                        \
-        LEAVE(issue(&call_, comm, stream)); \
+/* Counted, and may be told to fail. */
+static int issue_counted(const char *name, const nccl_call *call, sw_nccl_comm comm,
+                         sw_cu_stream stream)
+{
+    int result = SW_NCCL_SUCCESS;
+    if (sim_enter(name, &result)) {
+        result = issue(call, comm, stream);
+        sim_leave();
+    }
+    if (result != SW_NCCL_SUCCESS && group_depth > 0 && !group_error)
+        group_error = result;
+    return result;
+}
+
+#define ISSUE(name, ...)                                   \
+    do {                                                   \
+        nccl_call call_ = {__VA_ARGS__};                   \
+        return issue_counted(name, &call_, comm, stream);  \
     } while (0)
 
 SIM_API int ncclAllReduce(const void *from, void *to, size_t count, int dtype, int op,

@@ -26,7 +26,7 @@ enum { YIELDS_MAX = 200, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
 /* In processes ranks may register one another's parts; in threads all register the same ones. */
 SIM_API int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags)
 {
-    ENTER_CONTEXT("cuMemHostRegister");
+    ENTER_CONTEXT_APART("cuMemHostRegister");
     sim_block *block = sim_block_of(memory);
     if (!memory || !bytes || !(flags & SW_CU_MEMHOSTREGISTER_DEVICEMAP))
         LEAVE(SW_CU_INVALID_VALUE);
@@ -78,7 +78,7 @@ static void check_over(const sim_block *block, const sim_site *site, const char 
 
 SIM_API int cuMemHostUnregister(void *memory)
 {
-    ENTER_CONTEXT("cuMemHostUnregister");
+    ENTER_CONTEXT_APART("cuMemHostUnregister");
     sim_block **at = &sim.blocks;
     sim_site site = sim_here("cuMemHostUnregister");
     while (*at && ((*at)->memory != memory || !(*at)->registered))
@@ -262,7 +262,7 @@ SIM_API int cuIpcGetMemHandle(sw_cu_ipc_handle *handle, sw_cu_address address)
 
 SIM_API int cuIpcOpenMemHandle_v2(sw_cu_address *address, sw_cu_ipc_handle handle, unsigned flags)
 {
-    ENTER_CONTEXT("cuIpcOpenMemHandle");
+    ENTER_CONTEXT_APART("cuIpcOpenMemHandle");
     ipc_handle given;
     char path[64];
     memcpy(&given, &handle, sizeof given);
@@ -307,7 +307,7 @@ void sim_exported_free(const sim_block *block, const sim_site *site)
 /* What was mapped stays: operations that are enqueued may name it. */
 SIM_API int cuIpcCloseMemHandle(sw_cu_address address)
 {
-    ENTER_CONTEXT("cuIpcCloseMemHandle");
+    ENTER_CONTEXT_APART("cuIpcCloseMemHandle");
     sim_block *block = sim_block_of((void *)(uintptr_t)address);
     if (block)
         block->open_count--;

@@ -141,6 +141,8 @@ struct CUstream_st {
     bool destroyed; /* as an event */
     bool is_torch;  /* torch's: see sim_torch.c */
     bool capturing; /* into a graph: what is enqueued here then is a report */
+    bool capture_broken; /* by a call that captures forbid, of whatever thread: a report */
+    const void *capturer; /* the thread that began it, in global mode */
     sim_clock clock;
     sim_op *first, *last;
     struct CUstream_st *next;
@@ -183,7 +185,6 @@ typedef struct sim_state {
     long idle_polls; /* queries since something last moved */
     unsigned long host_calls; /* of whatever kind */
     bool deadlocked;
-    int capturing; /* streams: who asks for an event then ends the capture */
     bool has_peers; /* ranks are processes: whoever waits does so for seconds, not for polls */
     int64_t idle_since_ns;
     sim_rank rank[SIM_DEVICE_MAX];
@@ -198,6 +199,8 @@ typedef struct sim_state {
     int report_count;
     sim_note note[SIM_NOTE_MAX]; /* the first ones tell */
     char report[1 << 16];        /* their text, made when it is asked for */
+    char fail_name[SIM_CALL_MAX]; /* the next call of that name fails, too; "": none */
+    int fail_name_result;
     char failed[SIM_CALL_MAX];
     /* Whether the collective at the head of its stream can run; runs it on all ranks and pops it.
      */
@@ -217,6 +220,12 @@ SIM_API void sim_leave(void);
 SIM_API void sim_yield(void);
 SIM_API int sim_current_rank(void);
 SIM_API sw_cu_context sim_current_context(void);
+/* The calling thread's own: the address of something that each has. */
+SIM_API const void *sim_thread(void);
+/* Whether a capture into a graph forbids this thread calls that are not of a stream's order: one
+ * that it began itself, or any where it minds those of others. Such a call ends the capture, which
+ * is reported. With the gate held. */
+SIM_API bool sim_capture_forbids(const char *call);
 
 SIM_API sim_site sim_here(const char *what);
 SIM_API void sim_report(const char *kind, const char *detail, const sim_site *a, const sim_site *b);

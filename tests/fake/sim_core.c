@@ -54,10 +54,12 @@ bool sim_enter(const char *call, int *result)
     sim_rank *rank = &sim.rank[own_rank];
     rank->clock.at[rank->actor]++;
     sim.host_calls++;
-    if (++rank->calls != rank->fail_nth)
+    bool is_named = strcmp(sim.fail_name, call) == 0;
+    if (++rank->calls != rank->fail_nth && !is_named)
         return true;
     snprintf(sim.failed, sizeof sim.failed, "%s", call);
-    *result = rank->fail_result;
+    *result = is_named ? sim.fail_name_result : rank->fail_result;
+    sim.fail_name[0] = '\0';
     pthread_mutex_unlock(&gate);
     return false;
 }
@@ -330,8 +332,7 @@ static void reset(int ranks, sim_policy policy, uint64_t seed)
     sim.baton = sim.report_count = sim.modules = sim.comms = 0;
     sim.idle_polls = 0;
     sim.deadlocked = sim.has_peers = false;
-    sim.capturing = 0;
-    sim.report[0] = sim.failed[0] = '\0';
+    sim.report[0] = sim.failed[0] = sim.fail_name[0] = '\0';
     sim.actor_count = ranks;
     for (int r = 0; r < SIM_DEVICE_MAX; ++r)
         sim.context[r].ordinal = r;

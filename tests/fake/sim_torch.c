@@ -9,6 +9,7 @@
  * Called from Python, through ctypes; ranks are processes. Thread rule: the rank's own thread;
  * look() is for another.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -105,14 +106,18 @@ SIM_API int sim_torch_synchronize(void *stream)
     return 0;
 }
 
-/* A stream of torch's begins to be captured, or ends. */
-SIM_API void sim_torch_capture(void *stream, int on)
+/* A stream of torch's begins to be captured, in global mode as torch does it, or ends. -1 where
+ * the capture was broken meanwhile. */
+SIM_API int sim_torch_capture(void *stream, int on)
 {
     sw_cu_stream torch_stream = stream;
     sim_lock();
-    sim.capturing += (on != 0) - torch_stream->capturing;
+    int result = torch_stream->capture_broken ? -1 : 0;
     torch_stream->capturing = on != 0;
+    torch_stream->capture_broken = false;
+    torch_stream->capturer = on ? sim_thread() : NULL;
     sim_leave();
+    return result;
 }
 
 /* Reports so far, and their text, with call sites. */
@@ -129,6 +134,19 @@ SIM_API const char *sim_torch_leaks(void)
 SIM_API void sim_torch_fail(long nth, int result)
 {
     sim_get_controls()->fail_call(0, nth, result);
+}
+
+SIM_API void sim_torch_fail_named(const char *name, int result)
+{
+    sim_lock();
+    snprintf(sim.fail_name, sizeof sim.fail_name, "%s", name);
+    sim.fail_name_result = result;
+    sim_leave();
+}
+
+SIM_API const char *sim_torch_failed(void)
+{
+    return sim_get_controls()->failed_call();
 }
 
 SIM_API long sim_torch_calls(void)

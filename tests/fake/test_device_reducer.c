@@ -582,14 +582,14 @@ static sw_status lend(lender *l)
                              .magic = SW_NCCL_CONFIG_MAGIC,
                              .version = SW_NCCL_CONFIG_VERSION};
     sw_nccl_result result = SW_NCCL_IN_PROGRESS;
-    bool entered;
+    sw_device_visit visit;
     if (!l->self->all->library.handle)
         SW_FAIL(&l->self->err, SW_E_DEVICE, "the test's NCCL: %s",
                 l->self->all->nccl_missing.message);
-    SW_TRY(device->ops->enter(device, &entered, &l->self->err));
+    SW_TRY(device->ops->enter(device, &visit, &l->self->err));
     sw_nccl_result begun = call->ncclCommInitRankConfig(&l->handle, l->self->world_size,
                                                         l->self->id, l->self->rank, &config);
-    device->ops->leave(device, entered);
+    device->ops->leave(device, &visit);
     while (begun == SW_NCCL_IN_PROGRESS && result == SW_NCCL_IN_PROGRESS)
         if (call->ncclCommGetAsyncError(l->handle, &result) != SW_NCCL_SUCCESS)
             break;

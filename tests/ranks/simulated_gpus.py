@@ -80,10 +80,10 @@ def run(
     place = {"module": scene.__module__, "scene": scene.__name__}
     transport = transport or os.environ.get(VARIABLE, "nccl")
     given = {"paths": paths, "policy": policy, "transport": transport, "given": arguments, **place}
-    teams.run(world_size, _simulate, spoils=False, deadline_s=DEADLINE_S, arguments=given)
+    teams.run(world_size, simulate, spoils=False, deadline_s=DEADLINE_S, arguments=given)
 
 
-def _simulate(
+def simulate(
     rank: int,
     world_size: int,
     paths: dict[str, str],
@@ -93,6 +93,7 @@ def _simulate(
     scene: str,
     given: tuple[Any, ...],
 ) -> None:
+    """A team's body: what run() runs on each rank."""
     found = importlib.import_module(module)
     inside = getattr(found, "inside", lambda gpus: contextlib.nullcontext())
     with SimulatedGpus(paths, meet(rank), policy, transport=transport) as gpus, inside(gpus):
@@ -225,10 +226,12 @@ class SimulatedGpus:
         self._kernels.sim_image_hash.restype = ctypes.c_uint64
         self._cuda.sim_torch_stream.restype = ctypes.c_void_p
         self._cuda.sim_torch_leaks.restype = ctypes.c_char_p
+        self._cuda.sim_torch_failed.restype = ctypes.c_char_p
         self._cuda.sim_torch_begin.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int)
         self._cuda.sim_torch_adopt.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
         self._cuda.sim_torch_op.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
         self._cuda.sim_torch_synchronize.argtypes = (ctypes.c_void_p,)
+        self._cuda.sim_torch_fail_named.argtypes = (ctypes.c_char_p, ctypes.c_int)
         self._cuda.sim_torch_fail.argtypes = (ctypes.c_long, ctypes.c_int)
         self._labels: dict[Any, bytes] = {}
         self._begins: list[int] = []
@@ -380,12 +383,14 @@ class SimulatedGpus:
 
     @contextlib.contextmanager
     def capture(self) -> Any:
-        """Inside, torch's stream is captured into a graph: the engine is not to enqueue on it, nor to ask for events."""
+        """Inside, torch's stream is captured into a graph by this thread, in torch's own (global) mode: the engine is not to enqueue on it,
+        and calls that a capture forbids end it, from whatever thread: that is a report."""
         self._cuda.sim_torch_capture(ctypes.c_void_p(self.stream), 1)
         try:
             yield
         finally:
-            self._cuda.sim_torch_capture(ctypes.c_void_p(self.stream), 0)
+            broken = self._cuda.sim_torch_capture(ctypes.c_void_p(self.stream), 0)
+        assert broken == 0, f"the capture was broken: {self.reports()}"
 
     def watch(self) -> None:
         """Communicators from now on are watched by a thread, as they are on a GPU."""
@@ -408,6 +413,15 @@ class SimulatedGpus:
     def fail_call(self, nth: int, result: int) -> None:
         """The nth counted call of the driver or NCCL from now on fails."""
         self._cuda.sim_torch_fail(nth, result)
+
+    def fail_next(self, name: str, result: int) -> None:
+        """The next call of that name fails."""
+        self._cuda.sim_torch_fail_named(name.encode(), result)
+
+    def failed_call(self) -> str:
+        """The name of the call that fail_call() hit last."""
+        name: bytes = self._cuda.sim_torch_failed()
+        return name.decode()
 
     def reports(self) -> str:
         """All reports so far, each with its call sites; empty if there are none."""

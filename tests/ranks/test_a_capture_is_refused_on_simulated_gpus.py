@@ -1,9 +1,12 @@
 """Law: what is captured into a CUDA graph would be repeated without its host, so whatever of ours begins inside a capture is refused by
 name, before anything is enqueued on the stream or asked of the driver that would end the capture; afterwards training goes on as if
-nothing had been tried."""
+nothing had been tried. What the engine does of its own accord meanwhile (it watches, it frees what was dropped) does not end a
+capture on a stream of the program's own."""
 
 from __future__ import annotations
 
+import gc
+import time
 from typing import Any
 
 import pytest
@@ -104,3 +107,61 @@ def between(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             with gpus.capture(), pytest.raises(NotImplementedError, match="a backward: the stream is being captured"):
                 loss.backward()
             model(batch(rank, 6, 7, step=step)).square().mean().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_watching_thread_leaves_a_capture_alone(
+    teams: Any, world_size: int, paths: dict[str, str], policy: str
+) -> None:
+    run(teams, world_size, paths, watched, policy=policy)
+
+
+def watched(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    gpus.watch()
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Mlp())
+    model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for step in range(3):
+        model(batch(rank, 6, 7, step=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with gpus.other_stream(), gpus.capture():  # the step's end has been marked, and nobody has seen it yet
+            time.sleep(0.35)
+
+
+@pytest.mark.parametrize("zero", (0, 2, 3))
+def test_what_is_dropped_inside_a_capture_is_freed_without_ending_it(
+    teams: Any, world_size: int, paths: dict[str, str], zero: int
+) -> None:
+    run(teams, world_size, paths, dropped, zero)
+
+
+def dropped(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+    module = gpus.adopt_module(Mlp())
+    model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.1), zero=zero)
+    model(batch(rank, 6, 7)).square().mean().backward()
+    optimizer.step()
+    gpus.synchronize()
+    with gpus.other_stream(), gpus.capture():
+        del model, optimizer, module
+        gc.collect()
+
+
+@pytest.mark.parametrize("result", (900, 901, 906, 907))
+def test_a_query_that_a_capture_forbids_says_nothing_of_the_event(
+    teams: Any, world_size: int, paths: dict[str, str], result: int
+) -> None:
+    run(teams, world_size, paths, forbidden, result)
+
+
+def forbidden(gpus: SimulatedGpus, rank: int, world_size: int, result: int) -> None:
+    module = gpus.adopt_module(Mlp())
+    model, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model(batch(rank, 6, 7)).square().mean().backward()
+    comm = model._engine().reducer._link.comm
+    gpus.fail_call(2 if comm.describe()["transport"] == "nccl" else 1, result)
+    comm.watch()
+    assert gpus.failed_call() == "cuEventQuery"
+    comm.watch()
+    assert comm.is_alive
+    model(batch(rank, 6, 7)).square().mean().backward()

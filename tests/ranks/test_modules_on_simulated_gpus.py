@@ -8,7 +8,9 @@ import contextlib
 import copy
 import os
 import pathlib
+import signal
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from harness import at_least_two, gather, same_everywhere
 from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
-from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, stats, sw
+from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, simulate, stats, sw
 
 from shardwright.device_transport import VARIABLE
 
@@ -239,6 +241,74 @@ def stream_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         assert_same_parameters(wrapped, naive)
 
 
+class Hopping(torch.nn.Module):
+    """Two layers. `away` and `home`, functions without a value of their own, come before and after the last layer in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)
+        self.away = self.home = lambda x: x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.away(self.last(self.home(self.first(x))))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the bucket", "in other memory"])
+def test_gradients_that_are_written_on_two_streams_are_followed(
+    teams: Any, world_size: int, paths: dict[str, str], elsewhere: bool
+) -> None:
+    run(teams, world_size, paths, two_streams, elsewhere)
+
+
+def two_streams(gpus: SimulatedGpus, rank: int, world_size: int, elsewhere: bool) -> None:
+    """The last layer's gradients are written on a stream of the user's; where they lay in other memory, that stream gets it back."""
+    wrapped, naive = on_gpu(gpus, Hopping)
+    comm = wrapped._engine().link.comm
+    home = gpus.stream
+    with gpus.other_stream() as side:
+        pass
+
+    def hop(stream: int) -> Any:
+        class Hop(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                comm.follow(side, home)  # as autograd does; not the other way round: what follows is of other memory
+                gpus.stream = stream
+                return gradient
+
+        return Hop.apply
+
+    wrapped.module.away, wrapped.module.home = hop(side), hop(home)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (wrapped.module, naive.module)]
+    for step in range(3):
+        x = batch(rank, 6, 7, step=step)
+        last = [*wrapped.module.last.parameters()]
+        if elsewhere:
+            for parameter in last:
+                parameter.grad = gpus.adopt(torch.zeros_like(parameter))
+        own = [parameter.grad for parameter in last]
+
+        def backward(model: Any, x: torch.Tensor = x, own: list[Any] = own) -> None:
+            model(x).square().mean().backward()
+            if (
+                elsewhere and model is wrapped
+            ):  # torch's allocator gives it to whoever asks on the stream that it comes from
+                gpus.stream = side
+                for gradient in own:
+                    gradient.zero_()
+                gpus.stream = home
+
+        compare_step(wrapped, naive, backward)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_parameters(wrapped, naive)
+        zero_grad(wrapped, naive, set_to_none=False)
+
+
 # what cannot work says so, on every rank --------------------------------------------------------------------------
 
 
@@ -308,6 +378,51 @@ def failing_backward(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 @at_least_two
+@pytest.mark.parametrize(
+    "zero, call",
+    [
+        (0, "ncclBroadcast"),
+        (0, "ncclSend"),
+        (0, "ncclRecv"),
+        (3, "ncclAllGather"),
+        (3, "ncclGroupEnd"),
+    ],
+)
+def test_a_call_that_fails_inside_a_group_of_nccls_leaves_none_open(
+    teams: Any, world_size: int, paths: dict[str, str], zero: int, call: str
+) -> None:
+    run(teams, world_size, paths, failing_in_a_group, zero, call, transport="nccl")
+
+
+def failing_in_a_group(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, call: str) -> None:
+    """An open group is its thread's: whoever leaves it so finds that later communicators of that thread do nothing."""
+    gpus.watch()
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Mlp())
+    if rank == 0:
+        gpus.fail_next(call, 3)
+    with pytest.raises(sw.Error):
+        model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=zero, deterministic=True)
+        for step in range(50):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            optimizer.step()
+    assert gpus.failed_call() == (call if rank == 0 else "")
+    gather(None)
+    train(rank, *on_gpu(gpus, Mlp, bucket_cap_mb=0.001))
+
+
+def test_a_deadline_of_nccls_own_is_a_timeout(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, 1, paths, nccls_deadline, transport="nccl")
+
+
+def nccls_deadline(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    wrapped = sw.wrap(gpus.adopt_module(Mlp()))
+    gpus.fail_next("ncclCommGetAsyncError", 8)
+    with pytest.raises(sw.CommTimeoutError, match=r"\(8\)"):
+        wrapped._engine().link.comm.watch()
+
+
+@at_least_two
 @pytest.mark.parametrize("host_waits", [True, False], ids=["in the engine", "in torch"])
 def test_a_rank_that_does_not_come_is_told_at_the_deadline(
     teams: Any, world_size: int, paths: dict[str, str], host_waits: bool
@@ -331,6 +446,40 @@ def absent_rank(gpus: SimulatedGpus, rank: int, world_size: int, host_waits: boo
     ):
         wrapped(batch(rank, 6, 7), "left")
     gather(None)
+
+
+@at_least_two
+@pytest.mark.parametrize("transport", ["nccl", "shm"])
+@pytest.mark.parametrize("where", ["in the engine", "in torch"])
+def test_a_rank_that_is_killed_is_named_at_once(
+    fresh_ranks: Any, world_size: int, paths: dict[str, str], where: str, transport: str
+) -> None:
+    with fresh_ranks(world_size) as team:
+        place = {"module": __name__, "scene": "killed_rank", "given": (where,)}
+        team.start(simulate, paths=paths, policy="random", transport=transport, **place)
+        outcomes = team.wait(60, patient=True)
+        assert outcomes[-1].ended == "signal SIGKILL"
+        assert all(outcome.ok for outcome in outcomes[:-1]), outcomes
+
+
+def killed_rank(gpus: SimulatedGpus, rank: int, world_size: int, where: str) -> None:
+    """The deadline is half an hour; the host knows of the death at once, whoever waits for the GPU."""
+    gpus.watch()
+    wrapped = sw.wrap(gpus.adopt_module(Heads()))
+    wrapped(batch(rank, 6, 7), "left right").backward()
+    gpus.synchronize()
+    gather(None)
+    if rank == world_size - 1:
+        time.sleep(1)  # the others wait by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(sw.CommError, match=rf"rank {world_size - 1} .*died or exited"):
+        if where == "in the engine":  # who left a parameter unused waits for the others' use
+            wrapped(batch(rank, 6, 7), "left").backward()
+        wrapped(batch(rank, 6, 7), "left right").backward()
+        wrapped.module.body.weight.grad.sum()
+        wrapped(batch(rank, 6, 7), "left")
+    assert 0.5 < time.monotonic() - start < 10  # a second more, on a machine with nothing else to do
 
 
 @at_least_two

@@ -344,6 +344,32 @@ def cleared_alone(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     gather(None)
 
 
+def test_a_ring_that_is_made_anew_leaves_the_old_one_in_order(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, remade_ring)
+
+
+def remade_ring(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The backward ran on a stream of the user's: the one that the ring's memory comes from is not behind the means."""
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Mlp())
+    largest = max(range(4), key=lambda index: [*module.parameters()][index].numel())
+    frozen = [*module.parameters()][largest].requires_grad_(False)
+    wrapped, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=2, bucket_cap_mb=0.0001)
+    reducer, home = wrapped._engine().reducer, gpus.stream
+    loss = wrapped(batch(rank, 6, 7)).square().mean()
+    with gpus.other_stream() as side:
+        wrapped._engine().link.comm.follow(side, home)
+        loss.backward()
+    frozen.requires_grad_()
+    ring = [*reducer._ring]
+    reducer.mark_unfrozen(largest)
+    assert ring and reducer._ring[0] is not ring[0]
+    for place in ring:  # torch's allocator gives it to whoever asks on that stream
+        place.zero_()
+
+
 def test_storages_are_a_parameters_own(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, own_storages)
 
