@@ -74,7 +74,7 @@ class CudaRuntime:
 
     def libraries(self) -> dict[str, str | None]:
         """Arguments of DeviceComm: where the driver, NCCL and the kernels' images are."""
-        nvrtc, builtins = find_nvrtc(_nvidia_folders(), torch.version.cuda)
+        nvrtc, builtins = find_nvrtc(nvidia_folders(), torch.version.cuda)
         return {"cache": _cache_folder(), "nvrtc": nvrtc, "builtins": builtins}
 
 
@@ -82,7 +82,7 @@ class CudaRuntime:
 runtime: Any = CudaRuntime()
 
 
-def _nvidia_folders() -> list[Path]:
+def nvidia_folders() -> list[Path]:
     """Where pip puts NVIDIA's libraries, and where a toolkit does."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(part) for part in (spec.submodule_search_locations or ())] if spec is not None else []
