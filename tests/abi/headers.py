@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_LIMIT_S = 300
+_LIMIT_S = 120
 
 
 def folder_of(name: str, version: str) -> str:
@@ -55,17 +56,19 @@ def fetch(name: str, version: str, folder: Path) -> str:
 
 def main(folder: Path, files: list[Path]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    missing = []
-    for line in (line for file in files for line in file.read_text().splitlines()):
-        name, separator, version = line.split("#")[0].strip().partition("==")
+    lines = [line.split("#")[0].strip() for file in files for line in file.read_text().splitlines()]
+
+    def bring(line: str) -> str:
+        """What to say of one package; nothing, if it is there."""
+        name, _, version = line.partition("==")
         stamp = folder / f".{name}-{version}"
-        if not separator or stamp.exists():
-            continue
-        reason = fetch(name, version, folder / folder_of(name, version))
-        if reason:
-            missing.append(f"{name}=={version}: {reason}")
-        else:
+        reason = "" if stamp.exists() else fetch(name, version, folder / folder_of(name, version))
+        if not reason:
             stamp.touch()
+        return reason and f"{line}: {reason}"
+
+    with ThreadPoolExecutor(4) as fetchers:
+        missing = list(filter(None, fetchers.map(bring, filter(None, lines))))
     note = folder / "missing.txt"
     note.unlink(missing_ok=True)
     if missing:
