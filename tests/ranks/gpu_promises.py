@@ -323,12 +323,12 @@ def _doubled(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses an
 def batch_norm(place: Place, rank: int, world_size: int) -> None:
     """Over the ranks' batches together; statistics are alike on all ranks, bit for bit."""
     torch.manual_seed(0)
-    single = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Tanh())
+    single = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh())
     synced = place.put(sw.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(single)))
     model = sw.DistributedDataParallel(synced, deterministic=True, broadcast_buffers=False)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, single)]
     for step in range(2):
-        parts = [batch(r, 2 + r, 2, 3, 3, step=step) for r in range(world_size)]
+        parts = [batch(r, 3 + r, 4, step=step) for r in range(world_size)]
         ours = model(parts[rank].to(place.device))
         ours.square().sum().backward()
         theirs = single(torch.cat(parts))
