@@ -315,6 +315,17 @@ def test_gpus_are_hidden_only_where_there_is_a_driver(tmp_path: Path) -> None:
         assert "unset CUDA_VISIBLE_DEVICES" in look(tmp_path, hidden, libcuda=driver)["CUDA driver"].fix
 
 
+def test_a_user_without_a_home_has_the_systems_file_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor_machine.nccl_confs()[1] == Path("/etc/nccl.conf")
+
+    def unknown(number: int) -> Any:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(doctor_machine.pwd, "getpwuid", unknown)
+    assert doctor_machine.nccl_confs() == (None, Path("/etc/nccl.conf"))
+    assert findings(Machine({}, libcuda=NO_DRIVER, command=absent))
+
+
 # whatever there is ----------------------------------------------------------------------------------------------------
 
 

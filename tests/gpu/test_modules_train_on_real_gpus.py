@@ -9,12 +9,14 @@ promises on simulated GPUs too, so that what is skipped is known to be sound.
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_promises import OF_GPUS_OF_THEIR_OWN, PROMISES, WITHOUT_SET_DEVICE, Place
 from harness import gather, run_programs
 from models import Heads, Mlp
@@ -229,6 +231,9 @@ def keep(rank: int, world_size: int, device: str, names: list[str]) -> None:
         if name not in WITHOUT_SET_DEVICE:
             place(rank, device)
         PROMISES[name](Place(device, rank), rank, world_size)
+    gather(None)
+    gc.collect()
+    dist.destroy_process_group()  # gloo's threads, which may hold a hook's function, end before Python does
 
 
 def everything(rank: int, world_size: int, device: str) -> None:
