@@ -6,6 +6,8 @@ record of 8-bit blocks 5 an element and its scale. A copy of n bytes moves 2 n. 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from shardwright import _engine
 from turns import Row, Sizes, Where, row, take_turns
@@ -40,7 +42,7 @@ def kernel_rows(where: Where, sizes: Sizes) -> list[Row]:
     return rows + _cast_and_quantise(where, sizes, link, copies)
 
 
-def _pack_and_norm(where: Where, sizes: Sizes, link: object, copies: _Copies) -> list[Row]:
+def _pack_and_norm(where: Where, sizes: Sizes, link: Any, copies: _Copies) -> list[Row]:
     sources = [where.memory(torch.randn(sizes.copy_numel)) for _ in range(sizes.copies)]
     targets = [where.memory(torch.empty(sizes.copy_numel)) for _ in sources]
     pairs = [(t.data_ptr(), s.data_ptr(), s.numel() * 4) for s, t in zip(sources, targets)]
@@ -98,7 +100,7 @@ def _adamw(where: Where, sizes: Sizes, copies: _Copies) -> list[Row]:
     ]
 
 
-def _cast_and_quantise(where: Where, sizes: Sizes, link: object, copies: _Copies) -> list[Row]:
+def _cast_and_quantise(where: Where, sizes: Sizes, link: Any, copies: _Copies) -> list[Row]:
     numel = sizes.kernel_numel
     wide = where.memory(torch.randn(numel))
     half = where.memory(torch.zeros(numel, dtype=torch.bfloat16))
