@@ -24,7 +24,7 @@ ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-long test-torch asan tsan crash fuzz mutate-events bench fmt wheel clean check-machine
+.PHONY: build demo test test-long test-torch abi asan tsan crash fuzz mutate-events bench fmt wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -57,11 +57,20 @@ $(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.editable
 demo: build
 	$(BIN)/torchrun --nproc-per-node 2 --standalone examples/train_gpt.py
 
-test: build
+# What tests/test_abi.py compares with, out of pip packages. Where they cannot be had the tests skip, and the next run tries again.
+$(VENV)/.headers: requirements/abi.txt tests/abi/headers.py | $(BIN)/python
+	@$(BIN)/python tests/abi/headers.py $(VENV)/headers requirements/abi.txt && touch $@ || true
+
+test: build $(VENV)/.headers
 	SW_TEST_WORLDS=$${SW_TEST_WORLDS:-1,3} $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-test-long: build
+test-long: build $(VENV)/.headers
 	SW_TEST_WORLDS=1,2,3,5 SW_TEST_LONG=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+# Declarations of foreign interfaces against more of their headers: 2.5 GB to download, 200 MB that stay
+abi: build
+	$(BIN)/python tests/abi/headers.py $(VENV)/headers requirements/abi.txt requirements/abi-more.txt
+	$(BIN)/python -m pytest tests/test_abi.py $(PYTEST_ARGS)
 
 # The quick form on another torch, in an environment of its own: make test-torch TORCH=2.4.1
 test-torch: build

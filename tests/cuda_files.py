@@ -1,8 +1,8 @@
 """Where NVIDIA's headers, compilers and libraries lie on this machine: in pip packages or in a toolkit's folder.
 
 Nothing of it is needed to build or to run the tests: a test that finds none skips and says what was missing. Looked at,
-in order: the folders named in SW_TEST_CUDA (separated by colons), the `nvidia` packages of this Python, those of the
-tree's other environments (`make test-torch`), /usr/local/cuda.
+in order: the folders named in SW_TEST_CUDA (separated by colons), the `nvidia` packages of this Python, headers that `make` fetched
+(tests/abi/headers.py), packages of the tree's other environments (`make test-torch`), /usr/local/cuda.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+#: of this environment or, in another torch's, of the tree's own
+HEADERS = next((folder for folder in (Path(sys.prefix) / "headers",) if folder.is_dir()), ROOT / ".venv" / "headers")
 
 
 def _roots() -> list[Path]:
@@ -20,7 +23,8 @@ def _roots() -> list[Path]:
     spec = importlib.util.find_spec("nvidia")
     own = [Path(part) for part in (spec.submodule_search_locations or [])] if spec is not None else []
     others = sorted(ROOT.glob(".venv-torch-*/lib/python*/site-packages/nvidia"))
-    return [root for root in (*named, *own, *others, Path("/usr/local/cuda")) if root.is_dir()]
+    fetched = sorted(HEADERS.glob("*/nvidia"))
+    return [root for root in (*named, *own, *fetched, *others, Path("/usr/local/cuda")) if root.is_dir()]
 
 
 def _find(patterns: tuple[str, ...]) -> list[Path]:
@@ -36,6 +40,12 @@ def _find(patterns: tuple[str, ...]) -> list[Path]:
 def headers(name: str) -> list[Path]:
     """Folders that hold the header `name`."""
     return [path.parent for path in _find((f"include/{name}", f"*/include/{name}"))]
+
+
+def why_missing() -> str:
+    """What `make` said of headers that it could not fetch."""
+    note = HEADERS / "missing.txt"
+    return note.read_text().strip() if note.exists() else "`make test` fetches it: see requirements/abi.txt"
 
 
 def nvrtc_libraries() -> list[tuple[Path, Path | None]]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,15 @@ import cuda_files
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = os.environ.get("CXX", "g++")
 TORCH = Path(torch.__file__).parent / "include"
+#: behind torch's own: what its build generates where it has CUDA
+GENERATED = ROOT / "tests" / "abi" / "generated"
 CUDA = cuda_files.headers("cuda.h")
 
 
 def torch_includes() -> list[Path]:
     """The include folders of this torch, and of the tree's other environments."""
     others = sorted(ROOT.glob(".venv-torch-*/lib/python*/site-packages/torch/include"))
+    others += sorted(cuda_files.HEADERS.glob("torch-*/torch/include"))
     roots = [Path(part) for part in os.environ.get("SW_TEST_CUDA", "").split(":") if part]
     named = [root.parent / "torch" / "include" for root in roots]
     return list({path.resolve(): path for path in (TORCH, *others, *named) if path.is_dir()}.values())
@@ -32,14 +37,13 @@ def cases() -> list[tuple[str, tuple[Path, ...]]]:
     """(assertions, include folders) for every set of headers on the machine."""
     found: list[tuple[str, tuple[Path, ...]]] = [("abi_cuda", (folder,)) for folder in CUDA]
     found += [("abi_nvrtc", (folder,)) for folder in cuda_files.headers("nvrtc.h")]
-    # nccl.h and torch's CUDA headers include the runtime's, which pip splits over two packages: the whole set is needed.
-    runtime = [folder for folder in cuda_files.headers("cuda_runtime.h") if (folder / "crt/host_defines.h").exists()][
-        :1
-    ]
+    # nccl.h and torch's CUDA headers include the runtime's, which pip splits over three packages: the whole set is needed.
+    whole = ("crt/host_defines.h", "nv/target")
+    runtime = [f for f in cuda_files.headers("cuda_runtime.h") if all((f / part).exists() for part in whole)][:1]
     found += [("abi_nccl", (folder, *runtime)) for folder in cuda_files.headers("nccl.h") if runtime]
     found += [("abi_dlpack", (folder,)) for folder in torch_includes()]
-    with_cuda = [folder for folder in torch_includes() if (folder / "c10/cuda/impl/cuda_cmake_macros.h").exists()]
-    found += [("abi_torch", (folder, *runtime)) for folder in with_cuda if runtime]
+    with_cuda = [folder for folder in torch_includes() if (folder / "c10/cuda/CUDAStream.h").exists()]
+    found += [("abi_torch", (folder, *runtime, GENERATED)) for folder in with_cuda if runtime]
     return found
 
 
@@ -68,7 +72,37 @@ def test_what_is_declared_by_hand_is_what_the_header_says(case: tuple[str, tuple
 @pytest.mark.parametrize("header", ["cuda.h", "nvrtc.h", "nccl.h"])
 def test_the_header_is_on_this_machine(header: str) -> None:
     if not cuda_files.headers(header):
-        pytest.skip(f"{header} is in no folder that tests/cuda_files.py looks at: see requirements/abi.txt")
+        pytest.skip(f"{header} is in no folder that tests/cuda_files.py looks at. {cuda_files.why_missing()}")
+
+
+def test_all_of_it_is_compared_where_the_headers_are() -> None:
+    """torch's own wheel has its headers of CUDA, also the one for CPUs: none is left out for want of a larger wheel."""
+    compared = {name for name, _ in cases()}
+    if not all(map(cuda_files.headers, ("cuda.h", "nvrtc.h", "nccl.h", "cuda_runtime.h"))):
+        pytest.skip(cuda_files.why_missing())
+    assert compared == {path.stem for path in (ROOT / "tests" / "abi").glob("*.cpp")}
+
+
+def test_headers_that_cannot_be_had_are_named_and_no_error_of_the_tests(tmp_path: Path) -> None:
+    wanted = tmp_path / "abi.txt"
+    wanted.write_text("# none of it exists\nnvidia-nccl-cu13==0.0.0\n")
+    command = [sys.executable, str(ROOT / "tests" / "abi" / "headers.py"), str(tmp_path / "headers"), str(wanted)]
+    nowhere = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=nowhere)
+    assert done.returncode == 1 and "nvidia-nccl-cu13==0.0.0: ERROR: No matching distribution" in done.stdout
+    assert (tmp_path / "headers" / "missing.txt").read_text().startswith("nvidia-nccl-cu13==0.0.0: ERROR")
+    with zipfile.ZipFile(tmp_path / "nvidia_nccl_cu13-0.0.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("nvidia/nccl/include/nccl.h", "#define NCCL 0\n")
+        wheel.writestr("nvidia/nccl/lib/libnccl.so.2", "large")
+        wheel.writestr("nvidia_nccl_cu13-0.0.0.dist-info/METADATA", "Name: nvidia-nccl-cu13\nVersion: 0.0.0\n")
+        wheel.writestr("nvidia_nccl_cu13-0.0.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+    for _ in range(2):  # the second finds it
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=nowhere)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (tmp_path / "nvidia_nccl_cu13-0.0.0-py3-none-any.whl").unlink(missing_ok=True)
+    fetched = tmp_path / "headers" / "nvidia-nccl-cu13-0.0.0" / "nvidia" / "nccl"
+    assert [path.name for path in fetched.rglob("*") if path.is_file()] == ["nccl.h"]
+    assert not (tmp_path / "headers" / "missing.txt").exists()
 
 
 def test_a_wrong_declaration_is_caught(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import shardwright as sw
 from shardwright import _engine
 from shardwright.ddp_compat import check_device_ids, to_device
-from shardwright.device import find_nvrtc
+from shardwright.device import CudaRuntime, _cache_folder, find_nvrtc
 from shardwright.table import _check_one_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +33,17 @@ def test_the_compiler_is_that_of_torchs_cuda(tmp_path: Path) -> None:
     assert find_nvrtc([tmp_path], "13.0") == (str(tmp_path / "cu13/lib/libnvrtc.so.13"), None)
     assert find_nvrtc([tmp_path / "elsewhere"], "12.8") == ("libnvrtc.so.12", None)  # the loader's to find
     assert find_nvrtc([tmp_path], None) == (None, None)
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert _cache_folder() is None and CudaRuntime().libraries()["cache"] is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert _cache_folder() == str(tmp_path / "cache" / "shardwright") and (tmp_path / "cache").is_dir()
 
 
 def test_a_module_on_several_devices_is_an_error_that_names_two_of_its_tensors() -> None:

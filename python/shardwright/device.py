@@ -74,7 +74,7 @@ class CudaRuntime:
 
     def libraries(self) -> dict[str, str | None]:
         """Arguments of DeviceComm: where the driver, NCCL and the kernels' images are."""
-        nvrtc, builtins = find_nvrtc(_nvidia_folders(), torch.version.cuda)
+        nvrtc, builtins = find_nvrtc(nvidia_folders(), torch.version.cuda)
         return {"cache": _cache_folder(), "nvrtc": nvrtc, "builtins": builtins}
 
 
@@ -82,7 +82,7 @@ class CudaRuntime:
 runtime: Any = CudaRuntime()
 
 
-def _nvidia_folders() -> list[Path]:
+def nvidia_folders() -> list[Path]:
     """Where pip puts NVIDIA's libraries, and where a toolkit does."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(part) for part in (spec.submodule_search_locations or ())] if spec is not None else []
@@ -101,9 +101,12 @@ def find_nvrtc(folders: Iterable[Path], cuda_version: str | None) -> tuple[str |
     return (name if major else None), None
 
 
-def _cache_folder() -> str:
-    """Made here: the engine makes the last folder only."""
-    parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _cache_folder() -> str | None:
+    """Made here: the engine makes the last folder only. None, so a compilation at each start, for a user without a home."""
+    try:
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and no line in passwd: a container that runs under a number
+        return None
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError:  # the engine then compiles at each start, and says where it looked
@@ -131,7 +134,7 @@ def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
     said: dict[str, Any] = {"failure": ""}
     try:
         said["value"] = make()
-    except (NotImplementedError, MemoryError, ValueError, OSError, Error) as error:
+    except Exception as error:  # whatever it is: the others must not wait for this rank
         failure, said["failure"] = error, str(error) or type(error).__name__
     everyone = [json.loads(each) for each in group.comm.all_gather_bytes(json.dumps(said).encode(), what)]
     if failure is not None:
@@ -192,9 +195,10 @@ class DeviceLink:
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
         self.host = group.comm  # the group holds its links, not the other way round
-        libraries = runtime.libraries()
+        libraries: dict[str, str | None] = {}
 
         def open_gpu() -> dict[str, Any]:
+            libraries.update(runtime.libraries())
             self.comm = DeviceComm(ordinal, **libraries)
             return device_transport.offer_of(self.comm)
 

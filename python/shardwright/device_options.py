@@ -6,6 +6,7 @@ import torch
 
 from .compress import Bf16, Compressor, Fp16
 from .options import Options
+from .process_group import HostGroup
 from .table import ParameterTable
 
 
@@ -17,6 +18,21 @@ def check_options(zero: int, options: Options) -> None:
         raise NotImplementedError(
             "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
         )
+
+
+def check_borrowing(module: torch.nn.Module, options: Options, group: HostGroup) -> None:
+    """Raises NotImplementedError where a batch normalisation over the same ranks would use torch's communicator inside a backward.
+
+    It would in the forward and in the backward, in which ours is using it on a stream of its own.
+    """
+    if options.communicator != "borrow" or group.world_size == 1:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.SyncBatchNorm) and group.is_of(part.process_group):
+            raise NotImplementedError(
+                f"communicator='borrow' with {type(part).__name__} {name!r}: it exchanges over torch's communicator of the same ranks "
+                "inside forward and backward, beside gradients: pass communicator='own', or give it a process_group of its own"
+            )
 
 
 def wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:

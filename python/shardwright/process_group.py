@@ -96,6 +96,10 @@ class HostGroup:
         """torch's; None without one."""
         return self._group()
 
+    def is_of(self, torch_group: Any) -> bool:
+        """Whether these are the ranks of that very group of torch's; None: of its default one."""
+        return (torch_group if torch_group is not None else dist.group.WORLD) is self.torch_group
+
     @property
     def host_count(self) -> int:
         """Hosts that the ranks run on."""

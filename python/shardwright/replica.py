@@ -106,9 +106,10 @@ class Replica:
         try:
             self.table = ParameterTable.of(module, ignored)
             if self.table.is_on_gpu:
-                from .device_options import check_options, wire_of
+                from .device_options import check_borrowing, check_options, wire_of
 
                 check_options(zero, options)
+                check_borrowing(module, options, group)
                 self._wire = wire_of(compress, self.table)
             elif options.communicator != "own":
                 raise NotImplementedError(

@@ -2,18 +2,22 @@
 fold in rank order of what the ranks' own backwards gave, and no step in which every parameter was used waits on the host.
 
 One rank a GPU, on one GPU and on all that there are; and several ranks on one GPU, through slots in memory of the host or of the
-GPU. Skipped, with the reason, elsewhere; there the same bodies run on the CPU, so that what is skipped is known to be sound.
+GPU. What else a GPU promises is in tests/ranks/gpu_promises.py. Skipped, with the reason, elsewhere; there the same bodies run on the CPU, and those
+promises on simulated GPUs too, so that what is skipped is known to be sound.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from gpu_promises import OF_GPUS_OF_THEIR_OWN, PROMISES, WITHOUT_SET_DEVICE, Place
 from harness import gather, run_programs
 from models import Heads, Mlp
 from oracle.fold import bits_equal, fold
@@ -65,6 +69,19 @@ def test_compressed_gradients_on_gpus(gpus: int, tmp_path: Path) -> None:
     run(compress, tmp_path, gpus, "cuda")
 
 
+@pytest.mark.parametrize("name", PROMISES)
+def test_a_promise_on_gpus(gpus: int, tmp_path: Path, name: str) -> None:
+    run(keep, tmp_path, gpus, "cuda", names=[name])
+
+
+@pytest.mark.parametrize("way", ["shm", "ipc"])
+@pytest.mark.parametrize("name", [name for name in PROMISES if name not in OF_GPUS_OF_THEIR_OWN])
+def test_a_promise_of_ranks_that_share_a_gpu(tmp_path: Path, monkeypatch: Any, name: str, way: str) -> None:
+    gpu_count()
+    monkeypatch.setenv(VARIABLE, way)
+    run(keep, tmp_path, 2, "shared", names=[name])
+
+
 @pytest.mark.parametrize(("way", "ranks"), [("auto", 2), ("shm", 2), ("shm", 3), ("ipc", 2), ("ipc", 3)])
 def test_several_ranks_on_one_gpu(tmp_path: Path, monkeypatch: Any, way: str, ranks: int) -> None:
     gpu_count()
@@ -74,6 +91,10 @@ def test_several_ranks_on_one_gpu(tmp_path: Path, monkeypatch: Any, way: str, ra
 
 def test_the_same_on_the_cpu(tmp_path: Path) -> None:
     run(everything, tmp_path, 2, "cpu")
+
+
+def test_the_promises_on_the_cpu(tmp_path: Path) -> None:
+    run(keep, tmp_path, 2, "cpu", names=list(PROMISES))
 
 
 # what each rank does ------------------------------------------------------------------------------------------------
@@ -203,6 +224,16 @@ def shared_gpu(rank: int, world_size: int, device: str, way: str) -> None:
     allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     assert used == way or (way == "auto" and (used in ("shm", "ipc") or (allowed and used == "nccl"))), used
     everything(rank, world_size, device)
+
+
+def keep(rank: int, world_size: int, device: str, names: list[str]) -> None:
+    for name in names:
+        if name not in WITHOUT_SET_DEVICE:
+            place(rank, device)
+        PROMISES[name](Place(device, rank), rank, world_size)
+    gather(None)
+    gc.collect()
+    dist.destroy_process_group()  # gloo's threads, which may hold a hook's function, end before Python does
 
 
 def everything(rank: int, world_size: int, device: str) -> None:

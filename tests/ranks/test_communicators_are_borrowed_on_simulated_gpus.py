@@ -226,6 +226,29 @@ def means_nccl(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         trained(gpus, rank, backend, communicator="borrow")  # nothing is left of it
 
 
+@pytest.mark.parametrize("kind", [sw.SyncBatchNorm, torch.nn.SyncBatchNorm], ids=["ours", "torch"])
+@at_least_two
+def test_a_batch_norm_over_the_same_ranks_is_refused_by_name(
+    teams: Any, world_size: int, paths: dict[str, str], kind: type[torch.nn.SyncBatchNorm]
+) -> None:
+    run(teams, world_size, paths, with_batch_norm, kind)
+
+
+def with_batch_norm(gpus: SimulatedGpus, rank: int, world_size: int, kind: type[torch.nn.SyncBatchNorm]) -> None:
+    """On one rank alone it is an error on all; over ranks of its own it is none."""
+    with lending(gpus, rank, world_size):
+        norm = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Sequential(kind(5)))
+        with pytest.raises(NotImplementedError, match="'borrow' with SyncBatchNorm '1.0': .* own") as caught:
+            sw.wrap(gpus.adopt_module(norm), communicator="borrow")
+        assert len(set(gather(str(caught.value)))) == 1
+        alone = gpus.adopt_module(norm if rank == 1 else torch.nn.Sequential(torch.nn.Linear(7, 5), norm[0]))
+        with pytest.raises((NotImplementedError, sw.Error), match="'borrow' with SyncBatchNorm '1.0'"):
+            sw.wrap(alone, communicator="borrow")
+        norm[1][0].process_group = object()  # type: ignore[assignment]
+        model = sw.wrap(gpus.adopt_module(norm), communicator="borrow")
+        assert model._engine().link.borrows
+
+
 def test_a_communicator_of_others_is_refused(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, of_others)
 

@@ -21,6 +21,7 @@ from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
 from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, simulate, stats, sw
 
+from shardwright import device as sw_device
 from shardwright.device_transport import VARIABLE
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -327,7 +328,7 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         sw.DistributedDataParallel(module, device_ids=[1])
 
 
-@pytest.mark.parametrize("missing", ["driver", "gpu", "nccl"])
+@pytest.mark.parametrize("missing", ["driver", "gpu", "nccl", "libraries"])
 def test_a_gpu_that_cannot_be_used_on_one_rank_is_named_on_all_and_the_cpu_works(
     teams: Any, world_size: int, paths: dict[str, str], missing: str
 ) -> None:
@@ -339,15 +340,23 @@ def missing_piece(gpus: SimulatedGpus, rank: int, world_size: int, missing: str)
         "driver": "/nowhere/libcuda.so.1 cannot be used",
         "gpu": "shows no GPU",
         "nccl": "is NCCL 2.13.5: 2.14 or newer",
+        "libraries": "none to be found",
     }
+
+    def find_none() -> dict[str, str | None]:
+        raise RuntimeError("none to be found")
+
     with pytest.MonkeyPatch.context() as patch:
         if rank == world_size - 1:
             if missing == "driver":
                 gpus.paths = {**gpus.paths, "cuda": "/nowhere/libcuda.so.1"}
+            elif missing == "libraries":
+                patch.setattr(sw_device.runtime, "libraries", find_none)
             else:
                 patch.setenv(*{"gpu": ("CUDA_VISIBLE_DEVICES", ""), "nccl": ("SIM_NCCL_VERSION", "21305")}[missing])
-        with pytest.raises(NotImplementedError, match=says[missing]) as caught:
+        with pytest.raises(RuntimeError, match=says[missing]) as caught:
             sw.wrap(gpus.adopt_module(Mlp()))
+        assert missing == "libraries" or isinstance(caught.value, NotImplementedError)
         if rank < world_size - 1:
             assert f"rank {world_size - 1} cannot use its GPU" in str(caught.value)
         with gpus.torch_on_cpu():

@@ -42,7 +42,12 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the report; 0 when all checks passed, else 1."""
     checks = [_run(name, check) for name, check in _CHECKS]
-    description = _description() if checks[0].ok else {}
+    description: Any = {}
+    if checks[0].ok:
+        try:
+            description = _description()
+        except Exception as error:  # as in _run
+            checks.append(Check("description", False, f"{type(error).__name__}: {error}"))
     ok = all(check.ok for check in checks)
     gpu = doctor_gpu.findings() if checks[0].ok else []
     bench: list[doctor_bench.Row] = []
@@ -68,16 +73,22 @@ def run(options: argparse.Namespace) -> int:
         )
     else:
         if description:
-            print(description)
-            print()
+            _say(description)
+            _say()
         for check in checks:
-            print(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}")
+            _say(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}")
         for finding in gpu:
             fix = f" -> {finding.fix}" if finding.fix and finding.verdict != "ok" else ""
-            print(f"{finding.verdict:4} {finding.name}: {finding.value}{fix}")
+            _say(f"{finding.verdict:4} {finding.name}: {finding.value}{fix}")
         for row in bench:
-            print(row)
+            _say(row)
     return 0 if ok else 1
+
+
+def _say(line: Any = "") -> None:
+    """A line, on a terminal of whatever encoding."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(str(line).encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _run(name: str, check: Callable[[], str]) -> Check:

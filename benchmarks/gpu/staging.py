@@ -1,0 +1,91 @@
+"""Checkpoints of GPUs: how fast state comes down, as the program that calls save() sees it, and what steps cost while the rest of the save runs.
+
+A first save makes its staging memory, and is left out. The peer of the first row is a card's link at the goal of 45 GB/s; of the second, torch's own copy
+into pinned memory.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from turns import Row, Sizes, Where, row
+
+import shardwright as sw
+
+_GOAL_BYTES_PER_S = 45e9
+_LARGEST_SLOWDOWN = 1.01
+
+
+def staging_rows(where: Where, sizes: Sizes, folder: Path) -> list[Row]:
+    """`folder`: of all ranks."""
+    case = next(iter(sizes.cases.values()))
+    module = where.put(torch.nn.ParameterDict({"state": torch.randn(sizes.staged_numel)}))
+    trained = where.put(case.model())
+    module.add_module("trained", trained)
+    model = sw.DistributedDataParallel(trained)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = tuple(where.memory(part) for part in case.batch(dist.get_rank()))
+
+    def step() -> None:
+        case.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain: list[float] = []
+    beside: list[float] = []
+    saved: list[float] = []
+    copied: list[float] = []
+    rounds = max(1, sizes.rounds // 3)
+    with sw.Checkpointer(folder / "saves", module, keep_last=1) as saves:
+        for number in range(1 + rounds):
+            for _ in range(2):
+                step()
+            plain.append(_steps_ms(where, step, sizes.overlapped_steps))
+            came = saves.progress["device_bytes"]
+            where.synchronize()
+            begin = time.perf_counter()
+            saves.save(number)
+            saved.append(1e3 * (time.perf_counter() - begin))
+            came = saves.progress["device_bytes"] - came
+            beside.append(_steps_ms(where, step, sizes.overlapped_steps))
+            saves.wait()
+        newest = folder / "saves" / f"step-{rounds + 1:06d}"
+    _verify(newest, module)
+    pinned = torch.empty(sizes.staged_numel, pin_memory=where.device.type == "cuda")
+    for _ in range(1 + rounds):
+        where.synchronize()
+        begin = time.perf_counter()
+        pinned.copy_(module["state"], non_blocking=True)
+        where.synchronize()
+        copied.append(1e3 * (time.perf_counter() - begin) * came / (4 * sizes.staged_numel))
+    what = f"of {came >> 20} MiB"
+    at_goal = [1e3 * max(came, 1) / _GOAL_BYTES_PER_S]
+    return [
+        row(f"save() returns, {what}", saved[1:], at_goal, "45 GB/s", goal=1.0),
+        row(f"save() returns, {what}", saved[1:], copied[1:], "torch's copy into pinned memory"),
+        row(
+            f"{sizes.overlapped_steps} steps beside a save {what}",
+            beside[1:],
+            plain[1:],
+            "the same steps alone",
+            goal=_LARGEST_SLOWDOWN,
+        ),
+    ]
+
+
+def _steps_ms(where: Where, step: Any, count: int) -> float:
+    where.synchronize()
+    dist.barrier()
+    return where.milliseconds(step, count)
+
+
+def _verify(newest: Path, module: torch.nn.Module) -> None:
+    """What was saved last is what is there: `state` is never stepped on."""
+    found = torch.nn.ParameterDict({"state": torch.zeros_like(module["state"], device="cpu")})
+    found.add_module("trained", module.trained)
+    sw.load(newest, found)
+    assert torch.equal(found["state"], module["state"].cpu())

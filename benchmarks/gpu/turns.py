@@ -1,0 +1,123 @@
+"""What the benchmarks on GPUs share: a row of the result, where a rank's memory is, how long a piece of work takes there."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import models  # noqa: E402
+
+Row = dict[str, Any]
+Arms = dict[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured. The defaults are for a GPU; dry() is for a simulated one, where nothing is worth timing."""
+
+    rounds: int = 15
+    repeat: int = 10
+    copies: int = 400
+    copy_numel: int = 64 << 10
+    norm_numel: int = 64 << 20
+    kernel_numel: int = 64 << 20
+    adam_parameters: int = 16
+    staged_numel: int = 256 << 20
+    overlapped_steps: int = 30
+    matrices: tuple[tuple[int, int], ...] = tuple((256 * (1 + k % 4), 256 * (1 + k % 3)) for k in range(240))
+    cases: dict[str, models.Case] = field(default_factory=lambda: {name: models.CASES[name] for name in ("mlp", "gpt")})
+
+    @staticmethod
+    def quick() -> Sizes:
+        return Sizes(rounds=5)
+
+    @staticmethod
+    def dry() -> Sizes:
+        """Each row once, of next to nothing."""
+
+        def batch(rank: int) -> tuple[torch.Tensor, ...]:
+            return (torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)),)
+
+        def build() -> torch.nn.Module:
+            torch.manual_seed(0)
+            return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 2))
+
+        tiny = models.Case(build, batch, lambda module, given: module(*given).square().mean())
+        few = dict(copies=3, copy_numel=40, norm_numel=1000, kernel_numel=1024, adam_parameters=2, staged_numel=5000)
+        return Sizes(1, 1, **few, overlapped_steps=2, matrices=((24, 16), (16, 32), (9, 40)), cases={"tiny": tiny})
+
+
+class Where:
+    """A rank's GPU."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+    def put(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module.to(self.device)
+
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def milliseconds(self, work: Callable[[], Any], repeat: int) -> float:
+        """Of one `work`, as the GPU sees it."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeat):
+            work()
+        end.record()
+        self.synchronize()
+        return begin.elapsed_time(end) / repeat
+
+
+def row(
+    case: str, ours: list[float], peer: list[float], peer_name: str, unit: str = "ms", goal: float | None = None
+) -> Row:
+    """Smaller is better."""
+    left, right = statistics.median(ours), statistics.median(peer)
+    ratio = left / right
+    return {
+        "bench": "gpu",
+        "case": case,
+        "unit": unit,
+        "ours": left,
+        "peer": right,
+        "peer_name": peer_name,
+        "ratio": ratio,
+        "goal": goal,
+        "ok": None if goal is None else ratio <= goal,
+        "samples": len(ours),
+        "discarded": 0,
+    }
+
+
+def count_row(case: str, count: int) -> Row:
+    """Of what must not happen once."""
+    return {**row(case, [count], [1], "none", "count", 0.0), "ratio": count, "ok": count == 0}
+
+
+def take_turns(where: Where, arms: Arms, rounds: int, repeat: int) -> dict[str, list[float]]:
+    """Milliseconds an arm, interleaved; ranks begin each sample together, and the slowest one's time counts."""
+    taken: dict[str, list[float]] = {name: [] for name in arms}
+    for work in arms.values():
+        for _ in range(3):
+            work()
+    for _ in range(rounds):
+        for name, work in arms.items():
+            where.synchronize()
+            dist.barrier()
+            slowest = torch.tensor(where.milliseconds(work, repeat), dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            taken[name].append(float(slowest))
+    return taken

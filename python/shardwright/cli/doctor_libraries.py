@@ -1,0 +1,144 @@
+"""The doctor on libraries: the driver, NCCL and the kernels' compiler that this process uses, each asked for its version."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from .doctor_machine import Finding, Machine, read_text
+
+_OLDEST_NCCL = (2, 14)
+_DELETED = " (deleted)"
+
+
+def driver_findings(machine: Machine) -> Iterator[Finding]:
+    """The driver and the GPUs that it shows."""
+    import torch
+
+    from .. import _engine
+
+    visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
+    yield Finding("CUDA_VISIBLE_DEVICES", "unset" if visible is None else repr(visible))
+    yield from _kernel_driver(machine)
+    try:
+        shown: dict[str, Any] = _engine.cuda_devices(machine.libcuda)
+    except NotImplementedError as error:  # no driver, no GPU, too old: the host's path is complete without
+        yield _no_gpus(machine, visible, str(error))
+        return
+    except Exception as error:
+        yield Finding("CUDA driver", f"{type(error).__name__}: {error}", "bad", "run nvidia-smi: it must list the GPUs")
+        return
+    yield Finding("CUDA driver", "CUDA {}.{}".format(*shown["version"]))
+    for ordinal, device in enumerate(shown["devices"]):
+        name = f"{device['name']}, sm_{device['capability'][0]}{device['capability'][1]}"
+        old = device["capability"] < (7, 5)
+        fix = "use another: the kernels need compute capability 7.5" if old else ""
+        yield Finding(f"GPU {ordinal}", name, "bad" if old else "ok", fix)
+    if torch.version.cuda is None:
+        yield Finding(
+            "torch", f"{torch.__version__} has no CUDA", "note", "install a torch built for CUDA to use the GPUs"
+        )
+
+
+def _kernel_driver(machine: Machine) -> Iterator[Finding]:
+    """What the kernel's module says of itself, where it is loaded."""
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", read_text(machine.proc_root / "driver" / "nvidia" / "version"))
+    if found:
+        yield Finding("NVIDIA kernel module", found.group())
+
+
+def _no_gpus(machine: Machine, visible: str | None, why: str) -> Finding:
+    version = _version(machine.libcuda, "cuDriverGetVersion")
+    if version is None:
+        return Finding("CUDA driver", why, "note", "none needed on a machine without GPUs")
+    value = f"CUDA {version // 1000}.{version % 1000 // 10}: {why}"
+    if visible is not None:
+        return Finding("CUDA driver", value, "note", "unset CUDA_VISIBLE_DEVICES to use the GPUs it hides")
+    return Finding("CUDA driver", value, "note", "none needed without GPUs; a container is given them by --gpus all")
+
+
+def nccl_findings(machine: Machine) -> Iterator[Finding]:
+    """The NCCLs that this process has loaded: two of them are two worlds, and one is enough."""
+    maps = (machine.proc_root / "self" / "maps").read_bytes().decode(errors="backslashreplace")
+    mapped = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/libnccl.so" in line}
+    paths = sorted({path.removesuffix(_DELETED) for path in mapped})
+    if not paths:
+        yield Finding("NCCL", "not loaded", "note", "torch loads it where it has CUDA")
+        return
+    versions = {path: _nccl_version(path) for path in paths}
+    said = ", ".join(f"{path} ({_dotted(version)})" for path, version in versions.items())
+    old = [path for path, version in versions.items() if version is not None and version < _OLDEST_NCCL]
+    if len(paths) > 1:
+        yield Finding(
+            "NCCL",
+            said,
+            "bad",
+            "keep one: uninstall the extra nvidia-nccl package, or mend LD_PRELOAD and LD_LIBRARY_PATH",
+        )
+    elif any(path.endswith(_DELETED) for path in mapped):
+        yield Finding(
+            "NCCL", f"{said}, replaced since", "note", "start again: the file was replaced after it had been loaded"
+        )
+    elif old:
+        yield Finding(
+            "NCCL", said, "bad", f"install {'.'.join(map(str, _OLDEST_NCCL))} or newer: torch's own wheels have it"
+        )
+    else:
+        yield Finding("NCCL", said)
+
+
+def nvrtc_findings(machine: Machine) -> Iterator[Finding]:
+    """What compiles the kernels at their first use, and whether the driver can take what it makes."""
+    path = machine.nvrtc
+    if path is None:
+        import torch
+
+        from ..device import find_nvrtc, nvidia_folders
+
+        path, _ = find_nvrtc(nvidia_folders(), torch.version.cuda)
+    if path is None:
+        yield Finding("NVRTC", "not looked for: this torch has no CUDA", "note", "none needed without GPUs")
+        return
+    found = _two_numbers(path, "nvrtcVersion")
+    if found is None:
+        fix = "pip install the nvidia-cuda-nvrtc of torch's CUDA: without it only packaged or cached kernels run"
+        yield Finding("NVRTC", f"{path} cannot be loaded", "note", fix)
+        return
+    driver = _version(machine.libcuda, "cuDriverGetVersion")
+    newer = driver is not None and found[0] > driver // 1000
+    fix = f"install a driver for CUDA {found[0]}, or a torch for CUDA {(driver or 0) // 1000}: this one cannot load its kernels"
+    yield Finding("NVRTC", f"{path} ({_dotted(found)})", "bad" if newer else "ok", fix if newer else "")
+
+
+def _dotted(version: tuple[int, ...] | None) -> str:
+    return "version unknown" if version is None else ".".join(map(str, version))
+
+
+def _nccl_version(path: str) -> tuple[int, ...] | None:
+    """Of a library that is loaded: nothing is loaded for it."""
+    number = _version(path, "ncclGetVersion", os.RTLD_NOLOAD)
+    if number is None:
+        return None
+    major = 1000 if number < 10000 else 10000  # 2.8 and older counted otherwise
+    return number // major, number % major // 100, number % 100
+
+
+def _version(path: str, function: str, more: int = 0) -> int | None:
+    """What a function that writes one int says; None: no such library, no such function, or it failed."""
+    number = ctypes.c_int()
+    return number.value if _ask(path, function, more, ctypes.byref(number)) else None
+
+
+def _two_numbers(path: str, function: str) -> tuple[int, int] | None:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    return (major.value, minor.value) if _ask(path, function, 0, ctypes.byref(major), ctypes.byref(minor)) else None
+
+
+def _ask(path: str, function: str, more: int, *arguments: Any) -> bool:
+    try:
+        return bool(getattr(ctypes.CDLL(path, mode=os.RTLD_NOW | more), function)(*arguments) == 0)
+    except (OSError, AttributeError):
+        return False

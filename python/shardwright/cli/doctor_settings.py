@@ -1,0 +1,290 @@
+"""The doctor on settings: variables and files that NCCL, torch and the driver read, and names of interfaces in them.
+
+NCCL reads its files as they are: a name is all before the first `=`, a value all behind it, blanks and comments included; only a line
+that begins with `#` is one. What is set first stays: the environment, the user's file (NCCL_CONF_FILE's in its place), the system's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from .doctor_machine import Finding, Machine
+
+_PREFIXES = ("NCCL_", "TORCH_NCCL_")
+_FEWEST_CONNECTIONS = 8
+_LEAST_BUFFER_BYTES = 1 << 20
+_FEWEST_CHANNELS = 4
+_FEWEST_THREADS = 256
+
+
+def _number(value: str) -> int | None:
+    """As C's strtoll with base 0 reads it, which takes blanks before and anything behind; None: no number."""
+    found = re.match(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|\d+)", value)
+    if found is None:
+        return None
+    sign, digits = found.groups()
+    octal = digits[0] == "0" and digits.isdigit()
+    digits = re.match("[0-7]*", digits).group() if octal else digits  # type: ignore[union-attr]
+    return int(sign + digits, 8 if octal else 0)
+
+
+def _is_on(value: str) -> bool:
+    return _number(value) not in (None, 0) or value.strip().lower() in ("y", "yes", "t", "true", "on")
+
+
+def _is_off(value: str) -> bool:
+    return _number(value) == 0
+
+
+def _is_any(value: str) -> bool:
+    return bool(value.strip())
+
+
+def _one_of(*words: str) -> Callable[[str], bool]:
+    return lambda value: value.strip().upper() in words
+
+
+def _below(least: int) -> Callable[[str], bool]:
+    """A number, set and positive, but smaller."""
+    return lambda value: 0 < (_number(value) or 0) < least
+
+
+class _Rule(NamedTuple):
+    hurts: Callable[[str], bool]
+    verdict: str
+    fix: str
+
+
+_STOPS_HOST = "unset it: each collective then stops the host"
+_FEW_CHANNELS = "unset it: so few channels cannot fill NVLink or several network cards"
+
+#: variables known to hurt; the first rule that a value fits counts
+_RULES: dict[str, tuple[_Rule, ...]] = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        _Rule(
+            _below(_FEWEST_CONNECTIONS),
+            "slow",
+            f"unset it, or {_FEWEST_CONNECTIONS} and more (32 at most): streams that share a hardware queue wait for one another, so averages do not "
+            "run beside the backward",
+        ),
+    ),
+    "CUDA_LAUNCH_BLOCKING": (_Rule(_is_on, "slow", "unset it outside of debugging: each launch then stops the host"),),
+    "CUDA_MODULE_LOADING": (_Rule(_one_of("EAGER"), "note", "unset it: all kernels of all libraries are loaded at the start, into GPU memory"),),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_Rule(_is_any, "slow", "unset it outside of debugging: each allocation then stops the GPU"),),
+    "TORCH_DISTRIBUTED_DEBUG": (_Rule(_one_of("DETAIL"), "slow", "set it to INFO when all works: torch checks each of its collectives by another one"),),
+    "TORCH_NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
+    "NCCL_ALGO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses per size"),),
+    "NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
+    "NCCL_BUFFSIZE": (
+        _Rule(_below(_LEAST_BUFFER_BYTES), "slow", "unset it (4 MiB), or 1 MiB and more: small buffers make many small messages"),
+    ),
+    "NCCL_CHECK_POINTERS": (_Rule(_is_on, "slow", "unset it outside of debugging: each call asks the driver about its pointers"),),
+    "NCCL_COMM_BLOCKING": (_Rule(_is_on, "note", "unset it: creation under a deadline needs non-blocking communicators"),),
+    "NCCL_CUMEM_ENABLE": (_Rule(_is_off, "note", "unset it: NVLink SHARP and registered buffers need memory of that kind"),),
+    "NCCL_DEBUG": (_Rule(_one_of("TRACE", "INFO"), "note", "set it to WARN when all works: the log grows with every communicator"),),
+    "NCCL_IB_DISABLE": (_Rule(_is_on, "slow", "unset it where there is InfiniBand: hosts then talk over TCP"),),
+    "NCCL_LAUNCH_MODE": (_Rule(_one_of("GROUP"), "slow", "unset it: kernels of a process's GPUs then wait for one another at each launch"),),
+    "NCCL_MAX_CTAS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
+    "NCCL_MAX_NCHANNELS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
+    "NCCL_MAX_NRINGS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
+    "NCCL_NET": (_Rule(_one_of("SOCKET"), "slow", "unset it where there is InfiniBand: hosts then talk over TCP"),),
+    "NCCL_NET_GDR_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: the network card then cannot reach GPU memory"),),
+    "NCCL_NTHREADS": (_Rule(_below(_FEWEST_THREADS), "slow", "unset it (512): so few threads cannot fill NVLink"),),
+    "NCCL_NVLS_ENABLE": (_Rule(_is_off, "slow", "unset it: NVSwitches (from Hopper on) then cannot add; nothing is lost without them"),),
+    "NCCL_P2P_DISABLE": (_Rule(_is_on, "slow", "unset it: GPUs of one host then talk through host memory"),),
+    "NCCL_P2P_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: GPUs of one host then talk through host memory"),),
+    "NCCL_PROTO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses per size; one protocol for all is slow for some sizes"),),
+    "NCCL_PXN_DISABLE": (_Rule(_is_on, "note", "unset it on hosts of several network cards: a GPU then reaches the far ones only by the CPU"),),
+    "NCCL_SHM_DISABLE": (_Rule(_is_on, "slow", "unset it: ranks of one host then talk through the network"),),
+}  # fmt: skip
+
+
+def settings_findings(machine: Machine) -> Iterator[Finding]:
+    """One finding a line of a file that NCCL reads otherwise than it was meant, and one a variable."""
+    from ..device_transport import TRANSPORTS, VARIABLE
+
+    settings = dict(machine.environment)
+    for path in _conf_files(machine):
+        yield from _read_conf(path, settings)
+    names = _names_there(machine.sys_root)
+    for name in sorted(settings):
+        value = settings[name]
+        if name in _JUDGES:
+            yield Finding(name, value, *_JUDGES[name](value, names, settings))
+        elif name == VARIABLE:
+            yield Finding(name, value, *_judge_transport(value, TRANSPORTS))
+        elif name.startswith(_PREFIXES) or name in _RULES:
+            rule = next((rule for rule in _RULES.get(name, ()) if rule.hurts(value)), None)
+            yield Finding(name, value, rule.verdict, rule.fix) if rule else Finding(name, value)
+
+
+def _judge_transport(value: str, transports: tuple[str, ...]) -> tuple[str, str]:
+    if value not in transports:
+        return "bad", f"one of {', '.join(transports)}"
+    if value == "shm":
+        return "slow", "unset it: NCCL, or slots in the GPUs' memory, spare the way over the host"
+    return "ok", ""
+
+
+# NCCL's files -------------------------------------------------------------------------------------------------------
+
+
+def _conf_files(machine: Machine) -> Iterator[Path]:
+    own, system = machine.confs
+    named = machine.environment.get("NCCL_CONF_FILE")
+    if named:
+        own = Path(named)
+    if own is not None:
+        yield own
+    yield system
+
+
+def _read_conf(path: Path, settings: dict[str, str]) -> Iterator[Finding]:
+    """Adds to `settings` what a file sets that was not set before."""
+    try:
+        text = path.read_bytes().decode(errors="backslashreplace")
+    except FileNotFoundError:
+        if settings.get("NCCL_CONF_FILE") == str(path):
+            yield Finding(str(path), "does not exist", "bad", "unset NCCL_CONF_FILE, or name a file")
+        return
+    except OSError as error:
+        yield Finding(
+            str(path), error.strerror or str(error), "note", "let this user read it, or remove it: NCCL leaves it out"
+        )
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        name, separator, value = line.partition("=")
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        fault = _fault_of_line(name, separator, value)
+        if fault is not None:
+            yield Finding(f"{path}:{number}", line.strip(), *fault)
+        if separator and name == name.strip():
+            settings.setdefault(name, value)
+
+
+def _fault_of_line(name: str, separator: str, value: str) -> tuple[str, str] | None:
+    """(verdict, fix) of a line that NCCL does not read as it was meant."""
+    if not separator:
+        return "note", "write NAME=value: NCCL leaves it out"
+    if name != name.strip():
+        return (
+            "bad",
+            "no blanks before NAME and '=': NCCL takes them for a part of the name, and the line has no effect",
+        )
+    if value != value.strip() or re.search(r"\s#", value):
+        if _number(value) is not None:
+            return (
+                "note",
+                "NCCL takes all behind '=' for the value, and reads its number: put the comment on a line of its own",
+            )
+        return "bad", "no blanks and no comment behind '=': NCCL takes all of it for the value"
+    return None
+
+
+# names of interfaces ------------------------------------------------------------------------------------------------
+
+
+class _Names(NamedTuple):
+    """What there is, as (name, port); a port of -1 fits any."""
+
+    sockets: list[tuple[str, int]] | None
+    cards: list[tuple[str, int]]
+
+
+_Settings = dict[str, str]
+
+
+def _names_there(sys_root: Path) -> _Names:
+    net = sys_root / "class" / "net"
+    sockets = [(path.name, -1) for path in sorted(net.iterdir()) if path.is_dir()] if net.is_dir() else None
+    ports = sorted((sys_root / "class" / "infiniband").glob("*/ports/*"))
+    return _Names(sockets, [(port.parent.parent.name, _number(port.name) or 0) for port in ports])
+
+
+def _left_by(value: str, present: list[tuple[str, int]]) -> list[str]:
+    """Names that NCCL takes: `value` lists prefixes, ``=`` before them whole names, ``^`` all but these; ``name:port`` one port."""
+    excludes, value = value.startswith("^"), value.removeprefix("^")
+    whole, value = value.startswith("="), value.removeprefix("=")
+    wanted = []
+    for word in value.split(","):
+        name, colon, port = word.partition(":")
+        if name:
+            wanted.append((name, (_number(port) or 0) if colon else -1))
+
+    def fits(name: str, port: int) -> bool:
+        return not wanted or any(
+            (name == other if whole else name.startswith(other)) and (-1 in (port, wanted_port) or port == wanted_port)
+            for other, wanted_port in wanted
+        )
+
+    return [name for name, port in present if fits(name, port) != excludes]
+
+
+def _list(present: list[tuple[str, int]]) -> str:
+    return ", ".join(dict.fromkeys(name for name, _ in present)) or "none"
+
+
+_UNKNOWN = ("note", "not judged: /sys/class/net is not there")
+
+
+def _judge_socket(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
+    if not value:
+        return "ok", ""
+    if names.sockets is None:
+        return _UNKNOWN
+    left = _left_by(value, names.sockets)
+    if not left:
+        why = "excludes all of them" if value.startswith("^") else "no name of the list fits one"
+        return "bad", f"leave an interface that exists ({_list(names.sockets)}): {why}"
+    if left == ["lo"] and len(names.sockets) > 1:
+        return (
+            "note",
+            f"only lo is left, which reaches no other host: name one of {_list(names.sockets)} where there are several hosts",
+        )
+    return "ok", ""
+
+
+def _judge_whole(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
+    """torch's own: whole names, all of which must be there."""
+    if names.sockets is None:
+        return _UNKNOWN if value else ("ok", "")
+    for name in filter(None, value.split(",")):
+        if (name, -1) not in names.sockets:
+            return "bad", f"name an interface that exists ({_list(names.sockets)}): {name!r} does not"
+    return "ok", ""
+
+
+def _judge_card(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
+    if not value or _left_by(value, names.cards):
+        return "ok", ""
+    if not names.cards:
+        return "note", "unset it: this host shows no InfiniBand port, and NCCL goes over TCP"
+    why = "excludes all of them" if value.startswith("^") else "no name of the list fits one"
+    return (
+        "slow",
+        f"leave a port that exists ({', '.join(f'{n}:{p}' for n, p in names.cards)}): {why}, and NCCL goes over TCP",
+    )
+
+
+def _judge_out_of_band(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
+    if not value:
+        return "ok", ""
+    if not _is_on(settings.get("NCCL_OOB_NET_ENABLE", "")):
+        return "note", "set NCCL_OOB_NET_ENABLE=1 too, or unset it: it has no effect alone"
+    present = [*names.cards, *(names.sockets or [])]
+    if _left_by(value, present):
+        return "ok", ""
+    return "bad", f"leave a device that exists ({_list(present)})"
+
+
+_JUDGES: dict[str, Callable[[str, _Names, _Settings], tuple[str, str]]] = {
+    "GLOO_SOCKET_IFNAME": _judge_whole,
+    "NCCL_IB_HCA": _judge_card,
+    "NCCL_OOB_NET_IFNAME": _judge_out_of_band,
+    "NCCL_SOCKET_IFNAME": _judge_socket,
+    "TP_SOCKET_IFNAME": _judge_whole,
+}

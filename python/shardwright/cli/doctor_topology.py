@@ -1,0 +1,80 @@
+"""The doctor on topology: cards and their slots, links between GPUs, InfiniBand ports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .doctor_machine import Finding, Machine, read_text
+
+_NVIDIA, _DISPLAY, _BRIDGE = "0x10de", "0x03", "0x0680"
+_PAIRS_SHOWN = 4
+
+
+def topology_findings(machine: Machine) -> Iterator[Finding]:
+    """NVIDIA's PCI functions with their NUMA node, what joins the GPUs, and InfiniBand ports with their state."""
+    gpus = switches = 0
+    pci = machine.sys_root / "bus" / "pci" / "devices"
+    for device in sorted(pci.iterdir()) if pci.is_dir() else []:
+        vendor, kind = read_text(device / "vendor"), read_text(device / "class")
+        switches += vendor == _NVIDIA and kind.startswith(_BRIDGE)
+        if vendor == _NVIDIA and kind.startswith(_DISPLAY):
+            gpus += 1
+            node, width = read_text(device / "numa_node"), read_text(device / "current_link_width")
+            most = read_text(device / "max_link_width")
+            narrow = bool(width and most and width != most)
+            fix = "reseat the card or look at the slot: the link is narrower than the card allows" if narrow else ""
+            value = f"NUMA node {node or '?'}, PCIe x{width or '?'} of x{most or '?'}"
+            yield Finding(f"PCI {device.name}", value, "slow" if narrow else "ok", fix)
+    yield _links(machine, gpus, switches)
+    for port in sorted((machine.sys_root / "class" / "infiniband").glob("*/ports/*")):
+        state = read_text(port / "state")
+        down = "ACTIVE" not in state
+        name = f"InfiniBand {port.parent.parent.name}:{port.name}"
+        fix = "bring the port up, or leave it out by NCCL_IB_HCA" if down else ""
+        yield Finding(name, f"{state}, {read_text(port / 'rate')}", "slow" if down else "ok", fix)
+
+
+def _links(machine: Machine, gpus: int, switches: int) -> Finding:
+    """What joins the GPUs: nvidia-smi knows; /sys shows NVSwitches at most; and else it is unknown."""
+    name = "GPU links"
+    in_proc = machine.proc_root / "driver" / "nvidia" / "gpus"
+    gpus = max(gpus, len(list(in_proc.iterdir())) if in_proc.is_dir() else 0)
+    if gpus < 2:
+        return Finding(name, "one GPU: none needed" if gpus else "none: no NVIDIA GPU in /sys and /proc")
+    try:
+        pairs = _pairs(machine.command(["nvidia-smi", "topo", "-m"]))
+        why = "nvidia-smi topo -m shows no two GPUs"
+    except OSError as error:
+        pairs, why = {}, str(error)
+    if not pairs:
+        seen = f"{switches} NVSwitches in /sys" if switches else "no NVSwitch in /sys"
+        return Finding(
+            name, f"unknown ({why}); {seen}", "note", "install nvidia-smi, which knows them, to see them here"
+        )
+    by_kind: dict[str, list[str]] = {}
+    for pair, kind in pairs.items():
+        by_kind.setdefault(kind, []).append(pair)
+    value = "; ".join(f"{kind}: {_shortly(each)}" for kind, each in sorted(by_kind.items()))
+    if all(kind.startswith("NV") for kind in by_kind):
+        return Finding(name, value)
+    fix = "choose GPUs that NVLink (NV) joins by CUDA_VISIBLE_DEVICES, where there are enough: others talk over PCIe"
+    return Finding(name, value, "note", fix)
+
+
+def _shortly(pairs: list[str]) -> str:
+    more = len(pairs) - _PAIRS_SHOWN
+    return ", ".join(pairs[:_PAIRS_SHOWN]) + (f" and {more} more pairs" if more > 0 else "")
+
+
+def _pairs(matrix: str) -> dict[str, str]:
+    """("0-1": "NV18") of what `nvidia-smi topo -m` prints: a head that names the columns, then a row a device."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
+    head = next((words for words in lines if words and words[0] == "GPU0" and "GPU1" in words), [])
+    count = sum(1 for word in head if re.fullmatch(r"GPU\d+", word))
+    pairs = {}
+    for row in lines:
+        if row and row is not head and re.fullmatch(r"GPU\d+", row[0]) and len(row) > count:
+            own = int(row[0][3:])
+            pairs.update({f"{own}-{other}": row[1 + other] for other in range(own + 1, count)})
+    return pairs
