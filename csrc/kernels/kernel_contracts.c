@@ -10,6 +10,9 @@
 #include "kernels/optim_kernels.h"
 
 enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
+/* What the .cu text has: blocks a multiprocessor holds of a kernel, and what a block takes in a
+ * turn. */
+enum { NORM_BLOCKS = 3, NORM_TURN_BYTES = THREADS * 64 };
 enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* a communicator's world ends there */
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
@@ -48,6 +51,14 @@ static sw_grid grid_for(sw_u64 numel, int processor_count)
     sw_u64 wanted = (numel + THREADS * ELEMENTS_A_THREAD - 1) / (THREADS * ELEMENTS_A_THREAD);
     sw_u64 most = (sw_u64)processor_count * BLOCKS_A_PROCESSOR;
     wanted = wanted < most ? wanted : most;
+    return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
+}
+
+/* Blocks for `count` items of which a block takes `each` in a turn, `most` of them at once. */
+static sw_grid stream_grid(sw_u64 count, sw_u64 each, int most)
+{
+    sw_u64 wanted = (count + each - 1) / each;
+    wanted = wanted < (sw_u64)most ? wanted : (sw_u64)most;
     return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
 }
 
@@ -389,7 +400,9 @@ static void norm_reference(const void *args)
 
 static sw_grid norm_grid(const void *args, int processor_count)
 {
-    return grid_for(((const sw_norm_args *)args)->numel, processor_count);
+    const sw_norm_args *a = args;
+    return stream_grid(array_bytes(a->numel, a->dtype), NORM_TURN_BYTES,
+                       processor_count * NORM_BLOCKS);
 }
 
 #define CONTRACT_OF(noun, prefix)            \

@@ -274,6 +274,74 @@ static void check_norms(size_t numel)
         }
 }
 
+/* Element i's bits of magnitude and sign as float32: what a window meets, and what it does not. */
+static uint32_t norm_bits(int form, size_t i, sw_dtype dtype)
+{
+    static const uint32_t scales[] = {100, 140, 96, 1, 135, 128, 254, 110};
+    uint32_t fraction = draw() & 0x7fffffu, sign = draw() << 31;
+    switch (form) {
+    case 0: /* alike */
+        return sign | (118 - draw() % 4) << 23 | fraction;
+    case 1: /* anything, infinities and NaN too */
+        return draw() ^ draw() << 16;
+    case 2: /* scales that change: the window moves up and down */
+        return sign | (scales[i / 300 % 8] + draw() % 2) << 23 | fraction;
+    case 3: /* a tiny or a large one among others, and zeros */
+        return sign | (draw() % 50 ? 120u : draw() % 255) << 23 | (draw() % 3 ? fraction : 0);
+    case 4: /* the greatest, whose products need the most room */
+        return dtype == SW_DTYPE_FLOAT16 ? 0x477fe000u : sign | (252u << 23) | 0x7fffffu;
+    default: /* subnormals of float32 and of float16 */
+        return sign | (draw() % 2 ? 0u : (103u + draw() % 12) << 23) | fraction;
+    }
+}
+
+/* Law: whatever window a warp has, and wherever it moves, the sum is the reference's. */
+static void check_norm_form(int form, sw_dtype dtype, size_t numel, size_t offset)
+{
+    static const sw_grid grids[] = {{1, 32}, {2, 64}, {3, 17}, {2, 49}};
+    size_t width = sw_dtype_size_bytes(dtype);
+    char *memory = malloc(numel * width + 64), *data = memory + 16 - (uintptr_t)memory % 16;
+    sw_norm_sum expected, sum;
+    data += offset * width;
+    for (size_t i = 0; i < numel; ++i) {
+        uint32_t bits = norm_bits(form, i, dtype);
+        float value;
+        memcpy(&value, &bits, sizeof value);
+        sw_cast_args cast = {
+            .to = data + i * width, .from = &value, .numel = 1, .scale = 1, .to_dtype = (int)dtype};
+        if (dtype == SW_DTYPE_BFLOAT16)
+            *(uint16_t *)(void *)cast.to = (uint16_t)(bits >> 16);
+        else
+            sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+    }
+    sw_norm_args args = {.data = data, .numel = numel, .dtype = (int)dtype, .sum = &expected};
+    memset(&expected, 0, sizeof expected);
+    sw_kernel_contracts()[SW_KERNEL_NORM].reference(&args);
+    sw_norm_sum_carry(&expected);
+    for (size_t g = 0; g < (numel > 10000 ? 1 : sizeof grids / sizeof *grids); ++g) {
+        memset(&sum, 0, sizeof sum);
+        args.sum = &sum;
+        check(run_kernel_text(SW_KERNEL_NORM, &args, grids[g].block_count, grids[g].thread_count),
+              "run");
+        sw_norm_sum_carry(&sum);
+        check(memcmp(&sum, &expected, sizeof sum) == 0,
+              "norm of %zu %s, form %d, %zu off, grid %u x %u: another sum", numel,
+              sw_dtype_name(dtype), form, offset, grids[g].block_count, grids[g].thread_count);
+    }
+    free(memory);
+}
+
+static void check_norm_windows(void)
+{
+    static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, SW_DTYPE_BFLOAT16};
+    for (size_t d = 0; d < 3; ++d) {
+        for (int form = 0; form < 6; ++form)
+            for (size_t offset = 0; offset < 4; ++offset)
+                check_norm_form(form, dtypes[d], 5000 + 3 * offset, offset * 3 % 8);
+        check_norm_form(4, dtypes[d], 300000, 0); /* lanes flush by themselves */
+    }
+}
+
 /* Three runs and one of zeros. Their records lie in one region, with gaps. */
 static void check_quantize(size_t numel, size_t block, int bits, bool wild)
 {
@@ -510,6 +578,7 @@ int main(void)
         check_blocks(numels[i]);
         check_finite(numels[i]);
     }
+    check_norm_windows();
     check_matrices();
     check_factors();
     free(arena);

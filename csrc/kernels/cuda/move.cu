@@ -6,10 +6,6 @@ SW_KERNEL sw_cast(const sw_cast_args a)
         sw_store(a.to, i, a.to_dtype, sw_load(a.from, i, a.from_dtype) * a.scale);
 }
 
-struct __align__(16) sw_lane16 {
-    unsigned word[4];
-};
-
 /* One segment by the whole grid: 16 bytes a thread where both ends allow it, the rest by bytes. */
 SW_INLINE void sw_pack_one(const sw_pack_segment &segment)
 {

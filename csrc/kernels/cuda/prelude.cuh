@@ -6,8 +6,12 @@
  * written __fmaf_rn.
  */
 #define SW_KERNEL extern "C" __global__ void
+/* With so few registers that a multiprocessor has `blocks` blocks of 256 threads at once: as many
+ * as its contract's grid has for each, so that none comes behind the others. */
+#define SW_KERNEL_OF(blocks) extern "C" __global__ void __launch_bounds__(256, blocks)
 #define SW_INLINE static __device__ __forceinline__
 #define SW_METHOD __device__ __forceinline__
+#define SW_RARELY static __device__ __noinline__ /* what would only make a loop longer */
 
 /* Each element of [0, numel) meets one thread of the grid. */
 #define SW_EACH(i, numel)                                                                \
@@ -75,4 +79,52 @@ SW_INLINE void sw_store(void *array, sw_u64 i, int dtype, float value)
     else
         ((unsigned short *)array)[i] =
             dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(value) : sw_float16_narrow(value);
+}
+
+/* ---- 16 bytes at once ---- */
+
+struct __align__(16) sw_lane16 {
+    unsigned word[4];
+};
+
+/* Elements in front of the first boundary of `width` bytes (a power of two) in an array; at most
+ * `numel`. */
+SW_INLINE sw_u64 sw_head(const void *array, unsigned width, unsigned element_bytes, sw_u64 numel)
+{
+    return sw_low((unsigned)(-(sw_u64)array & (width - 1)) / element_bytes, numel);
+}
+
+/* ---- warps ---- */
+
+/* The calling thread's warp: whole, but for the last one of a block that is no multiple of 32. */
+SW_INLINE unsigned sw_warp_count()
+{
+    return (unsigned)sw_low(blockDim.x - (threadIdx.x & ~31u), 32);
+}
+
+SW_INLINE unsigned sw_warp_mask(unsigned count)
+{
+    return 0xffffffffu >> (32 - count);
+}
+
+/* Lane 0 gets the sum of all lanes. */
+SW_INLINE sw_u64 sw_warp_sum(sw_u64 value)
+{
+    const unsigned count = sw_warp_count(), lane = threadIdx.x & 31u;
+    for (unsigned step = 16; step > 0; step /= 2) {
+        const sw_u64 other = __shfl_down_sync(sw_warp_mask(count), value, step);
+        value += lane + step < count ? other : 0;
+    }
+    return value;
+}
+
+/* All lanes get the greatest. */
+SW_INLINE unsigned sw_warp_most(unsigned value)
+{
+    const unsigned count = sw_warp_count(), lane = threadIdx.x & 31u;
+    for (unsigned step = 16; step > 0; step /= 2) {
+        const unsigned other = __shfl_down_sync(sw_warp_mask(count), value, step);
+        value = lane + step < count && other > value ? other : value;
+    }
+    return __shfl_sync(sw_warp_mask(count), value, 0);
 }
