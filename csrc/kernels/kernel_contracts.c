@@ -12,7 +12,7 @@
 enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
 /* What the .cu text has: blocks a multiprocessor holds of a kernel, and what a block takes in a
  * turn. */
-enum { NORM_BLOCKS = 3, NORM_TURN_BYTES = THREADS * 64 };
+enum { MOVE_BLOCKS = 4, NORM_BLOCKS = 3, TURN_BYTES = THREADS * 64 };
 enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* a communicator's world ends there */
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
@@ -109,7 +109,9 @@ static void cast_reference(const void *args)
 
 static sw_grid cast_grid(const void *args, int processor_count)
 {
-    return grid_for(((const sw_cast_args *)args)->numel, processor_count);
+    const sw_cast_args *a = args;
+    return stream_grid(array_bytes(a->numel, a->from_dtype), TURN_BYTES,
+                       processor_count * MOVE_BLOCKS);
 }
 
 /* ---- pack ---- */
@@ -147,10 +149,10 @@ static void pack_reference(const void *args)
 static sw_grid pack_grid(const void *args, int processor_count)
 {
     const sw_pack_args *a = args;
-    sw_u64 bytes = 0;
+    sw_u64 tiles = 0;
     for (int i = 0; i < a->segment_count; ++i)
-        bytes += a->segment[i].size_bytes;
-    return grid_for(bytes / 4, processor_count);
+        tiles += (a->segment[i].size_bytes + TURN_BYTES - 1) / TURN_BYTES;
+    return stream_grid(tiles, 1, processor_count * MOVE_BLOCKS);
 }
 
 /* ---- fold ---- */
@@ -401,8 +403,7 @@ static void norm_reference(const void *args)
 static sw_grid norm_grid(const void *args, int processor_count)
 {
     const sw_norm_args *a = args;
-    return stream_grid(array_bytes(a->numel, a->dtype), NORM_TURN_BYTES,
-                       processor_count * NORM_BLOCKS);
+    return stream_grid(array_bytes(a->numel, a->dtype), TURN_BYTES, processor_count * NORM_BLOCKS);
 }
 
 #define CONTRACT_OF(noun, prefix)            \

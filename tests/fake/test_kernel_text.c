@@ -117,34 +117,46 @@ static void compare(sw_kernel kernel, const void *args, const char *what, void (
 
 static const sw_dtype small[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, SW_DTYPE_BFLOAT16};
 
+/* Both ends on a boundary, off it by as many elements, by different numbers, and never on one. */
 static void check_casts(size_t numel)
 {
-    for (int to = 0; to < 3; ++to)
-        for (int from = 0; from < 3; ++from) {
-            sw_cast_args args = {.to = region(0, 8),
-                                 .from = region(1, 4),
-                                 .numel = numel,
-                                 .scale = 0.7f,
-                                 .to_dtype = (int)small[to],
-                                 .from_dtype = (int)small[from]};
-            fill(region(1, 4), numel, small[from], true);
-            compare(SW_KERNEL_CAST, &args, sw_dtype_name(small[to]), NULL);
-        }
+    static const size_t off[][2] = {{0, 0}, {3, 3}, {1, 5}, {2, 1}};
+    for (int form = 0; form < 9 * 4; ++form) {
+        sw_dtype to = small[form % 3], from = small[form / 3 % 3];
+        const size_t *at = off[form / 9];
+        sw_cast_args args = {.to = region(0, at[0] * sw_dtype_size_bytes(to)),
+                             .from = region(1, at[1] * sw_dtype_size_bytes(from)),
+                             .numel = numel,
+                             .scale = 0.7f,
+                             .to_dtype = (int)to,
+                             .from_dtype = (int)from};
+        fill((void *)(uintptr_t)args.from, numel, from, true);
+        compare(SW_KERNEL_CAST, &args, sw_dtype_name(to), NULL);
+    }
 }
 
 static void check_packs(size_t numel)
 {
-    sw_pack_args args = {.segment_count = 4};
-    for (size_t s = 0; s < 4; ++s)
-        args.segment[s] = (sw_pack_segment){
-            .to = region(s, s), .from = region(8 + s, s == 3 ? 5 : s), .size_bytes = numel * s};
-    fill(region(8, 0), 4 * REGION_BYTES / 4, SW_DTYPE_FLOAT32, false);
+    static const size_t off[][2] = {{0, 0}, {1, 1}, {7, 3}, {3, 5}, {2, 9}, {0, 0}};
+    sw_pack_args args = {.segment_count = 6};
+    for (size_t s = 0; s < 6; ++s)
+        args.segment[s] = (sw_pack_segment){.to = region(s, off[s][0]),
+                                            .from = region(8 + s, off[s][1]),
+                                            .size_bytes = s == 5 ? 0 : numel * (s + 1)};
+    for (size_t s = 0; s < 8; ++s)
+        fill(region(8 + s, 0), REGION_BYTES / 4, SW_DTYPE_FLOAT32, false);
     compare(SW_KERNEL_PACK, &args, "segments", NULL);
     args.verdict = region(15, 0);
     for (int refused = 0; refused < 2; ++refused) {
         *(int *)region(15, 0) = refused;
         compare(SW_KERNEL_PACK, &args, refused ? "refused" : "kept", NULL);
     }
+    args.verdict = NULL;
+    args.segment_count = 2; /* of several tiles */
+    args.segment[0].size_bytes = numel ? 2 * REGION_BYTES + numel : 0;
+    args.segment[1] = (sw_pack_segment){
+        .to = region(4, 1), .from = region(12, 4), .size_bytes = REGION_BYTES + numel};
+    compare(SW_KERNEL_PACK, &args, "tiles", NULL);
 }
 
 static void check_folds(size_t numel)

@@ -81,10 +81,25 @@ SW_INLINE void sw_store(void *array, sw_u64 i, int dtype, float value)
             dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(value) : sw_float16_narrow(value);
 }
 
-/* ---- 16 bytes at once ---- */
+/* ---- tiles ---- */
+
+/* The part that tile `at` of all is of, sought from part i on, whose first tile is `first`; `count`
+ * beyond the last. */
+template <class ARGS, sw_u64 TILES(const ARGS &, int)>
+SW_INLINE int sw_part_of(const ARGS &a, int count, int i, sw_u64 &first, sw_u64 at)
+{
+    for (sw_u64 tiles; i < count && at - first >= (tiles = TILES(a, i)); ++i)
+        first += tiles;
+    return i;
+}
+
+/* ---- several elements at once ---- */
 
 struct __align__(16) sw_lane16 {
     unsigned word[4];
+};
+struct __align__(8) sw_lane8 {
+    unsigned word[2];
 };
 
 /* Elements in front of the first boundary of `width` bytes (a power of two) in an array; at most
@@ -92,6 +107,85 @@ struct __align__(16) sw_lane16 {
 SW_INLINE sw_u64 sw_head(const void *array, unsigned width, unsigned element_bytes, sw_u64 numel)
 {
     return sw_low((unsigned)(-(sw_u64)array & (width - 1)) / element_bytes, numel);
+}
+
+SW_INLINE unsigned sw_small_bytes(int dtype)
+{
+    return dtype == SW_ARG_FLOAT32 ? 4 : 2;
+}
+
+/* Four elements of a thread: side by side, which is one access (the array is on a boundary of four
+ * elements and `first` a multiple of 4), or `step` apart, in front of `end`. What is loaded stays
+ * as it lies until it is widened: so nobody waits for one load before the next is under way. */
+template <bool WIDE> struct sw_four {
+    sw_u64 first, step, end;
+
+    SW_METHOD sw_lane16 load(const void *array, int dtype) const
+    {
+        sw_lane16 raw = {};
+        if constexpr (WIDE) {
+            if (dtype == SW_ARG_FLOAT32)
+                return *(const sw_lane16 *)((const float *)array + first);
+            const sw_lane8 halves = *(const sw_lane8 *)((const unsigned short *)array + first);
+            raw.word[0] = halves.word[0];
+            raw.word[1] = halves.word[1];
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const sw_u64 i = first + k * step;
+                if (i < end)
+                    raw.word[k] = dtype == SW_ARG_FLOAT32 ? ((const unsigned *)array)[i]
+                                                          : ((const unsigned short *)array)[i];
+            }
+        }
+        return raw;
+    }
+
+    SW_METHOD void widen(float *x, const sw_lane16 &raw, int dtype) const
+    {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (dtype == SW_ARG_FLOAT32) {
+                x[k] = __uint_as_float(raw.word[k]);
+                continue;
+            }
+            const unsigned short half =
+                (unsigned short)(WIDE ? raw.word[k / 2] >> 16 * (k % 2) : raw.word[k]);
+            x[k] = dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_widen(half) : sw_float16_widen(half);
+        }
+    }
+
+    SW_METHOD void store(void *array, const float *x, int dtype) const
+    {
+        unsigned bits[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            bits[k] = dtype == SW_ARG_FLOAT32    ? __float_as_uint(x[k])
+                      : dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(x[k])
+                                                 : sw_float16_narrow(x[k]);
+        if constexpr (WIDE) {
+            if (dtype == SW_ARG_FLOAT32)
+                *(sw_lane16 *)((float *)array + first) = {{bits[0], bits[1], bits[2], bits[3]}};
+            else
+                *(sw_lane8 *)((unsigned short *)array +
+                              first) = {{bits[0] | bits[1] << 16, bits[2] | bits[3] << 16}};
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const sw_u64 i = first + k * step;
+                if (i < end && dtype == SW_ARG_FLOAT32)
+                    ((unsigned *)array)[i] = bits[k];
+                else if (i < end)
+                    ((unsigned short *)array)[i] = (unsigned short)bits[k];
+            }
+        }
+    }
+};
+
+/* Whether four elements of an array can be one access; NULL is no array. */
+SW_INLINE bool sw_is_wide(const void *array, int dtype)
+{
+    return ((sw_u64)array & (4 * sw_small_bytes(dtype) - 1)) == 0;
 }
 
 /* ---- warps ---- */
