@@ -12,7 +12,8 @@
 enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
 /* What the .cu text has: blocks a multiprocessor holds of a kernel, and what a block takes in a
  * turn. */
-enum { MOVE_BLOCKS = 4, NORM_BLOCKS = 3, TURN_BYTES = THREADS * 64 };
+enum { MOVE_BLOCKS = 4, STEP_BLOCKS = 4, NORM_BLOCKS = 3 };
+enum { TURN_BYTES = THREADS * 64, RUN_TILE_NUMEL = THREADS * 4 };
 enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* a communicator's world ends there */
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
@@ -254,10 +255,10 @@ static sw_status runs_check(const sw_run_args *runs, int count, const char *what
 
 static sw_grid runs_grid(const sw_run_args *runs, int count, int processor_count)
 {
-    sw_u64 numel = 0;
+    sw_u64 tiles = 0;
     for (int r = 0; r < count; ++r)
-        numel += runs[r].numel;
-    return grid_for(numel, processor_count);
+        tiles += (runs[r].numel + RUN_TILE_NUMEL - 1) / RUN_TILE_NUMEL;
+    return stream_grid(tiles, 1, processor_count * STEP_BLOCKS);
 }
 
 static sw_optim_run run_of(const sw_run_args *run)

@@ -590,6 +590,7 @@ int main(void)
         check_blocks(numels[i]);
         check_finite(numels[i]);
     }
+    check_optimizers(3000); /* several tiles a run */
     check_norm_windows();
     check_matrices();
     check_factors();

@@ -102,6 +102,30 @@ struct __align__(8) sw_lane8 {
     unsigned word[2];
 };
 
+/* One store into the GPU's memory. Said as such: of a plain assignment the compiler makes four as
+ * often as one (of a load it always makes one). */
+SW_INLINE void sw_put16(void *to, const sw_lane16 &value)
+{
+#ifdef __CUDACC__
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
+                 : "memory");
+#else
+    *(sw_lane16 *)to = value;
+#endif
+}
+
+SW_INLINE void sw_put8(void *to, const sw_lane8 &value)
+{
+#ifdef __CUDACC__
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(value.word[0]), "r"(value.word[1])
+                 : "memory");
+#else
+    *(sw_lane8 *)to = value;
+#endif
+}
+
 /* Elements in front of the first boundary of `width` bytes (a power of two) in an array; at most
  * `numel`. */
 SW_INLINE sw_u64 sw_head(const void *array, unsigned width, unsigned element_bytes, sw_u64 numel)
@@ -157,26 +181,27 @@ template <bool WIDE> struct sw_four {
 
     SW_METHOD void store(void *array, const float *x, int dtype) const
     {
-        unsigned bits[4];
+        sw_lane16 bits;
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            bits[k] = dtype == SW_ARG_FLOAT32    ? __float_as_uint(x[k])
-                      : dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(x[k])
-                                                 : sw_float16_narrow(x[k]);
+            bits.word[k] = dtype == SW_ARG_FLOAT32    ? __float_as_uint(x[k])
+                           : dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(x[k])
+                                                      : sw_float16_narrow(x[k]);
         if constexpr (WIDE) {
+            const sw_lane8 halves = {
+                {bits.word[0] | bits.word[1] << 16, bits.word[2] | bits.word[3] << 16}};
             if (dtype == SW_ARG_FLOAT32)
-                *(sw_lane16 *)((float *)array + first) = {{bits[0], bits[1], bits[2], bits[3]}};
+                sw_put16((float *)array + first, bits);
             else
-                *(sw_lane8 *)((unsigned short *)array +
-                              first) = {{bits[0] | bits[1] << 16, bits[2] | bits[3] << 16}};
+                sw_put8((unsigned short *)array + first, halves);
         } else {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const sw_u64 i = first + k * step;
                 if (i < end && dtype == SW_ARG_FLOAT32)
-                    ((unsigned *)array)[i] = bits[k];
+                    ((unsigned *)array)[i] = bits.word[k];
                 else if (i < end)
-                    ((unsigned short *)array)[i] = (unsigned short)bits[k];
+                    ((unsigned short *)array)[i] = (unsigned short)bits.word[k];
             }
         }
     }
