@@ -407,6 +407,35 @@ static sw_grid norm_grid(const void *args, int processor_count)
     return stream_grid(array_bytes(a->numel, a->dtype), TURN_BYTES, processor_count * NORM_BLOCKS);
 }
 
+/* ---- put ---- */
+
+static sw_status put_check(const void *args, sw_error *err)
+{
+    const sw_put_args *a = args;
+    if (a->size_bytes < 0 || a->size_bytes > SW_PUT_BYTES_MAX)
+        SW_FAIL(err, SW_E_INVALID, "put: size_bytes must be in [0, %d], not %d", SW_PUT_BYTES_MAX,
+                a->size_bytes);
+    return SW_OK;
+}
+
+static void put_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_put_args *a = args;
+    report(context, a->to, (size_t)a->size_bytes, SW_ACCESS_WRITE);
+}
+
+static void put_reference(const void *args)
+{
+    const sw_put_args *a = args;
+    if (a->size_bytes > 0)
+        memcpy(a->to, a->byte, (size_t)a->size_bytes);
+}
+
+static sw_grid put_grid(const void *args, int processor_count)
+{
+    return stream_grid((sw_u64)((const sw_put_args *)args)->size_bytes, THREADS, processor_count);
+}
+
 #define CONTRACT_OF(noun, prefix)            \
     {.name = "sw_" #noun,                    \
      .args_bytes = sizeof(sw_##noun##_args), \
@@ -433,6 +462,7 @@ static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {
     [SW_KERNEL_EXPAND] = CONTRACT_OF(expand, sw_),
     [SW_KERNEL_ORTHONORMALIZE] = CONTRACT_OF(orthonormalize, sw_),
     [SW_KERNEL_FINITE] = CONTRACT_OF(finite, sw_),
+    [SW_KERNEL_PUT] = CONTRACT(put),
 };
 
 const sw_kernel_contract *sw_kernel_contracts(void)

@@ -575,6 +575,14 @@ static void check_finite(size_t numel)
     }
 }
 
+static void check_puts(size_t numel)
+{
+    sw_put_args args = {.to = region(3, numel % 16), .size_bytes = (int)numel};
+    for (size_t i = 0; i < numel; ++i)
+        args.byte[i] = (unsigned char)draw();
+    compare(SW_KERNEL_PUT, &args, "bytes", NULL);
+}
+
 int main(void)
 {
     arena = aligned_alloc(128, ARENA_BYTES);
@@ -589,6 +597,7 @@ int main(void)
         check_norms(numels[i]);
         check_blocks(numels[i]);
         check_finite(numels[i]);
+        check_puts(numels[i]);
     }
     check_optimizers(3000); /* several tiles a run */
     check_norm_windows();

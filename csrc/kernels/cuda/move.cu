@@ -1,9 +1,9 @@
-/* move.cu - CAST and PACK.
+/* move.cu - CAST, PACK and PUT.
  *
- * Idea: what bounds both is memory, so a thread asks for 64 bytes before it uses the first. Heads
- * and tails of what does not begin or end on a boundary go one by one; so does all of it where the
- * two ends never lie on boundaries at once (CAST: four loads ahead; PACK: the widest unit that fits
- * both).
+ * Idea: what bounds the first two is memory, so a thread asks for 64 bytes before it uses the
+ * first. Heads and tails of what does not begin or end on a boundary go one by one; so does all of
+ * it where the two ends never lie on boundaries at once (CAST: four loads ahead; PACK: the widest
+ * unit that fits both).
  */
 
 /* Elements [begin, end), wherever they lie. */
@@ -138,4 +138,10 @@ SW_KERNEL_OF(4) sw_pack(const sw_pack_args a)
             return;
         sw_pack_tile(a.segment[i], at - first);
     }
+}
+
+SW_KERNEL sw_put(const sw_put_args a)
+{
+    SW_EACH(i, (sw_u64)a.size_bytes)
+    ((unsigned char *)a.to)[i] = a.byte[i];
 }
