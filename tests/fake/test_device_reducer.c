@@ -544,7 +544,7 @@ static void check_failing_rank(int stage, way how)
     static failing_case tried;
     tried = (failing_case){.stage = stage, .how = how};
     gpu_check_failing_rank(fail_first_of_three, &tried, tried.run.message, tried.run.failed,
-                           getenv("SW_TEST_LONG") ? 1 : 37);
+                           getenv("SW_TEST_LONG") ? 1 : 23);
 }
 
 static void check_failing_calls(int stage, way how)
