@@ -180,6 +180,7 @@ def text_program(builder: Builder) -> Path:
     builder.folder.mkdir(parents=True, exist_ok=True)
     text = builder.folder / "kernel_text.o"
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Icsrc", "-x", "c++"]
+    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a GPU traps there, too
     run_checked([compiler, *flags, "-c", str(ROOT / "tests" / "fake" / "kernel_text.cpp"), "-o", str(text)])
     return builder.program(ROOT / "tests" / "fake" / "test_kernel_text.c", [str(text), "-lstdc++"])
 

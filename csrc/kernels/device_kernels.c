@@ -15,6 +15,7 @@ FITS(decode);
 FITS(owe);
 FITS(matrices);
 FITS(orthonormalize);
+FITS(put);
 
 static sw_status load(sw_kernel_set *set, const sw_image_places *places, sw_error *err)
 {

@@ -28,6 +28,8 @@
  * *verdict is 0, else NaN; and if it is SW_REFUSED_LATE, memory and out become zeros ORTHONORMALIZE
  * rows of up to SW_FACTORS_MAX factors, unless *verdict FINITE      *verdict becomes `refusal` if
  * it is 0 and one of the values is not finite
+ *   PUT         to[i] = byte[i], up to SW_PUT_BYTES_MAX bytes that travel in the arguments: no host
+ *               memory has to outlive the call
  *
  * Memory is the caller's and must live until the stream has passed the launch. Cost: the bytes that
  * the contract declares, once each (QUANTIZE reads its source twice, the second time from L2).
@@ -62,6 +64,7 @@ typedef enum sw_kernel {
     SW_KERNEL_EXPAND,
     SW_KERNEL_ORTHONORMALIZE,
     SW_KERNEL_FINITE,
+    SW_KERNEL_PUT,
     SW_KERNEL_COUNT,
 } sw_kernel;
 

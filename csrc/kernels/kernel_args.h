@@ -39,6 +39,7 @@ enum {
     SW_BLOCK_PARTS_MAX = 100,
     SW_MATRICES_MAX = 46,
     SW_FACTORS_MAX = 64,
+    SW_PUT_BYTES_MAX = 4080,
 
     SW_REFUSED = 1,      /* verdicts: before anything of the state has changed */
     SW_REFUSED_LATE = 2, /* after */
@@ -198,5 +199,11 @@ typedef struct sw_finite_args {
     sw_u64 numel;
     int refusal; /* what it becomes */
 } sw_finite_args;
+
+typedef struct sw_put_args {
+    void *to;
+    int size_bytes;
+    unsigned char byte[SW_PUT_BYTES_MAX];
+} sw_put_args;
 
 #endif

@@ -10,6 +10,10 @@
 #include "kernels/optim_kernels.h"
 
 enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
+/* What the .cu text has: blocks a multiprocessor holds of a kernel, and what a block takes in a
+ * turn. */
+enum { MOVE_BLOCKS = 4, STEP_BLOCKS = 4, NORM_BLOCKS = 3 };
+enum { TURN_BYTES = THREADS * 64, RUN_TILE_NUMEL = THREADS * 4 };
 enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* a communicator's world ends there */
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
@@ -48,6 +52,14 @@ static sw_grid grid_for(sw_u64 numel, int processor_count)
     sw_u64 wanted = (numel + THREADS * ELEMENTS_A_THREAD - 1) / (THREADS * ELEMENTS_A_THREAD);
     sw_u64 most = (sw_u64)processor_count * BLOCKS_A_PROCESSOR;
     wanted = wanted < most ? wanted : most;
+    return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
+}
+
+/* Blocks for `count` items of which a block takes `each` in a turn, `most` of them at once. */
+static sw_grid stream_grid(sw_u64 count, sw_u64 each, int most)
+{
+    sw_u64 wanted = (count + each - 1) / each;
+    wanted = wanted < (sw_u64)most ? wanted : (sw_u64)most;
     return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
 }
 
@@ -98,7 +110,9 @@ static void cast_reference(const void *args)
 
 static sw_grid cast_grid(const void *args, int processor_count)
 {
-    return grid_for(((const sw_cast_args *)args)->numel, processor_count);
+    const sw_cast_args *a = args;
+    return stream_grid(array_bytes(a->numel, a->from_dtype), TURN_BYTES,
+                       processor_count * MOVE_BLOCKS);
 }
 
 /* ---- pack ---- */
@@ -136,10 +150,10 @@ static void pack_reference(const void *args)
 static sw_grid pack_grid(const void *args, int processor_count)
 {
     const sw_pack_args *a = args;
-    sw_u64 bytes = 0;
+    sw_u64 tiles = 0;
     for (int i = 0; i < a->segment_count; ++i)
-        bytes += a->segment[i].size_bytes;
-    return grid_for(bytes / 4, processor_count);
+        tiles += (a->segment[i].size_bytes + TURN_BYTES - 1) / TURN_BYTES;
+    return stream_grid(tiles, 1, processor_count * MOVE_BLOCKS);
 }
 
 /* ---- fold ---- */
@@ -241,10 +255,10 @@ static sw_status runs_check(const sw_run_args *runs, int count, const char *what
 
 static sw_grid runs_grid(const sw_run_args *runs, int count, int processor_count)
 {
-    sw_u64 numel = 0;
+    sw_u64 tiles = 0;
     for (int r = 0; r < count; ++r)
-        numel += runs[r].numel;
-    return grid_for(numel, processor_count);
+        tiles += (runs[r].numel + RUN_TILE_NUMEL - 1) / RUN_TILE_NUMEL;
+    return stream_grid(tiles, 1, processor_count * STEP_BLOCKS);
 }
 
 static sw_optim_run run_of(const sw_run_args *run)
@@ -389,7 +403,37 @@ static void norm_reference(const void *args)
 
 static sw_grid norm_grid(const void *args, int processor_count)
 {
-    return grid_for(((const sw_norm_args *)args)->numel, processor_count);
+    const sw_norm_args *a = args;
+    return stream_grid(array_bytes(a->numel, a->dtype), TURN_BYTES, processor_count * NORM_BLOCKS);
+}
+
+/* ---- put ---- */
+
+static sw_status put_check(const void *args, sw_error *err)
+{
+    const sw_put_args *a = args;
+    if (a->size_bytes < 0 || a->size_bytes > SW_PUT_BYTES_MAX)
+        SW_FAIL(err, SW_E_INVALID, "put: size_bytes must be in [0, %d], not %d", SW_PUT_BYTES_MAX,
+                a->size_bytes);
+    return SW_OK;
+}
+
+static void put_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_put_args *a = args;
+    report(context, a->to, (size_t)a->size_bytes, SW_ACCESS_WRITE);
+}
+
+static void put_reference(const void *args)
+{
+    const sw_put_args *a = args;
+    if (a->size_bytes > 0)
+        memcpy(a->to, a->byte, (size_t)a->size_bytes);
+}
+
+static sw_grid put_grid(const void *args, int processor_count)
+{
+    return stream_grid((sw_u64)((const sw_put_args *)args)->size_bytes, THREADS, processor_count);
 }
 
 #define CONTRACT_OF(noun, prefix)            \
@@ -418,6 +462,7 @@ static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {
     [SW_KERNEL_EXPAND] = CONTRACT_OF(expand, sw_),
     [SW_KERNEL_ORTHONORMALIZE] = CONTRACT_OF(orthonormalize, sw_),
     [SW_KERNEL_FINITE] = CONTRACT_OF(finite, sw_),
+    [SW_KERNEL_PUT] = CONTRACT(put),
 };
 
 const sw_kernel_contract *sw_kernel_contracts(void)

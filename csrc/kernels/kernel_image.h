@@ -44,7 +44,7 @@ typedef struct sw_image {
 } sw_image;
 
 /* SW_E_UNSUPPORTED says for each place why it has no image; SW_E_STATE when the text does not
- * compile; SW_E_MEMORY. Cost: a file of some 200 KB read, or some seconds of the compiler. */
+ * compile; SW_E_MEMORY. Cost: a file of some 500 KB read, or some seconds of the compiler. */
 SW_MUST_USE sw_status sw_image_find(sw_image *image, int major, int minor,
                                     const sw_image_places *places, sw_error *err);
 void sw_image_fini(sw_image *image);

@@ -349,34 +349,30 @@ sw_status sw_device_reducer_take(sw_device_reducer *r, size_t index, sw_stream *
     return r->device->ops->stream_wait(r->device, consumer, r->bucket[index].done, err);
 }
 
-/* The first gradient at or after `from` of which used[i] is not 0 is `value`. */
-static size_t find_use(const sw_device_reducer *r, const uint8_t *used, size_t from, bool value)
+/* Byte i of what a rank tells: whether it used gradient i; behind them its tag, each byte of it
+ * beside what that lacks to the greatest. Without a tag: less than any rank's. */
+static unsigned char told_byte(const sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
+                               size_t i)
 {
-    while (from < r->gradient_count && (used[from] != 0) != value)
-        ++from;
-    return from;
+    if (i < r->gradient_count)
+        return used[i] != 0;
+    size_t k = i - r->gradient_count;
+    unsigned char part = tag ? (unsigned char)(*tag >> 8 * (k / 2)) : 0;
+    return tag && k % 2 ? (unsigned char)(TAG_GREATEST - part) : part;
 }
 
-/* The rank's use bytes and tag, by fills: no host memory has to outlive the call. */
+/* The rank's use bytes and tag, in the arguments of a launch: no host memory has to outlive the
+ * call, and a step has one of these up to some 4,000 gradients. */
 static sw_status write_use(sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
                            sw_error *err)
 {
-    const sw_device_ops *ops = r->device->ops;
-    sw_stream *stream = r->comm->stream;
-    SW_TRY(ops->fill_async(r->device, r->used, 1, r->gradient_count, stream, err));
-    for (size_t i = find_use(r, used, 0, false); i < r->gradient_count;) {
-        size_t end = find_use(r, used, i, true);
-        SW_TRY(ops->fill_async(r->device, (char *)r->used + i, 0, end - i, stream, err));
-        i = find_use(r, used, end, false);
-    }
-    if (!tag) /* less than any rank's */
-        return ops->fill_async(r->device, (char *)r->used + r->gradient_count, 0, TAG_BYTES, stream,
-                               err);
-    for (size_t k = 0; k < TAG_BYTES; ++k) {
-        unsigned char part = (unsigned char)(*tag >> 8 * (k / 2));
-        SW_TRY(ops->fill_async(r->device, (char *)r->used + r->gradient_count + k,
-                               k % 2 ? (unsigned char)(TAG_GREATEST - part) : part, 1, stream,
-                               err));
+    const size_t count = r->gradient_count + TAG_BYTES;
+    for (size_t start = 0; start < count; start += SW_PUT_BYTES_MAX) {
+        size_t left = count - start, taken = left < SW_PUT_BYTES_MAX ? left : SW_PUT_BYTES_MAX;
+        sw_put_args put = {.to = (char *)r->used + start, .size_bytes = (int)taken};
+        for (size_t i = 0; i < taken; ++i)
+            put.byte[i] = told_byte(r, used, tag, start + i);
+        SW_TRY(sw_kernel_launch(&r->comm->kernels, SW_KERNEL_PUT, &put, r->comm->stream, err));
     }
     return SW_OK;
 }
@@ -428,7 +424,7 @@ sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, co
         SW_FAIL(err, SW_E_STATE, "device reducer: finish, but bucket %zu of %zu is due", r->next,
                 r->bucket_count);
     bool is_alone = r->comm->peers->world_size == 1;
-    r->is_gathered = !is_alone && find_use(r, used, 0, false) < r->gradient_count;
+    r->is_gathered = !is_alone && memchr(used, 0, r->gradient_count) != NULL;
     memcpy(r->own, used, r->gradient_count);
     if (!is_alone) {
         SW_TRY(write_use(r, used, tag, err));

@@ -22,8 +22,8 @@
  *
  * The mean is the transport's own, or with `deterministic` the two-shot fold, or the fold of what
  * was made narrower (`wire`): device_mean.h. Use bits are one byte a gradient in an all-reduce of
- * their own behind the last bucket: they are written by fills, so no host memory is read by the
- * GPU, and a step in which every gradient was used waits on the host not once.
+ * their own behind the last bucket: they travel in a launch's arguments, so no host memory is read
+ * by the GPU, and a step in which every gradient was used waits on the host not once.
  *
  * Over a borrowed communicator there are two events more, which buy no overlap: producer --> comm
  * in begin, and comm --> the stream whose owner uses it next (sw_device_comm_give_back, the

@@ -1,7 +1,8 @@
 // cuda_text.hpp - enough of CUDA C++ for the host's compiler to run the device kernels' text, a block after the other.
 //
-// Idea: each thread of a block is a coroutine on a stack of its own; __syncthreads() goes to the next one, so all reach
-// a barrier before any passes it. Arithmetic is the host's IEEE arithmetic, which is what the GPU's compiler is told to
+// Idea: each thread of a block is a coroutine on a stack of its own. Whoever meets a barrier rests, and the next one
+// runs; when none is left that could, a barrier opens whose threads (of the block, or of a warp) have all come. A warp's
+// votes and shuffles are such barriers around a table of its lanes' values. Arithmetic is the host's IEEE arithmetic, which is what the GPU's compiler is told to
 // keep to; what a GPU adds (races inside a block, warps, speed) is not shown by this.
 #pragma once
 #include <cmath>
@@ -17,6 +18,8 @@ static cuda_index threadIdx, blockIdx, blockDim, gridDim;
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
 #define __shared__ static
 #define __align__(n) alignas(n)
 
@@ -58,45 +61,106 @@ template <class T> static T atomicMax(T *at, T value)
     return old;
 }
 
+enum cuda_place { CUDA_RUNS, CUDA_AT_WARP, CUDA_AT_BLOCK, CUDA_DONE };
 struct cuda_thread {
     ucontext_t context;
     std::vector<char> stack;
-    bool done = false;
+    cuda_place place = CUDA_RUNS;
+    unsigned long long told = 0; // to the other lanes of its warp
 };
 static ucontext_t cuda_scheduler;
 static std::vector<cuda_thread> cuda_threads;
 static void (*cuda_body)(const void *);
 static const void *cuda_arguments;
+static bool cuda_stuck; // threads of a warp, or of a block, rest at different barriers
+
+static void cuda_rest(cuda_place place)
+{
+    cuda_thread &self = cuda_threads[threadIdx.x];
+    self.place = place;
+    swapcontext(&self.context, &cuda_scheduler);
+}
 
 static void cuda_enter()
 {
     cuda_body(cuda_arguments);
-    cuda_threads[threadIdx.x].done = true;
-    swapcontext(&cuda_threads[threadIdx.x].context, &cuda_scheduler);
+    cuda_rest(CUDA_DONE);
 }
 
-static inline void __syncthreads() { swapcontext(&cuda_threads[threadIdx.x].context, &cuda_scheduler); }
+static inline void __syncthreads() { cuda_rest(CUDA_AT_BLOCK); }
+
+// Tells the lanes of the calling thread's warp; back once all of `mask` have told. cuda_rest() once more before the next.
+template <class T> static void cuda_tell(unsigned mask, T value)
+{
+    const unsigned warp = threadIdx.x & ~31u;
+    for (unsigned k = 0; k < 32; ++k) // a lane that does not exist, or one that is left out
+        cuda_stuck |= (mask >> k & 1u) != (warp + k < blockDim.x ? 1u : 0u);
+    cuda_threads[threadIdx.x].told = 0;
+    std::memcpy(&cuda_threads[threadIdx.x].told, &value, sizeof value);
+    cuda_rest(CUDA_AT_WARP);
+}
+template <class T> static T __shfl_sync(unsigned mask, T value, unsigned lane)
+{
+    T other = value;
+    cuda_tell(mask, value);
+    if (lane < 32 && mask >> lane & 1u)
+        std::memcpy(&other, &cuda_threads[(threadIdx.x & ~31u) + lane].told, sizeof other);
+    cuda_rest(CUDA_AT_WARP);
+    return other;
+}
+template <class T> static T __shfl_down_sync(unsigned mask, T value, unsigned step)
+{
+    return __shfl_sync(mask, value, (threadIdx.x & 31u) + step);
+}
+static bool __all_sync(unsigned mask, bool value)
+{
+    const unsigned warp = threadIdx.x & ~31u;
+    bool all = true;
+    cuda_tell(mask, value);
+    for (unsigned lane = 0; lane < 32 && warp + lane < blockDim.x; ++lane)
+        all &= cuda_threads[warp + lane].told != 0;
+    cuda_rest(CUDA_AT_WARP);
+    return all;
+}
+
+// Opens the barriers of [from, to) if all of its threads that are left rest at `place`.
+static bool cuda_open(unsigned from, unsigned to, cuda_place place)
+{
+    bool some = false;
+    for (unsigned t = from; t < to; ++t)
+        if (cuda_threads[t].place != CUDA_DONE) {
+            if (cuda_threads[t].place != place)
+                return false;
+            some = true;
+        }
+    for (unsigned t = from; t < to; ++t)
+        if (cuda_threads[t].place == place)
+            cuda_threads[t].place = CUDA_RUNS;
+    return some;
+}
 
 static void cuda_run_block()
 {
     for (auto &thread : cuda_threads) {
-        thread.done = false;
+        thread.place = CUDA_RUNS;
         getcontext(&thread.context);
         thread.context.uc_stack.ss_sp = thread.stack.data();
         thread.context.uc_stack.ss_size = thread.stack.size();
         thread.context.uc_link = nullptr;
         makecontext(&thread.context, cuda_enter, 0);
     }
-    for (bool left = true; left;) {
-        left = false;
-        for (unsigned t = 0; t < blockDim.x; ++t) {
-            if (cuda_threads[t].done)
-                continue;
-            left = true;
-            threadIdx.x = t;
-            swapcontext(&cuda_scheduler, &cuda_threads[t].context);
-        }
+    for (bool goes_on = true; goes_on;) {
+        for (unsigned t = 0; t < blockDim.x; ++t)
+            if (cuda_threads[t].place == CUDA_RUNS) {
+                threadIdx.x = t;
+                swapcontext(&cuda_scheduler, &cuda_threads[t].context);
+            }
+        goes_on = cuda_open(0, blockDim.x, CUDA_AT_BLOCK);
+        for (unsigned w = 0; w < blockDim.x; w += 32)
+            goes_on |= cuda_open(w, w + 32 < blockDim.x ? w + 32 : blockDim.x, CUDA_AT_WARP);
     }
+    for (const auto &thread : cuda_threads)
+        cuda_stuck |= thread.place != CUDA_DONE;
 }
 
 static void cuda_run(void (*body)(const void *), const void *arguments, unsigned blocks, unsigned threads)

@@ -22,14 +22,15 @@
 
 #define RUN(noun) [](const void *args) { sw_##noun(*static_cast<const sw_##noun##_args *>(args)); }
 
-// Runs kernel number `kernel` (sw_kernel) over a grid; false for an unknown number.
+// Runs kernel number `kernel` (sw_kernel) over a grid; false for an unknown number, or if threads waited for
+// others that did not come.
 extern "C" bool run_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads)
 {
     static void (*const bodies[])(const void *) = {RUN(cast), RUN(pack),     RUN(fold),       RUN(adam),    RUN(sgd),
                                                    RUN(norm), RUN(quantize), RUN(fold_records), RUN(decode), RUN(verdict), RUN(owe),
-                                                   RUN(project), RUN(absorb), RUN(expand), RUN(orthonormalize), RUN(finite)};
+                                                   RUN(project), RUN(absorb), RUN(expand), RUN(orthonormalize), RUN(finite), RUN(put)};
     if (kernel < 0 || kernel >= static_cast<int>(sizeof bodies / sizeof *bodies))
         return false;
     cuda_run(bodies[kernel], args, blocks, threads);
-    return true;
+    return !cuda_stuck;
 }

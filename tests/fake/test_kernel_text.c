@@ -117,34 +117,46 @@ static void compare(sw_kernel kernel, const void *args, const char *what, void (
 
 static const sw_dtype small[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, SW_DTYPE_BFLOAT16};
 
+/* Both ends on a boundary, off it by as many elements, by different numbers, and never on one. */
 static void check_casts(size_t numel)
 {
-    for (int to = 0; to < 3; ++to)
-        for (int from = 0; from < 3; ++from) {
-            sw_cast_args args = {.to = region(0, 8),
-                                 .from = region(1, 4),
-                                 .numel = numel,
-                                 .scale = 0.7f,
-                                 .to_dtype = (int)small[to],
-                                 .from_dtype = (int)small[from]};
-            fill(region(1, 4), numel, small[from], true);
-            compare(SW_KERNEL_CAST, &args, sw_dtype_name(small[to]), NULL);
-        }
+    static const size_t off[][2] = {{0, 0}, {3, 3}, {1, 5}, {2, 1}};
+    for (int form = 0; form < 9 * 4; ++form) {
+        sw_dtype to = small[form % 3], from = small[form / 3 % 3];
+        const size_t *at = off[form / 9];
+        sw_cast_args args = {.to = region(0, at[0] * sw_dtype_size_bytes(to)),
+                             .from = region(1, at[1] * sw_dtype_size_bytes(from)),
+                             .numel = numel,
+                             .scale = 0.7f,
+                             .to_dtype = (int)to,
+                             .from_dtype = (int)from};
+        fill((void *)(uintptr_t)args.from, numel, from, true);
+        compare(SW_KERNEL_CAST, &args, sw_dtype_name(to), NULL);
+    }
 }
 
 static void check_packs(size_t numel)
 {
-    sw_pack_args args = {.segment_count = 4};
-    for (size_t s = 0; s < 4; ++s)
-        args.segment[s] = (sw_pack_segment){
-            .to = region(s, s), .from = region(8 + s, s == 3 ? 5 : s), .size_bytes = numel * s};
-    fill(region(8, 0), 4 * REGION_BYTES / 4, SW_DTYPE_FLOAT32, false);
+    static const size_t off[][2] = {{0, 0}, {1, 1}, {7, 3}, {3, 5}, {2, 9}, {0, 0}};
+    sw_pack_args args = {.segment_count = 6};
+    for (size_t s = 0; s < 6; ++s)
+        args.segment[s] = (sw_pack_segment){.to = region(s, off[s][0]),
+                                            .from = region(8 + s, off[s][1]),
+                                            .size_bytes = s == 5 ? 0 : numel * (s + 1)};
+    for (size_t s = 0; s < 8; ++s)
+        fill(region(8 + s, 0), REGION_BYTES / 4, SW_DTYPE_FLOAT32, false);
     compare(SW_KERNEL_PACK, &args, "segments", NULL);
     args.verdict = region(15, 0);
     for (int refused = 0; refused < 2; ++refused) {
         *(int *)region(15, 0) = refused;
         compare(SW_KERNEL_PACK, &args, refused ? "refused" : "kept", NULL);
     }
+    args.verdict = NULL;
+    args.segment_count = 2; /* of several tiles */
+    args.segment[0].size_bytes = numel ? 2 * REGION_BYTES + numel : 0;
+    args.segment[1] = (sw_pack_segment){
+        .to = region(4, 1), .from = region(12, 4), .size_bytes = REGION_BYTES + numel};
+    compare(SW_KERNEL_PACK, &args, "tiles", NULL);
 }
 
 static void check_folds(size_t numel)
@@ -272,6 +284,74 @@ static void check_norms(size_t numel)
             fill(region(1, 0), numel, dtypes[d], wild);
             compare(SW_KERNEL_NORM, &args, sw_dtype_name(dtypes[d]), carry);
         }
+}
+
+/* Element i's bits of magnitude and sign as float32: what a window meets, and what it does not. */
+static uint32_t norm_bits(int form, size_t i, sw_dtype dtype)
+{
+    static const uint32_t scales[] = {100, 140, 96, 1, 135, 128, 254, 110};
+    uint32_t fraction = draw() & 0x7fffffu, sign = draw() << 31;
+    switch (form) {
+    case 0: /* alike */
+        return sign | (118 - draw() % 4) << 23 | fraction;
+    case 1: /* anything, infinities and NaN too */
+        return draw() ^ draw() << 16;
+    case 2: /* scales that change: the window moves up and down */
+        return sign | (scales[i / 300 % 8] + draw() % 2) << 23 | fraction;
+    case 3: /* a tiny or a large one among others, and zeros */
+        return sign | (draw() % 50 ? 120u : draw() % 255) << 23 | (draw() % 3 ? fraction : 0);
+    case 4: /* the greatest, whose products need the most room */
+        return dtype == SW_DTYPE_FLOAT16 ? 0x477fe000u : sign | (252u << 23) | 0x7fffffu;
+    default: /* subnormals of float32 and of float16 */
+        return sign | (draw() % 2 ? 0u : (103u + draw() % 12) << 23) | fraction;
+    }
+}
+
+/* Law: whatever window a warp has, and wherever it moves, the sum is the reference's. */
+static void check_norm_form(int form, sw_dtype dtype, size_t numel, size_t offset)
+{
+    static const sw_grid grids[] = {{1, 32}, {2, 64}, {3, 17}, {2, 49}};
+    size_t width = sw_dtype_size_bytes(dtype);
+    char *memory = malloc(numel * width + 64), *data = memory + 16 - (uintptr_t)memory % 16;
+    sw_norm_sum expected, sum;
+    data += offset * width;
+    for (size_t i = 0; i < numel; ++i) {
+        uint32_t bits = norm_bits(form, i, dtype);
+        float value;
+        memcpy(&value, &bits, sizeof value);
+        sw_cast_args cast = {
+            .to = data + i * width, .from = &value, .numel = 1, .scale = 1, .to_dtype = (int)dtype};
+        if (dtype == SW_DTYPE_BFLOAT16)
+            *(uint16_t *)(void *)cast.to = (uint16_t)(bits >> 16);
+        else
+            sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
+    }
+    sw_norm_args args = {.data = data, .numel = numel, .dtype = (int)dtype, .sum = &expected};
+    memset(&expected, 0, sizeof expected);
+    sw_kernel_contracts()[SW_KERNEL_NORM].reference(&args);
+    sw_norm_sum_carry(&expected);
+    for (size_t g = 0; g < (numel > 10000 ? 1 : sizeof grids / sizeof *grids); ++g) {
+        memset(&sum, 0, sizeof sum);
+        args.sum = &sum;
+        check(run_kernel_text(SW_KERNEL_NORM, &args, grids[g].block_count, grids[g].thread_count),
+              "run");
+        sw_norm_sum_carry(&sum);
+        check(memcmp(&sum, &expected, sizeof sum) == 0,
+              "norm of %zu %s, form %d, %zu off, grid %u x %u: another sum", numel,
+              sw_dtype_name(dtype), form, offset, grids[g].block_count, grids[g].thread_count);
+    }
+    free(memory);
+}
+
+static void check_norm_windows(void)
+{
+    static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, SW_DTYPE_BFLOAT16};
+    for (size_t d = 0; d < 3; ++d) {
+        for (int form = 0; form < 6; ++form)
+            for (size_t offset = 0; offset < 4; ++offset)
+                check_norm_form(form, dtypes[d], 5000 + 3 * offset, offset * 3 % 8);
+        check_norm_form(4, dtypes[d], 300000, 0); /* lanes flush by themselves */
+    }
 }
 
 /* Three runs and one of zeros. Their records lie in one region, with gaps. */
@@ -495,6 +575,14 @@ static void check_finite(size_t numel)
     }
 }
 
+static void check_puts(size_t numel)
+{
+    sw_put_args args = {.to = region(3, numel % 16), .size_bytes = (int)numel};
+    for (size_t i = 0; i < numel; ++i)
+        args.byte[i] = (unsigned char)draw();
+    compare(SW_KERNEL_PUT, &args, "bytes", NULL);
+}
+
 int main(void)
 {
     arena = aligned_alloc(128, ARENA_BYTES);
@@ -509,7 +597,10 @@ int main(void)
         check_norms(numels[i]);
         check_blocks(numels[i]);
         check_finite(numels[i]);
+        check_puts(numels[i]);
     }
+    check_optimizers(3000); /* several tiles a run */
+    check_norm_windows();
     check_matrices();
     check_factors();
     free(arena);

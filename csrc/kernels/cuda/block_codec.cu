@@ -15,16 +15,6 @@ SW_INLINE sw_u64 sw_record_bytes(sw_u64 block, int bits)
     return 4 + block * (sw_u64)bits / 8;
 }
 
-/* The part that tile `at` of all is of, sought from part i on, whose first tile is `first`;
- * part_count beyond the last. */
-template <class ARGS, sw_u64 TILES(const ARGS &, int)>
-SW_INLINE int sw_part_of(const ARGS &a, int i, sw_u64 &first, sw_u64 at)
-{
-    for (sw_u64 tiles; i < a.part_count && at - first >= (tiles = TILES(a, i)); ++i)
-        first += tiles;
-    return i;
-}
-
 /* Element i as the records have it. */
 SW_INLINE float sw_decoded(const void *records, unsigned i, unsigned block, int bits)
 {
@@ -99,7 +89,7 @@ SW_KERNEL sw_quantize(const sw_quantize_args a)
     sw_u64 first = 0;
     int i = 0;
     for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
-        i = sw_part_of<sw_quantize_args, sw_quantize_tiles>(a, i, first, at);
+        i = sw_part_of<sw_quantize_args, sw_quantize_tiles>(a, a.part_count, i, first, at);
         if (i == a.part_count)
             return;
         const sw_quantize_part &part = a.part[i];
@@ -201,7 +191,7 @@ SW_KERNEL sw_decode(const sw_decode_args a)
     sw_u64 first = 0;
     int i = 0;
     for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
-        i = sw_part_of<sw_decode_args, sw_decode_tiles>(a, i, first, at);
+        i = sw_part_of<sw_decode_args, sw_decode_tiles>(a, a.part_count, i, first, at);
         if (i == a.part_count)
             return;
         sw_decode_tile(a, a.part[i], at - first, keeps);
@@ -232,7 +222,7 @@ SW_KERNEL sw_owe(const sw_owe_args a)
     if (*(const int *)a.verdict != 0)
         return;
     for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
-        i = sw_part_of<sw_owe_args, sw_owe_tiles>(a, i, first, at);
+        i = sw_part_of<sw_owe_args, sw_owe_tiles>(a, a.part_count, i, first, at);
         if (i == a.part_count)
             return;
         const sw_u64 start = (at - first) * SW_TILE_NUMEL;

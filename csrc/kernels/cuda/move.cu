@@ -1,31 +1,147 @@
-/* move.cu - CAST and PACK. */
+/* move.cu - CAST, PACK and PUT.
+ *
+ * Idea: what bounds the first two is memory, so a thread asks for 64 bytes before it uses the
+ * first. Heads and tails of what does not begin or end on a boundary go one by one; so does all of
+ * it where the two ends never lie on boundaries at once (CAST: four loads ahead; PACK: the widest
+ * unit that fits both).
+ */
 
-SW_KERNEL sw_cast(const sw_cast_args a)
+/* Elements [begin, end), wherever they lie. */
+SW_RARELY void sw_cast_apart(const sw_cast_args a, sw_u64 begin, sw_u64 end)
 {
-    SW_EACH(i, a.numel)
-        sw_store(a.to, i, a.to_dtype, sw_load(a.from, i, a.from_dtype) * a.scale);
+    const sw_u64 turn = (sw_u64)blockDim.x * 4;
+    for (sw_u64 at = begin + blockIdx.x * turn; at < end; at += gridDim.x * turn) {
+        const sw_four<false> four = {at + threadIdx.x, blockDim.x, end};
+        float x[4];
+        four.widen(x, four.load(a.from, a.from_dtype), a.from_dtype);
+        for (int k = 0; k < 4; ++k)
+            x[k] = x[k] * a.scale;
+        four.store(a.to, x, a.to_dtype);
+    }
 }
 
-struct __align__(16) sw_lane16 {
-    unsigned word[4];
-};
-
-/* One segment by the whole grid: 16 bytes a thread where both ends allow it, the rest by bytes. */
-SW_INLINE void sw_pack_one(const sw_pack_segment &segment)
+template <int TO, int FROM> SW_INLINE void sw_cast_of(const sw_cast_args &a)
 {
-    sw_u64 to = (sw_u64)segment.to, from = (sw_u64)segment.from;
-    sw_u64 lanes = ((to | from) & 15) == 0 ? segment.size_bytes / 16 : 0;
-    SW_EACH(i, lanes)
-        ((sw_lane16 *)segment.to)[i] = ((const sw_lane16 *)segment.from)[i];
-    SW_EACH(j, segment.size_bytes - 16 * lanes)
-        ((unsigned char *)segment.to)[16 * lanes + j] =
-            ((const unsigned char *)segment.from)[16 * lanes + j];
+    enum { AHEAD = FROM == SW_ARG_FLOAT32 ? 4 : 8 };
+    const sw_u64 head = sw_head(a.to, 4 * sw_small_bytes(TO), sw_small_bytes(TO), a.numel);
+    const char *from = (const char *)a.from + head * sw_small_bytes(FROM);
+    char *to = (char *)a.to + head * sw_small_bytes(TO);
+    if (!sw_is_wide(from, FROM) || !sw_is_wide(to, TO))
+        return sw_cast_apart(a, 0, a.numel);
+    const sw_u64 fours = (a.numel - head) / 4, turn = (sw_u64)blockDim.x * AHEAD;
+    for (sw_u64 start = blockIdx.x * turn; start < fours; start += gridDim.x * turn) {
+        const sw_u64 first = start + threadIdx.x;
+        sw_lane16 raw[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+            const sw_u64 i = first + (sw_u64)k * blockDim.x;
+            if (i < fours)
+                raw[k] = sw_four<true>{4 * i, 0, 0}.load(from, FROM);
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+            const sw_u64 i = first + (sw_u64)k * blockDim.x;
+            const sw_four<true> four = {4 * i, 0, 0};
+            float x[4];
+            four.widen(x, raw[k], FROM);
+            for (int j = 0; j < 4; ++j)
+                x[j] = x[j] * a.scale;
+            if (i < fours)
+                four.store(to, x, TO);
+        }
+    }
+    sw_cast_apart(a, 0, head);
+    sw_cast_apart(a, head + 4 * fours, a.numel);
 }
 
-SW_KERNEL sw_pack(const sw_pack_args a)
+template <int TO> SW_INLINE void sw_cast_to(const sw_cast_args &a)
 {
+    if (a.from_dtype == SW_ARG_FLOAT32)
+        sw_cast_of<TO, SW_ARG_FLOAT32>(a);
+    else if (a.from_dtype == SW_ARG_BFLOAT16)
+        sw_cast_of<TO, SW_ARG_BFLOAT16>(a);
+    else
+        sw_cast_of<TO, SW_ARG_FLOAT16>(a);
+}
+
+SW_KERNEL_OF(4) sw_cast(const sw_cast_args a)
+{
+    if (a.to_dtype == SW_ARG_FLOAT32)
+        sw_cast_to<SW_ARG_FLOAT32>(a);
+    else if (a.to_dtype == SW_ARG_BFLOAT16)
+        sw_cast_to<SW_ARG_BFLOAT16>(a);
+    else
+        sw_cast_to<SW_ARG_FLOAT16>(a);
+}
+
+/* ---- pack ---- */
+
+enum { SW_PACK_TILE_BYTES = 16384 };
+
+SW_INLINE sw_u64 sw_pack_tiles(const sw_pack_args &a, int i)
+{
+    return sw_parts(a.segment[i].size_bytes, SW_PACK_TILE_BYTES);
+}
+
+/* At most a tile, in units that lie on their boundary at both ends once they do at one; what is in
+ * front of the first and behind the last in bytes. */
+template <class UNIT> SW_INLINE void sw_pack_units(char *to, const char *from, unsigned size_bytes)
+{
+    enum { AHEAD = 4 };
+    const unsigned head = (unsigned)sw_head(to, sizeof(UNIT), 1, size_bytes);
+    const unsigned count = (size_bytes - head) / sizeof(UNIT), covered = count * sizeof(UNIT);
+    const UNIT *source = (const UNIT *)(from + head);
+    UNIT *target = (UNIT *)(to + head);
+    for (unsigned first = threadIdx.x; first < count; first += AHEAD * blockDim.x) {
+        UNIT unit[AHEAD];
+#pragma unroll
+        for (unsigned k = 0; k < AHEAD; ++k)
+            if (first + k * blockDim.x < count)
+                unit[k] = source[first + k * blockDim.x];
+#pragma unroll
+        for (unsigned k = 0; k < AHEAD; ++k)
+            if (first + k * blockDim.x < count)
+                target[first + k * blockDim.x] = unit[k];
+    }
+    for (unsigned i = threadIdx.x; i < size_bytes - covered; i += blockDim.x) {
+        const unsigned at = i < head ? i : i + covered;
+        to[at] = from[at];
+    }
+}
+
+SW_INLINE void sw_pack_tile(const sw_pack_segment &segment, sw_u64 tile)
+{
+    const sw_u64 start = tile * SW_PACK_TILE_BYTES;
+    const unsigned bytes = (unsigned)sw_low(segment.size_bytes - start, SW_PACK_TILE_BYTES);
+    char *to = (char *)segment.to + start;
+    const char *from = (const char *)segment.from + start;
+    const unsigned apart = (unsigned)((sw_u64)to - (sw_u64)from);
+    if (apart % 16 == 0)
+        sw_pack_units<sw_lane16>(to, from, bytes);
+    else if (apart % 4 == 0)
+        sw_pack_units<unsigned>(to, from, bytes);
+    else if (apart % 2 == 0)
+        sw_pack_units<unsigned short>(to, from, bytes);
+    else
+        sw_pack_units<unsigned char>(to, from, bytes);
+}
+
+SW_KERNEL_OF(4) sw_pack(const sw_pack_args a)
+{
+    sw_u64 first = 0;
+    int i = 0;
     if (a.verdict && *(const int *)a.verdict != 0)
         return;
-    for (int s = 0; s < a.segment_count; ++s)
-        sw_pack_one(a.segment[s]);
+    for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
+        i = sw_part_of<sw_pack_args, sw_pack_tiles>(a, a.segment_count, i, first, at);
+        if (i == a.segment_count)
+            return;
+        sw_pack_tile(a.segment[i], at - first);
+    }
+}
+
+SW_KERNEL sw_put(const sw_put_args a)
+{
+    SW_EACH(i, (sw_u64)a.size_bytes)
+    ((unsigned char *)a.to)[i] = a.byte[i];
 }

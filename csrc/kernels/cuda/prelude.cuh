@@ -6,8 +6,12 @@
  * written __fmaf_rn.
  */
 #define SW_KERNEL extern "C" __global__ void
+/* With so few registers that a multiprocessor has `blocks` blocks of 256 threads at once: as many
+ * as its contract's grid has for each, so that none comes behind the others. */
+#define SW_KERNEL_OF(blocks) extern "C" __global__ void __launch_bounds__(256, blocks)
 #define SW_INLINE static __device__ __forceinline__
 #define SW_METHOD __device__ __forceinline__
+#define SW_RARELY static __device__ __noinline__ /* what would only make a loop longer */
 
 /* Each element of [0, numel) meets one thread of the grid. */
 #define SW_EACH(i, numel)                                                                \
@@ -75,4 +79,171 @@ SW_INLINE void sw_store(void *array, sw_u64 i, int dtype, float value)
     else
         ((unsigned short *)array)[i] =
             dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(value) : sw_float16_narrow(value);
+}
+
+/* ---- tiles ---- */
+
+/* The part that tile `at` of all is of, sought from part i on, whose first tile is `first`; `count`
+ * beyond the last. */
+template <class ARGS, sw_u64 TILES(const ARGS &, int)>
+SW_INLINE int sw_part_of(const ARGS &a, int count, int i, sw_u64 &first, sw_u64 at)
+{
+    for (sw_u64 tiles; i < count && at - first >= (tiles = TILES(a, i)); ++i)
+        first += tiles;
+    return i;
+}
+
+/* ---- several elements at once ---- */
+
+struct __align__(16) sw_lane16 {
+    unsigned word[4];
+};
+struct __align__(8) sw_lane8 {
+    unsigned word[2];
+};
+
+/* One store into the GPU's memory. Said as such: of a plain assignment the compiler makes four as
+ * often as one (of a load it always makes one). */
+SW_INLINE void sw_put16(void *to, const sw_lane16 &value)
+{
+#ifdef __CUDACC__
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
+                 : "memory");
+#else
+    *(sw_lane16 *)to = value;
+#endif
+}
+
+SW_INLINE void sw_put8(void *to, const sw_lane8 &value)
+{
+#ifdef __CUDACC__
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)),
+                 "r"(value.word[0]), "r"(value.word[1])
+                 : "memory");
+#else
+    *(sw_lane8 *)to = value;
+#endif
+}
+
+/* Elements in front of the first boundary of `width` bytes (a power of two) in an array; at most
+ * `numel`. */
+SW_INLINE sw_u64 sw_head(const void *array, unsigned width, unsigned element_bytes, sw_u64 numel)
+{
+    return sw_low((unsigned)(-(sw_u64)array & (width - 1)) / element_bytes, numel);
+}
+
+SW_INLINE unsigned sw_small_bytes(int dtype)
+{
+    return dtype == SW_ARG_FLOAT32 ? 4 : 2;
+}
+
+/* Four elements of a thread: side by side, which is one access (the array is on a boundary of four
+ * elements and `first` a multiple of 4), or `step` apart, in front of `end`. What is loaded stays
+ * as it lies until it is widened: so nobody waits for one load before the next is under way. */
+template <bool WIDE> struct sw_four {
+    sw_u64 first, step, end;
+
+    SW_METHOD sw_lane16 load(const void *array, int dtype) const
+    {
+        sw_lane16 raw = {};
+        if constexpr (WIDE) {
+            if (dtype == SW_ARG_FLOAT32)
+                return *(const sw_lane16 *)((const float *)array + first);
+            const sw_lane8 halves = *(const sw_lane8 *)((const unsigned short *)array + first);
+            raw.word[0] = halves.word[0];
+            raw.word[1] = halves.word[1];
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const sw_u64 i = first + k * step;
+                if (i < end)
+                    raw.word[k] = dtype == SW_ARG_FLOAT32 ? ((const unsigned *)array)[i]
+                                                          : ((const unsigned short *)array)[i];
+            }
+        }
+        return raw;
+    }
+
+    SW_METHOD void widen(float *x, const sw_lane16 &raw, int dtype) const
+    {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (dtype == SW_ARG_FLOAT32) {
+                x[k] = __uint_as_float(raw.word[k]);
+                continue;
+            }
+            const unsigned short half =
+                (unsigned short)(WIDE ? raw.word[k / 2] >> 16 * (k % 2) : raw.word[k]);
+            x[k] = dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_widen(half) : sw_float16_widen(half);
+        }
+    }
+
+    SW_METHOD void store(void *array, const float *x, int dtype) const
+    {
+        sw_lane16 bits;
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            bits.word[k] = dtype == SW_ARG_FLOAT32    ? __float_as_uint(x[k])
+                           : dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(x[k])
+                                                      : sw_float16_narrow(x[k]);
+        if constexpr (WIDE) {
+            const sw_lane8 halves = {
+                {bits.word[0] | bits.word[1] << 16, bits.word[2] | bits.word[3] << 16}};
+            if (dtype == SW_ARG_FLOAT32)
+                sw_put16((float *)array + first, bits);
+            else
+                sw_put8((unsigned short *)array + first, halves);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const sw_u64 i = first + k * step;
+                if (i < end && dtype == SW_ARG_FLOAT32)
+                    ((unsigned *)array)[i] = bits.word[k];
+                else if (i < end)
+                    ((unsigned short *)array)[i] = (unsigned short)bits.word[k];
+            }
+        }
+    }
+};
+
+/* Whether four elements of an array can be one access; NULL is no array. */
+SW_INLINE bool sw_is_wide(const void *array, int dtype)
+{
+    return ((sw_u64)array & (4 * sw_small_bytes(dtype) - 1)) == 0;
+}
+
+/* ---- warps ---- */
+
+/* The calling thread's warp: whole, but for the last one of a block that is no multiple of 32. */
+SW_INLINE unsigned sw_warp_count()
+{
+    return (unsigned)sw_low(blockDim.x - (threadIdx.x & ~31u), 32);
+}
+
+SW_INLINE unsigned sw_warp_mask(unsigned count)
+{
+    return 0xffffffffu >> (32 - count);
+}
+
+/* Lane 0 gets the sum of all lanes. */
+SW_INLINE sw_u64 sw_warp_sum(sw_u64 value)
+{
+    const unsigned count = sw_warp_count(), lane = threadIdx.x & 31u;
+    for (unsigned step = 16; step > 0; step /= 2) {
+        const sw_u64 other = __shfl_down_sync(sw_warp_mask(count), value, step);
+        value += lane + step < count ? other : 0;
+    }
+    return value;
+}
+
+/* All lanes get the greatest. */
+SW_INLINE unsigned sw_warp_most(unsigned value)
+{
+    const unsigned count = sw_warp_count(), lane = threadIdx.x & 31u;
+    for (unsigned step = 16; step > 0; step /= 2) {
+        const unsigned other = __shfl_down_sync(sw_warp_mask(count), value, step);
+        value = lane + step < count && other > value ? other : value;
+    }
+    return __shfl_sync(sw_warp_mask(count), value, 0);
 }

@@ -1,11 +1,32 @@
 /* square_sum.cu - NORM: the exact sum of squares, as digits of 32 bits.
  *
- * Idea: a square is an integer of at most 106 bits times a power of two; shifted to a digit's
- * boundary it adds at most 5 digits. Integer additions commute, so neither the grid nor the order
- * of the atomics can be seen in the sum. A block of threads adds in shared memory first.
+ * Idea: what a warp meets lies nearly always in one window of 46 binades: |x| = X * 2^unit with a
+ * whole X < 2^46. Two additions of float32 cut X into A * 2^23 + B, with A in [0, 2^23] and |B| <=
+ * 2^22, exactly, and each thread collects A^2, A B and B^2 in three 64-bit integers: 32 lanes of
+ * SW_NORM_MOST elements stay below 2^63, then the warp adds them up and one thread of it adds the
+ * sum to the block's digits. Integer additions commute, so neither grid, window nor order can be
+ * seen in the sum.
+ *
+ * All lanes of a warp have the same window. What a warp loads at once either fits or is met again,
+ * one by one: the window moves to the greatest of these elements if that lies above it or far below
+ * its end; what still does not fit (a tiny element among large ones, infinities, NaN) goes to the
+ * digits by itself. Float64 always does: a square is an integer of at most 106 bits times a power
+ * of two; shifted to a digit's boundary it adds at most 5 digits.
  */
 
-SW_INLINE void sw_add_digits(sw_u64 *digit, sw_u64 high, sw_u64 low, int offset)
+enum {
+    SW_NORM_WORDS = SW_ARG_DIGIT_COUNT + 2, /* digits, infinite, nan */
+    SW_NORM_AHEAD = 4,    /* vectors of 16 bytes that a thread loads before it uses one */
+    SW_NORM_MOST = 4096,  /* elements of a lane between two flushes */
+    SW_SPLIT = 23,        /* A counts 2^23 units */
+    SW_UNIT_LEAST = -149, /* constants of the window are ordinary numbers from here */
+    SW_UNIT_MOST = 80,    /* up to here: what is 2^126 and more goes by itself */
+    SW_UNIT_FIRST = -50,  /* [2^-50, 2^-4): gradients, as a guess */
+    SW_UNIT_FLOAT16 = -136,
+    SW_UNIT_FAR = 4,
+};
+
+SW_RARELY void sw_add_digits(sw_u64 *digit, sw_u64 high, sw_u64 low, int offset)
 {
     int at = offset >> 5, shift = offset & 31;
     sw_u64 top = shift ? high >> (64 - shift) : 0;
@@ -24,7 +45,7 @@ SW_INLINE void sw_add_square(sw_u64 *digit, sw_u64 mantissa, int exponent)
                   2 * exponent - SW_ARG_LOWEST_EXPONENT);
 }
 
-SW_INLINE void sw_add_float(sw_u64 *sum, float x)
+SW_RARELY void sw_add_float(sw_u64 *sum, float x)
 {
     unsigned bits = __float_as_uint(x), exponent = (bits >> 23) & 255u, mantissa = bits & 0x7fffffu;
     if (exponent == 255u)
@@ -45,25 +66,210 @@ SW_INLINE void sw_add_double(sw_u64 *sum, double x)
                       (exponent ? exponent : 1) - 1075);
 }
 
-SW_KERNEL sw_norm(const sw_norm_args a)
+/* ---- a window ---- */
+
+struct sw_window {
+    int unit;     /* its least element is 2^unit, of which all are multiples */
+    float split;  /* 2^(unit + 46): |x| + split is rounded to a multiple of 2^(unit + 23) */
+    float whole;  /* 1.5 * 2^(unit + 23): a rest + whole is rounded to a multiple of 2^unit */
+    float beyond; /* the window ends in front of it */
+};
+
+struct sw_squares { /* A^2, A B and B^2; A B in two's complement */
+    sw_u64 high, cross, low;
+};
+
+/* Elements of a dtype as raw float32 numbers of either sign: value = raw * 2^RAISED. */
+template <int DTYPE> struct sw_normed;
+
+template <> struct sw_normed<SW_ARG_FLOAT32> {
+    enum { NUMEL = 4, RAISED = 0, MOVES = 1, MARGIN = 1 };
+    SW_INLINE float raw(const sw_lane16 &lane, int k)
+    {
+        return __uint_as_float(lane.word[k]);
+    }
+};
+
+/* Fewer bits of mantissa leave more binades above the greatest element. */
+template <> struct sw_normed<SW_ARG_BFLOAT16> {
+    enum { NUMEL = 8, RAISED = 0, MOVES = 1, MARGIN = 8 };
+    SW_INLINE float raw(const sw_lane16 &lane, int k)
+    {
+        const unsigned word = lane.word[k / 2];
+        return __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
+    }
+};
+
+/* Its bits, moved to float32's place, are the value times 2^-112, subnormals too; one window has
+ * all of them, and infinities and NaN lie beyond. */
+template <> struct sw_normed<SW_ARG_FLOAT16> {
+    enum { NUMEL = 8, RAISED = 112, MOVES = 0, MARGIN = 0 };
+    SW_INLINE float raw(const sw_lane16 &lane, int k)
+    {
+        const unsigned word = lane.word[k / 2];
+        return __uint_as_float(k % 2 ? (word >> 3) & 0x0fffe000u : (word & 0x7fffu) << 13);
+    }
+};
+
+template <int DTYPE> SW_INLINE sw_window sw_window_of(int unit)
 {
-    enum { WORDS = SW_ARG_DIGIT_COUNT + 2 }; /* digits, infinite, nan */
-    __shared__ sw_u64 mine[WORDS];
+    const float split = __uint_as_float((unsigned)(unit + 2 * SW_SPLIT + 127) << 23);
+    const float whole = __uint_as_float((unsigned)(unit + SW_SPLIT + 127) << 23 | 0x400000u);
+    return {unit, split, whole,
+            DTYPE == SW_ARG_FLOAT16 ? __uint_as_float(31u << 23) /* infinity's place */ : split};
+}
+
+/* The unit of a window that ends MARGIN binades above these bits. */
+template <int DTYPE> SW_INLINE int sw_unit_above(unsigned most)
+{
+    const int field = most < (1u << 23) ? 1 : (int)(most >> 23);
+    const int unit = field - 126 + sw_normed<DTYPE>::MARGIN - 2 * SW_SPLIT;
+    return unit < SW_UNIT_LEAST ? SW_UNIT_LEAST : unit > SW_UNIT_MOST ? SW_UNIT_MOST : unit;
+}
+
+/* Adds x; if it is not in the window, returns false and leaves garbage. */
+SW_INLINE bool sw_squares_add(sw_squares &s, float x, const sw_window &w)
+{
+    const float magnitude = fabsf(x), cut = magnitude + w.split;
+    const float rest = magnitude - (cut - w.split), moved = rest + w.whole;
+    const int a = (int)(__float_as_uint(cut) - __float_as_uint(w.split));
+    const int b = (int)(__float_as_uint(moved) - __float_as_uint(w.whole));
+    s.high += (sw_u64)((long long)a * a);
+    s.cross += (sw_u64)((long long)a * b);
+    s.low += (sw_u64)((long long)b * b);
+    return magnitude < w.beyond && moved - w.whole == rest;
+}
+
+/* By all lanes of a warp: the sums of all go to the digits. */
+SW_RARELY void sw_squares_flush(sw_u64 *digit, sw_u64 squares, sw_u64 cross, sw_u64 rest,
+                                int exponent)
+{
+    squares = sw_warp_sum(squares);
+    cross = sw_warp_sum(cross);
+    rest = sw_warp_sum(rest);
+    if (threadIdx.x & 31u)
+        return;
+    /* squares * 2^46 + cross * 2^24 + rest, in 128 bits */
+    sw_u64 high = squares >> 18, low = squares << 46, sum = low + (cross << 24);
+    high += (sw_u64)((long long)cross >> 40) + (sum < low ? 1 : 0);
+    low = sum + rest;
+    high += low < sum ? 1 : 0;
+    sw_add_digits(digit, high, low, 2 * exponent - SW_ARG_LOWEST_EXPONENT);
+}
+
+/* What a warp's lanes have collected, and where. */
+struct sw_norm_lane {
+    sw_u64 *digit; /* the block's */
+    sw_squares sums;
+    sw_window window;
+};
+
+template <int DTYPE> SW_INLINE void sw_norm_flush(sw_norm_lane &lane)
+{
+    sw_squares_flush(lane.digit, lane.sums.high, lane.sums.cross, lane.sums.low,
+                     lane.window.unit + sw_normed<DTYPE>::RAISED);
+    lane.sums = {};
+}
+
+/* Vectors first, first + blockDim.x, ... of a turn of which some element did not fit. */
+template <int DTYPE>
+SW_INLINE void sw_norm_turn_again(sw_norm_lane &lane, const void *data, sw_u64 first, sw_u64 lanes)
+{
+    typedef sw_normed<DTYPE> kind;
+    const sw_lane16 *vector = (const sw_lane16 *)data;
+    unsigned most = 0;
+#pragma unroll 1
+    for (sw_u64 k = 0, i = first; k < SW_NORM_AHEAD && i < lanes; ++k, i += blockDim.x) {
+        const sw_lane16 loaded = vector[i];
+        for (int j = 0; j < kind::NUMEL; ++j) {
+            const unsigned bits = __float_as_uint(kind::raw(loaded, j)) & 0x7fffffffu;
+            most = bits > most && bits < 0x7f800000u ? bits : most;
+        }
+    }
+    most = sw_warp_most(most);
+    const int unit = sw_unit_above<DTYPE>(most);
+    const bool above = __uint_as_float(most) >= lane.window.beyond;
+    if (kind::MOVES && most && unit != lane.window.unit &&
+        (above || unit + SW_UNIT_FAR <= lane.window.unit)) {
+        sw_norm_flush<DTYPE>(lane);
+        lane.window = sw_window_of<DTYPE>(unit);
+    }
+#pragma unroll 1
+    for (sw_u64 k = 0, i = first; k < SW_NORM_AHEAD && i < lanes; ++k, i += blockDim.x) {
+#pragma unroll 1
+        for (unsigned j = 0; j < kind::NUMEL; ++j) {
+            const float x = sw_load(data, i * kind::NUMEL + j, DTYPE);
+            const float raw = kind::RAISED ? x * __uint_as_float((127u - kind::RAISED) << 23) : x;
+            sw_squares next = lane.sums;
+            if (sw_squares_add(next, raw, lane.window))
+                lane.sums = next;
+            else
+                sw_add_float(lane.digit, x);
+        }
+    }
+}
+
+template <int DTYPE> SW_INLINE void sw_norm_of(const sw_norm_args &a, sw_u64 *digit)
+{
+    typedef sw_normed<DTYPE> kind;
+    enum { TURN_NUMEL = SW_NORM_AHEAD * kind::NUMEL };
+    const unsigned bytes = 16 / kind::NUMEL, mask = sw_warp_mask(sw_warp_count());
+    const sw_u64 head = sw_head(a.data, 16, bytes, a.numel);
+    const sw_u64 lanes = (a.numel - head) / kind::NUMEL, tail = a.numel - lanes * kind::NUMEL;
+    const sw_lane16 *vector = (const sw_lane16 *)((const char *)a.data + head * bytes);
+    sw_norm_lane lane = {
+        digit, {}, sw_window_of<DTYPE>(kind::MOVES ? SW_UNIT_FIRST : SW_UNIT_FLOAT16)};
+    unsigned collected = 0;
+    const sw_u64 step = (sw_u64)blockDim.x * SW_NORM_AHEAD;
+    for (sw_u64 start = blockIdx.x * step; start < lanes; start += gridDim.x * step) {
+        const sw_u64 first = start + threadIdx.x;
+        sw_lane16 loaded[SW_NORM_AHEAD];
+#pragma unroll
+        for (int k = 0; k < SW_NORM_AHEAD; ++k) {
+            const sw_u64 i = first + (sw_u64)k * blockDim.x;
+            loaded[k] = i < lanes ? vector[i] : sw_lane16{};
+        }
+        sw_squares next = lane.sums;
+        bool fits = true;
+#pragma unroll
+        for (int k = 0; k < TURN_NUMEL; ++k)
+            fits &= sw_squares_add(next, kind::raw(loaded[k / kind::NUMEL], k % kind::NUMEL),
+                                   lane.window);
+        if (__all_sync(mask, fits))
+            lane.sums = next;
+        else
+            sw_norm_turn_again<DTYPE>(lane, vector, first, lanes);
+        if ((collected += TURN_NUMEL) == SW_NORM_MOST) {
+            sw_norm_flush<DTYPE>(lane);
+            collected = 0;
+        }
+    }
+    sw_norm_flush<DTYPE>(lane);
+    if (blockIdx.x == 0) /* in front of the vectors and behind them */
+        for (sw_u64 i = threadIdx.x; i < tail; i += blockDim.x)
+            sw_add_float(digit, sw_load(a.data, i < head ? i : i + lanes * kind::NUMEL, DTYPE));
+}
+
+SW_KERNEL_OF(3) sw_norm(const sw_norm_args a)
+{
+    __shared__ sw_u64 mine[SW_NORM_WORDS];
     sw_u64 *sum = (sw_u64 *)a.sum;
-    for (unsigned w = threadIdx.x; w < WORDS; w += blockDim.x)
+    for (unsigned w = threadIdx.x; w < SW_NORM_WORDS; w += blockDim.x)
         mine[w] = 0;
     __syncthreads();
-    SW_EACH(i, a.numel)
-    {
-        if (a.dtype == SW_ARG_FLOAT64)
-            sw_add_double(mine, ((const double *)a.data)[i]);
-        else
-            sw_add_float(mine, sw_load(a.data, i, a.dtype));
-    }
+    if (a.dtype == SW_ARG_FLOAT32)
+        sw_norm_of<SW_ARG_FLOAT32>(a, mine);
+    else if (a.dtype == SW_ARG_BFLOAT16)
+        sw_norm_of<SW_ARG_BFLOAT16>(a, mine);
+    else if (a.dtype == SW_ARG_FLOAT16)
+        sw_norm_of<SW_ARG_FLOAT16>(a, mine);
+    else
+        SW_EACH(i, a.numel)
+    sw_add_double(mine, ((const double *)a.data)[i]);
     __syncthreads();
-    for (unsigned w = threadIdx.x; w < WORDS; w += blockDim.x)
+    for (unsigned w = threadIdx.x; w < SW_NORM_WORDS; w += blockDim.x)
         if (mine[w])
             atomicAdd(&sum[w], mine[w]);
     if (blockIdx.x == 0 && threadIdx.x == 0)
-        atomicAdd(&sum[WORDS], a.numel); /* additions: the bound of what a digit holds */
+        atomicAdd(&sum[SW_NORM_WORDS], a.numel); /* additions: the bound of what a digit holds */
 }
