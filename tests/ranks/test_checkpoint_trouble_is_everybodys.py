@@ -370,6 +370,11 @@ def test_ranks_that_hold_other_values_are_named_before_a_byte_is_written(rank, w
         assert checkpoints.save(0) and checkpoints.restore() == 1
     gather(None)
     assert not os.path.exists(f"{folder}/b")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)  # whose ranks may differ by roundings
+    next(model.parameters()).data += rank
+    with mock.patch("shardwright.checkpoint.samples._logger.warning") as warning:
+        sw.save(f"{folder}/c", wrapped, optimizer)
+    assert "has other values on rank 1 than on rank 0" in warning.call_args.args[1]
 
 
 @pytest.mark.parametrize("original", [False, True])

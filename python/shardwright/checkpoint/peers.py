@@ -29,6 +29,12 @@ def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContex
     return shardwright.full_parameters(model, writable=writable)
 
 
+def averages_gradients(model: Any) -> bool:
+    """Whether a wrapper is known to keep the ranks' parameters alike."""
+    model = getattr(model, "_orig_mod", model)
+    return isinstance(model, TorchDDP) or wrapper_of(model) is not None
+
+
 def has_passing_parameters(model: Any) -> bool:
     """Whether whole parameters are there inside of whole_parameters() alone."""
     wrapped = wrapper_of(model)

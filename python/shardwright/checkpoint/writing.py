@@ -21,7 +21,7 @@ from .cuts import CutExchange
 from .device_staging import DeviceStaging
 from .names import ModelTensors, check_wrappers, model_tensors
 from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
-from .peers import Peers, has_passing_parameters, whole_parameters
+from .peers import Peers, averages_gradients, has_passing_parameters, whole_parameters
 from .samples import Samples, check_alike, digest, take_samples
 from .slices import Sliced, describe_state, is_sliced, sliced_state
 
@@ -277,7 +277,7 @@ class Writer:
 
     def _look_together(self, training: Training, refusal: str = "") -> tuple[ModelTensors, dict[str, torch.Tensor]]:
         """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's. CheckpointError on every
-        rank for another tensor whose sample is not alike on all of them.
+        rank for another tensor whose sample is not alike on all of them, of a model whose gradients nobody is known to average.
 
         Collective; a rank whose own part goes wrong, or has gone wrong before (`refusal`), takes part before it raises.
         """
@@ -301,7 +301,7 @@ class Writer:
             if len({theirs for _, theirs in answers if theirs is not None}) > 1:
                 everyones = self._peers.exchange(samples, "what ranks hold apart")
                 if failure is None:
-                    check_alike(everyones)
+                    check_alike(everyones, is_averaged=averages_gradients(training.model))
         if failure is not None:
             raise failure
         assert found is not None
