@@ -368,6 +368,11 @@ static void slot_abort(sw_peers *base, const sw_error *reason)
     (void)!sw_slot_fail(slots_of(base), reason, NULL);
 }
 
+static void slot_request_end(sw_peers *base, const sw_error *reason)
+{
+    sw_end_request_make(&slots_of(base)->asked, reason);
+}
+
 /* ---- life ---- */
 
 static void free_all(sw_slot_transport *t)
@@ -411,6 +416,7 @@ static const sw_peers_ops slot_ops = {
     .give_up = slot_give_up,
     .has_failed = slot_has_failed,
     .abort = slot_abort,
+    .request_end = slot_request_end,
     .destroy = slot_destroy,
 };
 

@@ -488,7 +488,7 @@ def killed_rank(gpus: SimulatedGpus, rank: int, world_size: int, where: str) -> 
         wrapped(batch(rank, 6, 7), "left right").backward()
         wrapped.module.body.weight.grad.sum()
         wrapped(batch(rank, 6, 7), "left")
-    assert 0.5 < time.monotonic() - start < 10  # a second more, on a machine with nothing else to do
+    assert time.monotonic() - start < 10  # two seconds, on a machine with nothing else to do
 
 
 @at_least_two
