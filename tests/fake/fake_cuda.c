@@ -246,6 +246,8 @@ static void run_kernel(sim_op *op)
     for (sim_block *b = sim.blocks; b; b = b->next, ++k) {
         if (b->registered || b->file) /* other processes write there */
             continue;
+        if (b->foreign && sim.is_looked_at) /* the host may be inside an operation that writes there */
+            continue;
         if (b->freed && b->pinned) /* slots of saves that are over: large, and many */
             continue;
         before[k] = malloc(b->size_bytes);

@@ -182,6 +182,7 @@ typedef struct sim_state {
     long idle_polls; /* queries since something last moved */
     unsigned long host_calls; /* of whatever kind */
     bool deadlocked;
+    bool is_looked_at; /* what runs was not asked for by the host, which may be anywhere */
     int capturing; /* streams: who asks for an event then ends the capture */
     bool has_peers; /* ranks are processes: whoever waits does so for seconds, not for polls */
     int64_t idle_since_ns;
