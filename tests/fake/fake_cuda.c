@@ -269,9 +269,11 @@ static struct {
     size_t room_bytes;
 } kept;
 
-static bool is_looked_at(const sim_block *b)
+static bool is_compared(const sim_block *b)
 {
     if (b->registered || b->file) /* other processes write there */
+        return false;
+    if (b->foreign && sim.is_looked_at) /* the host may be inside an operation that writes there */
         return false;
     return !(b->freed && b->pinned); /* slots of saves that are over: large, and many */
 }
@@ -280,7 +282,7 @@ static void mark_writable(void *context, const void *begin, size_t size_bytes, s
 {
     (void)context;
     sim_block *block = size_bytes && access & SW_ACCESS_WRITE ? sim_block_of(begin) : NULL;
-    if (!block || !is_looked_at(block))
+    if (!block || !is_compared(block))
         return;
     if (kept.writable_count == kept.writable_room) {
         kept.writable_room = 2 * kept.writable_room + 64;
@@ -298,7 +300,7 @@ static void run_kernel(sim_op *op)
 {
     size_t total = 0;
     for (const sim_block *b = sim.blocks; b; b = b->next)
-        total += is_looked_at(b) ? b->size_bytes : 0;
+        total += is_compared(b) ? b->size_bytes : 0;
     if (total > kept.room_bytes) {
         free(kept.memory);
         kept.room_bytes = total + total / 2;
@@ -306,7 +308,7 @@ static void run_kernel(sim_op *op)
     }
     unsigned char *before = kept.memory;
     for (sim_block *b = sim.blocks; b; b = b->next)
-        if (is_looked_at(b)) {
+        if (is_compared(b)) {
             b->before = before;
             memcpy(before, b->memory, b->size_bytes);
             before += b->size_bytes;
@@ -320,7 +322,7 @@ static void run_kernel(sim_op *op)
         memcpy(b->before + from, b->memory + from, kept.writable[i].size_bytes);
     }
     for (const sim_block *b = sim.blocks; b; b = b->next)
-        if (is_looked_at(b) && memcmp(b->before, b->memory, b->size_bytes) != 0)
+        if (is_compared(b) && memcmp(b->before, b->memory, b->size_bytes) != 0)
             sim_report("undeclared write", op->contract->name, &op->site, NULL);
 }
 

@@ -185,6 +185,7 @@ typedef struct sim_state {
     long idle_polls; /* queries since something last moved */
     unsigned long host_calls; /* of whatever kind */
     bool deadlocked;
+    bool is_looked_at; /* what runs was not asked for by the host, which may be anywhere */
     bool has_peers; /* ranks are processes: whoever waits does so for seconds, not for polls */
     int64_t idle_since_ns;
     sim_rank rank[SIM_DEVICE_MAX];

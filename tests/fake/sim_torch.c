@@ -88,8 +88,10 @@ SIM_API void sim_torch_look(void)
 {
     static unsigned long seen; /* under the lock */
     sim_lock();
+    sim.is_looked_at = true;
     if (sim.host_calls == seen)
         sim_elapse();
+    sim.is_looked_at = false;
     seen = sim.host_calls;
     sim_leave();
 }

@@ -108,10 +108,10 @@ def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     for compress in COMPRESSORS.values():
         few, some, many = (launched(gpus, rank, count, compress(), 0) for count in (3, 30, 120))
         owes = compress().error_feedback
-        assert few == some == 3 + 2 * owes  # encode, fold, decode; a verdict, and what is owed
+        assert few == some == 1 + 3 + 2 * owes  # use bytes; encode, fold, decode; a verdict, and what is owed
         assert many == some + 2  # encode and decode
         few, some, many = (launched(gpus, rank, count, compress(), 2) for count in (3, 30, 120))
-        assert few == some == 4 + 4 * owes  # a copy into the place; the sum of verdicts, and errors apart
+        assert few == some == 1 + 4 + 4 * owes  # a copy into the place; the sum of verdicts, and errors apart
         assert many == some + 2 + owes  # the copy, encode, errors; a third of all is decoded
 
 
