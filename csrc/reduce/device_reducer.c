@@ -357,8 +357,10 @@ static unsigned char told_byte(const sw_device_reducer *r, const uint8_t *used, 
     if (i < r->gradient_count)
         return used[i] != 0;
     size_t k = i - r->gradient_count;
-    unsigned char part = tag ? (unsigned char)(*tag >> 8 * (k / 2)) : 0;
-    return tag && k % 2 ? (unsigned char)(TAG_GREATEST - part) : part;
+    if (!tag)
+        return 0;
+    unsigned part = (unsigned)(*tag >> 8 * (k / 2)) & 0xffu;
+    return (unsigned char)(k % 2 ? TAG_GREATEST - part : part);
 }
 
 /* The rank's use bytes and tag, in the arguments of a launch: no host memory has to outlive the

@@ -135,7 +135,8 @@ const void *sim_thread(void)
 bool sim_capture_forbids(const char *call)
 {
     bool forbidden = false;
-    for (sw_cu_stream s = sim.streams; s && capture_mode != SW_CU_CAPTURE_MODE_RELAXED; s = s->next) {
+    for (sw_cu_stream s = sim.streams; s && capture_mode != SW_CU_CAPTURE_MODE_RELAXED;
+         s = s->next) {
         bool is_own = s->capturer == sim_thread();
         if (!s->capturing || (!is_own && capture_mode != SW_CU_CAPTURE_MODE_GLOBAL))
             continue;
@@ -166,7 +167,8 @@ static sim_block *block_new(size_t size_bytes, bool pinned)
     block->rank = sim_current_context()->ordinal;
     block->mapped = !pinned && size_bytes % PAGE_BYTES == 0;
     if (block->mapped)
-        block->memory = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        block->memory =
+            mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     else
         block->memory = aligned_alloc(256, (size_bytes + 255) / 256 * 256);
     memset(block->memory, POISON, size_bytes);
@@ -273,7 +275,9 @@ static bool is_compared(const sim_block *b)
 {
     if (b->registered || b->file) /* other processes write there */
         return false;
-    if (b->foreign && sim.is_looked_at) /* the host may be inside an operation that writes there */
+    /* Of torch's memory only what the kernel is about: other threads write to what was given back,
+     * and where the host was not what asked, it may be inside an operation that writes anywhere. */
+    if (b->foreign && (sim.is_looked_at || !b->is_touched))
         return false;
     return !(b->freed && b->pinned); /* slots of saves that are over: large, and many */
 }
@@ -281,8 +285,11 @@ static bool is_compared(const sim_block *b)
 static void mark_writable(void *context, const void *begin, size_t size_bytes, sw_access access)
 {
     (void)context;
-    sim_block *block = size_bytes && access & SW_ACCESS_WRITE ? sim_block_of(begin) : NULL;
-    if (!block || !is_compared(block))
+    sim_block *block = size_bytes ? sim_block_of(begin) : NULL;
+    if (!block)
+        return;
+    block->is_touched = true;
+    if (!(access & SW_ACCESS_WRITE))
         return;
     if (kept.writable_count == kept.writable_room) {
         kept.writable_room = 2 * kept.writable_room + 64;
@@ -299,6 +306,10 @@ static void mark_writable(void *context, const void *begin, size_t size_bytes, s
 static void run_kernel(sim_op *op)
 {
     size_t total = 0;
+    for (sim_block *b = sim.blocks; b; b = b->next)
+        b->is_touched = false;
+    kept.writable_count = 0;
+    op->contract->accesses(op->args, mark_writable, NULL);
     for (const sim_block *b = sim.blocks; b; b = b->next)
         total += is_compared(b) ? b->size_bytes : 0;
     if (total > kept.room_bytes) {
@@ -313,13 +324,12 @@ static void run_kernel(sim_op *op)
             memcpy(before, b->memory, b->size_bytes);
             before += b->size_bytes;
         }
-    kept.writable_count = 0;
-    op->contract->accesses(op->args, mark_writable, NULL);
     op->contract->reference(op->args);
     for (size_t i = 0; i < kept.writable_count; ++i) {
         const sim_block *b = kept.writable[i].block;
         size_t from = kept.writable[i].from;
-        memcpy(b->before + from, b->memory + from, kept.writable[i].size_bytes);
+        if (is_compared(b))
+            memcpy(b->before + from, b->memory + from, kept.writable[i].size_bytes);
     }
     for (const sim_block *b = sim.blocks; b; b = b->next)
         if (is_compared(b) && memcmp(b->before, b->memory, b->size_bytes) != 0)

@@ -100,14 +100,15 @@ typedef struct sim_block {
     unsigned char *memory;
     size_t size_bytes;
     bool pinned, freed;
-    bool foreign; /* torch's memory: adopted, not ours to free; so is registered memory */
+    bool foreign;   /* torch's memory: adopted, not ours to free; so is registered memory */
     int registered; /* times; the host's memory, which others than the device may write */
     bool mapped;    /* its pages are its own: it may be exported */
     int file;       /* exported: the file behind it; 0: none */
     int open_count; /* of peers that are threads, and have it open */
-    int rank;     /* device ordinal */
+    int rank;       /* device ordinal */
     sim_site freed_at;
-    unsigned char *before; /* its bytes before the kernel that runs, if those are looked at */
+    unsigned char *before; /* its bytes before the kernel that runs, if those are compared */
+    bool is_touched;       /* by what that kernel says of itself */
     sim_segment *segments;
     struct sim_block *next;
 } sim_block;
@@ -138,10 +139,10 @@ typedef struct sim_op {
 
 struct CUstream_st {
     int actor, rank;
-    bool destroyed; /* as an event */
-    bool is_torch;  /* torch's: see sim_torch.c */
-    bool capturing; /* into a graph: what is enqueued here then is a report */
-    bool capture_broken; /* by a call that captures forbid, of whatever thread: a report */
+    bool destroyed;       /* as an event */
+    bool is_torch;        /* torch's: see sim_torch.c */
+    bool capturing;       /* into a graph: what is enqueued here then is a report */
+    bool capture_broken;  /* by a call that captures forbid, of whatever thread: a report */
     const void *capturer; /* the thread that began it, in global mode */
     sim_clock clock;
     sim_op *first, *last;
@@ -182,11 +183,11 @@ typedef struct sim_state {
     int rank_count, baton;
     int device_count, version;
     int actor_count;
-    long idle_polls; /* queries since something last moved */
+    long idle_polls;          /* queries since something last moved */
     unsigned long host_calls; /* of whatever kind */
     bool deadlocked;
     bool is_looked_at; /* what runs was not asked for by the host, which may be anywhere */
-    bool has_peers; /* ranks are processes: whoever waits does so for seconds, not for polls */
+    bool has_peers;    /* ranks are processes: whoever waits does so for seconds, not for polls */
     int64_t idle_since_ns;
     sim_rank rank[SIM_DEVICE_MAX];
     struct CUctx_st context[SIM_DEVICE_MAX];
@@ -198,8 +199,8 @@ typedef struct sim_state {
     const sw_kernel_contract *contracts;
     int contract_count;
     int report_count;
-    sim_note note[SIM_NOTE_MAX]; /* the first ones tell */
-    char report[1 << 16];        /* their text, made when it is asked for */
+    sim_note note[SIM_NOTE_MAX];  /* the first ones tell */
+    char report[1 << 16];         /* their text, made when it is asked for */
     char fail_name[SIM_CALL_MAX]; /* the next call of that name fails, too; "": none */
     int fail_name_result;
     char failed[SIM_CALL_MAX];
