@@ -185,6 +185,7 @@ static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
     SW_TRY(sw_file_remove(ready, err));
     SW_TRY(sw_path_join(lock, saver->partial, SW_LOCK_NAME, err));
     SW_TRY(sw_file_remove(lock, err));
+    SW_TRY(sw_file_close(&saver->lock_fd, lock, err)); /* NFS keeps a name for what is open */
     SW_TRY(sw_manifest_complete(&saver->manifest, err));
     SW_TRY(sw_save_check(saver, err));
     SW_TRY(sw_commit(saver->partial, saver->folder, &saver->manifest, err));
@@ -201,9 +202,9 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
             *outcome = found;
     }
     sw_board_decide(saver->board, saver->number, outcome);
+    (void)!sw_file_close(&saver->lock_fd, saver->partial, NULL); /* it has no bytes to lose */
     if (outcome->status != SW_OK)
         sw_folder_remove(saver->partial);
-    (void)!sw_file_close(&saver->lock_fd, saver->partial, NULL); /* it has no bytes to lose */
 }
 
 /* The sentence of rank 0 is everybody's; without one, this rank's own. */

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include "checkpoint/save.h"
+#include "platform/clock.h"
+#include "platform/thread.h"
 #include "python/device_stage_object.h"
 
 typedef struct saver_object {
@@ -50,6 +52,18 @@ static bool is_free(saver_object *self)
         PyErr_SetString(sw_py_state_of((PyObject *)self)->checkpoint_error,
                         "another thread is inside the Checkpointer: one call at a time");
     return !self->in_use;
+}
+
+enum { NAP_NS = 1000 * 1000 };
+
+/* Until the other thread's call has ended, or about that many naps. What ends it needs the GIL. */
+static void wait_until_free(const saver_object *self, int naps)
+{
+    for (; self->in_use && naps > 0; --naps) {
+        Py_BEGIN_ALLOW_THREADS
+        sw_thread_sleep_ns(NAP_NS);
+        Py_END_ALLOW_THREADS
+    }
 }
 
 /* Of everything but progress and cancel; true: leave() follows. */
@@ -156,8 +170,11 @@ static PyObject *saver_close(PyObject *op, PyObject *unused)
 {
     saver_object *self = (saver_object *)op;
     (void)unused;
-    if (self->saver && getpid() == self->owner_pid && !is_free(self))
-        return NULL;
+    if (self->saver && getpid() == self->owner_pid) {
+        wait_until_free(self, 2000);
+        if (!is_free(self))
+            return NULL;
+    }
     close_saver(self);
     Py_RETURN_NONE;
 }
@@ -317,6 +334,7 @@ static PyObject *saver_protect(PyObject *op, PyObject *unused)
     sw_error err = {0};
     sw_status status;
     (void)unused;
+    wait_until_free(self, 60000);
     if (!enter(self))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
@@ -339,15 +357,26 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
         return NULL;
     if (!(timeout_s >= 0 && timeout_s <= 1e9))
         return PyErr_Format(PyExc_ValueError, "wait: timeout_s must be in [0, 1e9] seconds");
-    if (!enter(self))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_saver_wait(self->saver, (int64_t)(timeout_s * 1e9), &is_over, &err);
-    Py_END_ALLOW_THREADS
-    leave(self);
-    if (status != SW_OK)
-        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
-    return PyBool_FromLong(is_over);
+    /* It looks and sleeps in turns: a step of another thread's may have to protect() meanwhile. */
+    int64_t until_ns = sw_clock_now_ns() + (int64_t)(timeout_s * 1e9);
+    for (bool was_free = false;; was_free = false) {
+        if (!is_usable(self))
+            return NULL;
+        if (!self->in_use) {
+            was_free = enter(self);
+            Py_BEGIN_ALLOW_THREADS
+            status = sw_saver_wait(self->saver, 0, &is_over, &err);
+            Py_END_ALLOW_THREADS
+            leave(self);
+            if (status != SW_OK)
+                return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+        }
+        if ((was_free && is_over) || sw_clock_now_ns() >= until_ns)
+            return PyBool_FromLong(is_over);
+        Py_BEGIN_ALLOW_THREADS
+        sw_thread_sleep_ns(NAP_NS);
+        Py_END_ALLOW_THREADS
+    }
 }
 
 static PyObject *saver_fail(PyObject *op, PyObject *args)

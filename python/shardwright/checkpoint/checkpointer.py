@@ -59,7 +59,8 @@ class Checkpointer:
     keep_last, keep_every, keep_best : int, optional
         What stays: that many of the newest; those whose step is a multiple; that many of the best metric. Without any of
         them everything stays. The newest always does. Damaged checkpoints count for nothing, and what is no checkpoint alone in its
-        folder, or of a newer version, stays.
+        folder, or of a newer version, stays; so do, uncounted, those of later steps than the one that is saved (after
+        ``restore(step=...)``).
     best : {"min", "max"}
         Which metric is better.
     snapshot : {"copy", "lazy"}
@@ -332,6 +333,7 @@ class Checkpointer:
         has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
         kept = list_checkpoints(self.directory, look=has_rules)
         kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self._rejected else k for k in kept]
+        kept = [k for k in kept if k.step <= new.step]  # who went back to an older one has not said that the newer ones go
         goes = to_retire([*(k for k in kept if k.path not in same), new], **self._rules)  # type: ignore[arg-type]
         # in this order: without its successor, what was replaced is a checkpoint again
         paths = [path for path in replaced_ones(self.directory) if path not in same]
@@ -476,7 +478,7 @@ class Checkpointer:
         CheckpointError
             As wait().
         """
-        with self._call.of("close()"):
+        with self._call.of("close()", waits=True):
             self._close(self._writer.wait)
 
     def _close(self, wait: Callable[[], None]) -> None:
@@ -489,8 +491,10 @@ class Checkpointer:
             for hook in self._hooks:
                 hook.remove()
             self._retire.detach()
-            self._writer.close()
-            self._release()
+            try:
+                self._writer.close()
+            finally:
+                self._release()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -500,7 +504,7 @@ class Checkpointer:
             self.close()
             return
         try:  # the error on its way out is the one to hear of; the other ranks may not be here
-            with self._call.of("close()"):
+            with self._call.of("close()", waits=True):
                 self._close(self._writer.wait_alone)
         except CheckpointError as failure:
             logger.warning("the last save failed: %s", failure)

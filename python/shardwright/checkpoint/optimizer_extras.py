@@ -22,10 +22,11 @@ _DEPTH = 4
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """What a wrapper steps that is an Optimizer by its class alone, as accelerate's is: no hook of a step can be kept in it."""
-    while isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" not in _attributes(optimizer):
+    """What accelerate's wrapper steps: an Optimizer by its class alone, in which no hook of a step can be kept. Other wrappers may have
+    state of their own."""
+    while isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__module__.startswith("accelerate."):
         inner = _attributes(optimizer).get("optimizer")
-        if not hasattr(inner, "param_groups"):
+        if not hasattr(inner, "param_groups") or optimizer.state is not inner.state:
             break
         optimizer = inner
     return optimizer
