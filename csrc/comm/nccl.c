@@ -21,9 +21,14 @@ struct sw_nccl {
 
 /* ---- failing ---- */
 
-bool sw_nccl_has_failed(const sw_nccl *comm)
+static bool has_failed(const sw_nccl *comm)
 {
     return comm->failure.status != SW_OK;
+}
+
+bool sw_nccl_has_failed(const sw_nccl *comm)
+{
+    return has_failed(comm) && !comm->handle; /* an open group still needs it until its end */
 }
 
 static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
@@ -49,7 +54,7 @@ static void end(sw_nccl *comm)
  * ones along. */
 static sw_status fail(sw_nccl *comm, const sw_error *reason, sw_error *err)
 {
-    if (!sw_nccl_has_failed(comm))
+    if (!has_failed(comm))
         comm->failure = *reason;
     if (comm->depth == 0)
         end(comm);
@@ -91,12 +96,12 @@ static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, 
 {
     int64_t start = sw_clock_now_ns();
     while (result == SW_NCCL_IN_PROGRESS) {
+        SW_TRY(check_request(comm, err)); /* first: a lender may have freed what is asked */
         sw_nccl_result asked = comm->library->call.ncclCommGetAsyncError(comm->handle, &result);
         if (asked != SW_NCCL_SUCCESS)
             return fail_result(comm, asked, what, err);
         if (result != SW_NCCL_IN_PROGRESS)
             break;
-        SW_TRY(check_request(comm, err));
         if (sw_clock_now_ns() - start > comm->timeout_ns)
             return fail_late(comm, what, err);
         sw_thread_rest(sw_clock_now_ns() - start);
@@ -108,8 +113,10 @@ static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, 
 #define NCCL_CALL(comm, err, what, invocation)                              \
     do {                                                                    \
         sw_device_visit visit_;                                             \
-        if (sw_nccl_has_failed(comm))                                       \
+        if (has_failed(comm))                                               \
             return refuse_failed((comm), (err));                            \
+        if ((comm)->depth == 0)                                             \
+            SW_TRY(check_request((comm), (err)));                           \
         SW_TRY((comm)->device->ops->enter((comm)->device, &visit_, (err))); \
         sw_nccl_result result_ = (comm)->library->call.invocation;          \
         (comm)->device->ops->leave((comm)->device, &visit_);                \
@@ -319,7 +326,7 @@ sw_status sw_nccl_group_end(sw_nccl *comm, sw_error *err)
     if (entered)
         comm->device->ops->leave(comm->device, &visit);
     bool is_outermost = --comm->depth == 0;
-    if (sw_nccl_has_failed(comm)) {
+    if (has_failed(comm)) {
         if (is_outermost)
             end(comm);
         return refuse_failed(comm, err);
@@ -397,7 +404,7 @@ sw_status sw_nccl_exchange_slices(sw_nccl *comm, const void *data, void *contrib
     size_t slice_bytes = slice_numel * sw_dtype_size_bytes(dtype);
     sw_status status = SW_OK;
     if (comm->world_size == 1 || slice_bytes == 0)
-        return sw_nccl_has_failed(comm) ? refuse_failed(comm, err) : SW_OK;
+        return has_failed(comm) ? refuse_failed(comm, err) : SW_OK;
     SW_TRY(sw_nccl_group_begin(comm, err));
     for (int peer = 0; peer < comm->world_size && status == SW_OK; ++peer) {
         size_t slice = (size_t)(slice_of_rank ? slice_of_rank[peer] : peer);
@@ -418,7 +425,7 @@ sw_status sw_nccl_gather_among(sw_nccl *comm, void *data, size_t slice_bytes, co
         if (ranks[k] == comm->rank)
             own = (char *)data + (size_t)k * slice_bytes;
     if (count == 1 || slice_bytes == 0)
-        return sw_nccl_has_failed(comm) ? refuse_failed(comm, err) : SW_OK;
+        return has_failed(comm) ? refuse_failed(comm, err) : SW_OK;
     SW_TRY(sw_nccl_group_begin(comm, err));
     for (int k = 0; k < count && status == SW_OK; ++k)
         if (ranks[k] != comm->rank)
@@ -445,7 +452,7 @@ sw_status sw_nccl_broadcast(sw_nccl *comm, void *data, size_t numel, sw_dtype dt
 sw_status sw_nccl_check(sw_nccl *comm, sw_error *err)
 {
     sw_nccl_result result = SW_NCCL_SUCCESS;
-    if (!sw_nccl_has_failed(comm))
+    if (!has_failed(comm))
         SW_TRY(check_request(comm, err));
     NCCL_CALL(comm, err, "query", ncclCommGetAsyncError(comm->handle, &result));
     if (result == SW_NCCL_SUCCESS || result == SW_NCCL_IN_PROGRESS)
@@ -455,12 +462,12 @@ sw_status sw_nccl_check(sw_nccl *comm, sw_error *err)
 
 sw_status sw_nccl_give_up(sw_nccl *comm, const char *what, sw_error *err)
 {
-    return sw_nccl_has_failed(comm) ? refuse_failed(comm, err) : fail_late(comm, what, err);
+    return has_failed(comm) ? refuse_failed(comm, err) : fail_late(comm, what, err);
 }
 
 void sw_nccl_abort(sw_nccl *comm, const sw_error *reason)
 {
-    if (!sw_nccl_has_failed(comm))
+    if (!has_failed(comm))
         (void)!fail(comm, reason, NULL);
 }
 

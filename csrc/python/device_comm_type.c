@@ -541,7 +541,7 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
                          version % 10000 / 100, version % 100, "nccl_missing",
                          has_nccl ? "" : comm->nccl_missing.message, "kernels",
                          sw_image_origin_name(comm->kernels.origin), "transport",
-                         comm->peers ? comm->peers->name : NULL);
+                         comm->peers && !self->closed ? comm->peers->name : NULL);
 }
 
 static PyObject *device_stats(PyObject *op, PyObject *unused)
@@ -570,7 +570,7 @@ static PyObject *device_get_alive(PyObject *op, void *unused)
 {
     const device_comm_object *self = (device_comm_object *)op;
     (void)unused;
-    return PyBool_FromLong(self->comm && self->comm->peers &&
+    return PyBool_FromLong(!self->closed && self->comm && self->comm->peers &&
                            !sw_peers_has_failed(self->comm->peers));
 }
 
