@@ -201,7 +201,7 @@ MADE = {
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, name: str, snapshot: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if name.startswith("Lookahead") and snapshot == "lazy":
+    if name in ("Lookahead", "Lookahead, before its first step") and snapshot == "lazy":
         pytest.skip("its own class has no hooks of steps")
     model = model_of(0)
     optimizer = MADE[name](model.parameters())

@@ -19,6 +19,7 @@ from .._engine import CheckpointError, CheckpointFolder, Error
 from ..fully_shard import wrapper_of
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
+from .optimizer_extras import stepping_optimizer
 from .peers import Peers, os_error
 from .reading import agree_on, apply_together
 from .retention import (
@@ -183,7 +184,9 @@ class Checkpointer:
                 max_file_bytes=max_file_bytes,
             )  # fmt: skip
             if self._lazy:
-                self._hooks = _before_writes(model, self._training.optimizer, _protector(self._writer))
+                self._hooks = _before_writes(
+                    model, stepping_optimizer(self._training.optimizer), _protector(self._writer)
+                )
         except BaseException:
             self._release()
             raise
@@ -333,7 +336,9 @@ class Checkpointer:
         has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
         kept = list_checkpoints(self.directory, look=has_rules)
         kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self._rejected else k for k in kept]
-        kept = [k for k in kept if k.step <= new.step]  # who went back to an older one has not said that the newer ones go
+        kept = [
+            k for k in kept if k.step <= new.step
+        ]  # who went back to an older one has not said that the newer ones go
         goes = to_retire([*(k for k in kept if k.path not in same), new], **self._rules)  # type: ignore[arg-type]
         # in this order: without its successor, what was replaced is a checkpoint again
         paths = [path for path in replaced_ones(self.directory) if path not in same]

@@ -32,6 +32,16 @@ def bare_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+def stepping_optimizer(optimizer: Any) -> Any:
+    """Where a hook of each step can be kept: what a wrapper steps that is an Optimizer by its class alone."""
+    while isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" not in _attributes(optimizer):
+        inner = _attributes(optimizer).get("optimizer")
+        if not hasattr(inner, "param_groups"):
+            break
+        optimizer = inner
+    return optimizer
+
+
 def further_state(optimizer: Any) -> dict[str, Any]:
     """What the optimizer's state_dict() has beside torch's own keys: values of any kind.
 
