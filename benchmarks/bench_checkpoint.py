@@ -77,6 +77,12 @@ class Subject:
             },
         }
 
+    def align(self) -> None:
+        """Ranks have taken different numbers of steps; what is saved is one training's."""
+        for group in self.state().values() if dist.get_world_size() > 1 else ():
+            for tensor in group.values():
+                dist.broadcast(tensor, 0)
+
     def digest(self) -> list[float]:
         return [float(t.double().sum()) for group in self.state().values() for t in group.values()]
 
@@ -85,6 +91,7 @@ def one_save(
     subject: Subject, quiet_s: float, begin: Callable[[], Any], is_durable: Callable[[Any], bool]
 ) -> dict[str, float]:
     """Trains on while a save runs. returns, durable, lost: seconds."""
+    subject.align()
     dist.barrier()
     start = time.perf_counter()
     handle = begin()
@@ -214,6 +221,7 @@ class Bench:
     def verify(self) -> None:
         """What each arm saved is what it loads."""
         for arm in ("copy", "lazy"):
+            self.subject.align()
             before = self.subject.digest()
             with sw.Checkpointer(
                 f"{self.directory}/verify-{arm}", self.subject.model, self.subject.optimizer, snapshot=arm
@@ -277,6 +285,7 @@ def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: fl
         raw.append(bench.raw())
     cpu = {}
     for arm in ("copy", "lazy"):  # lazy: nothing is overwritten, all of the work is the background's
+        bench.subject.align()
         begin, own = time.process_time(), time.thread_time()
         bench.ours[arm].save(10_000_000)
         bench.ours[arm].wait()
