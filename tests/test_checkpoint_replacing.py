@@ -13,19 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 import shardwright as sw
 from shardwright.checkpoint import StorageReader, retention
 from shardwright.cli import main
-
-
-def model_of(value: float) -> nn.Module:
-    model = nn.Linear(3, 2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
+from test_checkpoint_takes_nobodys_place import model_of
 
 
 @pytest.fixture

@@ -347,6 +347,17 @@ def test_a_save_under_way_holds_its_lock_and_leaves_no_trace_of_it(tmp_path: Pat
     assert StorageReader.validate_checkpoint_id(tmp_path / "step-000001")
 
 
+def test_a_checkpointer_leaves_alone_what_dcp_is_about_to_commit(tmp_path: Path) -> None:
+    committing = tmp_path / f"step-000007.{NONCES['dcp']}.partial"  # LOCK went a moment ago, the name comes in a moment
+    dead = left_by_a_dead_save(tmp_path / "step-000008", NONCES["ours"])
+    committing.mkdir()
+    by_checkpointer(tmp_path / "step-000001")
+    assert committing.exists() and not dead.exists()
+    os.utime(committing, (time.time() - 7200,) * 2)
+    by_checkpointer(tmp_path / "step-000002")
+    assert not committing.exists()
+
+
 def test_a_directory_that_cannot_be_written_to_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 

@@ -20,6 +20,7 @@ _OF_A_SAVE = re.compile(r"(.+)\.(?:[0-9a-f]{24}n[0-9a-z]{1,13}|d[0-9a-f]{24})\.(
 #: seconds after which a folder without LOCK is nobody's: one of an earlier release, or whose save is just about to make the file, or
 #: to commit; by the clocks of this host and of the file system
 _NOBODYS_S = 3600.0
+_OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
 
 
 class PartialLock:
@@ -69,6 +70,11 @@ def of_saves(directory: str, name: str | None = None) -> list[str]:
             if match[2] == "trash" or _is_dead(path):
                 found.append(path)
     return sorted(found)
+
+
+def is_left(partial: str) -> bool:
+    """Whether nobody writes to `partial` any more, for who holds the lock on its directory: no Checkpointer does, then."""
+    return _is_dead(partial) if _OF_DCP.match(partial) else is_alive(partial) is not True
 
 
 def _is_dead(partial: str) -> bool:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
-from .partial import is_alive, of_saves
+from .partial import is_left, of_saves
 
 _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|trash)\Z")
@@ -74,7 +74,7 @@ def left_overs(directory: str) -> list[str]:
     """What saves of steps that died have left, and what retention had no time to unlink. Not what a save that lives is writing; that
     no Checkpointer is one of those, its lock on the directory tells."""
     steps = [os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name)]
-    return sorted(path for path in steps if is_alive(path) is not True)
+    return sorted(path for path in steps if is_left(path))
 
 
 def all_left_overs(directory: str) -> list[str]:
