@@ -5,6 +5,7 @@ cache is private, whole or absent, and never stale.
 
 from __future__ import annotations
 
+import json
 import locale
 import os
 import re
@@ -18,6 +19,8 @@ import pytest
 
 import cuda_files
 from shardwright import _engine
+from shardwright.cli import main
+from shardwright.device import CudaRuntime
 from test_csrc import BUILDERS, ROOT, Builder, run_checked, shipped_flags
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
@@ -170,6 +173,33 @@ def test_without_any_place_the_error_names_each() -> None:
         _engine.device_kernel_image(9, 0, packaged="/no/images", cache="/no/cache", nvrtc="/no/libnvrtc.so")
     for piece in ("sm_90", "packaged in /no/images: none", "cached in /no/cache: none", "/no/libnvrtc.so"):
         assert piece in str(caught.value)
+
+
+def test_images_are_made_ahead_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    folder, compiler = tmp_path / "images", nvrtc_places()["nvrtc"]
+    assert main(["kernels", "--arch", "9.0", "--to", str(folder), "--nvrtc", compiler]) == 0
+    assert re.fullmatch(r"sm_90: written, \d+ bytes of machine code\n", capsys.readouterr().out)
+    assert main(["kernels", "--json", "--arch", "sm_90", "--to", str(folder), "--nvrtc", "/nowhere.so"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["ok"] and said["images"][0]["detail"].startswith("there already")
+    monkeypatch.setenv("SHARDWRIGHT_KERNELS", str(folder))  # programs, on machines that have nothing else
+    places = CudaRuntime().libraries() | {"nvrtc": None}
+    assert _engine.device_kernel_image(9, 0, **places)[0] == "packaged"
+    assert main(["kernels", "--arch", "90"]) == 0 and "packaged" in capsys.readouterr().out
+
+    assert main(["kernels", "--arch", "80", "90", "--nvrtc", "/nowhere.so"]) == 1
+    told = capsys.readouterr()
+    assert "sm_90: packaged" in told.out and "sm_80: no image" in told.err and "/nowhere.so" in told.err
+    folder.chmod(0o777)
+    shared = ["--arch", "90", "--to", str(folder)]
+    for wrong in (["--arch", "70"], ["--arch", "hopper"], ["--to", "/proc/none/here", "--arch", "90"], shared, []):
+        with pytest.raises(SystemExit) as usage:
+            main(["kernels", *wrong])
+        assert usage.value.code == 2
+    assert "no GPU is seen here" in capsys.readouterr().err
 
 
 def text_program(builder: Builder) -> Path:

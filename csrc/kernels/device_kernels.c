@@ -17,10 +17,11 @@ FITS(matrices);
 FITS(orthonormalize);
 FITS(put);
 
-static sw_status load(sw_kernel_set *set, const sw_image_places *places, sw_error *err)
+static sw_status load_found(sw_kernel_set *set, const sw_image_places *places, sw_error *err)
 {
     const sw_device_ops *ops = set->device->ops;
     sw_image image;
+    set->origin = SW_IMAGE_NONE;
     SW_TRY(sw_image_find(&image, set->device->major, set->device->minor, places, err));
     set->origin = image.origin;
     sw_status status = ops->module_load(set->device, image.data, &set->module, err);
@@ -30,6 +31,24 @@ static sw_status load(sw_kernel_set *set, const sw_image_places *places, sw_erro
         SW_TRY(ops->module_function(set->device, set->module, sw_kernel_contracts()[k].name,
                                     &set->function[k], err));
     return SW_OK;
+}
+
+/* A packaged image that the driver refuses, one of a newer compiler's, say, is as good as none. */
+static sw_status load(sw_kernel_set *set, const sw_image_places *places, sw_error *err)
+{
+    sw_image_places others = *places;
+    sw_error refused, last;
+    if (load_found(set, places, &refused) == SW_OK)
+        return SW_OK;
+    if (set->origin != SW_IMAGE_PACKAGED)
+        return sw_error_set(err, refused.status, refused.detail, "%s", refused.message);
+    sw_kernel_set_fini(set);
+    others.packaged_folder = NULL;
+    if (load_found(set, &others, &last) == SW_OK)
+        return SW_OK;
+    return sw_error_set(err, refused.status, refused.detail,
+                        "packaged image of the kernels: %.200s; without it: %.220s",
+                        refused.message, last.message);
 }
 
 sw_status sw_kernel_set_init(sw_kernel_set *set, sw_device *device, const sw_image_places *places,

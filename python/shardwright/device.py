@@ -75,7 +75,7 @@ class CudaRuntime:
     def libraries(self) -> dict[str, str | None]:
         """Arguments of DeviceComm: where the driver, NCCL and the kernels' images are."""
         nvrtc, builtins = find_nvrtc(nvidia_folders(), torch.version.cuda)
-        return {"cache": _cache_folder(), "nvrtc": nvrtc, "builtins": builtins}
+        return {"packaged": _image_folder(), "cache": _cache_folder(), "nvrtc": nvrtc, "builtins": builtins}
 
 
 #: A test puts a stand-in here, for simulated GPUs.
@@ -96,9 +96,19 @@ def find_nvrtc(folders: Iterable[Path], cuda_version: str | None) -> tuple[str |
     for folder in folders if major else ():
         for pattern in (f"*/lib/{name}", f"lib/{name}", f"lib64/{name}"):
             for path in sorted(folder.glob(pattern)):
-                companion = next(iter(sorted(path.parent.glob("libnvrtc-builtins.so.*"))), None)
-                return str(path), None if companion is None else str(companion)
+                return str(path), nvrtc_companion(path)
     return (name if major else None), None
+
+
+def nvrtc_companion(path: Path) -> str | None:
+    """The library that the compiler loads by name, which the loader may not find where pip puts it."""
+    return next((str(found) for found in sorted(path.parent.glob("libnvrtc-builtins.so.*"))), None)
+
+
+def _image_folder() -> str | None:
+    """Where images lie that were made ahead of time (`shardwright kernels --to`): SHARDWRIGHT_KERNELS, else the package's own."""
+    own = Path(__file__).with_name("images")
+    return os.environ.get("SHARDWRIGHT_KERNELS") or (str(own) if own.is_dir() else None)
 
 
 def _cache_folder() -> str | None:

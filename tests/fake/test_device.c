@@ -98,6 +98,39 @@ static void check_form(sw_device *device, const sw_kernel_set *kernels)
     ops->stream_destroy(device, stream);
 }
 
+/* Whether the driver refused the image; the place after the packaged folder is `cache`. */
+static bool load_refused(sw_device *device, const char *cache, long nth)
+{
+    sw_image_places places = {.packaged_folder = gpu_folder, .cache_folder = cache};
+    sw_kernel_set kernels;
+    sw_error err = {0};
+    gpu_sim->fail_call(0, nth, 209); /* CUDA_ERROR_NO_BINARY_FOR_GPU */
+    sw_status status = sw_kernel_set_init(&kernels, device, &places, &err);
+    bool is_refused = strcmp(gpu_sim->failed_call(), "cuModuleLoadData") == 0;
+    gpu_sim->fail_call(0, 0, 0);
+    if (is_refused && cache) {
+        check(status == SW_OK && kernels.origin == SW_IMAGE_CACHED, "%s", err.message);
+    } else if (is_refused) {
+        expect(status, &err, SW_E_DEVICE, "packaged image of the kernels: ");
+        check(strstr(err.message, "(209)") && strstr(err.message, "without it: no image"), "%s",
+              err.message);
+    }
+    if (status == SW_OK)
+        sw_kernel_set_fini(&kernels);
+    return is_refused;
+}
+
+static void check_refused_image(sw_device *device)
+{
+    const char *caches[] = {NULL, gpu_folder};
+    for (int k = 0; k < 2; ++k) {
+        long nth = 1;
+        while (nth < 9 && !load_refused(device, caches[k], nth))
+            ++nth;
+        check(nth < 9, "cuModuleLoadData was not among the first calls");
+    }
+}
+
 static void check_forms(void)
 {
     sw_image_places places = {.packaged_folder = gpu_folder}, nowhere = {0};
@@ -123,6 +156,7 @@ static void check_forms(void)
         check_form(device, &kernels);
         sw_kernel_set_fini(&kernels);
     }
+    check_refused_image(device);
     sw_device_destroy(device);
     gpu_expect_clean("both forms");
 }

@@ -24,12 +24,13 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    from . import ckpt, doctor
+    from . import ckpt, doctor, kernels
 
     _Parser.arguments = sys.argv[1:] if arguments is None else arguments
     parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     doctor.add_parser(commands)
     ckpt.add_parser(commands)
+    kernels.add_parser(commands)
     options = parser.parse_args(arguments)
     return int(options.run(options))

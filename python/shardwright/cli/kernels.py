@@ -1,0 +1,113 @@
+"""`shardwright kernels`: images of the GPU kernels, made ahead of time for machines that have no compiler at run time.
+
+Needs NVRTC (the pip package nvidia-cuda-nvrtc, or a CUDA toolkit), no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EPILOG = """Exit code 0: there is an image for each architecture; 1: there is not; 2: wrong usage.
+
+Programs look for images in SHARDWRIGHT_KERNELS (else in the package's own folder `images`), then in the user's cache, and then compile.
+An image made by a compiler of CUDA 12 runs under the drivers of CUDA 12 and later, not the other way round."""
+_OLDEST = 75
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to an argparse subparsers object."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "kernels",
+        help="make images of the GPU kernels ahead of time",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--arch",
+        type=_architecture,
+        nargs="+",
+        metavar="SM",
+        help=f"compute capabilities, as 80 or 9.0, from {_OLDEST} on; without it those of this machine's GPUs",
+    )
+    parser.add_argument(
+        "--to", metavar="FOLDER", help="write there what it lacks; without it into the user's cache, as programs do"
+    )
+    parser.add_argument("--nvrtc", metavar="PATH", help="the compiler; without it the one that torch's CUDA brings")
+    parser.set_defaults(run=lambda options: run(parser, options))
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Prints a line an architecture."""
+    architectures = options.arch or _of_this_machine()
+    if not architectures:
+        parser.error("no GPU is seen here: name architectures with --arch, as in --arch 80 90")
+    if options.to is not None:
+        try:  # by the umask, so that others can read it; the engine makes its cache for the user alone
+            os.makedirs(options.to, exist_ok=True)
+            info = os.stat(options.to)
+        except OSError as error:
+            parser.error(f"--to {options.to}: {error.strerror}")
+        if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+            parser.error(f"--to {options.to}: must be this user's, and writable to nobody else")
+    found = list(_images(options, sorted(set(architectures))))
+    ok = all(each["ok"] for each in found)
+    if options.json:
+        print(json.dumps({"ok": ok, "to": options.to, "images": found}, indent=2))
+    else:
+        for each in found:
+            print(f"sm_{each['arch']}: {each['detail']}", file=sys.stdout if each["ok"] else sys.stderr)
+    return 0 if ok else 1
+
+
+def _images(options: argparse.Namespace, architectures: list[int]) -> Iterator[dict[str, Any]]:
+    from .. import _engine
+    from ..device import nvrtc_companion, runtime
+
+    places: dict[str, str | None] = runtime.libraries()
+    if options.nvrtc is not None:
+        places |= {"nvrtc": options.nvrtc, "builtins": nvrtc_companion(Path(options.nvrtc))}
+    if options.to is not None:
+        places |= {"packaged": None, "cache": options.to}
+    for architecture in architectures:
+        try:
+            origin, image = _engine.device_kernel_image(*divmod(architecture, 10), **places)
+        except (_engine.Error, NotImplementedError, RuntimeError) as error:
+            yield {"arch": architecture, "ok": False, "detail": str(error)}
+            continue
+        ok = options.to is None or origin in ("cached", "compiled")
+        kind = "machine code" if image[:4] == b"\x7fELF" else "PTX, which the driver compiles at its first use"
+        detail = f"{origin}, {len(image)} bytes of {kind}"
+        if options.to is not None:
+            detail = {"cached": "there already", "compiled": "written"}.get(origin, "not written") + detail[
+                len(origin) :
+            ]
+        if not ok:
+            detail += f": '{options.to}' cannot be written to"
+        yield {"arch": architecture, "ok": ok, "origin": origin, "size_bytes": len(image), "detail": detail}
+
+
+def _of_this_machine() -> list[int]:
+    from .. import _engine
+
+    try:
+        devices = _engine.cuda_devices()["devices"]
+    except (_engine.Error, NotImplementedError, RuntimeError):
+        return []
+    return [10 * major + minor for major, minor in (each["capability"] for each in devices)]
+
+
+def _architecture(text: str) -> int:
+    found = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)", text)
+    number = 10 * int(found[1]) + int(found[2]) if found else 0
+    if number < _OLDEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no compute capability from {_OLDEST} on, such as 80 or 9.0")
+    return number
