@@ -108,6 +108,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SW_")}
     if not LONG:
         environment |= with_built_objects(tree)
+    images = tree / "python" / "shardwright" / "images"  # made ahead of time: `shardwright kernels --to`
+    images.mkdir()
+    (images / "one.image").touch()
     options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "dist"))
     output_of(sys.executable, "-m", "pip", "wheel", str(tree), *options, env=environment)
     (made,) = (folder / "dist").glob("shardwright-*.whl")
@@ -127,7 +130,7 @@ def test_the_wheel_is_tagged_for_every_cpython_from_3_10(wheel: Path) -> None:
 def test_the_wheel_carries_the_types_the_licence_and_no_source(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"shardwright/__init__.py", "shardwright/py.typed", "shardwright/_engine.pyi"} <= set(names)
-    assert any(name.endswith("/LICENSE") for name in names)
+    assert any(name.endswith("/LICENSE") for name in names) and "shardwright/images/one.image" in names
     assert [name for name in names if name.endswith((".c", ".h", ".o"))] == []
 
 
