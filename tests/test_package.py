@@ -1,11 +1,19 @@
 """Laws of the package: importing it is cheap and starts nothing; the doctor says what was found and by its exit code
-whether all is well."""
+whether all is well; no tensor that it makes lies where the program's default device says, or has its default dtype."""
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+PACKAGE = Path(__file__).resolve().parents[1] / "python" / "shardwright"
 IMPORT_S_MAX = 0.1
+#: functions of torch that ask torch.set_default_device(), most of them torch.set_default_dtype(), where they are not told
+MAKERS = {
+    *("empty", "empty_strided", "empty_permuted", "zeros", "ones", "full", "arange", "eye", "linspace", "logspace"),
+    *("rand", "randn", "randint", "randperm", "tensor", "as_tensor", "asarray", "scalar_tensor"),
+}
 
 
 def run(code):
@@ -60,3 +68,21 @@ for call in (empty.stats, empty.count_step, lambda: empty.gradient(0, []), lambd
         print(str(error).replace(" ", "-"))
 """
     assert run(code) == ["the-reducer-was-not-initialised"] * 5
+
+
+def of_defaults(text):
+    """Calls that make a tensor without naming both its device and its dtype."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    makers = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS}]
+    return [
+        f"{call.lineno}: {ast.unparse(call)}"
+        for call in makers
+        if not {"device", "dtype"} <= {word.arg for word in call.keywords}
+    ]
+
+
+def test_every_tensor_is_made_on_a_named_device_with_a_named_dtype():
+    assert len(of_defaults("torch.empty(3)\ntorch.zeros(3, dtype=a)\ntorch.tensor(x, device=b)")) == 3
+    assert of_defaults("torch.ones(3, dtype=a, device=b) + torch.empty_like(x) + x.new_empty(3)") == []
+    found = {str(file): of_defaults(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+    assert {file: calls for file, calls in found.items() if calls} == {}
