@@ -241,10 +241,11 @@ def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, 
     if dim is not None or keepdim:
         raise Error("the norm of a gradient of which this rank keeps a slice is over all of it: see sw.full_gradients")
     grad.averaged_piece()
-    real = dtype or (grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype)
     if grad._cleared:
-        return torch.linalg.vector_norm(torch.zeros(grad.shape, dtype=real, device=grad.device), order)
-    return torch.tensor(grad._board.norm(grad._index, float(order)), dtype=real, device=grad.device)
+        nothing = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+        return torch.linalg.vector_norm(nothing, order, dtype=dtype)
+    real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
+    return torch.tensor(grad._board.norm(grad._index, float(order)), dtype=dtype or real, device=grad.device)
 
 
 def _norms(grads: Any, order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
