@@ -36,6 +36,35 @@ print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
     assert {threads for _, threads in found} == {"0"}
 
 
+def test_training_on_the_cpu_asks_for_no_driver():
+    """Asking costs time where there is one, is a warning where it is old, and a forked child can use no GPU afterwards."""
+    code = """
+import sys, tempfile
+import torch
+import shardwright as sw
+asked = []
+def spy(name):
+    real = getattr(torch.cuda, name)
+    def ask(*args):
+        caller = sys._getframe(1).f_code.co_filename
+        asked.extend([f"{name}-in-{caller}"] if "shardwright" in caller.split("/") else [])
+        return real(*args)
+    setattr(torch.cuda, name, ask)
+for name in ("is_available", "device_count", "current_device", "init"):
+    spy(name)
+module = torch.nn.Linear(4, 4)
+model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters()), zero=2)
+with tempfile.TemporaryDirectory() as folder, sw.Checkpointer(folder, model, optimizer) as checkpoints:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    checkpoints.save(0)
+    checkpoints.wait()
+    checkpoints.restore()
+print("asked:", *asked)
+"""
+    assert run(code) == ["asked:"]
+
+
 def test_the_doctor_prints_a_block_and_succeeds():
     done = subprocess.run([sys.executable, "-m", "shardwright", "doctor"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
