@@ -27,11 +27,13 @@ def test_the_compiler_is_that_of_torchs_cuda(tmp_path: Path) -> None:
         "cuda_nvrtc/lib/libnvrtc.so.12",
         "cuda_nvrtc/lib/libnvrtc-builtins.so.12.8",
         "cu13/lib/libnvrtc.so.13",
+        "of 11/lib/libnvrtc.so.11.2",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     lib = tmp_path / "cuda_nvrtc" / "lib"
     assert find_nvrtc([tmp_path], "12.8") == (str(lib / "libnvrtc.so.12"), str(lib / "libnvrtc-builtins.so.12.8"))
+    assert find_nvrtc([tmp_path], "11.8") == (str(tmp_path / "of 11/lib/libnvrtc.so.11.2"), None)
     assert find_nvrtc([tmp_path], "13.0") == (str(tmp_path / "cu13/lib/libnvrtc.so.13"), None)
     assert find_nvrtc([tmp_path / "elsewhere"], "12.8") == ("libnvrtc.so.12", None)  # the loader's to find
     assert find_nvrtc([tmp_path], None) == (None, None)
