@@ -22,6 +22,13 @@ TORCH = Path(torch.__file__).parent / "include"
 #: behind torch's own: what its build generates where it has CUDA
 GENERATED = ROOT / "tests" / "abi" / "generated"
 CUDA = cuda_files.headers("cuda.h")
+#: nccl.h and torch's CUDA headers include the runtime's, which pip splits over three packages, of which torch's CUDA wheels bring one: the
+#: whole set is needed
+RUNTIME = [
+    folder
+    for folder in cuda_files.headers("cuda_runtime.h")
+    if all((folder / part).exists() for part in ("crt/host_defines.h", "nv/target"))
+][:1]
 
 
 def torch_includes() -> list[Path]:
@@ -37,13 +44,10 @@ def cases() -> list[tuple[str, tuple[Path, ...]]]:
     """(assertions, include folders) for every set of headers on the machine."""
     found: list[tuple[str, tuple[Path, ...]]] = [("abi_cuda", (folder,)) for folder in CUDA]
     found += [("abi_nvrtc", (folder,)) for folder in cuda_files.headers("nvrtc.h")]
-    # nccl.h and torch's CUDA headers include the runtime's, which pip splits over three packages: the whole set is needed.
-    whole = ("crt/host_defines.h", "nv/target")
-    runtime = [f for f in cuda_files.headers("cuda_runtime.h") if all((f / part).exists() for part in whole)][:1]
-    found += [("abi_nccl", (folder, *runtime)) for folder in cuda_files.headers("nccl.h") if runtime]
+    found += [("abi_nccl", (folder, *RUNTIME)) for folder in cuda_files.headers("nccl.h") if RUNTIME]
     found += [("abi_dlpack", (folder,)) for folder in torch_includes()]
     with_cuda = [folder for folder in torch_includes() if (folder / "c10/cuda/CUDAStream.h").exists()]
-    found += [("abi_torch", (folder, *runtime, GENERATED)) for folder in with_cuda if runtime]
+    found += [("abi_torch", (folder, *RUNTIME, GENERATED)) for folder in with_cuda if RUNTIME]
     return found
 
 
@@ -78,7 +82,7 @@ def test_the_header_is_on_this_machine(header: str) -> None:
 def test_all_of_it_is_compared_where_the_headers_are() -> None:
     """torch's own wheel has its headers of CUDA, also the one for CPUs: none is left out for want of a larger wheel."""
     compared = {name for name, _ in cases()}
-    if not all(map(cuda_files.headers, ("cuda.h", "nvrtc.h", "nccl.h", "cuda_runtime.h"))):
+    if not RUNTIME or not all(map(cuda_files.headers, ("cuda.h", "nvrtc.h", "nccl.h"))):
         pytest.skip(cuda_files.why_missing())
     assert compared == {path.stem for path in (ROOT / "tests" / "abi").glob("*.cpp")}
 

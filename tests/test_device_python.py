@@ -4,6 +4,7 @@ is told, which device_ids are taken, and that the benchmark on GPUs says why it 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import cuda_files
 import shardwright as sw
 from shardwright import _engine
 from shardwright.ddp_compat import check_device_ids, to_device
@@ -25,14 +27,40 @@ def test_the_compiler_is_that_of_torchs_cuda(tmp_path: Path) -> None:
         "cuda_nvrtc/lib/libnvrtc.so.12",
         "cuda_nvrtc/lib/libnvrtc-builtins.so.12.8",
         "cu13/lib/libnvrtc.so.13",
+        "of 11/lib/libnvrtc.so.11.2",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     lib = tmp_path / "cuda_nvrtc" / "lib"
     assert find_nvrtc([tmp_path], "12.8") == (str(lib / "libnvrtc.so.12"), str(lib / "libnvrtc-builtins.so.12.8"))
+    assert find_nvrtc([tmp_path], "11.8") == (str(tmp_path / "of 11/lib/libnvrtc.so.11.2"), None)
     assert find_nvrtc([tmp_path], "13.0") == (str(tmp_path / "cu13/lib/libnvrtc.so.13"), None)
     assert find_nvrtc([tmp_path / "elsewhere"], "12.8") == ("libnvrtc.so.12", None)  # the loader's to find
     assert find_nvrtc([tmp_path], None) == (None, None)
+
+
+def test_a_real_nccl_gives_identifiers_and_stays() -> None:
+    """Also where nobody else holds it: each identifier has a thread in it."""
+    libraries = cuda_files.nccl_libraries()
+    if not libraries:
+        pytest.skip("no libnccl on this machine: torch's CUDA wheels bring one")
+    code = """
+import sys
+import torch
+from shardwright import _engine
+mapped = lambda: {line.split()[-1] for line in open("/proc/self/maps") if "libnccl.so" in line}
+try:
+    first = _engine.nccl_unique_id()  # torch's
+except NotImplementedError as error:
+    assert "libnccl.so.2 cannot be used" in str(error) and not mapped()
+    first = _engine.nccl_unique_id(sys.argv[1])
+second = _engine.nccl_unique_id()  # by its name: the one that is loaded
+assert len(mapped()) == 1 and len(first) == len(second) == 128 and first != second
+"""
+    environment = {**os.environ, "NCCL_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", code, str(libraries[0])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, (done.returncode, done.stderr)
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -299,7 +299,12 @@ def test_the_compiler_and_the_driver_are_named_with_their_versions(tmp_path: Pat
     assert look(tmp_path, nvrtc=nvrtc, libcuda=newer)["NVRTC"].verdict == "ok"
     older = str(library(tmp_path / "12", "libcuda.so.1", driver % 12080))
     found = look(tmp_path, nvrtc=nvrtc, libcuda=older)
-    assert found["NVRTC"].verdict == "bad" and "driver for CUDA 13" in found["NVRTC"].fix
+    assert found["NVRTC"].verdict == "note" and "none needed here" in found["NVRTC"].fix  # no GPU is shown
+    gpus = " int cuInit(unsigned flags) { return flags; } int cuDeviceGetCount(int *count) { *count = %d; return 0; }"
+    for count, verdict in ((0, "note"), (2, "bad")):
+        told = str(library(tmp_path / f"of {count}", "libcuda.so.1", driver % 12080 + gpus % count))
+        nvrtc_of = look(tmp_path, nvrtc=nvrtc, libcuda=told)["NVRTC"]
+        assert nvrtc_of.verdict == verdict and "install a driver for CUDA 13, or a torch for CUDA 12" in nvrtc_of.fix
     assert found["CUDA driver"].value.startswith("CUDA 12.8: ")
     module = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
     plant(tmp_path / "proc/driver/nvidia", {"version": module})

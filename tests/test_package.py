@@ -1,11 +1,19 @@
 """Laws of the package: importing it is cheap and starts nothing; the doctor says what was found and by its exit code
-whether all is well."""
+whether all is well; no tensor that it makes lies where the program's default device says, or has its default dtype."""
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+PACKAGE = Path(__file__).resolve().parents[1] / "python" / "shardwright"
 IMPORT_S_MAX = 0.1
+#: functions of torch that ask torch.set_default_device(), most of them torch.set_default_dtype(), where they are not told
+MAKERS = {
+    *("empty", "empty_strided", "empty_permuted", "zeros", "ones", "full", "arange", "eye", "linspace", "logspace"),
+    *("rand", "randn", "randint", "randperm", "tensor", "as_tensor", "asarray", "scalar_tensor"),
+}
 
 
 def run(code):
@@ -26,6 +34,35 @@ print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
     found = [run(code) for _ in range(3)]
     assert min(float(seconds) for seconds, _ in found) < IMPORT_S_MAX, found
     assert {threads for _, threads in found} == {"0"}
+
+
+def test_training_on_the_cpu_asks_for_no_driver():
+    """Asking costs time where there is one, is a warning where it is old, and a forked child can use no GPU afterwards."""
+    code = """
+import sys, tempfile
+import torch
+import shardwright as sw
+asked = []
+def spy(name):
+    real = getattr(torch.cuda, name)
+    def ask(*args):
+        caller = sys._getframe(1).f_code.co_filename
+        asked.extend([f"{name}-in-{caller}"] if "shardwright" in caller.split("/") else [])
+        return real(*args)
+    setattr(torch.cuda, name, ask)
+for name in ("is_available", "device_count", "current_device", "init"):
+    spy(name)
+module = torch.nn.Linear(4, 4)
+model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters()), zero=2)
+with tempfile.TemporaryDirectory() as folder, sw.Checkpointer(folder, model, optimizer) as checkpoints:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    checkpoints.save(0)
+    checkpoints.wait()
+    checkpoints.restore()
+print("asked:", *asked)
+"""
+    assert run(code) == ["asked:"]
 
 
 def test_the_doctor_prints_a_block_and_succeeds():
@@ -60,3 +97,21 @@ for call in (empty.stats, empty.count_step, lambda: empty.gradient(0, []), lambd
         print(str(error).replace(" ", "-"))
 """
     assert run(code) == ["the-reducer-was-not-initialised"] * 5
+
+
+def of_defaults(text):
+    """Calls that make a tensor without naming both its device and its dtype."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    makers = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS}]
+    return [
+        f"{call.lineno}: {ast.unparse(call)}"
+        for call in makers
+        if not {"device", "dtype"} <= {word.arg for word in call.keywords}
+    ]
+
+
+def test_every_tensor_is_made_on_a_named_device_with_a_named_dtype():
+    assert len(of_defaults("torch.empty(3)\ntorch.zeros(3, dtype=a)\ntorch.tensor(x, device=b)")) == 3
+    assert of_defaults("torch.ones(3, dtype=a, device=b) + torch.empty_like(x) + x.new_empty(3)") == []
+    found = {str(file): of_defaults(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+    assert {file: calls for file, calls in found.items() if calls} == {}

@@ -33,7 +33,8 @@ sw_status sw_nccl_library_init(sw_nccl_library *nccl, const char *library, sw_er
     sw_nccl_library made = {0};
     const char *name = library ? library : DEFAULT_LIBRARY;
     sw_status status;
-    SW_TRY(sw_library_open(name, library ? SW_LIBRARY_ANY : SW_LIBRARY_LOADED, &made.handle, err));
+    sw_library_kind kind = library ? SW_LIBRARY_STAYING : SW_LIBRARY_LOADED; /* an id's thread */
+    SW_TRY(sw_library_open(name, kind, &made.handle, err));
     SW_TRY_GOTO(status, read_version(made.handle, name, &made.version, err), close);
     SW_TRY_GOTO(status,
                 sw_library_bind(made.handle, name, symbols, sizeof symbols / sizeof *symbols,

@@ -74,7 +74,7 @@ def clip_grad_norm_(
     if not scale >= 1:
         for gradient in gradients:
             gradient.mul_(scale)
-    return torch.tensor(norm, dtype=torch.float32)
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
 
 def local_norms(module: torch.nn.Module) -> dict[str, float]:

@@ -273,7 +273,9 @@ class _Bucket:
         """All of it, one-dimensional; without the padding at its end where the whole result is wanted."""
         if self._in_slots or self._flat is None:  # a slot may have moved
             get, bucket = self._memory
-            self._flat = from_dlpack(get(bucket))[: self._end] if self._end else torch.empty(0, dtype=self._dtype)
+            self._flat = (
+                from_dlpack(get(bucket))[: self._end] if self._end else torch.empty(0, dtype=self._dtype, device="cpu")
+            )
         return self._flat
 
     def clear_padding(self, flat: torch.Tensor) -> None:
@@ -288,7 +290,7 @@ def _slice_numel(numel: int, world_size: int, dtype: torch.dtype) -> int:
 
 
 def _contiguous_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty(tensor.shape, device="meta").stride()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
 
 
 def _value_of(result: Any) -> torch.Tensor:

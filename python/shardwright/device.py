@@ -92,7 +92,7 @@ def nvidia_folders() -> list[Path]:
 def find_nvrtc(folders: Iterable[Path], cuda_version: str | None) -> tuple[str | None, str | None]:
     """(compiler, its companion) for torch's CUDA version; a bare name for the loader where no file is found."""
     major = (cuda_version or "").split(".")[0]
-    name = f"libnvrtc.so.{major}"
+    name = "libnvrtc.so.11.2" if major == "11" else f"libnvrtc.so.{major}"  # so called from 11.2 to 11.8
     for folder in folders if major else ():
         for pattern in (f"*/lib/{name}", f"lib/{name}", f"lib64/{name}"):
             for path in sorted(folder.glob(pattern)):

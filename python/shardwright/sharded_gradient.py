@@ -100,7 +100,7 @@ def _whole(shares: Sequence[float], order: float) -> float:
     total = 0.0
     for share in shares:
         total += share
-    return total if order == 0 else float(torch.tensor(total, dtype=torch.float64).pow(1 / order))
+    return total if order == 0 else float(torch.tensor(total, dtype=torch.float64, device="cpu").pow(1 / order))
 
 
 class ShardedGradient(torch.Tensor):
@@ -242,7 +242,8 @@ def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, 
         raise Error("the norm of a gradient of which this rank keeps a slice is over all of it: see sw.full_gradients")
     grad.averaged_piece()
     if grad._cleared:
-        return torch.linalg.vector_norm(torch.zeros(grad.shape, device=grad.device), order)
+        nothing = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+        return torch.linalg.vector_norm(nothing, order, dtype=dtype)
     real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
     return torch.tensor(grad._board.norm(grad._index, float(order)), dtype=dtype or real, device=grad.device)
 

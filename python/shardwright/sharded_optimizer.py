@@ -456,7 +456,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One-dimensional, for elements of a slice's state that are about to be loaded: where state is kept."""
         store = getattr(self._inner, "store", None)
         return (
-            torch.empty(numel, dtype=dtype) if store is None else store.empty(torch.empty(numel, device="meta"), dtype)
+            torch.empty(numel, dtype=dtype, device="cpu")
+            if store is None
+            else store.empty(torch.empty(numel, dtype=dtype, device="meta"), dtype)
         )
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -485,7 +487,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         whole: dict[str, Any] = {}
         for key, (kind, dtype, value) in described.items():
             if kind != "sliced":
-                whole[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "tensor" else value
+                whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
                 continue
             held = key in mine and self._replica.slicing.speaks
             data = mine[key].contiguous().view(torch.uint8).cpu().numpy().tobytes() if held else b""
@@ -515,6 +517,11 @@ def _describe(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
         else:
             described[key] = ("value", "", value)
     return json.dumps(described)
+
+
+def small_tensor(value: Any, dtype: str) -> torch.Tensor:
+    """What _describe() wrote of one."""
+    return torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
 
 
 def beside(state: Mapping[str, Any], piece: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -580,7 +587,7 @@ def _adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
         if _plain(mine) == value:
             continue
         if isinstance(mine, torch.Tensor):
-            mine.copy_(torch.tensor(value))
+            mine.copy_(torch.tensor(value, dtype=mine.dtype, device="cpu"))
         else:
             group[key] = tuple(value) if isinstance(mine, tuple) else value
 

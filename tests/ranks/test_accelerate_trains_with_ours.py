@@ -39,7 +39,7 @@ def launched(rank, world_size):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def launches(body):
@@ -373,6 +373,25 @@ def test_what_cannot_be_is_a_sentence(rank, world_size):
         assert accelerator.prepare(frozen) is frozen
         with pytest.raises(TypeError, match="unknown option 'bucket_cap'"):
             fresh(1, wrap_options=dict(bucket_cap=3)).prepare(nn.Linear(3, 3))
+    gather(None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate takes the GPU")
+@on_every_rank(at_least=2)
+@launches
+def test_ranks_that_accelerate_would_train_apart_are_refused(rank, world_size):
+    """As under torchrun on a machine without GPUs where nobody said cpu."""
+    del os.environ["ACCELERATE_USE_CPU"]
+    with pytest.raises(NotImplementedError, match=f"{world_size} ranks were launched .* ACCELERATE_USE_CPU=1"):
+        fresh(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    stock = accelerate.Accelerator()
+    assert stock.num_processes == 1
+    with pytest.raises(NotImplementedError, match="would train each by itself"):
+        Accelerator.of_stock(stock, zero=1)
+    assert type(stock) is accelerate.Accelerator
+    os.environ["WORLD_SIZE"] = "1"
+    assert fresh(1).num_processes == 1
     gather(None)
 
 

@@ -274,7 +274,7 @@ def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "numpy": numpy.random.get_state(legacy=True) if numpy else None,
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
     }
     return {key: tree.encode(value, f"random.{key}", tensors) for key, value in states.items()}
 

@@ -131,7 +131,7 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
     from .. import device
     from .._engine import DeviceReducer
 
-    like = torch.zeros(1, device=torch.device("cuda", rank))
+    like = torch.zeros(1, dtype=torch.float32, device=torch.device("cuda", rank))
     link = device.device_link(group, like, _LIMIT_S)
     reducer = DeviceReducer(link.comm, [("doctor", nbytes // 4, "float32", True)], nbytes)
     memory = device.runtime.zeros(reducer.bucket_shape(0)[1], torch.float32, like)

@@ -108,9 +108,15 @@ def nvrtc_findings(machine: Machine) -> Iterator[Finding]:
         yield Finding("NVRTC", f"{path} cannot be loaded", "note", fix)
         return
     driver = _version(machine.libcuda, "cuDriverGetVersion")
-    newer = driver is not None and found[0] > driver // 1000
-    fix = f"install a driver for CUDA {found[0]}, or a torch for CUDA {(driver or 0) // 1000}: this one cannot load its kernels"
-    yield Finding("NVRTC", f"{path} ({_dotted(found)})", "bad" if newer else "ok", fix if newer else "")
+    value = f"{path} ({_dotted(found)})"
+    if driver is None or found[0] <= driver // 1000:
+        yield Finding("NVRTC", value)
+        return
+    mend = f"install a driver for CUDA {found[0]}, or a torch for CUDA {driver // 1000}"
+    if _shows_gpus(machine.libcuda):
+        yield Finding("NVRTC", value, "bad", f"{mend}: this driver cannot load its kernels")
+    else:  # a login node: nothing is loaded here
+        yield Finding("NVRTC", value, "note", f"none needed here; where GPUs have this driver, {mend}")
 
 
 def _dotted(version: tuple[int, ...] | None) -> str:
@@ -130,6 +136,10 @@ def _version(path: str, function: str, more: int = 0) -> int | None:
     """What a function that writes one int says; None: no such library, no such function, or it failed."""
     number = ctypes.c_int()
     return number.value if _ask(path, function, more, ctypes.byref(number)) else None
+
+
+def _shows_gpus(libcuda: str) -> bool:
+    return _ask(libcuda, "cuInit", 0, 0) and bool(_version(libcuda, "cuDeviceGetCount"))
 
 
 def _two_numbers(path: str, function: str) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -95,7 +96,8 @@ class Accelerator(accelerate.Accelerator):
     Raises
     ------
     NotImplementedError
-        The launch is neither one process nor several on the CPU: set ACCELERATE_USE_CPU=1, or pass cpu=True.
+        The launch is neither one process nor several on the CPU, or accelerate would train each rank of several by itself, as it does
+        under torchrun on a machine without GPUs: set ACCELERATE_USE_CPU=1, or pass cpu=True.
 
     Notes
     -----
@@ -133,6 +135,7 @@ class Accelerator(accelerate.Accelerator):
             )
         others = [handler for handler in handlers if not isinstance(handler, CompressionHandler)]
         super().__init__(*args, kwargs_handlers=others, **kwargs)
+        _check_launch(self)
         self._begin(zero, compress, partition, wrap_options, compressing)
 
     @classmethod
@@ -147,11 +150,12 @@ class Accelerator(accelerate.Accelerator):
     ) -> Accelerator:
         """An accelerator of the stock class, made by a program that cannot be told which class to take, becomes one of this.
 
-        The object stays the same. ValueError if it has prepared a model or an optimizer already.
+        The object stays the same. ValueError if it has prepared a model or an optimizer already; else as Accelerator().
         """
         _check_stage(zero, partition)
         if accelerator._models or accelerator._optimizers:
             raise ValueError("of_stock needs an accelerator that has prepared no model and no optimizer yet")
+        _check_launch(accelerator)
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator._begin(zero, compress, partition, wrap_options, [])
@@ -165,11 +169,6 @@ class Accelerator(accelerate.Accelerator):
         wrap_options: Mapping[str, Any] | None,
         compressing: Sequence[CompressionHandler],
     ) -> None:
-        if self.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU):
-            raise NotImplementedError(
-                f"distributed_type={self.distributed_type.value} is not there yet: shardwright trains CPU processes, pass "
-                "cpu=True or set ACCELERATE_USE_CPU=1"
-            )
         if compressing and self.ddp_handler is not None:
             raise ValueError("kwargs_handlers: a CompressionHandler is a DistributedDataParallelKwargs, pass it alone")
         self.ddp_handler = compressing[0] if compressing else self.ddp_handler
@@ -348,6 +347,20 @@ class Accelerator(accelerate.Accelerator):
             for wrapper in self._wrappers if self.zero == 3 else ():
                 stack.enter_context(full_parameters(wrapper, writable=True))
             super().load_state(*args, **kwargs)
+
+
+def _check_launch(accelerator: accelerate.Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU):
+        raise NotImplementedError(
+            f"distributed_type={kind.value} is not there yet: shardwright trains CPU processes, pass cpu=True or set ACCELERATE_USE_CPU=1"
+        )
+    launched = int(os.environ.get("WORLD_SIZE") or 1) if "RANK" in os.environ else 1
+    if accelerator.num_processes == 1 and launched > 1:
+        raise NotImplementedError(
+            f"{launched} ranks were launched (RANK, WORLD_SIZE), and accelerate, which sees no GPU, would train each by itself: set "
+            "ACCELERATE_USE_CPU=1 or pass cpu=True to train them together, or unset RANK"
+        )
 
 
 def _check_stage(zero: Any, partition: Any) -> None:
