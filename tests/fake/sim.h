@@ -108,7 +108,6 @@ typedef struct sim_block {
     int rank;       /* device ordinal */
     sim_site freed_at;
     unsigned char *before; /* its bytes before the kernel that runs, if those are compared */
-    bool is_touched;       /* by what that kernel says of itself */
     sim_segment *segments;
     struct sim_block *next;
 } sim_block;
@@ -186,8 +185,9 @@ typedef struct sim_state {
     long idle_polls;          /* queries since something last moved */
     unsigned long host_calls; /* of whatever kind */
     bool deadlocked;
-    bool is_looked_at; /* what runs was not asked for by the host, which may be anywhere */
-    bool has_peers;    /* ranks are processes: whoever waits does so for seconds, not for polls */
+    const void
+        *host_thread; /* where a rank is a process: torch's operations run in it; else NULL */
+    bool has_peers;   /* ranks are processes: whoever waits does so for seconds, not for polls */
     int64_t idle_since_ns;
     sim_rank rank[SIM_DEVICE_MAX];
     struct CUctx_st context[SIM_DEVICE_MAX];

@@ -332,6 +332,7 @@ static void reset(int ranks, sim_policy policy, uint64_t seed)
     sim.baton = sim.report_count = sim.modules = sim.comms = 0;
     sim.idle_polls = 0;
     sim.deadlocked = sim.has_peers = false;
+    sim.host_thread = NULL;
     sim.report[0] = sim.failed[0] = sim.fail_name[0] = '\0';
     sim.actor_count = ranks;
     for (int r = 0; r < SIM_DEVICE_MAX; ++r)
