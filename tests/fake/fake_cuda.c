@@ -504,12 +504,18 @@ SIM_API int cuEventDestroy_v2(sw_cu_event event)
     LEAVE(SW_CU_SUCCESS);
 }
 
-SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream stream)
+SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream given)
 {
     ENTER_CONTEXT("cuEventRecord");
+    int wrong = (int)((uintptr_t)given & SIM_RECORD_WRONG);
+    sw_cu_stream stream = (sw_cu_stream)(void *)((char *)given - wrong);
     sim_op *op = sim_op_new(OP_RECORD, "cuEventRecord");
+    sim_clock before = stream->before;
     sim_tick(stream);
-    event->clock = stream->clock;
+    stream->before = before;
+    event->clock = wrong == SIM_RECORD_EARLY ? before
+                   : wrong                   ? sim.rank[sim_current_rank()].clock
+                                             : stream->clock;
     op->event = event;
     op->generation = ++event->recorded;
     sim_enqueue(stream, op);

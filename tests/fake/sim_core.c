@@ -126,6 +126,7 @@ void sim_join(sim_clock *into, const sim_clock *from)
 
 void sim_tick(sw_cu_stream stream)
 {
+    stream->before = stream->clock;
     sim_join(&stream->clock, &sim.rank[own_rank].clock);
     stream->clock.at[stream->actor]++;
 }
