@@ -82,9 +82,10 @@ test-torch: build
 
 asan: build
 	$(BIN)/python -m pytest tests/test_csrc.py -k asan $(PYTEST_ARGS)
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_fake_gpu.py -k asan $(PYTEST_ARGS)
 
 tsan: build
-	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py -k tsan $(PYTEST_ARGS)
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py tests/test_fake_gpu.py -k tsan $(PYTEST_ARGS)
 
 # A checkpoint's save cut at every system call, and by power loss: the long form
 crash: build
@@ -104,7 +105,8 @@ fuzz:
 		build/fuzz/run -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -artifact_prefix=build/fuzz/ build/fuzz/corpus; \
 	else $(CC) $(FUZZ_FLAGS) $(FUZZ) -o build/fuzz/run && build/fuzz/run 2000000; fi
 
-# Each event wait and host wait of the GPU path deleted in turn: a test on the simulated GPUs must fail
+# Each event wait and host wait of the GPU path deleted, and each event recorded in the wrong place, in turn: a test on the
+# simulated GPUs must fail
 mutate-events: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_event_mutations.py $(PYTEST_ARGS)
 

@@ -2,6 +2,9 @@
 place where one stream follows another (but those inside csrc/device, which are the calls themselves), is deleted in turn, and the simulated training must then fail, or the wait
 stands in REDUNDANT with its reason. `make mutate-events` runs this; the quick form of the tests leaves it out.
 
+Each event, too, is recorded too early, before the last operation of its stream, and then on a stream that has none (the simulation does
+that: sim.h): the training must fail, or the record stands in UNSEEN. Records of what is ending, whose errors nobody gets, are waited for by the host alone.
+
 Waits of the host that poll by themselves (sw_slot_drain, is_closed_elsewhere) are no single call that could go: they are in POLLS, and
 their loop's condition is what is replaced.
 """
@@ -48,6 +51,13 @@ SCENES = {
 #: (file, text of the wait, spaces squeezed) -> why nothing can tell that it is gone
 REDUNDANT: dict[tuple[str, str], str] = {}
 
+#: an event that is recorded, and the stream: of the first three arguments, none has a comma
+RECORD = re.compile(r"ops->event_record\(\s*[^,;]+,\s*[^,;]+,\s*(?P<stream>[^,;]+),")
+#: how a record is wrong -> what is added to the stream (enum of sim.h)
+WRONG = {"early": 1, "elsewhere": 2}
+#: (file, text of the record, how it is wrong) -> why nothing can tell
+UNSEEN: dict[tuple[str, str, str], str] = {}
+
 
 @dataclass(frozen=True)
 class Mutation:
@@ -55,15 +65,19 @@ class Mutation:
     start: int
     end: int
     text: str
+    wrong: str = ""  # of a record; of a wait, which goes: ""
 
     @property
     def name(self) -> str:
         line = self.file.read_text().count("\n", 0, self.start) + 1
-        return f"{self.file.name}:{line}"
+        return f"{self.file.name}:{line}{self.wrong and '-'}{self.wrong}"
 
     def mutated(self) -> str:
-        """The file without the wait; a function whose value it was says that all is well."""
+        """The file without the wait; a function whose value it was says that all is well. Or with the record elsewhere."""
         text = self.file.read_text()
+        if self.wrong:
+            stream = f"(sw_stream *)(void *)((char *)({text[self.start : self.end]}) + {WRONG[self.wrong]})"
+            return text[: self.start] + stream + text[self.end :]
         instead = "return SW_OK;" if self.text.startswith("return") else ";"
         instead = {polled: without for _, polled, without in POLLS}.get(self.text, instead)
         lines = "\n" * self.text.count("\n")  # later lines keep their numbers
@@ -77,6 +91,23 @@ def mutations() -> list[Mutation]:
         for path in files
         for match in WAIT.finditer(path.read_text())
     ]
+
+
+def records() -> list[Mutation]:
+    """Each in each way that is wrong."""
+    files = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name not in OTHERS]
+    return [
+        Mutation(path, match.start("stream"), match.end("stream"), " ".join(match[0].split()), wrong)
+        for path in files
+        for match in RECORD.finditer(path.read_text())
+        for wrong in WRONG
+    ]
+
+
+def test_every_record_of_the_engine_is_seen_by_the_pattern() -> None:
+    texts = [path.read_text() for path in CSRC.rglob("*.c") if path.parent.name not in OTHERS]
+    assert len(records()) == len(WRONG) * sum(text.count("event_record(") for text in texts) > 0
+    assert set(UNSEEN) <= {(record.file.name, record.text, record.wrong) for record in records()}
 
 
 def test_every_wait_of_the_engine_is_seen_by_the_pattern() -> None:
@@ -141,8 +172,8 @@ def polls() -> list[Mutation]:
 
 
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
-@pytest.mark.parametrize("mutation", [*mutations(), *polls()], ids=lambda mutation: mutation.name)
-def test_without_this_wait_a_test_fails(mutation: Mutation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mutation", [*mutations(), *polls(), *records()], ids=lambda mutation: mutation.name)
+def test_with_a_wait_less_or_a_record_elsewhere_a_test_fails(mutation: Mutation, tmp_path: Path) -> None:
     builder = BUILDERS["plain"]
     fakes = libraries(builder.mode)
     shared = [str(builder.compile(path)) for path in SHARED]
@@ -169,8 +200,9 @@ def test_without_this_wait_a_test_fails(mutation: Mutation, tmp_path: Path) -> N
         survived = done.returncode == 0
     except subprocess.TimeoutExpired:
         survived = False
-    reason = REDUNDANT.get((mutation.file.name, mutation.text))
+    where = (mutation.file.name, mutation.text)
+    reason = UNSEEN.get((*where, mutation.wrong)) if mutation.wrong else REDUNDANT.get(where)
     if reason is not None:
-        assert survived, f"{mutation.name} is listed as redundant ({reason}), but a test fails without it"
+        assert survived, f"{mutation.name} is listed as one that nothing sees ({reason}), but a test fails"
     else:
-        assert not survived, f"no test fails without {mutation.name}: {mutation.text}"
+        assert not survived, f"no test fails with this changed: {mutation.name}: {mutation.text}"

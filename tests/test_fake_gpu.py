@@ -83,13 +83,13 @@ def run_on_fakes(
     return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env={**plain, **options})
 
 
-@pytest.mark.parametrize("mode", ["plain", "asan"])
+@pytest.mark.parametrize("mode", list(BUILDERS))
 @pytest.mark.parametrize("test", TESTS, ids=lambda path: path.stem)
 def test_c_program_on_simulated_gpus_exits_with_zero(test: Path, mode: str, tmp_path: Path) -> None:
-    if mode == "asan" and os.environ.get("SW_TEST_LONG") != "1":
+    if mode != "plain" and os.environ.get("SW_TEST_LONG") != "1":
         pytest.skip("long form only (SW_TEST_LONG=1)")
     if shutil.which(BUILDERS[mode].mode.compiler) is None:
-        pytest.skip("no C compiler on this machine")
+        pytest.skip(f"no compiler {BUILDERS[mode].mode.compiler!r} on this machine")
     done = run_on_fakes(test, BUILDERS[mode].mode, tmp_path)
     assert done.returncode == 0, f"{test.stem} ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-8000:]}"
 

@@ -190,8 +190,11 @@ sw_status sw_device_unit_take(sw_device_units *u, size_t index, sw_stream *user,
     sw_device *device = u->comm->device;
     device_unit *unit = &u->unit[index];
     SW_TRY(sw_device_refuse_capture(device, user, "a unit", err));
-    SW_TRY(sw_shard_move(&unit->state, SW_SHARD_COMPLETE, unit->name, err));
-    return device->ops->stream_wait(device, user, unit->whole, err);
+    sw_shard_state taken = unit->state;
+    SW_TRY(sw_shard_move(&taken, SW_SHARD_COMPLETE, unit->name, err));
+    SW_TRY(device->ops->stream_wait(device, user, unit->whole, err));
+    unit->state = taken; /* where that failed, `user` has not waited: it is still coming */
+    return SW_OK;
 }
 
 sw_status sw_device_unit_release(sw_device_units *u, size_t index, sw_stream *user, sw_error *err)

@@ -66,7 +66,8 @@ sw_device_units_stats sw_device_units_get_stats(const sw_device_units *units);
 /* SHARDED to GATHERING: enqueued, and waited for by nobody. SW_E_STATE from elsewhere, or where
  * another unit lies in its place. Cost: one all_gather a bucket, up to 32 in a group. */
 SW_MUST_USE sw_status sw_device_unit_gather(sw_device_units *units, size_t unit, sw_error *err);
-/* GATHERING to UNSHARDED: what `user` does from now on sees it. */
+/* GATHERING to UNSHARDED: what `user` does from now on sees it. Where it fails it is still coming.
+ */
 SW_MUST_USE sw_status sw_device_unit_take(sw_device_units *units, size_t unit, sw_stream *user,
                                           sw_error *err);
 /* UNSHARDED to SHARDED: `user` was given all that reads or writes it. */

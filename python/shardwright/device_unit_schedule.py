@@ -252,17 +252,20 @@ class DeviceUnitSchedule(UnitSchedule):
 
     def surrender(self, together: bool = False) -> None:
         """`together`: on all ranks at once. Else nothing can be gathered any more: what is released stays so."""
-        self._units.drop_coming()
         if together:
+            self._units.drop_coming()
             self.release_all()
             super().surrender()
             return
+        with contextlib.suppress(Error):  # of a GPU that has failed, or nobody would take the hooks off
+            self._units.drop_coming()
         self.detach()
         units, self.units = self.units, []
         for unit in units:
             if self._units.state(unit.number) == "unsharded":
                 unit.show(unit.placeholders)
-                self._units.release(unit.number)
+                with contextlib.suppress(Error):
+                    self._units.release(unit.number)
 
     # what happens in a module -------------------------------------------------------------------------------------
 

@@ -275,9 +275,9 @@ static bool is_compared(const sim_block *b)
 {
     if (b->registered || b->file) /* other processes write there */
         return false;
-    /* Of torch's memory only what the kernel is about: other threads write to what was given back,
-     * and where the host was not what asked, it may be inside an operation that writes anywhere. */
-    if (b->foreign && (sim.is_looked_at || !b->is_touched))
+    /* Torch's memory and pinned memory are written by the host, too, inside an operation of torch's
+     * or a step: but not while it is in here, which is sure where it is what asked. */
+    if ((b->foreign || b->pinned) && sim.host_thread && sim.host_thread != sim_thread())
         return false;
     return !(b->freed && b->pinned); /* slots of saves that are over: large, and many */
 }
@@ -285,11 +285,8 @@ static bool is_compared(const sim_block *b)
 static void mark_writable(void *context, const void *begin, size_t size_bytes, sw_access access)
 {
     (void)context;
-    sim_block *block = size_bytes ? sim_block_of(begin) : NULL;
+    sim_block *block = size_bytes && access & SW_ACCESS_WRITE ? sim_block_of(begin) : NULL;
     if (!block)
-        return;
-    block->is_touched = true;
-    if (!(access & SW_ACCESS_WRITE))
         return;
     if (kept.writable_count == kept.writable_room) {
         kept.writable_room = 2 * kept.writable_room + 64;
@@ -306,8 +303,6 @@ static void mark_writable(void *context, const void *begin, size_t size_bytes, s
 static void run_kernel(sim_op *op)
 {
     size_t total = 0;
-    for (sim_block *b = sim.blocks; b; b = b->next)
-        b->is_touched = false;
     kept.writable_count = 0;
     op->contract->accesses(op->args, mark_writable, NULL);
     for (const sim_block *b = sim.blocks; b; b = b->next)
@@ -509,12 +504,18 @@ SIM_API int cuEventDestroy_v2(sw_cu_event event)
     LEAVE(SW_CU_SUCCESS);
 }
 
-SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream stream)
+SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream given)
 {
     ENTER_CONTEXT("cuEventRecord");
+    int wrong = (int)((uintptr_t)given & SIM_RECORD_WRONG);
+    sw_cu_stream stream = (sw_cu_stream)(void *)((char *)given - wrong);
     sim_op *op = sim_op_new(OP_RECORD, "cuEventRecord");
+    sim_clock before = stream->before;
     sim_tick(stream);
-    event->clock = stream->clock;
+    stream->before = before;
+    event->clock = wrong == SIM_RECORD_EARLY ? before
+                   : wrong                   ? sim.rank[sim_current_rank()].clock
+                                             : stream->clock;
     op->event = event;
     op->generation = ++event->recorded;
     sim_enqueue(stream, op);

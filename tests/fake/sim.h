@@ -108,7 +108,6 @@ typedef struct sim_block {
     int rank;       /* device ordinal */
     sim_site freed_at;
     unsigned char *before; /* its bytes before the kernel that runs, if those are compared */
-    bool is_touched;       /* by what that kernel says of itself */
     sim_segment *segments;
     struct sim_block *next;
 } sim_block;
@@ -120,8 +119,16 @@ struct CUevent_st {
     struct CUevent_st *next;
 };
 
+typedef enum sim_op_kind {
+    OP_WORK,
+    OP_RECORD,
+    OP_WAIT,
+    OP_COLLECTIVE,
+    OP_AWAIT_NUMBER,
+} sim_op_kind;
+
 typedef struct sim_op {
-    enum { OP_WORK, OP_RECORD, OP_WAIT, OP_COLLECTIVE, OP_AWAIT_NUMBER } kind;
+    sim_op_kind kind;
     void (*run)(struct sim_op *op); /* OP_WORK */
     const sw_kernel_contract *contract;
     unsigned char *args; /* owned */
@@ -145,9 +152,14 @@ struct CUstream_st {
     bool capture_broken;  /* by a call that captures forbid, of whatever thread: a report */
     const void *capturer; /* the thread that began it, in global mode */
     sim_clock clock;
+    sim_clock before; /* the same before the last operation that is no record */
     sim_op *first, *last;
     struct CUstream_st *next;
 };
+
+/* Added to the stream of a cuEventRecord, they stand for one in the wrong place: of mutations
+ * (tests/test_event_mutations.py). The event then knows less than it should. */
+enum { SIM_RECORD_EARLY = 1, SIM_RECORD_ELSEWHERE = 2, SIM_RECORD_WRONG = 3 };
 
 typedef struct sim_told { /* a number that some stream was given to write */
     const uint32_t *at;
@@ -186,8 +198,9 @@ typedef struct sim_state {
     long idle_polls;          /* queries since something last moved */
     unsigned long host_calls; /* of whatever kind */
     bool deadlocked;
-    bool is_looked_at; /* what runs was not asked for by the host, which may be anywhere */
-    bool has_peers;    /* ranks are processes: whoever waits does so for seconds, not for polls */
+    const void
+        *host_thread; /* where a rank is a process: torch's operations run in it; else NULL */
+    bool has_peers;   /* ranks are processes: whoever waits does so for seconds, not for polls */
     int64_t idle_since_ns;
     sim_rank rank[SIM_DEVICE_MAX];
     struct CUctx_st context[SIM_DEVICE_MAX];
@@ -239,7 +252,7 @@ SIM_API void sim_join(sim_clock *into, const sim_clock *from);
 
 /* The stream's clock moves on by one operation, which comes after what the host has seen. */
 SIM_API void sim_tick(sw_cu_stream stream);
-SIM_API sim_op *sim_op_new(int kind, const char *what);
+SIM_API sim_op *sim_op_new(sim_op_kind kind, const char *what);
 SIM_API void sim_enqueue(sw_cu_stream stream, sim_op *op);
 SIM_API void sim_pop(sw_cu_stream stream);
 /* Runs operations as the policy has it: after an enqueue, and when a query asks for `event`. */

@@ -126,6 +126,7 @@ void sim_join(sim_clock *into, const sim_clock *from)
 
 void sim_tick(sw_cu_stream stream)
 {
+    stream->before = stream->clock;
     sim_join(&stream->clock, &sim.rank[own_rank].clock);
     stream->clock.at[stream->actor]++;
 }
@@ -332,6 +333,7 @@ static void reset(int ranks, sim_policy policy, uint64_t seed)
     sim.baton = sim.report_count = sim.modules = sim.comms = 0;
     sim.idle_polls = 0;
     sim.deadlocked = sim.has_peers = false;
+    sim.host_thread = NULL;
     sim.report[0] = sim.failed[0] = sim.fail_name[0] = '\0';
     sim.actor_count = ranks;
     for (int r = 0; r < SIM_DEVICE_MAX; ++r)

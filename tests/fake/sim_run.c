@@ -7,7 +7,7 @@
 
 enum { DRIVE_DEPTH_MAX = 64 };
 
-sim_op *sim_op_new(int kind, const char *what)
+sim_op *sim_op_new(sim_op_kind kind, const char *what)
 {
     sim_op *op = calloc(1, sizeof *op);
     op->kind = kind;

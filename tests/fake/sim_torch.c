@@ -40,6 +40,7 @@ SIM_API void sim_torch_begin(int policy, uint64_t seed, const sw_kernel_contract
 {
     sim_get_controls()->reset(1, (sim_policy)policy, seed);
     sim_get_controls()->use_kernels(contracts, count);
+    sim.host_thread = sim_thread();
 }
 
 /* Memory that torch has written, on its stream. */
@@ -73,6 +74,9 @@ SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count
         return 0;
     sim_lock();
     sim_site site = sim_here(label);
+    if (sim.host_thread != sim_thread()) /* what kernels are held to rests on it */
+        sim_report("torch elsewhere", "an operation in a thread that began no simulation", &site,
+                   NULL);
     sim_tick(torch_stream);
     for (int i = 0; i < count; ++i)
         sim_track(&torch_stream->clock, torch_stream->actor, access[i].begin, access[i].size_bytes,
@@ -88,10 +92,8 @@ SIM_API void sim_torch_look(void)
 {
     static unsigned long seen; /* under the lock */
     sim_lock();
-    sim.is_looked_at = true;
     if (sim.host_calls == seen)
         sim_elapse();
-    sim.is_looked_at = false;
     seen = sim.host_calls;
     sim_leave();
 }

@@ -84,7 +84,7 @@ def cleared_alone(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     gather(None)
 
 
-@pytest.mark.parametrize(("zero", "nth"), [(2, 5), (2, 19), (3, 8), (3, 31)])
+@pytest.mark.parametrize(("zero", "nth"), [(2, 5), (2, 19), (3, 8), (3, 9), (3, 31)])
 def test_a_call_of_the_driver_that_fails_is_named(
     teams: Any, world_size: int, paths: dict[str, str], zero: int, nth: int
 ) -> None:

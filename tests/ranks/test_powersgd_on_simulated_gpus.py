@@ -4,7 +4,9 @@ parameter was used waits for it."""
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 from typing import Any
 from unittest import mock
 
@@ -29,6 +31,7 @@ from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 
 from shardwright.device_powersgd import DevicePowerSGDState
+from shardwright.device_transport import VARIABLE
 from shardwright.powersgd import PowerSGDState
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -186,6 +189,7 @@ def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             model = sw.wrap(
                 gpus.adopt_module(Layers(count)), compress=sw.PowerSGD(1, min_compression_rate=1, **options)
             )
+            gc.collect()  # an earlier one's end waits, and would count here
             for step in range(4):
                 before = stats(model)
                 model(batch(rank, 5, 8, step=step)).square().sum().backward()
@@ -193,7 +197,8 @@ def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             after = stats(model)
             assert after["host_waits"] == before["host_waits"] and after["allocations"] == before["allocations"]
             found.append(after["launches"] - before["launches"])
-        assert found[0] == found[1] <= 10, found
+        most = 10 + (os.environ[VARIABLE] != "nccl" and world_size > 1)  # the sum of use bytes is a launch, too
+        assert found[0] == found[1] <= most, found
 
 
 def test_the_first_rounds_are_plain(teams: Any, world_size: int, paths: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_every_stage_has_the_same_bits as stages
@@ -26,6 +27,7 @@ from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwright.device_unit_schedule import Places
 from shardwright.device_units import choose_places
 from shardwright.units import UnitPlan
 
@@ -224,6 +226,23 @@ def wrapped_again(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     gc.collect()
     assert all(torch.isnan(p).all() for p in module.blocks.parameters() if p.numel() > 32)
     gather(None)
+
+
+def test_a_gpu_that_has_failed_keeps_no_module_hooked(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 1, paths, dropped_after_a_failure)
+
+
+def dropped_after_a_failure(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """Nobody would see the error of a wrapper's end; what is left to do there is done."""
+    model, optimizer = units.private(units.Blocks)
+    units.steps(model, optimizer, rank, 1)
+    module = model.module
+    assert any(each._forward_pre_hooks for each in module.modules())
+    with mock.patch.object(Places, "drop_coming", side_effect=sw.Error("the driver's")):
+        del model, optimizer
+        gc.collect()
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in module.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
 
 
 def test_evaluation_and_checkpoints(teams: Any, world_size: int, paths: dict[str, str]) -> None:

@@ -1,0 +1,86 @@
+"""Law, of the simulated GPUs that other tests rest on: a kernel that writes anywhere but where its contract says is a report, in memory
+that torch made as in any other; what torch itself writes there, while a thread that is not the host's makes kernels run, is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from harness import RanksFailed
+from models import Mlp
+from peer import PEER, batch
+from simulated_gpus import SimulatedGpus, run, sw
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+KERNEL = b"sw_put"  # one a backward: what was used
+_kept: list[Any] = []  # the simulation calls them as long as it lasts
+Reference = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Contract(ctypes.Structure):
+    """sw_kernel_contract."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("args_bytes", ctypes.c_size_t),
+        ("check", ctypes.c_void_p),
+        ("accesses", ctypes.c_void_p),
+        ("reference", ctypes.c_void_p),
+        ("grid", ctypes.c_void_p),
+    )
+
+
+def write_beside(gpus: SimulatedGpus) -> set[int]:
+    """From now on a byte of torch's memory changes while the kernel runs; the threads that run it come to be in what is returned."""
+    victim = gpus.adopt(torch.zeros(8))
+    byte = ctypes.c_ubyte.from_address(victim.data_ptr())
+    count = gpus._kernels.sim_kernel_count()
+    contracts = (Contract * count).from_buffer_copy(
+        (Contract * count).from_address(gpus._kernels.sim_kernel_contracts())
+    )
+    threads: set[int] = set()
+    for contract in contracts:
+        if contract.name == KERNEL:
+            honest = Reference(contract.reference)
+
+            def reference(args: int) -> None:
+                honest(args)
+                byte.value += 1
+                threads.add(threading.get_ident())
+
+            _kept.append(Reference(reference))
+            contract.reference = ctypes.cast(_kept[-1], ctypes.c_void_p).value
+    _kept.extend((contracts, victim))
+    gpus._cuda.sim_get_controls.restype = ctypes.POINTER(ctypes.c_void_p)
+    use_kernels = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(gpus._cuda.sim_get_controls()[1])
+    use_kernels(ctypes.addressof(contracts), count)
+    return threads
+
+
+def test_a_kernel_that_leaves_its_ranges_in_torchs_memory_is_a_report(teams: Any, paths: dict[str, str]) -> None:
+    with pytest.raises(RanksFailed, match=f"undeclared write: {KERNEL.decode()}"):
+        run(teams, 2, paths, strays, policy="eager")  # as it is launched, so by the host
+
+
+def strays(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    write_beside(gpus)
+    wrapped = sw.wrap(gpus.adopt_module(Mlp()))
+    wrapped(batch(rank, 6, 7)).square().mean().backward()
+
+
+def test_what_torch_writes_while_another_thread_makes_kernels_run_is_none(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 2, paths, beside, policy="on demand")
+
+
+def beside(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    threads = write_beside(gpus)
+    wrapped = sw.wrap(gpus.adopt_module(Mlp()))
+    wrapped(batch(rank, 6, 7)).square().mean().backward()
+    while not threads:  # time passes, for which a thread of the simulation's own stands
+        time.sleep(0.01)
+    assert threading.get_ident() not in threads
