@@ -44,6 +44,12 @@ static inline long long __double_as_longlong(double a)
     std::memcpy(&bits, &a, sizeof bits);
     return bits;
 }
+static inline double __longlong_as_double(long long bits)
+{
+    double a;
+    std::memcpy(&a, &bits, sizeof a);
+    return a;
+}
 static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 {
     return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
