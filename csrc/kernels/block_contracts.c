@@ -7,7 +7,9 @@
 #include "kernels/kernel_contracts.h"
 #include "kernels/kernels.h"
 
-enum { THREADS = 256, RECORD_THREADS = 64, BLOCKS_A_PROCESSOR = 8, NUMEL_A_BLOCK = 1024 };
+/* What the .cu text has: blocks a multiprocessor holds, what a block takes in a turn. */
+enum { THREADS = 256, RECORD_BLOCKS = 3, OWE_BLOCKS = 4, VERDICT_BLOCKS = 8 };
+enum { LANE_NUMEL = 16, OWE_TILE_NUMEL = 2048 };
 enum { SOURCE_MAX = 1024 }; /* a communicator's world ends there */
 
 static sw_u64 parts(sw_u64 count, sw_u64 each)
@@ -35,11 +37,19 @@ static bool is_refused(const void *verdict)
     return verdict && *(const int32_t *)verdict != 0;
 }
 
-static sw_grid blocks(sw_u64 wanted, unsigned threads, int processor_count)
+static sw_grid blocks(sw_u64 wanted, int most)
 {
-    sw_u64 most = (sw_u64)processor_count * BLOCKS_A_PROCESSOR * (THREADS / threads);
-    wanted = wanted < most ? wanted : most;
-    return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = threads};
+    wanted = wanted < (sw_u64)most ? wanted : (sw_u64)most;
+    return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
+}
+
+/* A team of lanes a record: as many as a power of two that have 16 elements each. */
+static sw_grid records_grid(sw_u64 records, sw_u64 block, int processor_count)
+{
+    sw_u64 lanes = 2;
+    while (lanes < 32 && lanes * LANE_NUMEL < block)
+        lanes *= 2;
+    return blocks(parts(records, THREADS / lanes), processor_count * RECORD_BLOCKS);
 }
 
 static sw_status block_check(sw_u64 block, int bits, const char *what, sw_error *err)
@@ -104,14 +114,13 @@ void sw_quantize_reference(const void *args)
     }
 }
 
-/* One block of threads a record. */
 sw_grid sw_quantize_grid(const void *args, int processor_count)
 {
     const sw_quantize_args *a = args;
     sw_u64 records = 0;
     for (int i = 0; i < a->part_count; ++i)
         records += parts(a->part[i].numel, a->block);
-    return blocks(records, RECORD_THREADS, processor_count);
+    return records_grid(records, a->block, processor_count);
 }
 
 /* ---- fold_records ---- */
@@ -173,7 +182,8 @@ void sw_fold_records_reference(const void *args)
 
 sw_grid sw_fold_records_grid(const void *args, int processor_count)
 {
-    return blocks(((const sw_fold_records_args *)args)->count, RECORD_THREADS, processor_count);
+    const sw_fold_records_args *a = args;
+    return records_grid(a->count, a->block, processor_count);
 }
 
 /* ---- decode ---- */
@@ -226,10 +236,10 @@ void sw_decode_reference(const void *args)
 sw_grid sw_decode_grid(const void *args, int processor_count)
 {
     const sw_decode_args *a = args;
-    sw_u64 tiles = 0;
+    sw_u64 records = 0;
     for (int i = 0; i < a->part_count; ++i)
-        tiles += parts(a->part[i].numel, NUMEL_A_BLOCK);
-    return blocks(tiles, THREADS, processor_count);
+        records += parts(a->part[i].numel, a->block);
+    return records_grid(records, a->block, processor_count);
 }
 
 /* ---- verdict ---- */
@@ -264,7 +274,7 @@ void sw_verdict_reference(const void *args)
 sw_grid sw_verdict_grid(const void *args, int processor_count)
 {
     sw_u64 count = ((const sw_verdict_args *)args)->count;
-    return blocks(parts(count, NUMEL_A_BLOCK), THREADS, processor_count);
+    return blocks(parts(count, THREADS), processor_count * VERDICT_BLOCKS);
 }
 
 /* ---- owe ---- */
@@ -302,6 +312,6 @@ sw_grid sw_owe_grid(const void *args, int processor_count)
     const sw_owe_args *a = args;
     sw_u64 tiles = 0;
     for (int i = 0; i < a->part_count; ++i)
-        tiles += parts(a->part[i].numel, NUMEL_A_BLOCK);
-    return blocks(tiles, THREADS, processor_count);
+        tiles += parts(a->part[i].numel, OWE_TILE_NUMEL);
+    return blocks(tiles, processor_count * OWE_BLOCKS);
 }

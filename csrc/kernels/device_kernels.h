@@ -32,7 +32,8 @@
  *               memory has to outlive the call
  *
  * Memory is the caller's and must live until the stream has passed the launch. Cost: the bytes that
- * the contract declares, once each (QUANTIZE reads its source twice, the second time from L2).
+ * the contract declares, once each (QUANTIZE and FOLD_RECORDS read records of more
+ * than 512 elements twice).
  *
  * Thread rule: any; a kernel set is read-only once created.
  */

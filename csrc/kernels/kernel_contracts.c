@@ -9,11 +9,11 @@
 #include "kernels/kernels.h"
 #include "kernels/optim_kernels.h"
 
-enum { THREADS = 256, ELEMENTS_A_THREAD = 4, BLOCKS_A_PROCESSOR = 8, CAST_BLOCK_NUMEL = 1024 };
+enum { THREADS = 256, CAST_BLOCK_NUMEL = 1024 };
 /* What the .cu text has: blocks a multiprocessor holds of a kernel, and what a block takes in a
  * turn. */
-enum { MOVE_BLOCKS = 4, STEP_BLOCKS = 4, NORM_BLOCKS = 3 };
-enum { TURN_BYTES = THREADS * 64, RUN_TILE_NUMEL = THREADS * 4 };
+enum { MOVE_BLOCKS = 4, STEP_BLOCKS = 4, NORM_BLOCKS = 3, FOLD_BLOCKS = 3 };
+enum { TURN_BYTES = THREADS * 64, RUN_TILE_NUMEL = THREADS * 4, FOLD_TURN_BYTES = THREADS * 32 };
 enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* a communicator's world ends there */
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
@@ -44,15 +44,6 @@ static bool is_small_float(int dtype)
 static size_t array_bytes(sw_u64 numel, int dtype)
 {
     return (size_t)numel * sw_dtype_size_bytes((sw_dtype)dtype);
-}
-
-/* Enough threads for `work` items each of ELEMENTS_A_THREAD, no more than stay busy. */
-static sw_grid grid_for(sw_u64 numel, int processor_count)
-{
-    sw_u64 wanted = (numel + THREADS * ELEMENTS_A_THREAD - 1) / (THREADS * ELEMENTS_A_THREAD);
-    sw_u64 most = (sw_u64)processor_count * BLOCKS_A_PROCESSOR;
-    wanted = wanted < most ? wanted : most;
-    return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
 }
 
 /* Blocks for `count` items of which a block takes `each` in a turn, `most` of them at once. */
@@ -228,7 +219,9 @@ static void fold_reference(const void *args)
 
 static sw_grid fold_grid(const void *args, int processor_count)
 {
-    return grid_for(((const sw_fold_args *)args)->numel, processor_count);
+    const sw_fold_args *a = args;
+    return stream_grid(array_bytes(a->numel, a->dtype), FOLD_TURN_BYTES,
+                       processor_count * FOLD_BLOCKS);
 }
 
 /* ---- optimizers ---- */

@@ -44,9 +44,23 @@ static inline long long __double_as_longlong(double a)
     std::memcpy(&bits, &a, sizeof bits);
     return bits;
 }
+static inline double __longlong_as_double(long long bits)
+{
+    double a;
+    std::memcpy(&a, &bits, sizeof a);
+    return a;
+}
 static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 {
     return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
+}
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector)
+{
+    const unsigned long long bytes = a | static_cast<unsigned long long>(b) << 32;
+    unsigned chosen = 0;
+    for (int k = 0; k < 4; ++k)
+        chosen |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * k & 7u) & 255u) << 8 * k;
+    return chosen;
 }
 template <class T> static T atomicAdd(T *at, T value)
 {
@@ -107,6 +121,10 @@ template <class T> static T __shfl_sync(unsigned mask, T value, unsigned lane)
         std::memcpy(&other, &cuda_threads[(threadIdx.x & ~31u) + lane].told, sizeof other);
     cuda_rest(CUDA_AT_WARP);
     return other;
+}
+template <class T> static T __shfl_xor_sync(unsigned mask, T value, unsigned step)
+{
+    return __shfl_sync(mask, value, (threadIdx.x & 31u) ^ step);
 }
 template <class T> static T __shfl_down_sync(unsigned mask, T value, unsigned step)
 {

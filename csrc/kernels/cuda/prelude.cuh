@@ -2,7 +2,7 @@
  *
  * Idea: the text is compiled without headers and without contraction (--fmad=false), with IEEE
  * division and square root and with subnormals, so each operation rounds as the host's does; the
- * halves use the host's own integer formulas (host/half_body.h). A multiply-add that is meant is
+ * halves are narrowed by the host's own integer formulas (host/half_body.h). A multiply-add that is meant is
  * written __fmaf_rn.
  */
 #define SW_KERNEL extern "C" __global__ void
@@ -41,15 +41,13 @@ SW_INLINE unsigned short sw_bfloat16_narrow(float value)
     return (unsigned short)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
+/* Moved to float32's place the bits are the value times 2^-112, subnormals too; but infinities and
+ * NaN, which become 2^16 and more. */
 SW_INLINE float sw_float16_widen(unsigned short half)
 {
-    unsigned magnitude = (unsigned)(half & 0x7fffu) << 13;
-    unsigned moved = magnitude + (112u << 23);
-    unsigned subnormal = __float_as_uint(__uint_as_float(magnitude + (113u << 23)) -
-                                         __uint_as_float(113u << 23));
-    unsigned bits = magnitude >= (31u << 23) ? moved + (112u << 23) : moved;
-    bits = magnitude < (1u << 23) ? subnormal : bits;
-    return __uint_as_float(bits | (unsigned)(half & 0x8000u) << 16);
+    const unsigned moved = (unsigned)((int)((unsigned)half << 16) >> 3) & 0x8fffe000u;
+    const float value = __uint_as_float(moved) * __uint_as_float(239u << 23);
+    return fabsf(value) < 65536.0f ? value : __uint_as_float(moved | 0x7f800000u);
 }
 
 SW_INLINE unsigned short sw_float16_narrow(float value)
@@ -70,15 +68,6 @@ SW_INLINE float sw_load(const void *array, sw_u64 i, int dtype)
         return ((const float *)array)[i];
     unsigned short half = ((const unsigned short *)array)[i];
     return dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_widen(half) : sw_float16_widen(half);
-}
-
-SW_INLINE void sw_store(void *array, sw_u64 i, int dtype, float value)
-{
-    if (dtype == SW_ARG_FLOAT32)
-        ((float *)array)[i] = value;
-    else
-        ((unsigned short *)array)[i] =
-            dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(value) : sw_float16_narrow(value);
 }
 
 /* ---- tiles ---- */
