@@ -99,6 +99,12 @@ def test_inputs_are_moved_whatever_they_are_in() -> None:
     assert moved[0]["x"][0].is_meta and moved[0]["n"] == 3 and moved[1] == "text"
 
 
+def test_a_packed_sequence_moves_and_its_lengths_stay_on_the_cpu() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    moved = to_device([packed], torch.device("meta"))[0]
+    assert moved.data.device.type == "meta" and moved.batch_sizes.device.type == "cpu"
+
+
 def test_the_benchmark_on_gpus_says_why_it_was_skipped() -> None:
     try:
         _engine.cuda_devices()
