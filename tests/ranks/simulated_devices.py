@@ -26,8 +26,8 @@ _PACKAGE = str(Path(sw.__file__).parent)
 _BETWEEN = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), __file__, "<")
 #: take tensors of several devices
 _ACROSS = ("copy_", "_to_copy", "_foreach_copy_", "index", "index_put_")
-#: read a GPU's values on the host
-_WAIT = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim")
+#: read a GPU's values on the host; the first is how the second is called by what __torch_dispatch__ runs
+_WAIT = ("item", "_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim")
 #: no operation of these has a number from the host
 _ALL_THERE = ("_amp_foreach_non_finite_check_and_unscale_",)
 _KEPT = 4096
@@ -98,9 +98,12 @@ class Devices:
         if True in where:
             if name in _WAIT or (name == "copy_" and False in where and not _non_blocking(args, kwargs)):
                 self.wait(name)
-            if False in where and name not in _ACROSS:
-                self._check(name, given, where)
-            return None if kwargs.get("device") is not None else True
+            if name not in _ACROSS:
+                if False in where:
+                    self._check(name, given, where)
+                self.after(list(_given(function, args, kwargs, written=True)), True)
+            # torch itself, and scenes, name the device of a tensor
+            return None if kwargs.get("device") is not None and _place_in_package() is not None else True
         known = all(each is False for each in where) and kwargs.get("device") is None
         return False if known else None
 
@@ -121,13 +124,14 @@ class Devices:
 
 
 @functools.cache
-def _positions(function: Any) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(function._schema.arguments)
-    return tuple((position, each.name) for position, each in arguments if "Tensor" in str(each.type))
+def _positions(function: Any, written: bool) -> tuple[tuple[int, str], ...]:
+    arguments = [(at, each) for at, each in enumerate(function._schema.arguments) if "Tensor" in str(each.type)]
+    writes = [(at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return tuple((position, each.name) for position, each in (writes if written else arguments))
 
 
-def _given(function: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    for position, name in _positions(function):
+def _given(function: Any, args: Any, kwargs: Any, written: bool = False) -> Iterator[torch.Tensor]:
+    for position, name in _positions(function, written):
         value = args[position] if position < len(args) else kwargs.get(name)
         for tensor in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
             if isinstance(tensor, torch.Tensor):

@@ -35,6 +35,7 @@ from shardwright import _engine, device_transport, process_group
 from shardwright import device as sw_device
 from shardwright.checkpoint import device_staging
 from shardwright.device_transport import VARIABLE
+from shardwright.sharded_gradient import ShardedGradient
 
 POLICIES = ("eager", "on demand", "random", "late")
 READ, WRITE = 1, 2
@@ -152,6 +153,11 @@ class _Runtime(sw_device.CudaRuntime):
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         return self._gpus.adopt(torch.zeros(numel, dtype=dtype))
 
+    @property
+    def torch_waits(self) -> list[str]:
+        """Where the package has made the host wait through torch."""
+        return self._gpus.devices.waits
+
     def libraries(self) -> dict[str, str | None]:
         paths = self._gpus.paths
         return {"libcuda": paths["cuda"], "libnccl": paths["nccl"], "packaged": str(self._gpus.folder)}
@@ -181,6 +187,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if ShardedGradient in types:  # what it does with its memory is seen, too; from inside here it would not be
+            with self:
+                return ShardedGradient.__torch_dispatch__(function, types, args, kwargs)
         accesses = []
         for position, name, access in _tensors_of(function):
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -191,7 +200,7 @@ class _Watch(TorchDispatchMode):
         on_gpu = self._gpus.devices.before(function, args, kwargs)
         result = function(*args, **kwargs)
         self._gpus.devices.after(result, on_gpu)
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
             self._gpus.synchronize()
         return result
 
@@ -292,6 +301,14 @@ class SimulatedGpus:
             self.devices.refuse(tensor, BufferError("Can't export tensors on a different CUDA device index"))
             return of["__dlpack__"](tensor, *args, **kwargs)
 
+        norm_sum = _engine.norm_sum
+
+        def of_the_host(tensors: list[torch.Tensor]) -> bytes:
+            for position, tensor in enumerate(tensors):
+                self.devices.refuse(tensor, ValueError(f"norm_sum: tensors[{position}] must be on the CPU, not cuda:0"))
+            return norm_sum(tensors)
+
+        self._patch.setattr(_engine, "norm_sum", of_the_host)
         for name, changed in (("tolist", tolist), ("cpu", cpu), ("numpy", numpy), ("__dlpack__", dlpack)):
             self._patch.setattr(torch.Tensor, name, changed)
 
@@ -467,8 +484,10 @@ class SimulatedGpus:
 
 
 def stats(wrapped: Any) -> dict[str, int]:
-    """The counts of a wrapped module."""
+    """The counts of a wrapped module, with the waits that torch's operations are to the host among the engine's."""
     counts: dict[str, int] = wrapped._engine().reducer.stats()
+    if isinstance(sw_device.runtime, _Runtime):
+        counts["host_waits"] += len(sw_device.runtime.torch_waits)
     return counts
 
 
