@@ -243,6 +243,22 @@ def fused_optimizers(place: Place, rank: int, world_size: int) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def clipping_by_parameters(place: Place, rank: int, world_size: int) -> None:
+    """As torch's function is called, by parameters: of a module, before and after it is wrapped, on whatever device."""
+    norms = []
+    for where in (None, place):
+        with place.aside() if where is None else contextlib.nullcontext():
+            module = Given() if where is None else where.put(Given())
+            for wrapping in (False, True):
+                model = sw.DistributedDataParallel(module, deterministic=True) if wrapping else module
+                module.zero_grad()
+                model(inputs(0, 1, torch.device("cpu") if where is None else where.device)).backward()
+                norms.append(sw.clip_grad_norm_(module.parameters(), 1.0))
+                norms += [parameter.grad.detach().cpu().clone() for parameter in module.parameters()]
+    half = len(norms) // 2
+    assert_bits(norms[half:], norms[:half], "clipped")
+
+
 def borrowed(place: Place, rank: int, world_size: int) -> None:
     """Over torch's communicator: the bits of the CPU, with torch's own collectives between the steps."""
     with place.aside():
@@ -346,7 +362,8 @@ def batch_norm(place: Place, rank: int, world_size: int) -> None:
 
 def elsewhere(place: Place, rank: int, world_size: int) -> None:
     """A program that never says which GPU is its own: modules and tensors do."""
-    for options in ({}, {"zero": 2}, {"zero": 3}, {"offload": "cpu"}, {"compress": sw.Bf16()}):
+    hooked = {"compress": sw.Int8()}, {"zero": 2, "compress": sw.PowerSGD(2)}
+    for options in ({}, {"zero": 2}, {"zero": 3}, {"offload": "cpu"}, {"compress": sw.Bf16()}, *hooked):
         torch.manual_seed(0)
         module = place.put(Mlp())
         model, optimizer = sw.wrap(module, adamw(module.parameters()), **options)
@@ -361,7 +378,19 @@ def elsewhere(place: Place, rank: int, world_size: int) -> None:
 PROMISES: dict[str, Callable[[Place, int, int], None]] = {
     body.__name__: body
     for body in (
-        *(every_stage, offload, checkpoints, fused_optimizers, borrowed, captures, join, hooks, batch_norm, elsewhere),
+        *(
+            every_stage,
+            offload,
+            checkpoints,
+            fused_optimizers,
+            clipping_by_parameters,
+            borrowed,
+            captures,
+            join,
+            hooks,
+            batch_norm,
+            elsewhere,
+        ),
     )
 }
 #: NCCL alone has a communicator to lend, and refuses ranks that share a GPU
