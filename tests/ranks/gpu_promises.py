@@ -69,6 +69,22 @@ class Place:
                 yield
 
     @contextlib.contextmanager
+    def without_torchs_waits(self) -> Iterator[None]:
+        """Inside, no operation of torch's makes the host wait: on a real GPU one that would raises. The engine's are counted by itself."""
+        if self._gpus:
+            before = len(self._gpus.devices.waits)
+            yield
+            assert self._gpus.devices.waits[before:] == []
+        elif self.is_gpu:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        else:
+            yield
+
+    @contextlib.contextmanager
     def lending(self, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
         """Inside, torch has a communicator of NCCL; options of wrap that name its group."""
         if self._gpus:
@@ -168,6 +184,19 @@ def has_the_bits_of_the_cpu(place: Place, rank: int, **options: Any) -> None:
 def every_stage(place: Place, rank: int, world_size: int) -> None:
     has_the_bits_of_the_cpu(place, rank)
     has_the_bits_of_the_cpu(place, rank, clip_grad_norm=1.0)
+
+
+def no_hidden_waits(place: Place, rank: int, world_size: int) -> None:
+    """A step in which every parameter was used lets the host go on: what torch itself would wait for, too."""
+    for zero in (0, 1, 2, 3):
+        make = adamw if zero % 2 else lambda p: torch.optim.AdamW(p, lr=0.01)
+        model, optimizer = wrapped(place, {"zero": zero}, make)
+        given = [inputs(rank, step, place.device) for step in range(STEPS)]
+        for step, each in enumerate(given):
+            with place.without_torchs_waits() if step else contextlib.nullcontext():  # the first makes state
+                model(each).backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def offload(place: Place, rank: int, world_size: int) -> None:
@@ -380,6 +409,7 @@ PROMISES: dict[str, Callable[[Place, int, int], None]] = {
     for body in (
         *(
             every_stage,
+            no_hidden_waits,
             offload,
             checkpoints,
             fused_optimizers,
