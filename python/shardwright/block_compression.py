@@ -48,7 +48,7 @@ class BlockState(CompressionState):
         self.bits = bits
         self.block = block
         self.error_feedback = error_feedback
-        self._rest = torch.empty(0)
+        self._rest = torch.empty(0, device="cpu")
         self._world: torch.Tensor | None = None
         super().__init__(process_group, named_parameters)
 
@@ -129,12 +129,12 @@ class BlockState(CompressionState):
 
     def _factor(self, world_size: int) -> torch.Tensor:
         if self._world is None:  # kept: a number would be made a tensor at each use
-            self._world = torch.tensor(float(world_size))
+            self._world = torch.tensor(float(world_size), device="cpu")
         return self._world
 
     def _rest_of(self, count: int) -> torch.Tensor:
         if self._rest.numel() < count * self.block:
-            self._rest = torch.empty(count * self.block)
+            self._rest = torch.empty(count * self.block, device="cpu")
         return self._rest[: count * self.block]
 
 

@@ -71,7 +71,7 @@ def clip_grad_norm_(
     scale = max_norm / (norm + 1e-6)
     if not scale >= 1:
         _scale(gradients, scale)
-    return torch.tensor(norm, dtype=torch.float32)
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
 
 def local_norms(module: torch.nn.Module) -> dict[str, float]:

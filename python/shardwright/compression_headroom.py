@@ -221,7 +221,7 @@ def _measure_backwards(
 
 def slowest(comm: Any, values: list[float]) -> list[float]:
     """Each value's greatest over ranks. Collective."""
-    packed = torch.tensor(values, dtype=torch.float64).numpy().tobytes()
+    packed = torch.tensor(values, dtype=torch.float64, device="cpu").numpy().tobytes()
     rows = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in comm.all_gather_bytes(packed, "headroom")]
     return list(torch.stack(rows).amax(0).tolist())
 
@@ -237,7 +237,7 @@ def _median_of(work: Callable[[], Any]) -> float:
 
 
 def _time_plain(levels: Levels) -> float:
-    flat = torch.ones(_PROBE_NUMEL)
+    flat = torch.ones(_PROBE_NUMEL, device="cpu")
     return _median_of(lambda: levels.average(flat, lambda: average_plain(levels.exchange, flat), "headroom"))
 
 
@@ -261,8 +261,8 @@ class _Probe:
     """What a hook asks of a bucket: one square matrix."""
 
     def __init__(self) -> None:
-        self._flat = torch.ones(_PROBE_NUMEL)
-        self._parameter = torch.empty(1024, _PROBE_NUMEL // 1024)
+        self._flat = torch.ones(_PROBE_NUMEL, device="cpu")
+        self._parameter = torch.empty(1024, _PROBE_NUMEL // 1024, device="cpu")
 
     def buffer(self) -> torch.Tensor:
         return self._flat

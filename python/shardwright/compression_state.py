@@ -104,7 +104,7 @@ class CompressionState:
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
         """Memory of an entry, where the state of `parameter` lies."""
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
 
     def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """`tensor`, which is on the CPU, where the state of `parameter` lies."""

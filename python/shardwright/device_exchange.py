@@ -140,7 +140,7 @@ class OnDevice(CompressionState):
 class DeviceBlockState(OnDevice, BlockState):
     """BlockState whose exchange, errors and scratch memory are a GPU's. A pass is one launch over all parts of a message."""
 
-    _flags = torch.empty(0)
+    _flags = torch.empty(0, device="cpu")
 
     def _exchange_records(self, exchange: Exchange, owners: list[_Owner], keeps_slice: bool) -> None:
         device_exchange = self._device

@@ -58,8 +58,8 @@ class _Passes:
 class DevicePowerSGDState(OnDevice, PowerSGDState):
     """PowerSGDState whose exchange, state and scratch memory are a GPU's."""
 
-    _verdict = torch.empty(0)
-    _scratch = torch.empty(0)
+    _verdict = torch.empty(0, device="cpu")
+    _scratch = torch.empty(0, device="cpu")
 
     def _begin_basis(self, matrix: Matrix) -> None:
         basis, seed = matrix.entry["basis"].zero_(), matrix.seed

@@ -137,8 +137,8 @@ class DiLoCo:
         self._fragments = _cut(self._held.numels, fragments)
         self._sizes = [[self._tensors[i].numel() for i in part] for part in self._fragments]
         largest = max(map(sum, self._sizes), default=0)
-        self._change = torch.empty(largest)
-        self._then = torch.empty(largest if overlap else 0)
+        self._change = torch.empty(largest, device="cpu")
+        self._then = torch.empty(largest if overlap else 0, device="cpu")
         on_thread = overlap > 0 and group.world_size > 1
         levels, lease = leased_levels(group) if on_thread else (levels_of(group), None)
         self._exchange = levels.exchange

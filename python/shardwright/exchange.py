@@ -51,7 +51,7 @@ class Exchange:
         self._before_bucket = 0
         self._buckets: list[int] = []
         self._slice_bytes = 0
-        self._whole = torch.empty(0, dtype=torch.uint8)
+        self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def begin_round(self) -> None:
         """Forgets the buckets of a round that was cut short."""
@@ -72,7 +72,7 @@ class Exchange:
         return self._message(slice_bytes)
 
     def _memory(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def scatter(self) -> list[torch.Tensor]:
         """Own slice of every rank's message, in rank order."""
@@ -108,7 +108,7 @@ class Exchange:
 
     def floats(self, numel: int) -> torch.Tensor:
         """Memory beside the messages, float32; what is in it is anything."""
-        return torch.empty(numel)
+        return torch.empty(numel, device="cpu")
 
     def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
         """scatter()'s pieces, or what lies equally far into each, in rank order."""
@@ -148,11 +148,11 @@ class TorchExchange(Exchange):
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(3)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(3)]
 
     def _buffer(self, which: int, size_bytes: int) -> torch.Tensor:
         if self._buffers[which].numel() < size_bytes:
-            self._buffers[which] = torch.empty(size_bytes, dtype=torch.uint8)
+            self._buffers[which] = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         return self._buffers[which][:size_bytes]
 
     def _message(self, slice_bytes: int) -> torch.Tensor:
@@ -201,7 +201,7 @@ class GroupExchange(TorchExchange):
     def _agree(self, ok: bool) -> bool:
         if self.world_size == 1:
             return ok
-        flag = torch.tensor([ok], dtype=torch.uint8)
+        flag = torch.tensor([ok], dtype=torch.uint8, device="cpu")
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
         return bool(flag)
 

@@ -26,7 +26,7 @@ class FactorExchange:
         self.wire_dtype = wire_dtype
         self._head = 0
         self._small: Sequence[torch.Tensor] = ()
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, device="cpu")
         self._message = self._scratch
         self._own = self._whole = self._sum = self._term = self._flat = self._scratch
         self._share = self._small_share = self._slice_bytes = self._world_size = 0
@@ -131,7 +131,7 @@ class FactorExchange:
         if world == 1:
             return own[: self._head]
         if self._world is None or self._world_size != world:  # kept: a number would be made a tensor at each use
-            self._world, self._world_size = torch.tensor(float(world)), world
+            self._world, self._world_size = torch.tensor(float(world), device="cpu"), world
         own.mul_(self._world)
         mine = slice(exchange.rank * self._share, (exchange.rank + 1) * self._share)
         own[mine].add_(self._whole[mine], alpha=world).sub_(self._sum, alpha=world)

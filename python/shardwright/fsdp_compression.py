@@ -79,7 +79,7 @@ class _Unit:
     def __init__(self, parameters: list[Any], names: dict[int, str]) -> None:
         trained = [each for each in parameters if each.sharded_param.requires_grad]
         self.names = [names[id(each.sharded_param)] for each in trained]
-        self.keys = [torch.empty(0) for _ in trained]  # stand for parameters, which FSDP2 may make anew
+        self.keys = [torch.empty(0, device="cpu") for _ in trained]  # stand for parameters, which FSDP2 may make anew
         self.layouts, self.numel = [], 0
         for each in trained:
             self.layouts.append((each.sharded_size, each.contiguous_sharded_stride, self.numel))

@@ -264,7 +264,7 @@ class _AdamStep(_Fused):
 
     def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
         first, second = self._state_like(p), self._state_like(p)  # all of it or, where memory or a disk ends, nothing
-        state.update(step=torch.zeros((), dtype=torch.float32), exp_avg=first, exp_avg_sq=second)
+        state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=first, exp_avg_sq=second)
 
     @staticmethod
     def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ class SlicedParameters(WholeParameters):
             _check_tensor(name, parameter, True)
         _check_buffers(self.module)
         pieces = map(self._replica.parameters().slice, self._indices)
-        self.tensors = [torch.empty(0) if piece is None else piece for piece in pieces]
+        self.tensors = [torch.empty(0, device="cpu") if piece is None else piece for piece in pieces]
 
     def description(self) -> list[list[str]]:
         runs = [

@@ -85,7 +85,7 @@ def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
 
 def _element_bytes(inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
     """Of state, an element. None where the class steps neither on a copy of itself nor on another with its defaults."""
-    tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype, requires_grad=True)
+    tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype, requires_grad=True, device="cpu")
     tensor.grad = torch.zeros_like(tensor)
     step = type(inner).step
     for make in (_emptied, _made_anew):

@@ -120,7 +120,7 @@ class PowerSGDState(CompressionState):
                 f"PowerSGDState: min_compression_rate must be a number of at least 0, got {min_compression_rate!r}"
             )
         super().__init__(process_group, named_parameters)
-        self._q = torch.empty(0)
+        self._q = torch.empty(0, device="cpu")
         self.alternate = alternate
         self._turns = Turns(wire_dtype)
         self._factors = FactorExchange(wire_dtype)
@@ -161,7 +161,7 @@ class PowerSGDState(CompressionState):
             if "memory" not in entry:
                 continue
             rows, cols = entry["memory"].shape
-            error = torch.empty(rows, cols)
+            error = torch.empty(rows, cols, device="cpu")
             held = [entry[key].cpu() for key in ("memory", "left", "right", "basis")]
             row = (0, *(tensor.data_ptr() for tensor in held))
             dtype = dtype_name(self.error_dtype)
@@ -252,7 +252,7 @@ class PowerSGDState(CompressionState):
 
     def _own_q(self, numel: int) -> torch.Tensor:
         if self._q.numel() < numel:
-            self._q = torch.empty(numel)
+            self._q = torch.empty(numel, device="cpu")
         return self._q[:numel]
 
     def _exchange_q(self, table: list[Any], matrices: list[Matrix], own: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ class Turns:
 
     def __init__(self, wire_dtype: torch.dtype) -> None:
         self._factors = FactorExchange(wire_dtype)
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, device="cpu")
         self._spare = self._scratch
 
     def average(
@@ -88,7 +88,7 @@ class Turns:
         spare = max((matrix.left_numel + matrix.right_numel for matrix in matrices), default=0)
         total = sum(sizes) + head + spare
         if self._scratch.numel() < total:
-            self._scratch = torch.empty(total)
+            self._scratch = torch.empty(total, device="cpu")
         lefts, own, self._spare, _ = self._scratch.split([sum(sizes), head, spare, self._scratch.numel() - total])
         return _split(lefts, sizes), own
 

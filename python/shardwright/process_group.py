@@ -322,7 +322,7 @@ def _gather_objects(mine: Any, group: Any, device: torch.device | None = None) -
             dist.all_gather_object(everyone, mine, group=group)
         return everyone
     data = pickle.dumps(mine)
-    length = torch.tensor([len(data)])
+    length = torch.tensor([len(data)], device="cpu")
     lengths = [torch.zeros_like(length) for _ in range(world_size)]
     dist.all_gather(lengths, length, group=group)
     longest = max(int(each) for each in lengths)
@@ -433,7 +433,7 @@ class _Wire:
         others = [place for place in range(self._group.size()) if place != self._group.rank()]
         if gently:
             self._exchange_farewells(others)
-        nothing = torch.zeros(1, dtype=torch.uint8)
+        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         for other in others:
             try:
                 receiving = self._group.recv([nothing], other, _NEVER_SENT)
@@ -452,7 +452,7 @@ class _Wire:
 
     def _exchange_farewells(self, others: Sequence[int]) -> None:
         """What was sent to a peer has arrived when it says farewell; one that does not is about something else."""
-        word = torch.zeros(1, dtype=torch.uint8)
+        word = torch.zeros(1, dtype=torch.uint8, device="cpu")
         heard = [torch.zeros_like(word) for _ in others]
         deadline_s = time.monotonic() + _FAREWELL_S
         with contextlib.suppress(RuntimeError):  # an end of the connection is one, too

@@ -110,7 +110,7 @@ def _whole(shares: Sequence[float], order: float) -> float:
     total = 0.0
     for share in shares:
         total += share
-    return total if order == 0 else float(torch.tensor(total, dtype=torch.float64).pow(1 / order))
+    return total if order == 0 else float(torch.tensor(total, dtype=torch.float64, device="cpu").pow(1 / order))
 
 
 class ShardedGradient(torch.Tensor):

@@ -456,7 +456,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One-dimensional, for elements of a slice's state that are about to be loaded: where state is kept."""
         store = getattr(self._inner, "store", None)
         return (
-            torch.empty(numel, dtype=dtype) if store is None else store.empty(torch.empty(numel, device="meta"), dtype)
+            torch.empty(numel, dtype=dtype, device="cpu")
+            if store is None
+            else store.empty(torch.empty(numel, device="meta"), dtype)
         )
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -485,7 +487,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         whole: dict[str, Any] = {}
         for key, (kind, dtype, value) in described.items():
             if kind != "sliced":
-                whole[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "tensor" else value
+                whole[key] = (
+                    torch.tensor(value, dtype=getattr(torch, dtype), device="cpu") if kind == "tensor" else value
+                )
                 continue
             held = key in mine and self._replica.slicing.speaks
             data = mine[key].contiguous().view(torch.uint8).cpu().numpy().tobytes() if held else b""
@@ -580,7 +584,7 @@ def _adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
         if _plain(mine) == value:
             continue
         if isinstance(mine, torch.Tensor):
-            mine.copy_(torch.tensor(value))
+            mine.copy_(torch.tensor(value, device="cpu"))
         else:
             group[key] = tuple(value) if isinstance(mine, tuple) else value
 

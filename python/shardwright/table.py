@@ -135,7 +135,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors whose spans meet have a byte in common; both may have gaps, in which the other lies."""
     first = min(a.data_ptr(), b.data_ptr())
-    touched = torch.zeros(max(_span(a)[1], _span(b)[1]) - first, dtype=torch.bool)
+    touched = torch.zeros(max(_span(a)[1], _span(b)[1]) - first, dtype=torch.bool, device="cpu")
 
     def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         item = tensor.element_size()

@@ -74,7 +74,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             return None
         memory, like = self._replica.parameters(), self._replica.layout_of(index)
         if isinstance(memory, UnitMemory):
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
         flat = memory.flat(index)
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
@@ -115,7 +115,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
                 memory.read_whole(index, flat)
         for piece in map(self.slice_of, slices):
             if piece is not None:
-                piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype)
+                piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype, device="cpu")
         for chunk in self._chunks(sorted(slices)):
             mine = b"".join(slices[index].contiguous().view(torch.uint8).numpy().tobytes() for index in chunk)
             label = f"gradients of the tensors that ranks own, of {self._replica.label}"
@@ -188,7 +188,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         for root, owned in self._owned():
             for index in owned:
                 like = self._replica.layout_of(index)
-                flat = mine[index] if index in mine else torch.empty(like.numel(), dtype=like.dtype)
+                flat = mine[index] if index in mine else torch.empty(like.numel(), dtype=like.dtype, device="cpu")
                 self._broadcast(root, [flat])
                 if group.rank == beside[0] and slicing.of_rank[root] not in here:
                     yield index, flat

@@ -69,7 +69,7 @@ class Cuts:
         self._out: list[_Piece] = []
         self._in: list[_Piece] = []
         self.received: list[tuple[int, int, torch.Tensor]] = []
-        memory = torch.empty(sum(each[2] for each in transfers if each[4] == rank), dtype=torch.uint8)
+        memory = torch.empty(sum(each[2] for each in transfers if each[4] == rank), dtype=torch.uint8, device="cpu")
         done = 0
         for source, begin, nbytes, holder, owner in transfers:
             kind = NEAR if host_of[holder] == host_of[owner] else FAR

@@ -303,7 +303,7 @@ class StorageReader(TorchStorageReader):
             stored, target = self._tensors[name], planner.resolve_tensor(item).detach()
             of_stored_dtype = target
             if target.dtype != stored.torch_dtype:  # torch casts
-                of_stored_dtype = torch.empty(target.shape, dtype=stored.torch_dtype)
+                of_stored_dtype = torch.empty(target.shape, dtype=stored.torch_dtype, device="cpu")
             memory = plain(of_stored_dtype)
             at, reads = memory.data_ptr(), []
             for begin, nbytes in _stored_ranges(stored, item.storage_offsets, item.lengths):

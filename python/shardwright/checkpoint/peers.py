@@ -217,7 +217,7 @@ class CopiedMemory:
 
     def __init__(self, peers: Peers, nbytes: int, label: str) -> None:
         self._peers, self._label = peers, label
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, begin: int, stride: int, nbytes: int) -> None:
         """The first `nbytes` of each rank's slot are there on every rank; slots begin at `begin`, each `stride` bytes on. Collective."""

@@ -176,7 +176,7 @@ def _values(optimizer: ShardedOptimizer, parameter: torch.Tensor, described: Map
             parts = tuple((low, each.detach().resolve_conj().contiguous().reshape(-1)) for each in held)
             values[key] = Sliced(getattr(torch, dtype), tuple(parameter.shape), parts, held)
         else:
-            values[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "tensor" else value
+            values[key] = torch.tensor(value, dtype=getattr(torch, dtype), device="cpu") if kind == "tensor" else value
     return values
 
 
@@ -203,7 +203,7 @@ def own_parameters(model: Any) -> Iterator[dict[int, Sliced]]:
         if memory.is_published(index) and is_row_major(parameter):
             low, high = memory.own_run(index)
             part = memory.flat(index)[low:high].detach()
-            copy = torch.empty(part.shape, dtype=part.dtype) if device.runtime.holds(part) else None
+            copy = torch.empty(part.shape, dtype=part.dtype, device="cpu") if device.runtime.holds(part) else None
             held = (low, part if copy is None else copy)
             live = parameter if copy is None else part
             slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), (held,), (live,), copy)

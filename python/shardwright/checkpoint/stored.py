@@ -33,9 +33,9 @@ class Stored:
     def empty(self) -> torch.Tensor:
         """A new tensor of this dtype and shape."""
         if self.complex_dtype is not None:
-            made = torch.empty(self.shape[:-1], dtype=self.complex_dtype)
+            made = torch.empty(self.shape[:-1], dtype=self.complex_dtype, device="cpu")
         else:
-            made = torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype])
+            made = torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype], device="cpu")
         if self.nbytes >= _OWN_MAPPING_BYTES:
             prefer_huge_pages(made.data_ptr(), self.nbytes)
         return made

@@ -255,7 +255,7 @@ def run_verify(options: argparse.Namespace) -> int:
 def _values(folder: Any, entry: dict[str, Any]) -> Any:
     import torch
 
-    memory = torch.empty(entry["nbytes"], dtype=torch.uint8)
+    memory = torch.empty(entry["nbytes"], dtype=torch.uint8, device="cpu")
     if entry["nbytes"]:
         folder.read(entry["file"], [(entry["begin"], entry["nbytes"], memory.data_ptr())])
     return memory
