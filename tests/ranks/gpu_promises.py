@@ -404,6 +404,20 @@ def elsewhere(place: Place, rank: int, world_size: int) -> None:
         assert same_everywhere(whole(model)), options
 
 
+def nccl_alone(place: Place, rank: int, world_size: int) -> None:
+    """Over a group of torch's that has NCCL alone, of a program that never says which GPU is its own."""
+    group = dist.new_group(backend="nccl") if place.kind == "cuda" else None
+    for zero in (0, 2):
+        module = place.put(Given())
+        model, optimizer = sw.wrap(module, adamw(module.parameters()), zero=zero, process_group=group)
+        steps(model, optimizer, rank, place.device, 1)
+        assert same_everywhere([each.cpu() for each in whole(model)]), zero
+        del model, optimizer
+    if group is not None:
+        torch.cuda.synchronize(place.device)
+        dist.destroy_process_group(group)
+
+
 PROMISES: dict[str, Callable[[Place, int, int], None]] = {
     body.__name__: body
     for body in (
@@ -420,10 +434,11 @@ PROMISES: dict[str, Callable[[Place, int, int], None]] = {
             hooks,
             batch_norm,
             elsewhere,
+            nccl_alone,
         ),
     )
 }
 #: NCCL alone has a communicator to lend, and refuses ranks that share a GPU
-OF_GPUS_OF_THEIR_OWN = ("borrowed",)
+OF_GPUS_OF_THEIR_OWN = ("borrowed", "nccl_alone")
 #: the program chooses no GPU
-WITHOUT_SET_DEVICE = ("elsewhere",)
+WITHOUT_SET_DEVICE = ("elsewhere", "nccl_alone")
