@@ -3,10 +3,13 @@ is told, which device_ids are taken, and that the benchmark on GPUs says why it 
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ import shardwright as sw
 from shardwright import _engine
 from shardwright.ddp_compat import check_device_ids, to_device
 from shardwright.device import CudaRuntime, _cache_folder, find_nvrtc
+from shardwright.process_group import _gather_objects
 from shardwright.table import _check_one_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,6 +87,51 @@ def test_a_module_on_several_devices_is_an_error_that_names_two_of_its_tensors()
     _check_one_device(pairs[:1])
 
 
+def test_a_group_of_gpus_alone_is_met_from_the_modules_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sends objects from the current GPU, which in a program that chooses none is the first one on all ranks."""
+    current = ["cuda:0"]
+
+    @contextlib.contextmanager
+    def chosen(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    def all_gather_object(everyone: list[object], mine: object, group: object) -> None:
+        everyone[:] = [mine, current[-1]]
+
+    monkeypatch.setattr(torch.cuda, "device", chosen)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cuda:nccl")
+    assert _gather_objects("mine", None, torch.device("cuda", 1)) == ["mine", "cuda:1"]
+    assert _gather_objects("mine", None, torch.device("cpu")) == ["mine", "cuda:0"] == _gather_objects("mine", None)
+
+
+MAKERS = {
+    "tensor",
+    "empty",
+    "empty_strided",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randperm",
+    "as_tensor",
+}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "python").rglob("*.py")), ids=lambda file: file.stem)
+def test_every_tensor_that_the_package_makes_names_its_device(file: Path) -> None:
+    """A program may have chosen another default (torch.set_default_device), and the engine takes addresses for the host's."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS:
+            if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
+                assert any(each.arg in ("device", None) for each in node.keywords), f"{file.name}:{node.lineno}"
+
+
 def test_device_ids_name_the_modules_own_gpu() -> None:
     first = torch.device("cuda", 0)
     check_device_ids(None, None, torch.device("cpu"))
@@ -101,6 +150,12 @@ def test_device_ids_name_the_modules_own_gpu() -> None:
 def test_inputs_are_moved_whatever_they_are_in() -> None:
     moved = to_device(({"x": [torch.ones(2)], "n": 3}, "text"), torch.device("meta"))
     assert moved[0]["x"][0].is_meta and moved[0]["n"] == 3 and moved[1] == "text"
+
+
+def test_a_packed_sequence_moves_and_its_lengths_stay_on_the_cpu() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    moved = to_device([packed], torch.device("meta"))[0]
+    assert moved.data.device.type == "meta" and moved.batch_sizes.device.type == "cpu"
 
 
 def test_the_benchmark_on_gpus_says_why_it_was_skipped() -> None:

@@ -75,10 +75,11 @@ class _End:
 
 
 def queue_at_end(callback: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-    """Runs `callback` when the graph task that runs now has ended, on the thread that called backward.
+    """Runs `callback` when the graph task that runs now has ended, while backward() still waits: on the thread that ran its last node
+    (the caller's, or torch's own for a GPU), where the caller's streams are the current ones then.
 
-    Its exceptions come out of backward(). If the backward fails, `failed` runs instead, before the exception comes out;
-    its own exceptions are dropped.
+    Its exceptions come out of backward(). If the backward fails, `failed` runs instead; its own exceptions are dropped. On the
+    caller's thread that is before the exception comes out; a GPU's thread may drop the task some milliseconds later.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_End(callback, failed))
 

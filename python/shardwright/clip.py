@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from . import _engine
+from . import _engine, device
+from .device import DeviceLink
 from .fully_shard import wrapper_of
 from .gradients import as_real
-from .replica import Replica
+from .replica import Replica, live_replicas
 from .sharded_gradient import ShardedGradient
 
 
@@ -45,7 +46,7 @@ def clip_grad_norm_(
     -----
     Scale: max_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_. Cost: one pass over the
     gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass where the scale is below 1. On a GPU
-    the host waits for the norm.
+    the host waits for the norm; gradients of parameters on a GPU for which no wrapped module of this process works come down to the host.
     """
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
@@ -64,16 +65,12 @@ def clip_grad_norm_(
         else:
             parameters = module_or_parameters
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if replica is not None and replica.link is not None:
-            norm = replica.link.norm(gradients)
-        else:
-            norm = _engine.norm_value([_engine.norm_sum([_real(g) for g in gradients])])
+        norm = _norm_of_whole(gradients, replica)
     if error_if_nonfinite and not abs(norm) < float("inf"):
         raise RuntimeError(f"the gradients' norm is {norm}: they cannot be clipped")
     scale = max_norm / (norm + 1e-6)
     if not scale >= 1:
-        for gradient in gradients:
-            gradient.mul_(scale)
+        _scale(gradients, scale)
     return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
 
@@ -100,12 +97,37 @@ def _replica_of(module: Any) -> Replica | None:
 def _norm_of_slices(replica: Replica) -> float:
     slices = [replica.gradient_slice(index) for index in range(len(replica.table.parameters))]
     if replica.zero == 1 and replica.is_joining:  # who has joined keeps no gradients; here they are whole
-        gradients = [parameter.grad for parameter in replica.table.parameters if parameter.grad is not None]
-        if replica.link is not None:
-            return replica.link.norm(gradients)
-        return _engine.norm_value([_engine.norm_sum([_real(gradient) for gradient in gradients])])
+        return _norm_of_whole([p.grad for p in replica.table.parameters if p.grad is not None], replica)
     replica.announce("norm")
     return replica.norm_of(slices)
+
+
+def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> float:
+    """On a GPU its kernels add up, where some wrapped module of this process has opened it; else the gradients come down."""
+    real = [_real(gradient) for gradient in gradients]
+    link = replica.link if replica is not None else _link_beside(real)
+    if link is not None:
+        return link.norm(real)
+    return _engine.norm_value([_engine.norm_sum([each.cpu() for each in real])])
+
+
+def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:
+    """Of the one GPU that has all of them."""
+    there = {device.runtime.ordinal(each) if device.runtime.holds(each) else None for each in gradients}
+    links = (replica.link for replica in live_replicas())
+    return next((each for each in links if each is not None and there == {each.ordinal} and each.comm.is_alive), None)
+
+
+def _scale(gradients: list[torch.Tensor], factor: float) -> None:
+    """On a GPU by one launch for many."""
+    together = []
+    for gradient in gradients:
+        if type(gradient) is torch.Tensor and device.runtime.holds(gradient):
+            together.append(gradient)
+        else:
+            gradient.mul_(factor)
+    if together:
+        torch._foreach_mul_(together, factor)
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:

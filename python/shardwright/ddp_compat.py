@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ._engine import Error
 
@@ -84,8 +85,8 @@ def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) 
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with the tensors of nested tuples, lists and dicts on `device`."""
-    if isinstance(value, torch.Tensor):
+    """`value` with the tensors of nested tuples, lists and dicts on `device`; of a PackedSequence all but its lengths, which stay on the CPU."""
+    if isinstance(value, (torch.Tensor, PackedSequence)):
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple):
         moved = [to_device(item, device) for item in value]

@@ -60,8 +60,9 @@ class HostGroup:
         Each rank's host, numbered by their lowest rank: who can map whose memory.
     """
 
-    def __init__(self, group: Any, name: str, timeout_s: float) -> None:
+    def __init__(self, group: Any, name: str, timeout_s: float, device: torch.device | None = None) -> None:
         self.name = name
+        self._device = device
         self._group = (lambda: None) if group is None else weakref.ref(group)  # which is the key that it is found by
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
@@ -152,7 +153,7 @@ class HostGroup:
         if self.world_size == 1:
             return [mine]
         try:
-            return _gather_objects(mine, group)
+            return _gather_objects(mine, group, self._device)
         except RuntimeError as error:
             raise comm_error(f"joining the ranks of group {self.name!r}: torch's own group failed: {error}") from error
 
@@ -304,8 +305,10 @@ class HostGroup:
 _LETTING_GO_S = 1.0
 
 
-def _gather_objects(mine: Any, group: Any) -> list[Any]:
+def _gather_objects(mine: Any, group: Any, device: torch.device | None = None) -> list[Any]:
     """Every rank's `mine`, over torch's `group`, as all_gather_object does; no thread of torch's has a part of it afterwards.
+
+    `device`: this rank's. A group of GPUs alone sends from the current one, which is the first on all ranks of a program that chooses none.
 
     A thread of torch's Gloo lets go of the tensors of a collective when its caller has gone on already, and takes the GIL for it: an
     interpreter that ends in this moment, with the error that the exchange has brought, ends the thread inside a destructor, and
@@ -314,7 +317,9 @@ def _gather_objects(mine: Any, group: Any) -> list[Any]:
     world_size = dist.get_world_size(group)
     if "cpu:gloo" not in str(dist.get_backend_config(group)):  # other backends' tensors are on their devices
         everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, mine, group=group)
+        on_gpu = device is not None and device.type == "cuda"
+        with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+            dist.all_gather_object(everyone, mine, group=group)
         return everyone
     data = pickle.dumps(mine)
     length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
@@ -556,8 +561,8 @@ def is_default_group(group: Any) -> bool:
     return group is None or (dist.is_initialized() and group is dist.group.WORLD)
 
 
-def host_group(group: Any, timeout_s: float) -> HostGroup:
-    """The communicator of torch's `group`, made at its first use (collective then) and shared afterwards.
+def host_group(group: Any, timeout_s: float, device: torch.device | None = None) -> HostGroup:
+    """The communicator of torch's `group`, made at its first use (collective then) and shared afterwards. `device`: of this rank's module.
 
     One that ended with an error, on whatever rank, gives way to a new one.
     """
@@ -570,7 +575,7 @@ def host_group(group: Any, timeout_s: float) -> HostGroup:
     if found is not None:
         found.close()
     name = "single rank" if group is None else str(getattr(group, "group_name", "unnamed"))
-    table[group] = made = HostGroup(group, name, timeout_s)
+    table[group] = made = HostGroup(group, name, timeout_s, device)
     return made
 
 

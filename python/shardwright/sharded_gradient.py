@@ -38,6 +38,7 @@ class GradientBoard:
         self._factors_of = -1
         self._norms: dict[float, list[float]] = {}
         self._norms_of: tuple[int, int] = (-1, -1)
+        self._factor: tuple[torch.Tensor, int, float] | None = None
         self.announce: Callable[..., None] = lambda *_: None  # what ranks that joined must be told; see join.py
 
     def join(self, piece: torch.Tensor) -> int:
@@ -47,6 +48,15 @@ class GradientBoard:
     def scaled(self, index: int, name: str, factor: float) -> None:
         """A gradient was scaled: norms that were asked before hold no longer, and ranks must have done the same."""
         self.factors().append([index, name, factor])
+
+    def number(self, factor: Any) -> float:
+        """A factor's value. On a GPU the host waits for it, and gradients are as a rule scaled one by one by the same tensor."""
+        if not isinstance(factor, torch.Tensor):
+            return float(factor)
+        version = -1 if factor.is_inference() else factor._version
+        if self._factor is None or self._factor[0] is not factor or self._factor[1] != version or version < 0:
+            self._factor = factor, version, float(factor)
+        return self._factor[2]
 
     def factors(self) -> list[list[Any]]:
         """[index, "mul_" or "div_", factor] of what was scaled since the last round: compared between ranks before a step."""
@@ -219,7 +229,7 @@ def _scaled(name: str) -> Callable[..., Any]:
         getattr(grad._held, name)(factor)
         if grad._pending is not None:
             grad._pending = getattr(grad._pending.clone(), name)(factor)
-        grad._board.scaled(grad._index, name, float(factor))
+        grad._board.scaled(grad._index, name, grad._board.number(factor))
         return grad
 
     return scale
@@ -245,7 +255,8 @@ def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, 
         nothing = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
         return torch.linalg.vector_norm(nothing, order, dtype=dtype)
     real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
-    return torch.tensor(grad._board.norm(grad._index, float(order)), dtype=dtype or real, device=grad.device)
+    norm = grad._board.norm(grad._index, float(order))
+    return torch.full((), norm, dtype=dtype or real, device=grad.device)  # which copies nothing to a GPU: no wait
 
 
 def _norms(grads: Any, order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
@@ -271,7 +282,7 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -
     for grad in grads:
         if isinstance(grad, ShardedGradient):
             grad.averaged_piece()
-            grad._board.scaled(grad._index, "mul_", float(inverse_scale))
+            grad._board.scaled(grad._index, "mul_", grad._board.number(inverse_scale))
     plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
     aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
     board = next(g._board for g in grads if isinstance(g, ShardedGradient))

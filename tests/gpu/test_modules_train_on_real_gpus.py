@@ -28,6 +28,11 @@ from shardwright import _engine
 from shardwright.device_transport import VARIABLE
 
 
+#: the first test on a machine has the kernels compiled, and all make contexts and communicators
+LIMIT_S = 300
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+
 def gpu_count() -> int:
     """GPUs that torch and the engine both see; skips where there is none."""
     try:
@@ -40,7 +45,7 @@ def gpu_count() -> int:
 
 
 def run(body: Any, folder: Path, world_size: int, device: str, **arguments: Any) -> None:
-    outputs, statuses = run_programs(world_size, body, str(folder), device=device, **arguments)
+    outputs, statuses = run_programs(world_size, body, str(folder), limit_s=LIMIT_S, device=device, **arguments)
     assert statuses == [0] * world_size, "\n".join(outputs)
 
 

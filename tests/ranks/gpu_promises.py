@@ -69,6 +69,22 @@ class Place:
                 yield
 
     @contextlib.contextmanager
+    def without_torchs_waits(self) -> Iterator[None]:
+        """Inside, no operation of torch's makes the host wait: on a real GPU one that would raises. The engine's are counted by itself."""
+        if self._gpus:
+            before = len(self._gpus.devices.waits)
+            yield
+            assert self._gpus.devices.waits[before:] == []
+        elif self.is_gpu:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        else:
+            yield
+
+    @contextlib.contextmanager
     def lending(self, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
         """Inside, torch has a communicator of NCCL; options of wrap that name its group."""
         if self._gpus:
@@ -170,6 +186,19 @@ def every_stage(place: Place, rank: int, world_size: int) -> None:
     has_the_bits_of_the_cpu(place, rank, clip_grad_norm=1.0)
 
 
+def no_hidden_waits(place: Place, rank: int, world_size: int) -> None:
+    """A step in which every parameter was used lets the host go on: what torch itself would wait for, too."""
+    for zero in (0, 1, 2, 3):
+        make = adamw if zero % 2 else lambda p: torch.optim.AdamW(p, lr=0.01)
+        model, optimizer = wrapped(place, {"zero": zero}, make)
+        given = [inputs(rank, step, place.device) for step in range(STEPS)]
+        for step, each in enumerate(given):
+            with place.without_torchs_waits() if step else contextlib.nullcontext():  # the first makes state
+                model(each).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def offload(place: Place, rank: int, world_size: int) -> None:
     """State on the host: moments and masters are tensors of the CPU."""
     has_the_bits_of_the_cpu(place, rank, offload="cpu")
@@ -241,6 +270,22 @@ def fused_optimizers(place: Place, rank: int, world_size: int) -> None:
         assert all(map(bits_equal, arms["ours"], arms["cpu"])), name
         for found, expected in zip(arms["ours"], arms["torch"]):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def clipping_by_parameters(place: Place, rank: int, world_size: int) -> None:
+    """As torch's function is called, by parameters: of a module, before and after it is wrapped, on whatever device."""
+    norms = []
+    for where in (None, place):
+        with place.aside() if where is None else contextlib.nullcontext():
+            module = Given() if where is None else where.put(Given())
+            for wrapping in (False, True):
+                model = sw.DistributedDataParallel(module, deterministic=True) if wrapping else module
+                module.zero_grad()
+                model(inputs(0, 1, torch.device("cpu") if where is None else where.device)).backward()
+                norms.append(sw.clip_grad_norm_(module.parameters(), 1.0))
+                norms += [parameter.grad.detach().cpu().clone() for parameter in module.parameters()]
+    half = len(norms) // 2
+    assert_bits(norms[half:], norms[:half], "clipped")
 
 
 def borrowed(place: Place, rank: int, world_size: int) -> None:
@@ -346,7 +391,8 @@ def batch_norm(place: Place, rank: int, world_size: int) -> None:
 
 def elsewhere(place: Place, rank: int, world_size: int) -> None:
     """A program that never says which GPU is its own: modules and tensors do."""
-    for options in ({}, {"zero": 2}, {"zero": 3}, {"offload": "cpu"}, {"compress": sw.Bf16()}):
+    hooked = {"compress": sw.Int8()}, {"zero": 2, "compress": sw.PowerSGD(2)}
+    for options in ({}, {"zero": 2}, {"zero": 3}, {"offload": "cpu"}, {"compress": sw.Bf16()}, *hooked):
         torch.manual_seed(0)
         module = place.put(Mlp())
         model, optimizer = sw.wrap(module, adamw(module.parameters()), **options)
@@ -358,13 +404,41 @@ def elsewhere(place: Place, rank: int, world_size: int) -> None:
         assert same_everywhere(whole(model)), options
 
 
+def nccl_alone(place: Place, rank: int, world_size: int) -> None:
+    """Over a group of torch's that has NCCL alone, of a program that never says which GPU is its own."""
+    group = dist.new_group(backend="nccl") if place.kind == "cuda" else None
+    for zero in (0, 2):
+        module = place.put(Given())
+        model, optimizer = sw.wrap(module, adamw(module.parameters()), zero=zero, process_group=group)
+        steps(model, optimizer, rank, place.device, 1)
+        assert same_everywhere([each.cpu() for each in whole(model)]), zero
+        del model, optimizer
+    if group is not None:
+        torch.cuda.synchronize(place.device)
+        dist.destroy_process_group(group)
+
+
 PROMISES: dict[str, Callable[[Place, int, int], None]] = {
     body.__name__: body
     for body in (
-        *(every_stage, offload, checkpoints, fused_optimizers, borrowed, captures, join, hooks, batch_norm, elsewhere),
+        *(
+            every_stage,
+            no_hidden_waits,
+            offload,
+            checkpoints,
+            fused_optimizers,
+            clipping_by_parameters,
+            borrowed,
+            captures,
+            join,
+            hooks,
+            batch_norm,
+            elsewhere,
+            nccl_alone,
+        ),
     )
 }
 #: NCCL alone has a communicator to lend, and refuses ranks that share a GPU
-OF_GPUS_OF_THEIR_OWN = ("borrowed",)
+OF_GPUS_OF_THEIR_OWN = ("borrowed", "nccl_alone")
 #: the program chooses no GPU
-WITHOUT_SET_DEVICE = ("elsewhere",)
+WITHOUT_SET_DEVICE = ("elsewhere", "nccl_alone")

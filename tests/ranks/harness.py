@@ -544,10 +544,16 @@ def at_least_two(test: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_programs(
-    world_size: int, body: Callable[..., Any], folder: str, *, prefix: Sequence[str] = (), **arguments: Any
+    world_size: int,
+    body: Callable[..., Any],
+    folder: str,
+    *,
+    prefix: Sequence[str] = (),
+    limit_s: float = 50,
+    **arguments: Any,
 ) -> tuple[list[str], list[int]]:
     """The same body in W programs that start, run it and exit as any Python program does: what each printed, and its exit
-    status. `prefix`: what runs them."""
+    status. `prefix`: what runs them; `limit_s`: how long they may take."""
     here = pathlib.Path(__file__).resolve()
     request = pickle.dumps((body.__module__, body.__name__, arguments)).hex()
     command = [*prefix, sys.executable, str(here), str(world_size), folder, request]
@@ -559,7 +565,7 @@ def run_programs(
         for rank in range(world_size)
     ]
     try:
-        outputs = [program.communicate(timeout=50)[0] for program in programs]
+        outputs = [program.communicate(timeout=limit_s)[0] for program in programs]
     finally:
         for program in programs:
             program.kill()

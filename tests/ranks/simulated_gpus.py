@@ -4,6 +4,7 @@ Inside `with SimulatedGpus(...)` the wrapper takes every tensor to be on a GPU, 
 libcuda.so.1 and libnccl.so.2 of tests/fake, whose ranks meet in files. torch's operations run at once, as they are called; a
 TorchDispatchMode tells the simulation, before each, what it reads and writes, so that an operation that is not ordered by
 events after what it needs, or before what comes, is a report, whatever the values are. Leaving fails on any report or leak.
+What torch refuses where tensors are on real GPUs, or waits for, is refused and counted here too (simulated_devices.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import peer
 import pytest
 import torch
 from harness import DEADLINE_S, before_waiting, gather
+from simulated_devices import Devices
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +35,7 @@ from shardwright import _engine, device_transport, process_group
 from shardwright import device as sw_device
 from shardwright.checkpoint import device_staging
 from shardwright.device_transport import VARIABLE
+from shardwright.sharded_gradient import ShardedGradient
 
 POLICIES = ("eager", "on demand", "random", "late")
 READ, WRITE = 1, 2
@@ -150,6 +153,11 @@ class _Runtime(sw_device.CudaRuntime):
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         return self._gpus.adopt(torch.zeros(numel, dtype=dtype))
 
+    @property
+    def torch_waits(self) -> list[str]:
+        """Where the package has made the host wait through torch."""
+        return self._gpus.devices.waits
+
     def libraries(self) -> dict[str, str | None]:
         paths = self._gpus.paths
         return {"libcuda": paths["cuda"], "libnccl": paths["nccl"], "packaged": str(self._gpus.folder)}
@@ -179,6 +187,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if ShardedGradient in types:  # what it does with its memory is seen, too; from inside here it would not be
+            with self:
+                return ShardedGradient.__torch_dispatch__(function, types, args, kwargs)
         accesses = []
         for position, name, access in _tensors_of(function):
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -186,8 +197,10 @@ class _Watch(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor):
                     accesses += self._gpus.ranges(tensor, access)
         self._gpus.operate(accesses, function)
+        on_gpu = self._gpus.devices.before(function, args, kwargs)
         result = function(*args, **kwargs)
-        if function is torch.ops.aten._local_scalar_dense.default:
+        self._gpus.devices.after(result, on_gpu)
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
             self._gpus.synchronize()
         return result
 
@@ -237,6 +250,7 @@ class SimulatedGpus:
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._held: list[torch.Tensor] = []
+        self.devices = Devices(self._is_adopted)
         self.stream = 0
 
     # in and out -----------------------------------------------------------------------------------------------------
@@ -261,11 +275,48 @@ class SimulatedGpus:
         self._mode = _Watch(self)
         self._mode.__enter__()
         before_waiting.append(self._drain)
-        self._tolist = torch.Tensor.tolist
-        torch.Tensor.tolist = lambda tensor: self.synchronize() or self._tolist(tensor)  # type: ignore[method-assign]
-        self._cpu = torch.Tensor.cpu
-        torch.Tensor.cpu = lambda tensor: self.synchronize() or self._cpu(tensor)  # type: ignore[method-assign]
+        self._change_torch()
         return self
+
+    def _change_torch(self) -> None:
+        """Methods of torch's that go past the dispatch of operations do what they do on GPUs."""
+        of = {name: getattr(torch.Tensor, name) for name in ("tolist", "cpu", "numpy", "__dlpack__")}
+
+        def tolist(tensor: torch.Tensor) -> Any:
+            self._read(tensor, "tolist")
+            return of["tolist"](tensor)
+
+        def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._read(tensor, "cpu")
+            if not self.devices.on_gpu(tensor):
+                return of["cpu"](tensor, *args, **kwargs)
+            return self.devices.put(tensor.clone(), on_gpu=False)  # memory of its own
+
+        def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.devices.refuse(tensor, TypeError("can't convert cuda:0 device type tensor to numpy"))
+            return of["numpy"](tensor, *args, **kwargs)
+
+        def dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # torch has another GPU as the current one where a program does not choose its own
+            self.devices.refuse(tensor, BufferError("Can't export tensors on a different CUDA device index"))
+            return of["__dlpack__"](tensor, *args, **kwargs)
+
+        norm_sum = _engine.norm_sum
+
+        def of_the_host(tensors: list[torch.Tensor]) -> bytes:
+            for position, tensor in enumerate(tensors):
+                self.devices.refuse(tensor, ValueError(f"norm_sum: tensors[{position}] must be on the CPU, not cuda:0"))
+            return norm_sum(tensors)
+
+        self._patch.setattr(_engine, "norm_sum", of_the_host)
+        for name, changed in (("tolist", tolist), ("cpu", cpu), ("numpy", numpy), ("__dlpack__", dlpack)):
+            self._patch.setattr(torch.Tensor, name, changed)
+
+    def _read(self, tensor: torch.Tensor, what: str) -> None:
+        """The host is about to have a tensor's values."""
+        self.synchronize()
+        if self.devices.on_gpu(tensor):
+            self.devices.wait(what)
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         try:
@@ -278,8 +329,6 @@ class SimulatedGpus:
     def _leave(self, kind: Any, value: Any) -> None:
         self._mode.__exit__(None, None, None)
         before_waiting.remove(self._drain)
-        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
-        torch.Tensor.cpu = self._cpu  # type: ignore[method-assign]
         sw_device.runtime.kernels.clear()
         sw_device.runtime = self._before
         if kind is not None:
@@ -326,6 +375,10 @@ class SimulatedGpus:
                 self._cuda.sim_torch_adopt(self.stream, storage.data_ptr(), storage.nbytes())
         self._held.append(tensor.detach())
         return tensor
+
+    def _is_adopted(self, address: int) -> bool:
+        at = bisect.bisect(self._begins, address)
+        return bool(at) and address < self._ends[at - 1]
 
     def adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Its parameters and buffers."""
@@ -431,8 +484,10 @@ class SimulatedGpus:
 
 
 def stats(wrapped: Any) -> dict[str, int]:
-    """The counts of a wrapped module."""
+    """The counts of a wrapped module, with the waits that torch's operations are to the host among the engine's."""
     counts: dict[str, int] = wrapped._engine().reducer.stats()
+    if isinstance(sw_device.runtime, _Runtime):
+        counts["host_waits"] += len(sw_device.runtime.torch_waits)
     return counts
 
 

@@ -232,6 +232,37 @@ def clipped_steps(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) ->
     assert stats(wrapped)["host_waits"] - before == 3
 
 
+def test_torchs_clipping_and_its_scaler_wait_as_often_for_many_gradients_as_for_one(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, clipped_and_scaled)
+
+
+def clipped_and_scaled(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    module = gpus.adopt_module(Mlp())
+    wrapped, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=2, deterministic=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        scaler.scale(wrapped(batch(rank, 6, 7, step=step)).square().mean()).backward()
+        gpus.adopt(scaler._scale)
+        before = stats(wrapped)["host_waits"]
+        scaler.unscale_(optimizer)
+        unscaled = stats(wrapped)["host_waits"]
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.02)
+        clipped = stats(wrapped)["host_waits"]
+        factor = gpus.adopt(torch.tensor(0.5))
+        for parameter in module.parameters():
+            parameter.grad.mul_(factor)
+        assert unscaled - before == 2, gpus.devices.waits  # the scale, and whether something overflowed
+        assert clipped - unscaled == 1, (
+            gpus.devices.waits
+        )  # the norms; of the factor the simulation does not know where it is
+        assert stats(wrapped)["host_waits"] - clipped == 1, gpus.devices.waits
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("training", some(["checkpointed", "scheduled"], 2))
 def test_recomputed_backwards_and_full_gradients(
     teams: Any, world_size: int, paths: dict[str, str], training: str

@@ -1,0 +1,158 @@
+"""On which device torch would have each tensor, while all of them are the CPU's (simulated_gpus.py).
+
+What is adopted is on the GPU, and so is what an operation makes of it; what is made without naming a device is on the host. Of what names one
+nothing is known: a simulated GPU's device is called cpu. So what torch refuses on real GPUs can be refused here, and what makes a host wait
+there can be counted, where the package asks for it; a test's own scenes may mix tensors as they like.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+import shardwright as sw
+from shardwright.sharded_gradient import ShardedGradient
+
+_PACKAGE = str(Path(sw.__file__).parent)
+#: whoever is between the package and an operation
+_BETWEEN = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), __file__, "<")
+#: take tensors of several devices
+_ACROSS = ("copy_", "_to_copy", "_foreach_copy_", "index", "index_put_")
+#: read a GPU's values on the host; the first is how the second is called by what __torch_dispatch__ runs
+_WAIT = ("item", "_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim")
+#: no operation of these has a number from the host
+_ALL_THERE = ("_amp_foreach_non_finite_check_and_unscale_",)
+_KEPT = 4096
+
+
+class WrongDevice(RuntimeError):
+    """What torch raises on real GPUs."""
+
+
+class Devices:
+    """What is known of tensors' devices.
+
+    Parameters
+    ----------
+    is_adopted : callable
+        Whether an address is in memory that stands for a GPU's.
+
+    Attributes
+    ----------
+    waits : list of str
+        Each place in the package at which torch has made the host wait.
+    """
+
+    def __init__(self, is_adopted: Callable[[int], bool]) -> None:
+        self._is_adopted = is_adopted
+        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}  # by storage: whether on the GPU
+        self._room = _KEPT
+        self.waits: list[str] = []
+
+    def on_gpu(self, tensor: torch.Tensor) -> bool | None:
+        """None: not known."""
+        if isinstance(tensor, ShardedGradient):
+            return True
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        found = self._known.get(storage._cdata)
+        if found is not None:
+            return found[1]
+        return True if self._is_adopted(storage.data_ptr()) else None
+
+    def put(self, tensor: torch.Tensor, on_gpu: bool) -> torch.Tensor:
+        """Says where a tensor's memory is."""
+        if tensor.layout is torch.strided and not isinstance(tensor, ShardedGradient):
+            storage = tensor.untyped_storage()
+            if len(self._known) > self._room:
+                self._known = {at: kept for at, kept in self._known.items() if not kept[0].expired()}
+                self._room = max(_KEPT, 2 * len(self._known))
+            self._known[storage._cdata] = StorageWeakRef(storage), on_gpu
+        return tensor
+
+    def wait(self, what: str) -> None:
+        """torch makes the host wait: counted where the package asks for it."""
+        place = _place_in_package()
+        if place is not None:
+            self.waits.append(f"{what} at {place}")
+
+    def refuse(self, tensor: torch.Tensor, error: Exception) -> None:
+        """Raises `error` where the package asks for something that a tensor on the GPU does not have."""
+        if self.on_gpu(tensor) and _place_in_package() is not None:
+            raise error
+
+    def before(self, function: Any, args: Any, kwargs: Any) -> bool | None:
+        """Raises what torch would; where the results are, as far as that is known."""
+        name = function.overloadpacket.__name__
+        given = list(_given(function, args, kwargs))
+        where = [self.on_gpu(tensor) for tensor in given]
+        if True in where:
+            if name in _WAIT or (name == "copy_" and False in where and not _non_blocking(args, kwargs)):
+                self.wait(name)
+            if name not in _ACROSS:
+                if False in where:
+                    self._check(name, given, where)
+                self.after(list(_given(function, args, kwargs, written=True)), True)
+            # torch itself, and scenes, name the device of a tensor
+            return None if kwargs.get("device") is not None and _place_in_package() is not None else True
+        known = all(each is False for each in where) and kwargs.get("device") is None
+        return False if known else None
+
+    def _check(self, name: str, given: list[torch.Tensor], where: list[bool | None]) -> None:
+        whole = name in _ALL_THERE
+        if any(at is False and (whole or tensor.dim()) for tensor, at in zip(given, where)):
+            place = _place_in_package()
+            if place is not None:
+                raise WrongDevice(f"{name} at {place}: expected all tensors to be on the same device, cuda:0 and cpu")
+
+    def after(self, result: Any, on_gpu: bool | None) -> None:
+        """An operation has made `result`."""
+        if on_gpu is None:
+            return
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and self.on_gpu(tensor) is None:
+                self.put(tensor, on_gpu)
+
+
+@functools.cache
+def _positions(function: Any, written: bool) -> tuple[tuple[int, str], ...]:
+    arguments = [(at, each) for at, each in enumerate(function._schema.arguments) if "Tensor" in str(each.type)]
+    writes = [(at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return tuple((position, each.name) for position, each in (writes if written else arguments))
+
+
+def _given(function: Any, args: Any, kwargs: Any, written: bool = False) -> Iterator[torch.Tensor]:
+    for position, name in _positions(function, written):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        for tensor in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+def _non_blocking(args: Any, kwargs: Any) -> bool:
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+
+
+def _place_in_package() -> str | None:
+    """The line of the package that runs now; None where somebody else's does."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            return f"{file.removeprefix(_PACKAGE)}:{frame.f_lineno}"
+        if not file.startswith(_BETWEEN) and file != _SIMULATION:
+            return None
+        frame = frame.f_back
+    return None
+
+
+_SIMULATION = str(Path(__file__).with_name("simulated_gpus.py"))
