@@ -163,29 +163,63 @@ static bool matches(const clique *c)
     return true;
 }
 
+static void run_reference(const char *name, const void *args)
+{
+    for (int k = 0; k < sim.contract_count; ++k)
+        if (strcmp(sim.contracts[k].name, name) == 0)
+            sim.contracts[k].reference(args);
+}
+
+static void cast(void *to, int to_dtype, const void *from, int from_dtype, size_t numel,
+                 float scale)
+{
+    sw_cast_args args = {.to = to,
+                         .from = from,
+                         .numel = numel,
+                         .scale = scale,
+                         .to_dtype = to_dtype,
+                         .from_dtype = from_dtype};
+    run_reference("sw_cast", &args);
+}
+
+/* NCCL's mean multiplies each contribution, before it is added, by 1 / world_size as the dtype has
+ * it (its enqueue.cc: ncclAvg is PreMulSum), and rounds the product to the dtype. */
+static void multiply_first(void *contributions, size_t numel, int world_size, sw_dtype dtype)
+{
+    float factor = (float)(1.0 / world_size);
+    unsigned char rounded[sizeof factor];
+    if (dtype == SW_DTYPE_FLOAT64) {
+        for (size_t i = 0; i < numel; ++i)
+            ((double *)contributions)[i] *= 1.0 / world_size;
+        return;
+    }
+    cast(rounded, (int)dtype, &factor, SW_ARG_FLOAT32, 1, 1.0f);
+    cast(&factor, SW_ARG_FLOAT32, rounded, (int)dtype, 1, 1.0f);
+    cast(contributions, (int)dtype, contributions, (int)dtype, numel, factor);
+}
+
 static void fold(void *to, const unsigned char *inputs, size_t stride, int world_size,
                  const nccl_call *call)
 {
     static const sw_redop ops[] = {[SW_NCCL_SUM] = SW_REDOP_SUM,
                                    [SW_NCCL_MAX] = SW_REDOP_MAX,
                                    [SW_NCCL_MIN] = SW_REDOP_MIN,
-                                   [SW_NCCL_AVG] = SW_REDOP_MEAN};
+                                   [SW_NCCL_AVG] = SW_REDOP_SUM};
     unsigned char *turned = malloc(stride * (size_t)world_size + 1);
     for (int k = 0; k < world_size; ++k)
         memcpy(turned + (size_t)k * stride, inputs + (size_t)((k + 1) % world_size) * stride,
                stride);
+    if (call->op == SW_NCCL_AVG)
+        multiply_first(turned, call->count * (size_t)world_size, world_size, dtype_of(call->dtype));
     sw_fold_args args = {.to = to,
                          .rest = turned,
                          .numel = call->count,
                          .stride_bytes = stride,
-                         .scale = 1.0 / world_size,
                          .dtype = (int)dtype_of(call->dtype),
                          .op = (int)ops[call->op],
                          .own_index = -1,
                          .source_count = world_size};
-    for (int k = 0; k < sim.contract_count; ++k)
-        if (strcmp(sim.contracts[k].name, "sw_fold") == 0)
-            sim.contracts[k].reference(&args);
+    run_reference("sw_fold", &args);
     free(turned);
 }
 
