@@ -26,9 +26,11 @@ static bool has_failed(const sw_nccl *comm)
     return comm->failure.status != SW_OK;
 }
 
+/* An open group still needs it until its end. Else it counts before the abort has come back: that
+ * may wait for the kernels of this GPU's other communicators, which are ended by who sees this. */
 bool sw_nccl_has_failed(const sw_nccl *comm)
 {
-    return has_failed(comm) && !comm->handle; /* an open group still needs it until its end */
+    return has_failed(comm) && (!comm->handle || comm->depth == 0);
 }
 
 static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)

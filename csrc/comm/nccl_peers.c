@@ -134,7 +134,8 @@ static sw_status wrap(sw_nccl *nccl, sw_peers **peers, sw_error *err)
                             .name = "nccl",
                             .rank = sw_nccl_rank(nccl),
                             .world_size = sw_nccl_world_size(nccl),
-                            .is_borrowed = sw_nccl_is_borrowed(nccl)};
+                            .is_borrowed = sw_nccl_is_borrowed(nccl),
+                            .rounds_divisor = true};
     made->nccl = nccl;
     *peers = &made->base;
     return SW_OK;

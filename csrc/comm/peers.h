@@ -82,7 +82,8 @@ struct sw_peers {
     const sw_peers_ops *ops;
     const char *name; /* "nccl"; slots: "shm" in memory of the host, "ipc" in that of the GPUs */
     int rank, world_size;
-    bool is_borrowed; /* its owner ends it, and has operations of his own in it: NCCL's alone */
+    bool is_borrowed;    /* its owner ends it, and has operations of his own in it: NCCL's alone */
+    bool rounds_divisor; /* a MEAN multiplies by 1 / world_size as rounded to the dtype: NCCL's */
 };
 
 /* sw_nccl_create as a transport. */

@@ -1,9 +1,13 @@
 /* device_comm_type.c - shardwright._engine.DeviceComm: a rank's GPU as Python sees it. */
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
+#include "platform/clock.h"
 #include "python/device_object.h"
+
+static const int64_t WATCHED_NS = 10000000000; /* nobody waits for longer who looks after it */
 
 /* ---- use ---- */
 
@@ -12,9 +16,24 @@ bool sw_py_device_is_own(const device_comm_object *self)
     return getpid() == self->owner_pid;
 }
 
+/* Who looks after the communicator is inside for an instant; who ends it, until its kernels have
+ * been let go. Neither is a mistake of the caller's, so he waits. */
+static void await_watcher(const device_comm_object *self)
+{
+    const struct timespec nap = {.tv_nsec = 50000};
+    int64_t start = sw_clock_now_ns();
+    while (self->in_use && self->is_watched && sw_py_device_is_own(self) &&
+           sw_clock_now_ns() - start < WATCHED_NS) {
+        Py_BEGIN_ALLOW_THREADS
+        nanosleep(&nap, NULL);
+        Py_END_ALLOW_THREADS
+    }
+}
+
 bool sw_py_device_enter(device_comm_object *self)
 {
     const char *why = NULL;
+    await_watcher(self);
     if (self->comm && !sw_py_device_is_own(self))
         why = "this process was forked from the one that opened the GPU; the engine works in that "
               "one only";
@@ -36,6 +55,7 @@ bool sw_py_device_enter(device_comm_object *self)
 bool sw_py_device_enter_alone(device_comm_object *self)
 {
     const char *why = NULL;
+    await_watcher(self);
     if (!self->comm || !sw_py_device_is_own(self))
         why = "this process has not opened the GPU: it was forked from the one that did";
     else if (self->in_use)
@@ -244,6 +264,7 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
     (void)unused;
+    await_watcher(self);
     if (self->closed || !self->comm || self->in_use || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
     self->closed = self->in_use = true;
@@ -259,8 +280,11 @@ static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
     PyTypeObject *type = Py_TYPE(op);
-    if (sw_py_device_is_own(self)) /* a forked child has no context: its calls would fail */
+    if (sw_py_device_is_own(self)) { /* a forked child has no context: its calls would fail */
+        Py_BEGIN_ALLOW_THREADS       /* what is freed may wait for all that the GPU does */
         sw_device_comm_destroy(self->comm);
+        Py_END_ALLOW_THREADS
+    }
     Py_XDECREF(self->arena);
     PyObject_Free(op);
     Py_DECREF(type);
@@ -504,8 +528,13 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
     (void)unused;
     if (self->in_use || !self->comm || !self->comm->peers || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
-    self->in_use = true;
-    return sw_py_device_finish(self, sw_device_comm_watch(self->comm, &err), &err);
+    sw_status status;
+    self->in_use = self->is_watched = true;
+    Py_BEGIN_ALLOW_THREADS /* what has failed is ended, which may wait for another's kernels */
+    status = sw_device_comm_watch(self->comm, &err);
+    Py_END_ALLOW_THREADS
+    self->is_watched = false;
+    return sw_py_device_finish(self, status, &err);
 }
 
 static PyObject *device_abort(PyObject *op, PyObject *args)
@@ -515,13 +544,19 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     sw_error reason;
     if (!PyArg_ParseTuple(args, "s:abort", &text))
         return NULL;
+    await_watcher(self);
     if (self->closed || !self->comm || !self->comm->peers || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    if (self->in_use) /* by a thread that waits, perhaps: it ends it, since it is its own */
+    if (self->in_use) { /* by a thread that waits, perhaps: it ends it, since it is its own */
         sw_peers_request_end(self->comm->peers, &reason);
-    else
-        sw_peers_abort(self->comm->peers, &reason);
+        Py_RETURN_NONE;
+    }
+    self->in_use = self->is_watched = true;
+    Py_BEGIN_ALLOW_THREADS
+    sw_peers_abort(self->comm->peers, &reason);
+    Py_END_ALLOW_THREADS
+    self->in_use = self->is_watched = false;
     Py_RETURN_NONE;
 }
 
@@ -574,6 +609,14 @@ static PyObject *device_get_alive(PyObject *op, void *unused)
                            !sw_peers_has_failed(self->comm->peers));
 }
 
+static PyObject *device_get_failed(PyObject *op, void *unused)
+{
+    const device_comm_object *self = (device_comm_object *)op;
+    (void)unused;
+    return PyBool_FromLong(self->comm && self->comm->peers && !self->closed &&
+                           sw_peers_has_failed(self->comm->peers));
+}
+
 static PyMethodDef device_methods[] = {
     {"connect", device_connect, METH_VARARGS,
      "connect(id, rank, world_size, timeout_s)\n--\n\nJoins the peers. Collective."},
@@ -613,6 +656,8 @@ static PyMethodDef device_methods[] = {
 static PyGetSetDef device_properties[] = {
     {"stream", device_get_stream, NULL, "the stream of all collectives", NULL},
     {"is_alive", device_get_alive, NULL, "connected, not closed, and nothing has failed", NULL},
+    {"has_failed", device_get_failed, NULL, "connected, not closed, and something has failed",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

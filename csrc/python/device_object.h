@@ -14,7 +14,8 @@ typedef struct device_comm_object {
     PyObject_HEAD sw_device_comm *comm; /* owned; NULL before init */
     PyObject *arena;                    /* owned: the slots to the peers; NULL: none */
     long owner_pid;
-    bool in_use; /* a thread is inside a call that gave the GIL away */
+    bool in_use;     /* a thread is inside a call that gave the GIL away */
+    bool is_watched; /* that one looks after it, or ends it: who else wants in waits */
     bool closed;
 } device_comm_object;
 

@@ -184,10 +184,31 @@ static sw_status reduce_narrowed(const sw_device_mean *m, const sw_device_range 
     return rescale(m, bucket->data, bucket->dtype, bucket->numel, err);
 }
 
+/* Whether contributions are divided here, and the transport adds: where its mean would multiply
+ * halves by a 1 / 3 that is 0.2 % (bfloat16) too large, for every element alike. */
+static bool divides_first(const sw_device_mean *m, sw_dtype dtype)
+{
+    const sw_peers *peers = m->comm->peers;
+    bool is_exact = m->divisor == peers->world_size && (m->divisor & (m->divisor - 1)) == 0;
+    return peers->rounds_divisor && m->op == SW_REDOP_MEAN && !is_exact &&
+           (dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16);
+}
+
+static sw_status divide(const sw_device_mean *m, const sw_device_range *bucket, sw_error *err)
+{
+    return cast(m, bucket->data, bucket->dtype, bucket->data, bucket->dtype, bucket->numel,
+                (float)(1.0 / m->divisor), err);
+}
+
 /* The transport's own order. Its mean knows one divisor; another one scales the sum. */
 static sw_status reduce_at_once(const sw_device_mean *m, const sw_device_range *bucket,
                                 sw_error *err)
 {
+    if (divides_first(m, bucket->dtype)) {
+        SW_TRY(divide(m, bucket, err));
+        return sw_peers_all_reduce(m->comm->peers, bucket->data, bucket->numel, bucket->dtype,
+                                   SW_REDOP_SUM, m->comm->stream, err);
+    }
     bool is_own = m->op != SW_REDOP_MEAN || m->divisor == m->comm->peers->world_size;
     sw_fold_args scaled = {.to = bucket->data,
                            .own = bucket->data,
@@ -310,8 +331,12 @@ static sw_status collect(slicing *s, const sw_device_range *bucket, sw_error *er
         SW_TRY(exchange(m, bucket, err));
         return m->active < m->comm->peers->world_size ? leave_out(m, &s->fold, err) : SW_OK;
     }
+    bool is_divided = divides_first(m, bucket->dtype);
+    if (is_divided)
+        SW_TRY(divide(m, bucket, err));
     return sw_peers_reduce_scatter(m->comm->peers, bucket->data, piece_numel(m, bucket),
-                                   bucket->dtype, m->op, m->comm->stream, err);
+                                   bucket->dtype, is_divided ? SW_REDOP_SUM : m->op,
+                                   m->comm->stream, err);
 }
 
 /* Of [begin, begin + numel), where `at` lies; its ends otherwise. From `begin`. */

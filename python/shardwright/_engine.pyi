@@ -319,6 +319,7 @@ class DeviceComm:
     stream: int
     #: connected, not closed, and nothing has failed
     is_alive: bool
+    has_failed: bool
     def __init__(
         self,
         ordinal: int,

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ from .process_group import HostGroup, comm_error
 
 _logger = logging.getLogger("shardwright")
 _WATCH_PERIOD_S = 0.1
+#: how long a failure waits for its communicators' ends, which another's kernels on the GPU may hold up, before it is raised all the same
+_ENDING_S = 10.0
+_OTHER_FAILED = "another communicator of this rank's GPU has failed"
 #: elements that the exact sum takes between two carries
 _NORM_NUMEL = 1 << 31
 
@@ -199,6 +203,7 @@ class DeviceLink:
         borrows: bool = False,
     ) -> None:
         self._main = main
+        self._rows: weakref.WeakSet[DeviceLink] = weakref.WeakSet()  # of which this one is the main
         self._lender: Lender | None = None
         self._was_left = False
         self._failure: str | None = None
@@ -233,6 +238,8 @@ class DeviceLink:
             slot_bytes = device_transport.SLOT_BYTES
             arena = group.comm.arena(slot_part_bytes(slot_bytes), "slots between GPUs")
             self.comm.connect_slots(arena, row, slot_bytes, chosen, self.rank, timeout_s)
+        if main is not None:
+            main._rows.add(self)
         if runtime.watches:
             _Watch(self).start()
 
@@ -257,8 +264,9 @@ class DeviceLink:
                 self._failure = self._failure or self._main._failure
                 self.comm.abort(self._failure or "the communicator of the group's GPUs was closed")
         elif not self.host.is_alive:
-            self._failure = self._failure or self._reason_of_host()
-            self.comm.abort(self._failure)
+            self._end(self._failure or self._reason_of_host())
+        elif any(row.comm.has_failed for row in self._rows):
+            self._end(self._failure or _OTHER_FAILED)
         if not self.comm.is_alive:
             self._tell_lender()
             if self._was_left:  # the group's other ranks hear of it, and wrapping again makes new ones
@@ -289,14 +297,24 @@ class DeviceLink:
 
     def fail(self, reason: str) -> None:
         """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
-        self._failure = reason
-        if self._main is not None:
-            self._main.fail(reason)
-        elif self.host.is_alive:
+        if self.host.is_alive:
             with contextlib.suppress(Error):  # the program's own thread is inside: it sees for itself
                 self.host.abort(reason)
-        self.comm.abort(reason)
-        self._tell_lender()
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """Ends this rank's communicators of the family side by side: what NCCL frees as it aborts one waits for all that the GPU does,
+        the kernels of the others among it, which wait for peers that have gone."""
+        main = self._main or self
+        family = [main, *main._rows]
+        enders = [threading.Thread(target=link.comm.abort, args=(reason,), daemon=True) for link in family]
+        for link, ender in zip(family, enders):
+            link._failure = link._failure or reason
+            ender.start()
+        deadline = time.monotonic() + _ENDING_S
+        for link, ender in zip(family, enders):
+            ender.join(max(0.0, deadline - time.monotonic()))
+            link._tell_lender()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
         """Values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters stay.
@@ -361,6 +379,8 @@ class _Watch(threading.Thread):
                 return
             link._look_at_lender()
             if not link.comm.is_alive:
+                if link.comm.has_failed:  # perhaps in a call that waits for the other one's kernels
+                    link._end(link._failure or _OTHER_FAILED)
                 link._tell_lender()
                 return
             try:

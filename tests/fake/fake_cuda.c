@@ -122,6 +122,13 @@ SIM_API int cuCtxPopCurrent_v2(sw_cu_context *context)
     return SW_CU_SUCCESS;
 }
 
+/* The stream of a handle that a caller gave: of NULL, the legacy default stream of the context that
+ * is current, as all of torch is on unless a program says otherwise. NULL: there is no such one. */
+sw_cu_stream sim_stream(sw_cu_stream handle)
+{
+    return handle ? handle : sim_current_context()->legacy;
+}
+
 /* ---- captures ---- */
 
 static __thread int capture_mode = SW_CU_CAPTURE_MODE_GLOBAL;
@@ -345,6 +352,7 @@ static void track_access(void *context, const void *begin, size_t size_bytes, sw
 SIM_API int cuMemcpyAsync(sw_cu_address to, sw_cu_address from, size_t bytes, sw_cu_stream stream)
 {
     ENTER_CONTEXT("cuMemcpyAsync");
+    NAMED_STREAM(stream);
     sim_op *op = sim_op_new(OP_WORK, "cuMemcpyAsync");
     tracking t = {.stream = stream, .site = &op->site};
     op->run = run_copy;
@@ -362,6 +370,7 @@ SIM_API int cuMemsetD8Async(sw_cu_address to, unsigned char value, size_t bytes,
                             sw_cu_stream stream)
 {
     ENTER_CONTEXT("cuMemsetD8Async");
+    NAMED_STREAM(stream);
     sim_op *op = sim_op_new(OP_WORK, "cuMemsetD8Async");
     tracking t = {.stream = stream, .site = &op->site};
     op->run = run_fill;
@@ -418,6 +427,7 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
                            void **extra)
 {
     ENTER_CONTEXT("cuLaunchKernel");
+    NAMED_STREAM(stream);
     const sw_kernel_contract *contract = (const sw_kernel_contract *)(void *)function;
     if (extra || !grid_x || grid_y != 1 || grid_z != 1 || !block_x ||
         block_x * block_y * block_z > 1024)
@@ -444,9 +454,12 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
 
 SIM_API int cuStreamCreateWithPriority(sw_cu_stream *stream, unsigned flags, int priority)
 {
-    (void)flags;
     (void)priority;
     ENTER_CONTEXT("cuStreamCreate");
+    if (flags != SW_CU_STREAM_NON_BLOCKING) { /* torch's work and ours would wait for each other */
+        sim_site site = sim_here("cuStreamCreate");
+        sim_report("blocking stream", "one that the legacy default stream orders", &site, NULL);
+    }
     if (sim.actor_count == SIM_ACTOR_MAX)
         LEAVE(SW_CU_OUT_OF_MEMORY);
     sw_cu_stream made = calloc(1, sizeof *made);
@@ -470,6 +483,7 @@ SIM_API int cuStreamWaitEvent(sw_cu_stream stream, sw_cu_event event, unsigned f
 {
     (void)flags;
     ENTER_CONTEXT("cuStreamWaitEvent");
+    NAMED_STREAM(stream);
     sim_op *op = sim_op_new(OP_WAIT, "cuStreamWaitEvent");
     op->event = event;
     op->generation = event->recorded;
@@ -482,14 +496,18 @@ SIM_API int cuStreamWaitEvent(sw_cu_stream stream, sw_cu_event event, unsigned f
 SIM_API int cuStreamIsCapturing(sw_cu_stream stream, int *status)
 {
     ENTER_CONTEXT("cuStreamIsCapturing");
+    NAMED_STREAM(stream);
     *status = stream->capturing ? SW_CU_CAPTURE_NONE + 1 : SW_CU_CAPTURE_NONE;
     LEAVE(SW_CU_SUCCESS);
 }
 
 SIM_API int cuEventCreate(sw_cu_event *event, unsigned flags)
 {
-    (void)flags;
     ENTER_CONTEXT("cuEventCreate");
+    if (flags != SW_CU_EVENT_DISABLE_TIMING) { /* each record would take a time stamp */
+        sim_site site = sim_here("cuEventCreate");
+        sim_report("timed event", "one that nobody asks for a time", &site, NULL);
+    }
     sw_cu_event made = calloc(1, sizeof *made);
     made->next = sim.events;
     sim.events = made;
@@ -509,6 +527,7 @@ SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream given)
     ENTER_CONTEXT("cuEventRecord");
     int wrong = (int)((uintptr_t)given & SIM_RECORD_WRONG);
     sw_cu_stream stream = (sw_cu_stream)(void *)((char *)given - wrong);
+    NAMED_STREAM(stream);
     sim_op *op = sim_op_new(OP_RECORD, "cuEventRecord");
     sim_clock before = stream->before;
     sim_tick(stream);

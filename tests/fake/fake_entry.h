@@ -22,6 +22,14 @@
     if (!sim_current_context()) \
     LEAVE(SW_CU_INVALID_CONTEXT)
 
+/* A handle that the caller gave becomes its stream. */
+#define NAMED_STREAM(stream)              \
+    do {                                  \
+        (stream) = sim_stream(stream);    \
+        if (!(stream))                    \
+            LEAVE(SW_CU_INVALID_HANDLE);  \
+    } while (0)
+
 /* A call that a capture into a graph forbids: cuda.h calls it potentially unsafe. */
 #define FORBIDDEN_IN_CAPTURES(name)           \
     do {                                      \

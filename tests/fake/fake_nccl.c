@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "fake_entry.h"
 #include "fake_nccl.h"
@@ -16,6 +17,7 @@
 static const char *const kind_name[] = {"all_reduce", "reduce_scatter", "all_gather",
                                         "broadcast",  "send",           "recv"};
 
+enum { ABORT_NAPS_MAX = 5000 };
 static clique *cliques;
 static int id_count;
 static __thread int group_depth, group_error;
@@ -163,29 +165,63 @@ static bool matches(const clique *c)
     return true;
 }
 
+static void run_reference(const char *name, const void *args)
+{
+    for (int k = 0; k < sim.contract_count; ++k)
+        if (strcmp(sim.contracts[k].name, name) == 0)
+            sim.contracts[k].reference(args);
+}
+
+static void cast(void *to, int to_dtype, const void *from, int from_dtype, size_t numel,
+                 float scale)
+{
+    sw_cast_args args = {.to = to,
+                         .from = from,
+                         .numel = numel,
+                         .scale = scale,
+                         .to_dtype = to_dtype,
+                         .from_dtype = from_dtype};
+    run_reference("sw_cast", &args);
+}
+
+/* NCCL's mean multiplies each contribution, before it is added, by 1 / world_size as the dtype has
+ * it (its enqueue.cc: ncclAvg is PreMulSum), and rounds the product to the dtype. */
+static void multiply_first(void *contributions, size_t numel, int world_size, sw_dtype dtype)
+{
+    float factor = (float)(1.0 / world_size);
+    unsigned char rounded[sizeof factor];
+    if (dtype == SW_DTYPE_FLOAT64) {
+        for (size_t i = 0; i < numel; ++i)
+            ((double *)contributions)[i] *= 1.0 / world_size;
+        return;
+    }
+    cast(rounded, (int)dtype, &factor, SW_ARG_FLOAT32, 1, 1.0f);
+    cast(&factor, SW_ARG_FLOAT32, rounded, (int)dtype, 1, 1.0f);
+    cast(contributions, (int)dtype, contributions, (int)dtype, numel, factor);
+}
+
 static void fold(void *to, const unsigned char *inputs, size_t stride, int world_size,
                  const nccl_call *call)
 {
     static const sw_redop ops[] = {[SW_NCCL_SUM] = SW_REDOP_SUM,
                                    [SW_NCCL_MAX] = SW_REDOP_MAX,
                                    [SW_NCCL_MIN] = SW_REDOP_MIN,
-                                   [SW_NCCL_AVG] = SW_REDOP_MEAN};
+                                   [SW_NCCL_AVG] = SW_REDOP_SUM};
     unsigned char *turned = malloc(stride * (size_t)world_size + 1);
     for (int k = 0; k < world_size; ++k)
         memcpy(turned + (size_t)k * stride, inputs + (size_t)((k + 1) % world_size) * stride,
                stride);
+    if (call->op == SW_NCCL_AVG)
+        multiply_first(turned, call->count * (size_t)world_size, world_size, dtype_of(call->dtype));
     sw_fold_args args = {.to = to,
                          .rest = turned,
                          .numel = call->count,
                          .stride_bytes = stride,
-                         .scale = 1.0 / world_size,
                          .dtype = (int)dtype_of(call->dtype),
                          .op = (int)ops[call->op],
                          .own_index = -1,
                          .source_count = world_size};
-    for (int k = 0; k < sim.contract_count; ++k)
-        if (strcmp(sim.contracts[k].name, "sw_fold") == 0)
-            sim.contracts[k].reference(&args);
+    run_reference("sw_fold", &args);
     free(turned);
 }
 
@@ -301,12 +337,36 @@ static int enqueue_group(const nccl_group *group)
     return SW_NCCL_SUCCESS;
 }
 
+/* A call of a communicator that does not block may come back before it is done, and no other is to
+ * come before ncclCommGetAsyncError has said that it is: NCCL's init.cc, ncclCommEnsureReady. */
+static int come_back(sw_nccl_comm comm, int result, int questions)
+{
+    if (result != SW_NCCL_SUCCESS || comm->blocks)
+        return result;
+    comm->unsettled = questions;
+    return SW_NCCL_IN_PROGRESS;
+}
+
+static bool is_settled(sw_nccl_comm comm, const char *call)
+{
+    sim_site site = sim_here(call);
+    if (comm->unsettled)
+        sim_report("unsettled communicator", call, &site, NULL);
+    return !comm->unsettled;
+}
+
 static int issue(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream)
 {
+    if (comm && !is_settled(comm, kind_name[call->kind]))
+        return SW_NCCL_INVALID_ARGUMENT;
     if (!comm || dtype_of(call->dtype) == SW_DTYPE_COUNT || call->peer >= comm->clique->world_size)
         return SW_NCCL_INVALID_ARGUMENT;
     if (comm->error)
         return comm->error;
+    if (!stream) /* the legacy default stream of the communicator's GPU */
+        stream = sim.context[comm->clique->in_files ? 0 : comm->rank].legacy;
+    if (!stream)
+        return SW_NCCL_UNHANDLED_CUDA_ERROR;
     if (open_group.call_count && (open_group.comm != comm || open_group.stream != stream))
         return SW_NCCL_INVALID_USAGE;
     if (open_group.call_count == CALL_MAX)
@@ -316,7 +376,7 @@ static int issue(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream)
     open_group.call[open_group.call_count++] = *call;
     if (group_depth > 0)
         return SW_NCCL_SUCCESS;
-    int result = enqueue_group(&open_group);
+    int result = come_back(comm, enqueue_group(&open_group), 1);
     open_group.call_count = 0;
     return result;
 }
@@ -373,6 +433,11 @@ static void watch(sw_nccl_comm comm)
     sim.blocks = block;
 }
 
+static bool has_all(clique *c)
+{
+    return (c->in_files ? nccl_files_arrived(c) : c->arrived) == c->world_size;
+}
+
 SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_id id, int rank,
                                    sw_nccl_config *config)
 {
@@ -383,7 +448,7 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
     sim.collective_run = run;
     sim.collective_drive = drive;
     if (config->size != sizeof *config || config->magic != SW_NCCL_CONFIG_MAGIC ||
-        config->blocking || rank < 0 || rank >= world_size || world_size > SIM_DEVICE_MAX ||
+        rank < 0 || rank >= world_size || world_size > SIM_DEVICE_MAX ||
         !sim_current_context())
         LEAVE(SW_NCCL_INVALID_ARGUMENT);
     clique *c = cliques;
@@ -401,12 +466,21 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
     sw_nccl_comm made = calloc(1, sizeof *made);
     made->clique = c;
     made->rank = rank;
+    made->blocks = config->blocking != 0;
     c->comm[rank] = made;
     c->arrived++;
     watch(made);
     sim.comms++;
     *comm = made;
-    LEAVE(SW_NCCL_IN_PROGRESS);
+    if (!made->blocks)
+        LEAVE(SW_NCCL_IN_PROGRESS);
+    while (!has_all(c)) {
+        sim_yield();
+        sim_leave();
+        nanosleep(&(const struct timespec){.tv_nsec = 1000000}, NULL);
+        sim_lock();
+    }
+    LEAVE(SW_NCCL_SUCCESS);
 }
 
 /* Whether a rank that was there has ended the communicator, while this one's operations wait. */
@@ -422,10 +496,12 @@ SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
 {
     ENTER("ncclCommGetAsyncError");
     clique *c = comm->clique;
-    bool all = (c->in_files ? nccl_files_arrived(c) : c->arrived) == c->world_size;
+    bool all = has_all(c), is_done = !comm->unsettled || --comm->unsettled == 0;
     if (!comm->error && all && has_lost_one(c, comm))
         comm->error = SW_NCCL_REMOTE_ERROR;
-    *result = comm->error ? comm->error : all ? SW_NCCL_SUCCESS : SW_NCCL_IN_PROGRESS;
+    *result = comm->error ? comm->error
+              : all && is_done ? SW_NCCL_SUCCESS
+                               : SW_NCCL_IN_PROGRESS;
     if (!all)
         sim_yield();
     LEAVE(SW_NCCL_SUCCESS);
@@ -434,6 +510,8 @@ SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
 SIM_API int ncclCommCount(sw_nccl_comm comm, int *count)
 {
     ENTER("ncclCommCount");
+    if (!is_settled(comm, "ncclCommCount"))
+        LEAVE(SW_NCCL_INVALID_ARGUMENT);
     *count = comm->clique->world_size;
     LEAVE(SW_NCCL_SUCCESS);
 }
@@ -441,6 +519,8 @@ SIM_API int ncclCommCount(sw_nccl_comm comm, int *count)
 SIM_API int ncclCommUserRank(sw_nccl_comm comm, int *rank)
 {
     ENTER("ncclCommUserRank");
+    if (!is_settled(comm, "ncclCommUserRank"))
+        LEAVE(SW_NCCL_INVALID_ARGUMENT);
     *rank = comm->rank;
     LEAVE(SW_NCCL_SUCCESS);
 }
@@ -448,6 +528,8 @@ SIM_API int ncclCommUserRank(sw_nccl_comm comm, int *rank)
 SIM_API int ncclCommCuDevice(sw_nccl_comm comm, int *ordinal)
 {
     ENTER("ncclCommCuDevice");
+    if (!is_settled(comm, "ncclCommCuDevice"))
+        LEAVE(SW_NCCL_INVALID_ARGUMENT);
     *ordinal = comm->clique->in_files ? 0 : comm->rank;
     LEAVE(SW_NCCL_SUCCESS);
 }
@@ -455,6 +537,8 @@ SIM_API int ncclCommCuDevice(sw_nccl_comm comm, int *ordinal)
 SIM_API int ncclCommFinalize(sw_nccl_comm comm)
 {
     ENTER("ncclCommFinalize");
+    if (!is_settled(comm, "ncclCommFinalize"))
+        LEAVE(SW_NCCL_INVALID_ARGUMENT);
     while (comm->first && comm->first->stream->first) { /* what was enqueued runs first */
         const nccl_group *before = comm->first;
         sw_cu_stream stream = before->stream;
@@ -469,7 +553,7 @@ SIM_API int ncclCommFinalize(sw_nccl_comm comm)
         if (comm->first == before)
             break;
     }
-    LEAVE(SW_NCCL_SUCCESS);
+    LEAVE(come_back(comm, SW_NCCL_SUCCESS, 2));
 }
 
 /* Its memory stays till the process ends: other ranks' groups may name it. */
@@ -489,8 +573,35 @@ SIM_API int ncclCommDestroy(sw_nccl_comm comm)
     ENTER("ncclCommDestroy");
     FORBIDDEN_IN_CAPTURES("ncclCommDestroy");
     outside_groups("ncclCommDestroy");
+    if (!is_settled(comm, "ncclCommDestroy"))
+        LEAVE(SW_NCCL_INVALID_ARGUMENT);
     drop(comm);
     LEAVE(SW_NCCL_SUCCESS);
+}
+
+/* What an abort frees makes it wait for all that the GPU does, the kernels of other communicators
+ * among it (NVIDIA/nccl issue 1013), which nobody but an abort of theirs lets go. With the gate held.
+ */
+static void wait_for_kernels(void)
+{
+    const struct timespec nap = {.tv_nsec = 1000000};
+    const sim_site site = sim_here("ncclCommAbort");
+    for (int naps = 0;; ++naps) {
+        const sim_op *running = NULL;
+        for (sw_cu_stream s = sim.streams; s; s = s->next)
+            if (s->first && s->first->kind == OP_COLLECTIVE && !group_of(s->first)->dropped)
+                running = s->first;
+        if (!running)
+            return;
+        if (naps == ABORT_NAPS_MAX) {
+            sim_report("endless abort", "the kernel of another communicator runs on", &site,
+                       &running->site);
+            return;
+        }
+        sim_leave();
+        nanosleep(&nap, NULL);
+        sim_lock();
+    }
 }
 
 SIM_API int ncclCommAbort(sw_nccl_comm comm)
@@ -498,7 +609,10 @@ SIM_API int ncclCommAbort(sw_nccl_comm comm)
     ENTER("ncclCommAbort");
     FORBIDDEN_IN_CAPTURES("ncclCommAbort");
     outside_groups("ncclCommAbort");
+    bool in_files = comm->clique->in_files;
     drop(comm);
+    if (in_files) /* else the baton is this thread's, and nobody else would come to let them go */
+        wait_for_kernels();
     LEAVE(SW_NCCL_SUCCESS);
 }
 
@@ -524,7 +638,7 @@ SIM_API int ncclGroupEnd(void)
         return SW_NCCL_INVALID_USAGE;
     bool is_outermost = --group_depth == 0, enters = sim_enter("ncclGroupEnd", &result);
     if (is_outermost && enters && !group_error && open_group.call_count)
-        result = enqueue_group(&open_group);
+        result = come_back(open_group.comm, enqueue_group(&open_group), 1);
     if (is_outermost && group_error)
         result = group_error;
     if (is_outermost)

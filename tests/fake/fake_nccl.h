@@ -49,6 +49,8 @@ struct ncclComm {
     clique *clique;
     int rank;
     sw_nccl_result error;
+    bool blocks;   /* its calls come back when they are done, as those of torch's own do */
+    int unsettled; /* questions that its owner has yet to ask before it takes another call */
     unsigned char order; /* which each operation writes: two that no event orders are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
 };

@@ -14,7 +14,7 @@
  * Words: an actor is a stream or a rank's host thread; a block is an allocation; a segment is a
  * part of a block with one history; a site is where an operation was enqueued.
  *
- * Not covered: the legacy default stream's implicit order, graphs, peer access, real allocators.
+ * Not covered: the legacy default stream's implicit order (blocking streams are a report), graphs, peer access, real allocators.
  * Thread rule: every entry point takes the gate.
  */
 #ifndef SW_TEST_SIM_H
@@ -187,6 +187,7 @@ typedef struct sim_rank {
 
 struct CUctx_st {
     int ordinal, retained;
+    sw_cu_stream legacy; /* its default stream, whose handle is NULL; only where torch is on it */
 };
 
 typedef struct sim_state {
@@ -235,6 +236,7 @@ SIM_API void sim_leave(void);
 SIM_API void sim_yield(void);
 SIM_API int sim_current_rank(void);
 SIM_API sw_cu_context sim_current_context(void);
+SIM_API sw_cu_stream sim_stream(sw_cu_stream handle);
 /* The calling thread's own: the address of something that each has. */
 SIM_API const void *sim_thread(void);
 /* Whether a capture into a graph forbids this thread calls that are not of a stream's order: one

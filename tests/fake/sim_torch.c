@@ -21,17 +21,29 @@ typedef struct sim_torch_access {
     int access; /* sw_access */
 } sim_torch_access;
 
-/* A stream of torch's own. */
-SIM_API void *sim_torch_stream(void)
+static sw_cu_stream make_stream(void)
 {
-    sim_lock();
     sw_cu_stream made = calloc(1, sizeof *made);
     made->actor = sim.actor_count++;
     made->is_torch = true;
     made->next = sim.streams;
     sim.streams = made;
+    return made;
+}
+
+/* A stream of torch's own, beside its default one. */
+SIM_API void *sim_torch_stream(void)
+{
+    sim_lock();
+    sw_cu_stream made = make_stream();
     sim_leave();
     return made;
+}
+
+/* Of a handle that torch has: NULL is the legacy default stream, on which it is at first. */
+static sw_cu_stream stream_of(void *handle)
+{
+    return handle ? handle : sim.context[0].legacy;
 }
 
 /* A simulation of one rank begins; its kernels by their contracts. */
@@ -41,12 +53,15 @@ SIM_API void sim_torch_begin(int policy, uint64_t seed, const sw_kernel_contract
     sim_get_controls()->reset(1, (sim_policy)policy, seed);
     sim_get_controls()->use_kernels(contracts, count);
     sim.host_thread = sim_thread();
+    sim_lock();
+    sim.context[0].legacy = make_stream();
+    sim_leave();
 }
 
 /* Memory that torch has written, on its stream. */
 SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
 {
-    sw_cu_stream torch_stream = stream;
+    sw_cu_stream torch_stream = stream_of(stream);
     sim_lock();
     sim_block *block = calloc(1, sizeof *block);
     block->size_bytes = size_bytes;
@@ -66,7 +81,7 @@ SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
 /* An operation of torch's named `label` is about to run. 0, or -1 at a deadlock. */
 SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count, const char *label)
 {
-    sw_cu_stream torch_stream = stream;
+    sw_cu_stream torch_stream = stream_of(stream);
     if (!sim_drain(torch_stream))
         return -1;
     if (count ==
@@ -101,7 +116,7 @@ SIM_API void sim_torch_look(void)
 /* The host has waited for torch's stream. */
 SIM_API int sim_torch_synchronize(void *stream)
 {
-    sw_cu_stream torch_stream = stream;
+    sw_cu_stream torch_stream = stream_of(stream);
     if (!sim_drain(torch_stream))
         return -1;
     sim_lock();
@@ -114,7 +129,7 @@ SIM_API int sim_torch_synchronize(void *stream)
  * the capture was broken meanwhile. */
 SIM_API int sim_torch_capture(void *stream, int on)
 {
-    sw_cu_stream torch_stream = stream;
+    sw_cu_stream torch_stream = stream_of(stream);
     sim_lock();
     int result = torch_stream->capture_broken ? -1 : 0;
     torch_stream->capturing = on != 0;

@@ -20,6 +20,7 @@ typedef enum defect {
     UNDECLARED,    /* a kernel writes more than its contract says */
     DEADLOCK,      /* a rank does not come to a collective */
     MISMATCH,      /* ranks issue different collectives */
+    UNSETTLED,     /* a communicator is used again before it was asked about the call before */
     DEFECT_COUNT,
 } defect;
 
@@ -33,6 +34,7 @@ static const char *const report_of[DEFECT_COUNT] = {
     [UNDECLARED] = "undeclared write",
     [DEADLOCK] = "deadlock",
     [MISMATCH] = "mismatched collective",
+    [UNSETTLED] = "unsettled communicator",
 };
 
 static atomic_int played; /* ranks that are through with the scene */
@@ -72,6 +74,35 @@ static sw_status set(gpu_rank *self, scene *s)
     return ops->event_record(self->device, s->event, s->first, err);
 }
 
+/* Two calls of a communicator of this rank alone; a question between them if that is to be right. */
+static sw_status use_twice(gpu_rank *self, scene *s, bool asks)
+{
+    const sw_nccl_table *call = &self->all->library.call;
+    sw_nccl_config config = {.size = sizeof config,
+                             .magic = SW_NCCL_CONFIG_MAGIC,
+                             .version = SW_NCCL_CONFIG_VERSION};
+    sw_nccl_id id = self->id;
+    sw_nccl_comm comm = NULL;
+    sw_nccl_result told = SW_NCCL_IN_PROGRESS, got[2];
+    sw_device_visit visit;
+    SW_TRY(self->device->ops->enter(self->device, &visit, &self->err));
+    id.internal[sizeof id.internal - 1] = (char)(1 + self->rank);
+    if (call->ncclCommInitRankConfig(&comm, 1, id, 0, &config) == SW_NCCL_IN_PROGRESS)
+        (void)call->ncclCommGetAsyncError(comm, &told);
+    for (int k = 0; k < 2; ++k) {
+        got[k] = call->ncclAllReduce(s->other, s->other, NUMEL, SW_NCCL_FLOAT32, SW_NCCL_SUM, comm,
+                                     (sw_cu_stream)(void *)s->second);
+        if (asks)
+            (void)call->ncclCommGetAsyncError(comm, &told);
+    }
+    (void)call->ncclCommAbort(comm);
+    self->device->ops->leave(self->device, &visit);
+    check(told == SW_NCCL_SUCCESS && got[0] == SW_NCCL_IN_PROGRESS &&
+              got[1] == (asks ? SW_NCCL_IN_PROGRESS : SW_NCCL_INVALID_ARGUMENT),
+          "two calls came back with %d and %d", got[0], got[1]);
+    return SW_OK;
+}
+
 static sw_status play(gpu_rank *self, scene *s)
 {
     const sw_device_ops *ops = self->device->ops;
@@ -90,6 +121,7 @@ static sw_status play(gpu_rank *self, scene *s)
     self->sim->host_access(s->pinned, BYTES, SW_ACCESS_READ, "the scene");
     sw_cast_args args = {.to = s->other, .numel = BYTES / 2};
     SW_TRY(sw_kernel_launch(&self->kernels, SW_KERNEL_CAST, &args, s->second, err));
+    SW_TRY(use_twice(self, s, planted != UNSETTLED));
     if (planted == DEADLOCK && self->rank == 1)
         return SW_OK;
     size_t numel = planted == MISMATCH && self->rank == 1 ? NUMEL / 2 : NUMEL;

@@ -265,7 +265,7 @@ class SimulatedGpus:
         self._patch.setattr(device_transport, "SLOT_BYTES", SLOT_BYTES)
         count = self._kernels.sim_kernel_count()
         self._cuda.sim_torch_begin(self._policy, self._seed, self._kernels.sim_kernel_contracts(), count)
-        self.stream = self._cuda.sim_torch_stream()
+        self.stream = 0  # the legacy default stream
         self._before = sw_device.runtime
         sw_device.runtime = _Runtime(self)
         device_staging.SLOT_BYTES = 1 << 20  # a block: launches look at all memory

@@ -49,11 +49,11 @@ class Backend:
         if rank == 0:
             assert self._nccl.ncclGetUniqueId(ctypes.byref(made)) == 0
         made = _Id.from_buffer_copy(next(told for told in gather(bytes(made)) if any(told)))
-        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 1)
         found = ctypes.c_void_p()
         with self._context():
             begun = self._nccl.ncclCommInitRankConfig(ctypes.byref(found), world_size, made, rank, ctypes.byref(config))
-        assert begun == 7 and found.value
+        assert begun == 0 and found.value
         self.address = found.value
         gather(None)
         self.memory = gpus.adopt(torch.zeros(3))

@@ -492,6 +492,39 @@ def killed_rank(gpus: SimulatedGpus, rank: int, world_size: int, where: str) -> 
 
 
 @at_least_two
+def test_two_communicators_of_a_gpu_end_side_by_side(fresh_ranks: Any, world_size: int, paths: dict[str, str]) -> None:
+    with fresh_ranks(world_size) as team:
+        place = {"module": __name__, "scene": "killed_beside_a_gather", "given": ()}
+        team.start(simulate, paths=paths, policy="random", transport="nccl", **place)
+        outcomes = team.wait(60, patient=True)
+        assert outcomes[-1].ended == "signal SIGKILL"
+        assert all(outcome.ok for outcome in outcomes[:-1]), outcomes
+
+
+def killed_beside_a_gather(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """NCCL's abort of one waits for the kernels of the other, which wait for the rank that is gone: the simulation reports it."""
+    gpus.watch()
+    wrapped = sw.wrap(gpus.adopt_module(Heads()), zero=3)
+    links = list(wrapped._engine().group.links.values())
+    means, gathered = gpus.adopt(torch.ones(4)), gpus.adopt(torch.ones(4))
+    wrapped(batch(rank, 6, 7), "left right").backward()
+    gpus.synchronize()
+    gather(None)
+    if rank == world_size - 1:
+        time.sleep(1)  # the others wait by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(sw.CommError, match=rf"rank {world_size - 1} .*died or exited"):
+        with gpus.other_stream():  # side by side, as a mean and a gather are
+            links[1].broadcast([gathered], world_size - 1)
+        links[0].broadcast([means], world_size - 1)
+        means.sum()
+        wrapped(batch(rank, 6, 7), "left")
+    assert time.monotonic() - start < 10
+    assert [link.comm.is_alive for link in links] == [False, False]
+
+
+@at_least_two
 def test_different_numbers_of_backwards_are_named_a_step_later(
     teams: Any, world_size: int, paths: dict[str, str]
 ) -> None:
