@@ -41,6 +41,7 @@ typedef struct sw_device_comm {
     sw_event *marked;        /* of mark */
     int64_t marked_ns;       /* when mark was called last; 0: never, or it was seen done */
     int64_t timeout_ns;
+    struct sw_device_region *regions; /* device_region.h's list */
     void *sum;           /* device memory: sw_norm_sum */
     sw_norm_sum *staged; /* pinned */
 } sw_device_comm;

@@ -186,6 +186,19 @@ static PyObject *reducer_adopt(PyObject *op, PyObject *args)
     return sw_py_device_finish(self->comm, status, &err);
 }
 
+static PyObject *reducer_lend(PyObject *op, PyObject *args)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    unsigned long long contributions, compressed;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "KK:lend", &contributions, &compressed) || !check_made(self) ||
+        !sw_py_device_enter(self->comm))
+        return NULL;
+    sw_status status = sw_device_reducer_lend(self->reducer, sw_py_address(contributions),
+                                              sw_py_address(compressed), &err);
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
 /* ---- a step ---- */
 
 /* A call that takes nothing but a stream. */
@@ -416,6 +429,8 @@ static PyMethodDef reducer_methods[] = {
      "place(index)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
     {"adopt", reducer_adopt, METH_VARARGS,
      "adopt(bucket, address)\n--\n\nIts memory; it takes part from the next step on."},
+    {"lend", reducer_lend, METH_VARARGS,
+     "lend(contributions, compressed)\n--\n\nMemory in place of the engine's own."},
     {"divide_by", reducer_divide_by, METH_O,
      "divide_by(count)\n--\n\nMeans divide by so many ranks."},
     {"leave_out", reducer_leave_out, METH_O,

@@ -47,12 +47,29 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
                : SW_OK;
 }
 
+static void free_own(const sw_device_mean *m)
+{
+    sw_device *device = m->comm->device;
+    if (!m->lent)
+        device->ops->memory_free(device, m->contributions);
+    if (!m->is_compressed_lent)
+        device->ops->memory_free(device, m->compressed);
+}
+
+void sw_device_mean_lend(sw_device_mean *m, void *contributions, void *compressed)
+{
+    free_own(m);
+    m->contributions = m->contributions ? contributions : NULL;
+    m->compressed = m->compressed ? compressed : NULL;
+    m->lent = contributions;
+    m->is_compressed_lent = true;
+}
+
 void sw_device_mean_fini(sw_device_mean *m)
 {
     if (!m->comm)
         return;
-    m->comm->device->ops->memory_free(m->comm->device, m->contributions);
-    m->comm->device->ops->memory_free(m->comm->device, m->compressed);
+    free_own(m);
     free(m->trains);
     free(m->piece);
     free(m->owners);
@@ -67,6 +84,8 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
     if (active == 0)
         SW_FAIL(err, SW_E_INVALID, "device reducer: of %d ranks one at least must train",
                 world_size);
+    if (active < world_size && !m->contributions)
+        m->contributions = m->lent;
     if (active < world_size && !m->contributions)
         SW_TRY(device->ops->memory_alloc(device, m->bytes, &m->contributions, err));
     memcpy(m->trains, trains, (size_t)world_size);

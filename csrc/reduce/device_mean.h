@@ -47,8 +47,11 @@ typedef struct sw_device_mean {
     int slice_count;     /* of a bucket */
     int *piece;          /* owned, a number a rank: of a bucket's world_size pieces, who folds it */
     int *owners;         /* owned: the ranks of this rank's slice, in the order of its pieces */
-    void *contributions; /* owned device memory; only where the fold is ours, not the transport's */
-    void *compressed;    /* owned device memory; only with `wire` */
+    void *contributions; /* device memory; only where the fold is ours, not the transport's */
+    void *compressed;    /* device memory; only with `wire` */
+    void *lent;          /* borrowed: what contributions are where they are wanted; NULL: they are
+                            owned */
+    bool is_compressed_lent; /* else it is owned */
 } sw_device_mean;
 
 /* On failure fini is still to be called. */
@@ -56,6 +59,11 @@ SW_MUST_USE sw_status sw_device_mean_init(sw_device_mean *mean, const sw_device_
                                           sw_error *err);
 /* The stream has passed what was enqueued. */
 void sw_device_mean_fini(sw_device_mean *mean);
+
+/* Before the first bucket: device memory of the caller's, which outlives the mean, in place of its
+ * own: `contributions` of as many bytes as the largest bucket, `compressed` of as many elements of
+ * `wire`; NULL without. */
+void sw_device_mean_lend(sw_device_mean *mean, void *contributions, void *compressed);
 
 /* Of slices made from now on, only ranks of which `trains` holds a byte that is not 0, one at
  * least, contribute: what stands is under their contributions alone. Alike on all ranks. From the

@@ -201,6 +201,18 @@ sw_status sw_device_reducer_adopt(sw_device_reducer *r, size_t index, void *data
     return SW_OK;
 }
 
+sw_status sw_device_reducer_lend(sw_device_reducer *r, void *contributions, void *compressed,
+                                 sw_error *err)
+{
+    bool is_narrowed = r->mean.wire != SW_DTYPE_COUNT;
+    if (r->steps > 0 || !contributions || (is_narrowed && !compressed))
+        SW_FAIL(err, SW_E_STATE, "device reducer: memory is lent before the first step%s, not %s",
+                is_narrowed ? ", for contributions and for what travels" : ", for contributions",
+                r->steps > 0 ? "later" : "NULL");
+    sw_device_mean_lend(&r->mean, contributions, compressed);
+    return SW_OK;
+}
+
 sw_status sw_device_reducer_divide_by(sw_device_reducer *r, int count, sw_error *err)
 {
     int world_size = r->comm->peers->world_size;

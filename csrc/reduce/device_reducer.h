@@ -92,6 +92,11 @@ void sw_device_reducer_destroy(sw_device_reducer *reducer);
 SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t index, void *data,
                                               sw_error *err);
 
+/* Before the first step: memory of the caller's, which outlives the reducer, in place of its own:
+ * see sw_device_mean_lend. SW_E_STATE later. */
+SW_MUST_USE sw_status sw_device_reducer_lend(sw_device_reducer *reducer, void *contributions,
+                                             void *compressed, sw_error *err);
+
 size_t sw_device_reducer_bucket_count(const sw_device_reducer *reducer);
 bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index);
 

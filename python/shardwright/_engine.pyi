@@ -407,6 +407,9 @@ class DeviceReducer:
     def adopt(self, bucket: int, address: int, /) -> None:
         """Its memory, all of it written; it takes part from the next step on. Sliced: of this rank's slice of the mean. Error inside
         a step."""
+    def lend(self, contributions: int, compressed: int, /) -> None:
+        """Before the first step: memory in place of the engine's own, which outlives it. `contributions`: of the largest bucket's bytes;
+        `compressed`: with `wire`, of as many elements of it; else 0."""
     def begin(self, stream: int, /) -> None:
         """Gradients of a step will be written on `stream`."""
     def post(self, bucket: int, stream: int, /) -> None:
@@ -433,6 +436,23 @@ class DeviceReducer:
         """A byte a parameter: whether some rank used it. Waits on the host if this rank left one unused."""
     def release(self, stream: int, /) -> None:
         """`stream` has been given all that reads the means of this step."""
+
+@final
+class DeviceRegion:
+    """Memory by ncclMemAlloc, registered with a communicator. See csrc/comm/device_region.h.
+
+    What operations read or write of it they do on all ranks, at the same offsets, or on none. It is freed behind the last use on `stream`.
+    """
+
+    #: of its first byte
+    address: int
+    nbytes: int
+    #: whether NCCL may reach it where it lies
+    is_registered: bool
+    def __init__(self, comm: DeviceComm, nbytes: int, stream: int) -> None:
+        """This rank alone. NotImplementedError: what `comm` goes through registers nothing, or declined; Error: it failed."""
+    def deregister(self) -> None:
+        """The memory stays. Waits for the communicator's stream. Idempotent."""
 
 @final
 class DeviceUnits:
