@@ -58,18 +58,18 @@ static int create(device_reducer_object *self, const sw_py_rows *rows, size_t ca
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"comm",   "parameters", "bucket_cap_bytes", "reduce", "deterministic",
-                            "sliced", "wire",       "slices",           NULL};
+                            "sliced", "wire",       "slices",           "lent",   NULL};
     device_reducer_object *self = (device_reducer_object *)op;
     PyObject *comm, *parameters, *owners = Py_None;
     Py_ssize_t cap;
     const char *reduce = "mean";
-    int deterministic = 0, sliced = 0;
+    int deterministic = 0, sliced = 0, lent = 0;
     const char *wire = NULL;
     bool sums;
     sw_py_rows rows;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sppzO:DeviceReducer", names, &comm,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sppzOp:DeviceReducer", names, &comm,
                                      &parameters, &cap, &reduce, &deterministic, &sliced, &wire,
-                                     &owners))
+                                     &owners, &lent))
         return -1;
     if (self->comm || !PyObject_TypeCheck(comm, sw_py_state_of(op)->device_comm_type)) {
         PyErr_SetString(PyExc_TypeError, "DeviceReducer: comm must be a DeviceComm, and a "
@@ -88,6 +88,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_device_reducer_config config = {.op = sums ? SW_REDOP_SUM : SW_REDOP_MEAN,
                                        .deterministic = deterministic != 0,
                                        .sliced = sliced != 0,
+                                       .is_lent = lent != 0,
                                        .wire = wire ? sw_dtype_from_name(wire) : SW_DTYPE_COUNT};
     sw_py_slices slices;
     const sw_peers *peers = self->comm->comm ? self->comm->comm->peers : NULL;

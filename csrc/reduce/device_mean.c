@@ -39,37 +39,31 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
                           .bytes = config->bytes};
     SW_TRY(create_pieces(m, config->slices, err));
     bool is_compressed = m->wire != SW_DTYPE_COUNT;
+    m->folds = config->folds || is_compressed || m->slice_count < world_size;
+    m->is_lent = config->is_lent;
+    if (m->is_lent)
+        return SW_OK;
     if (is_compressed)
         SW_TRY(ops->memory_alloc(device, config->numel * sw_dtype_size_bytes(m->wire),
                                  &m->compressed, err));
-    return config->folds || is_compressed || m->slice_count < world_size
-               ? ops->memory_alloc(device, config->bytes, &m->contributions, err)
-               : SW_OK;
-}
-
-static void free_own(const sw_device_mean *m)
-{
-    sw_device *device = m->comm->device;
-    if (!m->lent)
-        device->ops->memory_free(device, m->contributions);
-    if (!m->is_compressed_lent)
-        device->ops->memory_free(device, m->compressed);
+    return m->folds ? ops->memory_alloc(device, config->bytes, &m->contributions, err) : SW_OK;
 }
 
 void sw_device_mean_lend(sw_device_mean *m, void *contributions, void *compressed)
 {
-    free_own(m);
-    m->contributions = m->contributions ? contributions : NULL;
-    m->compressed = m->compressed ? compressed : NULL;
     m->lent = contributions;
-    m->is_compressed_lent = true;
+    m->contributions = m->folds ? contributions : NULL;
+    m->compressed = compressed;
 }
 
 void sw_device_mean_fini(sw_device_mean *m)
 {
     if (!m->comm)
         return;
-    free_own(m);
+    if (!m->is_lent) {
+        m->comm->device->ops->memory_free(m->comm->device, m->contributions);
+        m->comm->device->ops->memory_free(m->comm->device, m->compressed);
+    }
     free(m->trains);
     free(m->piece);
     free(m->owners);

@@ -395,8 +395,9 @@ class DeviceReducer:
         sliced: bool = False,
         wire: str | None = None,
         slices: tuple[Sequence[int], Sequence[int]] | None = None,
+        lent: bool = False,
     ) -> None:
-        """`slices`: (of_rank, replica_of_rank) where a slice has several owners; with `sliced`. `wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel. A parameter's
+        """`slices`: (of_rank, replica_of_rank) where a slice has several owners; with `sliced`. `lent`: lend() brings its memory. `wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel. A parameter's
         fifth value, if it has one, is a group: those of different groups share no bucket."""
     def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
@@ -408,7 +409,7 @@ class DeviceReducer:
         """Its memory, all of it written; it takes part from the next step on. Sliced: of this rank's slice of the mean. Error inside
         a step."""
     def lend(self, contributions: int, compressed: int, /) -> None:
-        """Before the first step: memory in place of the engine's own, which outlives it. `contributions`: of the largest bucket's bytes;
+        """Of one made `lent`, before the first step: memory that outlives it, in place of its own. `contributions`: of the largest bucket's bytes;
         `compressed`: with `wire`, of as many elements of it; else 0."""
     def begin(self, stream: int, /) -> None:
         """Gradients of a step will be written on `stream`."""

@@ -93,6 +93,7 @@ class DeviceRounds:
         self._slicing = slicing or Slicing.one_a_rank(link.rank, link.world_size)
         self._label = label
         self._table = rows, bucket_cap_bytes, reduce
+        lent = registers and (deterministic or self._sliced or wire is not None)
         self._engine = DeviceReducer(
             link.comm,
             rows,
@@ -102,10 +103,10 @@ class DeviceRounds:
             sliced=self._sliced,
             wire=wire,
             slices=self._slicing.for_engine() if self._sliced else None,
+            lent=lent,
         )
         self.wire = wire
-        self._folds = deterministic
-        self._registers = registers
+        self._registers, self._lent = registers, lent
         self._registration: Registration | None = None
         self._registered: list[torch.Tensor] = []  # memory of the buckets that travel, in order
         self._callback: Callable[[int, bool], None] | None = None
@@ -216,24 +217,25 @@ class DeviceRounds:
 
     def _register(self, adopted: Sequence[Bucket]) -> None:
         """All that the engine passes to NCCL in a round, but use bytes, comes to lie in one region. Collective."""
-        lent = self._lent_sizes() if adopted else []
+        like = self._parameters[0]
+        lent = self._lent_sizes()
         travelling = self._travelling_sizes(adopted) if self.wire is None else []
-        self._registration = Registration(
-            self._link, lent + travelling, self._parameters[0], f"buckets of {self._label}"
-        )
+        self._registration = Registration(self._link, lent + travelling, like, f"buckets of {self._label}")
         buffers = self._registration.buffers
-        if not buffers:
-            return
-        if lent:
-            self._engine.lend(buffers[0].data_ptr(), buffers[1].data_ptr() if self.wire is not None else 0)
+        self._borrowed = buffers[: len(lent)] or [device.runtime.zeros(size, torch.uint8, like) for size in lent]
         self._registered = buffers[len(lent) :]
+        if lent:
+            self._engine.lend(self._borrowed[0].data_ptr(), self._borrowed[1].data_ptr() if len(lent) > 1 else 0)
 
     def _lent_sizes(self) -> list[int]:
         """Of what others send, where the fold is the engine's or may become so, and of what `wire` makes of a bucket."""
+        if not self._lent:
+            return []
+        sizes = [max(map(nbytes_of, self._buckets), default=1)]
         if self.wire is not None:
             itemsize: int = getattr(torch, self.wire).itemsize
-            return [max(map(nbytes_of, self._buckets)), max(bucket.shape[1] for bucket in self._buckets) * itemsize]
-        return [max(map(nbytes_of, self._buckets))] if self._folds or self._sliced else []
+            sizes.append(max((bucket.shape[1] for bucket in self._buckets), default=1) * itemsize)
+        return [max(size, 1) for size in sizes]
 
     def _travelling_sizes(self, adopted: Sequence[Bucket]) -> list[int]:
         return [nbytes_of(bucket) for bucket in adopted]
