@@ -17,9 +17,7 @@ from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
-from test_communicators_are_borrowed_on_simulated_gpus import at_least_two, trained, training
-
-from shardwright.device_transport import VARIABLE
+from test_communicators_are_borrowed_on_simulated_gpus import _raise, at_least_two, trained, training
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -187,3 +185,72 @@ def ended_on_the_way(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True)), train
             gpus.synchronize()
             gc.collect()
+
+
+def test_parameters_outlive_all_that_registered_them(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, outliving)
+
+
+def outliving(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The wrapper, its communicator and its optimizer go; parameters and gradients keep their values, and their memory ends with them."""
+    for zero in (0, 1, 2):
+        module, model, optimizer = training(gpus, {"communicator": "register", "zero": zero})
+        for step in range(2):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            optimizer.step()
+        values = [value.clone() for value in sw.full_state_dict(model).values()]
+        kept = module[0].weight.grad if zero == 0 else None
+        copy = None if kept is None else kept.clone()
+        del model, optimizer
+        gc.collect()
+        gpus._close_groups()
+        assert gpus.registrations() == 0
+        assert all(bits_equal(p.data, value) for p, value in zip(module.parameters(), values, strict=True))
+        if kept is not None and copy is not None:
+            assert bits_equal(kept, copy)
+        del module, kept
+
+
+@at_least_two
+def test_ranks_that_run_out_use_the_same_memory(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, joining)
+
+
+def joining(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    for options in ({}, {"zero": 1}, {"zero": 2}, {"zero": 2, "deterministic": True}, {"zero": 3}):
+        results = []
+        for communicator in ("own", "register"):
+            _, model, optimizer = training(gpus, {"communicator": communicator, **options})
+            with model.join():
+                for step in range(2 + rank):
+                    model(batch(rank, 6, 7, step=step)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append([value.clone() for value in sw.full_state_dict(model).values()])
+            del model, optimizer
+            gpus.synchronize()
+            gc.collect()
+        assert all(bits_equal(a, b) for a, b in zip(*results, strict=True)), options
+
+
+@at_least_two
+def test_a_rank_that_fails_later_is_everybodys_error(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, failing_later)
+
+
+def failing_later(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """A backward that fails ends the communicator, and what was registered goes with it."""
+    gpus.watch()
+    module, model, optimizer = training(gpus, {"communicator": "register", "zero": 1})
+    handle = module[0].weight.register_hook(_raise) if rank == 0 else None
+    with pytest.raises((ArithmeticError, sw.Error), match="as the test asked|a backward of Mlp failed on rank 0"):
+        for step in range(50):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            optimizer.step()
+    if handle is not None:
+        handle.remove()
+    del module, model, optimizer
+    gc.collect()
+    gather(None)
+    assert gpus.registrations() == 0
+    trained(gpus, rank, communicator="register")  # nothing is left of it
