@@ -41,9 +41,9 @@ typedef struct sw_device_comm {
     sw_event *marked;        /* of mark */
     int64_t marked_ns;       /* when mark was called last; 0: never, or it was seen done */
     int64_t timeout_ns;
-    struct sw_device_region *regions; /* device_region.h's list */
     void *sum;           /* device memory: sw_norm_sum */
     sw_norm_sum *staged; /* pinned */
+    struct sw_device_region *regions; /* not owned: device_region.h's list */
 } sw_device_comm;
 
 typedef struct sw_device_range { /* device memory of the caller's */

@@ -61,10 +61,10 @@ sw_status sw_device_region_create(sw_device_comm *c, size_t size_bytes, sw_strea
     SW_TRY_GOTO(status,
                 sw_nccl_memory_alloc(&c->library, c->device, size_bytes, &made->memory, err),
                 free_region);
-    SW_TRY_GOTO(status,
-                sw_peers_memory_register(c->peers, made->memory, size_bytes, &made->registered,
-                                         err),
-                free_memory);
+    SW_TRY_GOTO(
+        status,
+        sw_peers_memory_register(c->peers, made->memory, size_bytes, &made->registered, err),
+        free_memory);
     made->next = c->regions;
     c->regions = made;
     *region = made;

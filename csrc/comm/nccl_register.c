@@ -21,10 +21,9 @@ sw_status sw_nccl_memory_alloc(const sw_nccl_library *nccl, sw_device *device, s
     sw_nccl_result result = nccl->call.ncclMemAlloc(&made, size_bytes);
     device->ops->leave(device, &visit);
     if (result != SW_NCCL_SUCCESS || !made)
-        return sw_error_set(err, SW_E_DEVICE, result,
-                            "NCCL: ncclMemAlloc failed for %zu bytes on GPU %d: %s (%d)",
-                            size_bytes, device->ordinal, nccl->call.ncclGetErrorString(result),
-                            result);
+        return sw_error_set(
+            err, SW_E_DEVICE, result, "NCCL: ncclMemAlloc failed for %zu bytes on GPU %d: %s (%d)",
+            size_bytes, device->ordinal, nccl->call.ncclGetErrorString(result), result);
     device->stats.allocations++;
     *memory = made;
     return SW_OK;
@@ -61,10 +60,10 @@ static sw_status refuse(sw_nccl *comm, const sw_nccl_view *v, sw_nccl_result res
     if (result == SW_NCCL_IN_PROGRESS) /* whatever comes of it, the memory cannot be told free */
         return sw_nccl_give_up(comm, what, err);
     const char *last = v->library->call.ncclGetLastError(v->handle);
-    return sw_error_set(err, SW_E_DEVICE, result, "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s",
-                        sw_nccl_rank(comm), sw_nccl_world_size(comm), what,
-                        v->library->call.ncclGetErrorString(result), result,
-                        last && *last ? "; " : "", last ? last : "");
+    return sw_error_set(err, SW_E_DEVICE, result,
+                        "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", sw_nccl_rank(comm),
+                        sw_nccl_world_size(comm), what, v->library->call.ncclGetErrorString(result),
+                        result, last && *last ? "; " : "", last ? last : "");
 }
 
 sw_status sw_nccl_register(sw_nccl *comm, void *memory, size_t size_bytes, void **registered,

@@ -61,9 +61,9 @@ typedef struct sw_peers_ops {
     sw_status (*broadcast)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
                            sw_stream *stream, sw_error *err);
     /* This rank alone: operations may from now on read and write `memory` where it lies, without
-     * copies of the transport's own. It is sw_nccl_memory_alloc's, and all ranks pass it to the same
-     * operations at the same distance from its beginning, or none does. SW_E_UNSUPPORTED where the
-     * transport has nothing of the kind. A failure leaves the transport as it was. */
+     * copies of the transport's own. It is sw_nccl_memory_alloc's, and all ranks pass it to the
+     * same operations at the same distance from its beginning, or none does. SW_E_UNSUPPORTED where
+     * the transport has nothing of the kind. A failure leaves the transport as it was. */
     sw_status (*memory_register)(sw_peers *peers, void *memory, size_t size_bytes,
                                  void **registered, sw_error *err);
     /* The host has waited for the last operation on it. On failure the memory stays in use. */

@@ -208,7 +208,7 @@ sw_status sw_device_reducer_lend(sw_device_reducer *r, void *contributions, void
     bool lacks = !contributions || (r->mean.wire != SW_DTYPE_COUNT && !compressed);
     if (!r->mean.is_lent || r->steps > 0 || lacks)
         SW_FAIL(err, SW_E_STATE, "device reducer: memory is lent %s",
-                lacks               ? "whole: for contributions and, with wire, what travels"
+                lacks              ? "whole: for contributions and, with wire, what travels"
                 : !r->mean.is_lent ? "to one that was made for it"
                                    : "before the first step");
     sw_device_mean_lend(&r->mean, contributions, compressed);
