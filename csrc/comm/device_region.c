@@ -12,6 +12,7 @@ struct sw_device_region {
     void *memory;         /* owned */
     void *registered;     /* NULL: it is not */
     bool is_stuck;        /* deregistering failed: NCCL may reach the memory for ever */
+    bool is_lost;         /* destroyed, and could not be waited for: the memory stays */
     sw_stream *user;      /* borrowed */
     atomic_bool is_dropped;
     sw_device_region *next;
@@ -27,11 +28,15 @@ bool sw_device_region_is_registered(const sw_device_region *r)
     return r->registered && r->comm->peers && !sw_peers_has_failed(r->comm->peers);
 }
 
-/* The host waits until `stream` has passed what it was given. */
+/* The host waits until `stream` has passed what it was given; for ours while a failure of a peer,
+ * or of who looks after the communicator, ends the wait. */
 static sw_status pass(sw_device_comm *c, sw_stream *stream, const char *what, sw_error *err)
 {
     const sw_device_ops *ops = c->device->ops;
+    bool is_joined = c->peers && !sw_peers_has_failed(c->peers);
     SW_TRY(ops->event_record(c->device, c->met, stream, err));
+    if (is_joined && stream == c->stream)
+        return sw_peers_wait(c->peers, c->met, what, err);
     return ops->event_wait(c->device, c->met, c->timeout_ns, what, err);
 }
 
@@ -103,19 +108,28 @@ static bool is_unused(sw_device_region *r)
            !is_capturing && pass(c, r->user, "the last use of a region", NULL) == SW_OK;
 }
 
-void sw_device_region_destroy(sw_device_region *r)
+static void forget(sw_device_region *r)
 {
-    if (!r)
-        return;
-    sw_device_comm *c = r->comm;
-    sw_device_region **at = &c->regions;
+    sw_device_region **at = &r->comm->regions;
     while (*at && *at != r)
         at = &(*at)->next;
     if (*at)
         *at = r->next;
-    if (is_unused(r))
-        sw_nccl_memory_free(&c->library, c->device, r->memory);
     free(r);
+}
+
+void sw_device_region_destroy(sw_device_region *r)
+{
+    if (!r)
+        return;
+    if (is_unused(r)) {
+        sw_nccl_memory_free(&r->comm->library, r->comm->device, r->memory);
+    } else if (r->registered) { /* it is to be deregistered all the same, when the stream allows */
+        r->is_lost = true;
+        sw_device_region_drop(r);
+        return;
+    }
+    forget(r);
 }
 
 void sw_device_region_drop(sw_device_region *r)
@@ -130,8 +144,12 @@ void sw_device_regions_collect(sw_device_comm *c)
     sw_device_region *next;
     for (sw_device_region *r = c->regions; r; r = next) {
         next = r->next;
-        if (atomic_load(&r->is_dropped))
+        if (!atomic_load(&r->is_dropped))
+            continue;
+        if (!r->is_lost)
             sw_device_region_destroy(r);
+        else if (sw_device_region_deregister(r, NULL) == SW_OK || !r->registered)
+            forget(r);
     }
 }
 

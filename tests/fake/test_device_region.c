@@ -2,7 +2,7 @@
  * and that the simulation sees each way in which ranks may use it wrongly.
  *
  * Laws: a region is deregistered before its communicator ends and freed behind the last use,
- * whichever goes first; what cannot be registered is a sentence with the reason, and leaves
+ * whichever goes first, or, where its end fails, not at all; what cannot be registered is a sentence with the reason, and leaves
  * nothing. Where one rank passes registered memory and another does not, or both at other offsets,
  * or memory that others still reach is given back, there is a report.
  */
@@ -13,7 +13,7 @@
 #include "comm/nccl_register.h"
 #include "gpu_ranks.h"
 
-enum { NUMEL = 64, BYTES = 4 * NUMEL, REGION_BYTES = 4 * BYTES };
+enum { NUMEL = 64, BYTES = 4 * NUMEL, REGION_BYTES = 4 * BYTES, FAILURE = 999 };
 static const int64_t TIMEOUT_NS = 2000000000;
 
 typedef enum scene {
@@ -152,6 +152,50 @@ static bool live(gpu_rank *self)
     return check(status == SW_OK, "scene %d: %s", (int)l.scene, self->err.message);
 }
 
+/* ---- an end that fails ---- */
+
+/* Memory that may still be reached is not freed: it stays. */
+static bool fail_at_the_end(gpu_rank *self)
+{
+    life l = {.self = self, .scene = ALIKE};
+    sw_status status = gpu_rank_open(self, TIMEOUT_NS);
+    if (status == SW_OK)
+        status = prepare(&l);
+    if (status == SW_OK)
+        status = use(&l);
+    if (status == SW_OK)
+        status = read_on_user(&l);
+    if (!check(status == SW_OK, "a failing end: %s", self->err.message))
+        return false;
+    self->sim->fail_call(self->rank, *(long *)self->context, FAILURE);
+    sw_device_region_destroy(l.region);
+    self->sim->fail_call(self->rank, 0, 0);
+    l.region = NULL;
+    (void)!self->device->ops->event_record(self->device, self->all->met, l.user, NULL);
+    (void)!self->device->ops->event_wait(self->device, self->all->met, TIMEOUT_NS, "the test", NULL);
+    end(&l);
+    gpu_rank_close(self);
+    return true;
+}
+
+static void check_failing_ends(void)
+{
+    const char *text;
+    bool has_stayed = false;
+    for (long nth = 1; nth < 100; ++nth) {
+        gpu_ranks_run(1, SIM_LATE, 1, fail_at_the_end, &nth);
+        const char *name = gpu_sim->failed_call();
+        if (!*name)
+            break;
+        bool stuck = strcmp(name, "ncclCommDeregister") == 0;
+        has_stayed |= stuck && strncmp(gpu_sim->leaks(), "1 allocations", 13) == 0;
+        int count = gpu_sim->reports(&text, false);
+        check(count == 0 || (stuck && strstr(text, "left registered")), "call %ld, %s: %s", nth,
+              name, text);
+    }
+    check(has_stayed, "what could not be deregistered was freed");
+}
+
 /* ---- what cannot be registered ---- */
 
 typedef struct refusal {
@@ -194,6 +238,7 @@ int main(int argc, char **argv)
             else
                 gpu_expect_clean("a region");
         }
+    check_failing_ends();
     check_refusal((refusal){"SIM_NCCL_VERSION", "21803", "2.19 or newer, not 2.18.3"});
     check_refusal((refusal){"NCCL_LOCAL_REGISTER", "0", "declined to register 1024 bytes"});
     gpu_ranks_slots = (gpu_slots){4096, SW_SLOTS_ON_HOST};
