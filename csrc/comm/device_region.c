@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "comm/nccl_register.h"
 
@@ -52,10 +53,23 @@ static sw_status require_own_nccl(const sw_device_comm *c, size_t size_bytes, sw
     return SW_OK;
 }
 
+/* NCCL takes whole pages, and whatever lies in one of them for registered: where its memory is
+ * cudaMalloc's, a page might hold memory of others, on this rank alone. */
+static sw_status check_page(const void *memory, size_t page_bytes, sw_error *err)
+{
+    if ((uintptr_t)memory % page_bytes != 0)
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "NCCL's memory must begin on a page of %zu bytes to be registered, and is at %p "
+                "(NCCL_CUMEM_ENABLE=0?)",
+                page_bytes, memory);
+    return SW_OK;
+}
+
 sw_status sw_device_region_create(sw_device_comm *c, size_t size_bytes, sw_stream *user,
                                   sw_device_region **region, sw_error *err)
 {
     sw_status status;
+    size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
     SW_TRY(require_own_nccl(c, size_bytes, err));
     sw_device_regions_collect(c);
     sw_device_region *made = calloc(1, sizeof *made);
@@ -63,9 +77,11 @@ sw_status sw_device_region_create(sw_device_comm *c, size_t size_bytes, sw_strea
         SW_FAIL(err, SW_E_MEMORY, "device region: no memory for %zu bytes", sizeof *made);
     made->comm = c;
     made->user = user;
+    size_bytes = (size_bytes + page_bytes - 1) / page_bytes * page_bytes;
     SW_TRY_GOTO(status,
                 sw_nccl_memory_alloc(&c->library, c->device, size_bytes, &made->memory, err),
                 free_region);
+    SW_TRY_GOTO(status, check_page(made->memory, page_bytes, err), free_memory);
     SW_TRY_GOTO(
         status,
         sw_peers_memory_register(c->peers, made->memory, size_bytes, &made->registered, err),

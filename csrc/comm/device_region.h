@@ -16,10 +16,10 @@
 
 typedef struct sw_device_region sw_device_region;
 
-/* This rank alone, of a connected communicator, which outlives it; see peers.h for what all ranks
- * have to agree on before they use it. Contents are undefined. `user`: on which the caller's last
- * use will have come, when it is destroyed. SW_E_UNSUPPORTED: the transport, or its NCCL, registers
- * nothing; SW_E_DEVICE. */
+/* This rank alone; whole pages, of a connected communicator, which outlives it; see peers.h for
+ * what all ranks have to agree on before they use it. Contents are undefined. `user`: on which the
+ * caller's last use will have come, when it is destroyed. SW_E_UNSUPPORTED: the transport, or its
+ * NCCL, registers nothing; SW_E_DEVICE. */
 SW_MUST_USE sw_status sw_device_region_create(sw_device_comm *comm, size_t size_bytes,
                                               sw_stream *user, sw_device_region **region,
                                               sw_error *err);

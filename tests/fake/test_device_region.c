@@ -240,7 +240,7 @@ int main(int argc, char **argv)
         }
     check_failing_ends();
     check_refusal((refusal){"SIM_NCCL_VERSION", "21803", "2.19 or newer, not 2.18.3"});
-    check_refusal((refusal){"NCCL_LOCAL_REGISTER", "0", "declined to register 1024 bytes"});
+    check_refusal((refusal){"NCCL_LOCAL_REGISTER", "0", "declined to register 4096 bytes"});
     gpu_ranks_slots = (gpu_slots){4096, SW_SLOTS_ON_HOST};
     check_refusal((refusal){NULL, NULL, "slots (shm): 1024 bytes cannot be registered"});
     return check_result();
