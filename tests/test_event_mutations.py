@@ -25,10 +25,11 @@ from test_csrc import BUILDERS, CSRC, ROOT, run_checked
 from test_fake_gpu import FAKE, SHARED, libraries
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
-NOUNS = ("device_reducer", "device_units", "device_offload", "device_stage")
-#: the program that must fail without a wait of a file; the first one's for those of other files
-PROGRAMS = {f"{noun}.c": FAKE / f"test_{noun}.c" for noun in NOUNS}
-PROGRAMS.update({f"slot_{part}.c": FAKE / "test_slot_transport.c" for part in ("rounds", "memory", "transport")})
+NOUNS = ("device_units", "device_offload", "device_stage", "device_region")
+#: the programs of which one must fail without a wait of a file, and those for other files
+PROGRAMS = {f"{noun}.c": (FAKE / f"test_{noun}.c",) for noun in NOUNS}
+PROGRAMS.update({f"slot_{part}.c": (FAKE / "test_slot_transport.c",) for part in ("rounds", "memory", "transport")})
+FOR_OTHERS = (FAKE / "test_device_reducer.c", FAKE / "test_device_lending.c")
 NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wait|peers_wait|device_comm_follow|slot_wait|slot_meet))"
 CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
@@ -171,14 +172,28 @@ def polls() -> list[Mutation]:
     return found
 
 
+def survives(source: Path, objects: list[str], folder: Path) -> bool:
+    """Whether the program ends well, made of these objects."""
+    builder = BUILDERS["plain"]
+    program, test = folder / "program", str(builder.compile(source))
+    wrapped = "-Wl," + ",".join(f"--wrap={name}" for name in ("malloc", "calloc", "realloc", "mmap", "munmap"))
+    run_checked([builder.mode.compiler, "-pthread", wrapped, test, *objects, "-lm", "-ldl", "-o", str(program)])
+    plain = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "SW_TEST_LONG")}
+    command = [str(program), *map(str, libraries(builder.mode).values()), str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=plain)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
 @pytest.mark.parametrize("mutation", [*mutations(), *polls(), *records()], ids=lambda mutation: mutation.name)
 def test_with_a_wait_less_or_a_record_elsewhere_a_test_fails(mutation: Mutation, tmp_path: Path) -> None:
     builder = BUILDERS["plain"]
-    fakes = libraries(builder.mode)
     shared = [str(builder.compile(path)) for path in SHARED]
-    source = PROGRAMS.get(mutation.file.name, PROGRAMS["device_reducer.c"])
-    builder.program(source, [*shared, "-ldl"])  # as it is: all objects are made
+    sources = PROGRAMS.get(mutation.file.name, FOR_OTHERS)
+    builder.program(sources[0], [*shared, "-ldl"])  # as it is: all objects are made
     changed = tmp_path / mutation.file.name
     changed.write_text(mutation.mutated())
     made = tmp_path / "mutated.o"
@@ -187,19 +202,7 @@ def test_with_a_wait_less_or_a_record_elsewhere_a_test_fails(mutation: Mutation,
     own = str(builder.compile(mutation.file))
     objects = [str(made) if str(path) == own else str(path) for path in builder.objects or []]
     assert str(made) in objects
-    program = tmp_path / "program"
-    test = str(builder.compile(source))
-    wrapped = "-Wl," + ",".join(f"--wrap={name}" for name in ("malloc", "calloc", "realloc", "mmap", "munmap"))
-    run_checked(
-        [builder.mode.compiler, "-pthread", wrapped, test, *objects, *shared, "-lm", "-ldl", "-o", str(program)]
-    )
-    plain = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "SW_TEST_LONG")}
-    command = [str(program), *map(str, fakes.values()), str(tmp_path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=plain)
-        survived = done.returncode == 0
-    except subprocess.TimeoutExpired:
-        survived = False
+    survived = all(survives(source, [*objects, *shared], tmp_path) for source in sources)
     where = (mutation.file.name, mutation.text)
     reason = UNSEEN.get((*where, mutation.wrong)) if mutation.wrong else REDUNDANT.get(where)
     if reason is not None:

@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "comm/device_region.h"
 #include "platform/clock.h"
 
 enum { CALLS_PER_GROUP = 32, EVERY_RANK = -1 };
@@ -105,6 +106,8 @@ static void return_borrowed(sw_device_comm *c)
 
 void sw_device_comm_disconnect(sw_device_comm *c)
 {
+    if (c->peers)
+        sw_device_regions_leave(c);
     if (c->peers && c->peers->is_borrowed)
         return_borrowed(c);
     sw_peers_destroy(c->peers);
@@ -118,6 +121,7 @@ void sw_device_comm_destroy(sw_device_comm *c)
     sw_device_comm_disconnect(c);
     if (c->device) {
         const sw_device_ops *ops = c->device->ops;
+        sw_device_regions_collect(c);
         ops->memory_free(c->device, c->sum);
         ops->pinned_free(c->device, c->staged);
         ops->event_destroy(c->device, c->met);

@@ -43,6 +43,7 @@ typedef struct sw_device_comm {
     int64_t timeout_ns;
     void *sum;           /* device memory: sw_norm_sum */
     sw_norm_sum *staged; /* pinned */
+    struct sw_device_region *regions; /* not owned: device_region.h's list */
 } sw_device_comm;
 
 typedef struct sw_device_range { /* device memory of the caller's */

@@ -260,6 +260,14 @@ int sw_nccl_world_size(const sw_nccl *comm)
     return comm->world_size;
 }
 
+sw_nccl_view sw_nccl_view_of(const sw_nccl *comm)
+{
+    return (sw_nccl_view){.library = comm->library,
+                          .device = comm->device,
+                          .handle = comm->handle,
+                          .timeout_ns = comm->timeout_ns};
+}
+
 /* ---- operations ---- */
 
 static const int nccl_dtypes[SW_DTYPE_COUNT] = {

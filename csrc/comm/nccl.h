@@ -64,6 +64,15 @@ void sw_nccl_destroy(sw_nccl *comm);
 int sw_nccl_rank(const sw_nccl *comm);
 int sw_nccl_world_size(const sw_nccl *comm);
 
+/* What nccl_register.c calls NCCL with; `handle` is NULL once the communicator has ended. */
+typedef struct sw_nccl_view {
+    const sw_nccl_library *library;
+    sw_device *device;
+    sw_nccl_comm handle;
+    int64_t timeout_ns;
+} sw_nccl_view;
+sw_nccl_view sw_nccl_view_of(const sw_nccl *comm);
+
 /* Operations between begin and end are one operation of the stream, all of one stream; groups may
  * lie one inside the other. Each begin that succeeded has its end, whatever failed in between: a
  * failure ends the communicator at the outermost. */

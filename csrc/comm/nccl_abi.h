@@ -18,6 +18,7 @@ enum {
     SW_NCCL_OLDEST_VERSION = 21400, /* 10000 * major + 100 * minor + patch */
     SW_NCCL_UNIQUE_ID_BYTES = 128,
     SW_NCCL_CONFIG_VERSION = 21400,
+    SW_NCCL_REGISTERING_VERSION = 21900,
 
     SW_NCCL_SUCCESS = 0,
     SW_NCCL_UNHANDLED_CUDA_ERROR = 1,
@@ -86,9 +87,17 @@ typedef struct sw_nccl_config {
     X(ncclGroupStart, (void))                                                                 \
     X(ncclGroupEnd, (void))
 
+/* The same of NCCL 2.19 and newer; NULL in the table of an older one. */
+#define SW_NCCL_NEWER_FUNCTIONS(X)                                                          \
+    X(ncclMemAlloc, (void **memory, size_t bytes))                                          \
+    X(ncclMemFree, (void *memory))                                                          \
+    X(ncclCommRegister, (sw_nccl_comm comm, void *memory, size_t bytes, void **registered)) \
+    X(ncclCommDeregister, (sw_nccl_comm comm, void *registered))
+
 typedef struct sw_nccl_table {
 #define SW_NCCL_FIELD(name, parameters) sw_nccl_result(*name) parameters;
     SW_NCCL_FUNCTIONS(SW_NCCL_FIELD)
+    SW_NCCL_NEWER_FUNCTIONS(SW_NCCL_FIELD)
 #undef SW_NCCL_FIELD
     const char *(*ncclGetErrorString)(sw_nccl_result result);
     const char *(*ncclGetLastError)(sw_nccl_comm comm);

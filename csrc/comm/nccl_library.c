@@ -10,6 +10,12 @@ static const sw_library_symbol symbols[] = {
 #undef SYMBOL
 };
 
+static const sw_library_symbol newer_symbols[] = {
+#define SYMBOL(name, parameters) {#name, offsetof(sw_nccl_table, name)},
+    SW_NCCL_NEWER_FUNCTIONS(SYMBOL)
+#undef SYMBOL
+};
+
 /* Before the functions are looked up: an old library is told by its version, not by what it lacks.
  */
 static sw_status read_version(void *handle, const char *name, int *version, sw_error *err)
@@ -40,6 +46,8 @@ sw_status sw_nccl_library_init(sw_nccl_library *nccl, const char *library, sw_er
                 sw_library_bind(made.handle, name, symbols, sizeof symbols / sizeof *symbols,
                                 &made.call, err),
                 close);
+    sw_library_bind_found(made.handle, newer_symbols, sizeof newer_symbols / sizeof *newer_symbols,
+                          &made.call);
     *nccl = made;
     return SW_OK;
 close:

@@ -1,6 +1,7 @@
 /* nccl_peers.c - NCCL behind peers.h's table: each entry is the call of nccl.h. */
 #include <stdlib.h>
 
+#include "comm/nccl_register.h"
 #include "comm/peers.h"
 
 typedef struct nccl_peers {
@@ -67,6 +68,21 @@ static sw_status nccl_broadcast(sw_peers *t, void *data, size_t numel, sw_dtype 
     return sw_nccl_broadcast(nccl_of(t), data, numel, dtype, root, stream, err);
 }
 
+static sw_status nccl_memory_register(sw_peers *t, void *memory, size_t size_bytes,
+                                      void **registered, sw_error *err)
+{
+    if (t->is_borrowed)
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "NCCL on rank %d of %d: nothing is registered with a communicator that is borrowed",
+                t->rank, t->world_size);
+    return sw_nccl_register(nccl_of(t), memory, size_bytes, registered, err);
+}
+
+static sw_status nccl_memory_deregister(sw_peers *t, void *registered, sw_error *err)
+{
+    return sw_nccl_deregister(nccl_of(t), registered, err);
+}
+
 static sw_status nccl_wait(sw_peers *t, sw_event *event, const char *what, sw_error *err)
 {
     return sw_nccl_wait(nccl_of(t), event, what, err);
@@ -113,6 +129,8 @@ static const sw_peers_ops nccl_ops = {
     .exchange_slices = nccl_exchange_slices,
     .gather_among = nccl_gather_among,
     .broadcast = nccl_broadcast,
+    .memory_register = nccl_memory_register,
+    .memory_deregister = nccl_memory_deregister,
     .wait = nccl_wait,
     .check = nccl_check,
     .give_up = nccl_give_up,

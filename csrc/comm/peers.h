@@ -60,6 +60,14 @@ typedef struct sw_peers_ops {
                               int count, sw_stream *stream, sw_error *err);
     sw_status (*broadcast)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
                            sw_stream *stream, sw_error *err);
+    /* This rank alone: operations may from now on read and write `memory` where it lies, without
+     * copies of the transport's own. It is sw_nccl_memory_alloc's, and all ranks pass it to the
+     * same operations at the same distance from its beginning, or none does. SW_E_UNSUPPORTED where
+     * the transport has nothing of the kind. A failure leaves the transport as it was. */
+    sw_status (*memory_register)(sw_peers *peers, void *memory, size_t size_bytes,
+                                 void **registered, sw_error *err);
+    /* The host has waited for the last operation on it. On failure the memory stays in use. */
+    sw_status (*memory_deregister)(sw_peers *peers, void *registered, sw_error *err);
     /* Waits for `event` while watching for a failure of the transport; SW_E_TIMEOUT names `what`,
      * SW_E_COMM a rank's failure. Either ends the transport. */
     sw_status (*wait)(sw_peers *peers, sw_event *event, const char *what, sw_error *err);
@@ -151,6 +159,17 @@ static inline sw_status sw_peers_broadcast(sw_peers *t, void *data, size_t numel
                                            int root, sw_stream *stream, sw_error *err)
 {
     return t->ops->broadcast(t, data, numel, dtype, root, stream, err);
+}
+
+static inline sw_status sw_peers_memory_register(sw_peers *t, void *memory, size_t size_bytes,
+                                                 void **registered, sw_error *err)
+{
+    return t->ops->memory_register(t, memory, size_bytes, registered, err);
+}
+
+static inline sw_status sw_peers_memory_deregister(sw_peers *t, void *registered, sw_error *err)
+{
+    return t->ops->memory_deregister(t, registered, err);
 }
 
 static inline sw_status sw_peers_wait(sw_peers *t, sw_event *event, const char *what, sw_error *err)

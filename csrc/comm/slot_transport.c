@@ -401,6 +401,24 @@ static void slot_destroy(sw_peers *base)
     free_all(t);
 }
 
+/* Slots are the only memory that peers reach. */
+static sw_status slot_memory_register(sw_peers *t, void *memory, size_t size_bytes,
+                                      void **registered, sw_error *err)
+{
+    (void)memory;
+    (void)registered;
+    SW_FAIL(err, SW_E_UNSUPPORTED,
+            "slots (%s): %zu bytes cannot be registered: everything is copied through slots, only "
+            "NCCL takes memory of others",
+            t->name, size_bytes);
+}
+
+static sw_status slot_memory_deregister(sw_peers *t, void *registered, sw_error *err)
+{
+    (void)registered;
+    SW_FAIL(err, SW_E_STATE, "slots (%s): nothing is registered", t->name);
+}
+
 static const sw_peers_ops slot_ops = {
     .group_begin = slot_group_begin,
     .group_end = slot_group_end,
@@ -411,6 +429,8 @@ static const sw_peers_ops slot_ops = {
     .exchange_slices = slot_exchange_slices,
     .gather_among = slot_gather_among,
     .broadcast = slot_broadcast,
+    .memory_register = slot_memory_register,
+    .memory_deregister = slot_memory_deregister,
     .wait = slot_wait,
     .check = slot_check,
     .give_up = slot_give_up,

@@ -58,18 +58,18 @@ static int create(device_reducer_object *self, const sw_py_rows *rows, size_t ca
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"comm",   "parameters", "bucket_cap_bytes", "reduce", "deterministic",
-                            "sliced", "wire",       "slices",           NULL};
+                            "sliced", "wire",       "slices",           "lent",   NULL};
     device_reducer_object *self = (device_reducer_object *)op;
     PyObject *comm, *parameters, *owners = Py_None;
     Py_ssize_t cap;
     const char *reduce = "mean";
-    int deterministic = 0, sliced = 0;
+    int deterministic = 0, sliced = 0, lent = 0;
     const char *wire = NULL;
     bool sums;
     sw_py_rows rows;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sppzO:DeviceReducer", names, &comm,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|$sppzOp:DeviceReducer", names, &comm,
                                      &parameters, &cap, &reduce, &deterministic, &sliced, &wire,
-                                     &owners))
+                                     &owners, &lent))
         return -1;
     if (self->comm || !PyObject_TypeCheck(comm, sw_py_state_of(op)->device_comm_type)) {
         PyErr_SetString(PyExc_TypeError, "DeviceReducer: comm must be a DeviceComm, and a "
@@ -88,6 +88,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_device_reducer_config config = {.op = sums ? SW_REDOP_SUM : SW_REDOP_MEAN,
                                        .deterministic = deterministic != 0,
                                        .sliced = sliced != 0,
+                                       .is_lent = lent != 0,
                                        .wire = wire ? sw_dtype_from_name(wire) : SW_DTYPE_COUNT};
     sw_py_slices slices;
     const sw_peers *peers = self->comm->comm ? self->comm->comm->peers : NULL;
@@ -183,6 +184,19 @@ static PyObject *reducer_adopt(PyObject *op, PyObject *args)
     if (PyErr_Occurred() || !sw_py_device_enter(self->comm))
         return NULL;
     sw_status status = sw_device_reducer_adopt(self->reducer, (size_t)index, data, &err);
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
+static PyObject *reducer_lend(PyObject *op, PyObject *args)
+{
+    device_reducer_object *self = (device_reducer_object *)op;
+    unsigned long long contributions, compressed;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "KK:lend", &contributions, &compressed) || !check_made(self) ||
+        !sw_py_device_enter(self->comm))
+        return NULL;
+    sw_status status = sw_device_reducer_lend(self->reducer, sw_py_address(contributions),
+                                              sw_py_address(compressed), &err);
     return sw_py_device_finish(self->comm, status, &err);
 }
 
@@ -416,6 +430,8 @@ static PyMethodDef reducer_methods[] = {
      "place(index)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
     {"adopt", reducer_adopt, METH_VARARGS,
      "adopt(bucket, address)\n--\n\nIts memory; it takes part from the next step on."},
+    {"lend", reducer_lend, METH_VARARGS,
+     "lend(contributions, compressed)\n--\n\nMemory in place of the engine's own."},
     {"divide_by", reducer_divide_by, METH_O,
      "divide_by(count)\n--\n\nMeans divide by so many ranks."},
     {"leave_out", reducer_leave_out, METH_O,

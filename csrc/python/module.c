@@ -30,6 +30,7 @@ static int module_exec(PyObject *module)
         add_type(module, &sw_py_device_units_type_spec, &state->device_units_type) < 0 ||
         add_type(module, &sw_py_device_offload_type_spec, &state->device_offload_type) < 0 ||
         add_type(module, &sw_py_device_stage_type_spec, &state->device_stage_type) < 0 ||
+        add_type(module, &sw_py_device_region_type_spec, &state->device_region_type) < 0 ||
         sw_py_optim_functions_add(module) < 0 || sw_py_compress_functions_add(module) < 0 ||
         sw_py_device_functions_add(module) < 0 || sw_py_device_codec_functions_add(module) < 0 ||
         sw_py_device_powersgd_functions_add(module) < 0 || sw_py_fork_functions_add(module) < 0)
@@ -56,6 +57,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->device_units_type);
     Py_VISIT(state->device_offload_type);
     Py_VISIT(state->device_stage_type);
+    Py_VISIT(state->device_region_type);
     Py_VISIT(state->plan_type);
     Py_VISIT(state->saver_type);
     Py_VISIT(state->folder_type);

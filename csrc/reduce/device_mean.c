@@ -39,20 +39,31 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
                           .bytes = config->bytes};
     SW_TRY(create_pieces(m, config->slices, err));
     bool is_compressed = m->wire != SW_DTYPE_COUNT;
+    m->folds = config->folds || is_compressed || m->slice_count < world_size;
+    m->is_lent = config->is_lent;
+    if (m->is_lent)
+        return SW_OK;
     if (is_compressed)
         SW_TRY(ops->memory_alloc(device, config->numel * sw_dtype_size_bytes(m->wire),
                                  &m->compressed, err));
-    return config->folds || is_compressed || m->slice_count < world_size
-               ? ops->memory_alloc(device, config->bytes, &m->contributions, err)
-               : SW_OK;
+    return m->folds ? ops->memory_alloc(device, config->bytes, &m->contributions, err) : SW_OK;
+}
+
+void sw_device_mean_lend(sw_device_mean *m, void *contributions, void *compressed)
+{
+    m->lent = contributions;
+    m->contributions = m->folds ? contributions : NULL;
+    m->compressed = compressed;
 }
 
 void sw_device_mean_fini(sw_device_mean *m)
 {
     if (!m->comm)
         return;
-    m->comm->device->ops->memory_free(m->comm->device, m->contributions);
-    m->comm->device->ops->memory_free(m->comm->device, m->compressed);
+    if (!m->is_lent) {
+        m->comm->device->ops->memory_free(m->comm->device, m->contributions);
+        m->comm->device->ops->memory_free(m->comm->device, m->compressed);
+    }
     free(m->trains);
     free(m->piece);
     free(m->owners);
@@ -67,6 +78,8 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
     if (active == 0)
         SW_FAIL(err, SW_E_INVALID, "device reducer: of %d ranks one at least must train",
                 world_size);
+    if (active < world_size && !m->contributions)
+        m->contributions = m->lent;
     if (active < world_size && !m->contributions)
         SW_TRY(device->ops->memory_alloc(device, m->bytes, &m->contributions, err));
     memcpy(m->trains, trains, (size_t)world_size);

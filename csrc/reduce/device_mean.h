@@ -33,6 +33,7 @@ typedef struct sw_device_mean_config {
     sw_dtype wire;           /* SW_DTYPE_COUNT: buckets travel as they are */
     bool folds;              /* in rank order; `wire` and shared slices do in any case */
     const sw_slices *slices; /* borrowed for the call; NULL: rank r owns slice r alone */
+    bool is_lent;            /* sw_device_mean_lend brings its memory */
     size_t numel, bytes;     /* of the largest buckets */
 } sw_device_mean_config;
 
@@ -47,8 +48,11 @@ typedef struct sw_device_mean {
     int slice_count;     /* of a bucket */
     int *piece;          /* owned, a number a rank: of a bucket's world_size pieces, who folds it */
     int *owners;         /* owned: the ranks of this rank's slice, in the order of its pieces */
-    void *contributions; /* owned device memory; only where the fold is ours, not the transport's */
-    void *compressed;    /* owned device memory; only with `wire` */
+    bool folds;          /* from the first bucket on */
+    void *contributions; /* device memory; only where the fold is ours, not the transport's */
+    void *compressed;    /* device memory; only with `wire` */
+    bool is_lent;        /* both are borrowed; else they are owned */
+    void *lent;          /* what contributions are, where they are wanted */
 } sw_device_mean;
 
 /* On failure fini is still to be called. */
@@ -56,6 +60,11 @@ SW_MUST_USE sw_status sw_device_mean_init(sw_device_mean *mean, const sw_device_
                                           sw_error *err);
 /* The stream has passed what was enqueued. */
 void sw_device_mean_fini(sw_device_mean *mean);
+
+/* With `is_lent`, before the first bucket: device memory of the caller's, which outlives the mean.
+ * `contributions`: of as many bytes as the largest bucket; `compressed`: of as many elements of
+ * `wire` as it has, NULL without. */
+void sw_device_mean_lend(sw_device_mean *mean, void *contributions, void *compressed);
 
 /* Of slices made from now on, only ranks of which `trains` holds a byte that is not 0, one at
  * least, contribute: what stands is under their contributions alone. Alike on all ranks. From the

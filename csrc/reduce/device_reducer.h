@@ -71,6 +71,7 @@ typedef struct sw_device_reducer_config {
     sw_redop op;           /* MEAN or SUM */
     bool deterministic;
     bool sliced;
+    bool is_lent;            /* sw_device_reducer_lend brings memory, before the first step */
     const sw_slices *slices; /* borrowed for the call; NULL: one a rank. Only with `sliced` */
     sw_dtype wire; /* FLOAT16 or BFLOAT16: in what means of float32, float16 and bfloat16 travel.
                       SW_DTYPE_COUNT: as they are. MEAN only */
@@ -91,6 +92,11 @@ void sw_device_reducer_destroy(sw_device_reducer *reducer);
  * step. */
 SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t index, void *data,
                                               sw_error *err);
+
+/* With `is_lent`: memory of the caller's, which outlives the reducer, in place of as much of its
+ * own; see sw_device_mean_lend. SW_E_STATE without, or after a step. */
+SW_MUST_USE sw_status sw_device_reducer_lend(sw_device_reducer *reducer, void *contributions,
+                                             void *compressed, sw_error *err);
 
 size_t sw_device_reducer_bucket_count(const sw_device_reducer *reducer);
 bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index);

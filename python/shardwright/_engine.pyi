@@ -396,8 +396,9 @@ class DeviceReducer:
         sliced: bool = False,
         wire: str | None = None,
         slices: tuple[Sequence[int], Sequence[int]] | None = None,
+        lent: bool = False,
     ) -> None:
-        """`slices`: (of_rank, replica_of_rank) where a slice has several owners; with `sliced`. `wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel. A parameter's
+        """`slices`: (of_rank, replica_of_rank) where a slice has several owners; with `sliced`. `lent`: lend() brings its memory. `wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel. A parameter's
         fifth value, if it has one, is a group: those of different groups share no bucket."""
     def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
@@ -408,6 +409,9 @@ class DeviceReducer:
     def adopt(self, bucket: int, address: int, /) -> None:
         """Its memory, all of it written; it takes part from the next step on. Sliced: of this rank's slice of the mean. Error inside
         a step."""
+    def lend(self, contributions: int, compressed: int, /) -> None:
+        """Of one made `lent`, before the first step: memory that outlives it, in place of its own. `contributions`: of the largest bucket's bytes;
+        `compressed`: with `wire`, of as many elements of it; else 0."""
     def begin(self, stream: int, /) -> None:
         """Gradients of a step will be written on `stream`."""
     def post(self, bucket: int, stream: int, /) -> None:
@@ -434,6 +438,23 @@ class DeviceReducer:
         """A byte a parameter: whether some rank used it. Waits on the host if this rank left one unused."""
     def release(self, stream: int, /) -> None:
         """`stream` has been given all that reads the means of this step."""
+
+@final
+class DeviceRegion:
+    """Memory by ncclMemAlloc, registered with a communicator. See csrc/comm/device_region.h.
+
+    What operations read or write of it they do on all ranks, at the same offsets, or on none. It is freed behind the last use on `stream`.
+    """
+
+    #: of its first byte
+    address: int
+    nbytes: int
+    #: whether NCCL may reach it where it lies
+    is_registered: bool
+    def __init__(self, comm: DeviceComm, nbytes: int, stream: int) -> None:
+        """This rank alone. NotImplementedError: what `comm` goes through registers nothing, or declined; Error: it failed."""
+    def deregister(self) -> None:
+        """The memory stays. Waits for the communicator's stream. Idempotent."""
 
 @final
 class DeviceUnits:

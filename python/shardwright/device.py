@@ -66,6 +66,10 @@ class CudaRuntime:
         """Memory for a bucket, on the GPU of `like`, from torch's allocator."""
         return torch.zeros(numel, dtype=dtype, device=like.device)
 
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over memory of the engine's own, on a GPU, which torch has just written."""
+        return tensor
+
     def backend(self, group: Any) -> Any:
         """torch's own for GPU tensors of a process group. RuntimeError: it has none."""
         return group._get_backend(torch.device("cuda"))

@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from . import device
 from ._engine import device_tensor
 from .device import DeviceLink
+from .device_registration import Registration
 from .device_rounds import DeviceRounds
 from .gradients import dense_strides
 from .parameter_slices import ParameterSlices, itemsize_of
@@ -35,6 +36,8 @@ class DeviceParameters(ParameterSlices):
     label : str
         Of the model, in messages.
     slicing : Slicing
+    registers : bool
+        Buckets lie in memory that is registered with NCCL, where all ranks can.
 
     Notes
     -----
@@ -50,13 +53,28 @@ class DeviceParameters(ParameterSlices):
         table: ParameterTable,
         label: str,
         slicing: Slicing,
+        registers: bool = False,
     ) -> None:
         super().__init__(rounds, table, slicing, label)
         self._link, self._row = link, row
         self._buckets: dict[int, torch.Tensor] = {}
+        self._registered: dict[int, torch.Tensor] = {}
+        if registers:
+            self._register()
         for index, parameter in enumerate(table.parameters):
             if parameter.requires_grad:
                 self.adopt(index)
+
+    def _register(self) -> None:
+        """Buckets that take part from the start. Gathering each is an operation of its own: those that come later lie elsewhere. Collective."""
+        parameters = self._table.parameters
+        buckets = sorted({self._reducer.place(i)[0] for i, p in enumerate(parameters) if p.requires_grad})
+        sizes = []
+        for bucket in buckets:
+            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            sizes.append(numel * itemsize_of(dtype))
+        made = Registration(self._row, sizes, parameters[0].data, f"parameters of {self._label}")
+        self._registered = dict(zip(buckets, made.buffers))
 
     @property
     def row(self) -> DeviceLink:
@@ -69,7 +87,13 @@ class DeviceParameters(ParameterSlices):
         bucket, begin, _ = self._reducer.place(index)
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         if bucket not in self._buckets:
-            self._buckets[bucket] = device.runtime.zeros(numel, getattr(torch, dtype), parameter.data)
+            torch_dtype = getattr(torch, dtype)
+            registered = self._registered.pop(bucket, None)
+            self._buckets[bucket] = (
+                device.runtime.zeros(numel, torch_dtype, parameter.data)
+                if registered is None
+                else registered.view(torch_dtype)
+            )
             self._moved.add(bucket)
         self._stepped.add(bucket)
         flat = self._buckets[bucket]

@@ -20,6 +20,7 @@ import torch
 from . import device
 from ._engine import DeviceReducer, Error
 from .device import DeviceLink
+from .device_registration import Registration
 from .gradients import copy_gradient, dense_strides
 from .slicing import Slicing
 
@@ -68,6 +69,8 @@ class DeviceRounds:
         In what the mean travels.
     slicing : Slicing, optional
         Who owns what, where slices are kept. Default: each rank one.
+    registers : bool
+        What travels lies in memory that is registered with NCCL, where all ranks can.
     """
 
     #: whether the engine keeps slices of the means
@@ -84,11 +87,13 @@ class DeviceRounds:
         label: str,
         wire: str | None = None,
         slicing: Slicing | None = None,
+        registers: bool = False,
     ) -> None:
         self._link = link
         self._slicing = slicing or Slicing.one_a_rank(link.rank, link.world_size)
         self._label = label
         self._table = rows, bucket_cap_bytes, reduce
+        lent = registers and (deterministic or self._sliced or wire is not None)
         self._engine = DeviceReducer(
             link.comm,
             rows,
@@ -98,8 +103,12 @@ class DeviceRounds:
             sliced=self._sliced,
             wire=wire,
             slices=self._slicing.for_engine() if self._sliced else None,
+            lent=lent,
         )
         self.wire = wire
+        self._registers, self._lent = registers, lent
+        self._registration: Registration | None = None
+        self._registered: list[torch.Tensor] = []  # memory of the buckets that travel, in order
         self._callback: Callable[[int, bool], None] | None = None
         self._divides_by_active = False
         self._active = self._divisor = link.world_size
@@ -139,7 +148,14 @@ class DeviceRounds:
         whose = ", torch's communicator" if self._link.borrows else ""
         way = places.get(found["transport"], f"NCCL {'.'.join(map(str, found['nccl']))}{whose}")
         why = f" ({self._link.transport_reason})" if self._link.transport_reason else ""
-        return f"GPU {found['ordinal']}, {found['name']}; {way}{why}; kernels {found['kernels']}"
+        return f"GPU {found['ordinal']}, {found['name']}; {way}{why}{self._registration_text()}; kernels {found['kernels']}"
+
+    def _registration_text(self) -> str:
+        if self._registration is None:
+            return ""
+        if self._registration.nbytes:
+            return f", {self._registration.nbytes} bytes registered"
+        return f", nothing registered: {self._registration.reason}"
 
     @property
     def bucket_count(self) -> int:
@@ -194,8 +210,45 @@ class DeviceRounds:
         self._open_callback, self._task_id = open, task_id
         self._hook_tables: list[tuple[dict[int, Any], int] | None] = [None] * len(parameters)
         self.views: list[torch.Tensor | None] = [None] * len(parameters)
+        if self._registers:
+            self._register([bucket for bucket in self._buckets if bucket.shape[3]])
         self._attach_views()
         return self.views
+
+    def _register(self, adopted: Sequence[Bucket]) -> None:
+        """All that the engine passes to NCCL in a round, but use bytes, comes to lie in one region. Collective."""
+        like = self._parameters[0]
+        lent = self._lent_sizes()
+        travelling = self._travelling_sizes(adopted) if self.wire is None else []
+        self._registration = Registration(self._link, lent + travelling, like, f"buckets of {self._label}")
+        buffers = self._registration.buffers
+        self._borrowed = buffers[: len(lent)] or [device.runtime.zeros(size, torch.uint8, like) for size in lent]
+        self._registered = buffers[len(lent) :]
+        if lent:
+            self._engine.lend(self._borrowed[0].data_ptr(), self._borrowed[1].data_ptr() if len(lent) > 1 else 0)
+
+    def _lent_sizes(self) -> list[int]:
+        """Of what others send, where the fold is the engine's or may become so, and of what `wire` makes of a bucket."""
+        if not self._lent:
+            return []
+        sizes = [max(map(nbytes_of, self._buckets), default=1)]
+        if self.wire is not None:
+            itemsize: int = getattr(torch, self.wire).itemsize
+            sizes.append(max((bucket.shape[1] for bucket in self._buckets), default=1) * itemsize)
+        return [max(size, 1) for size in sizes]
+
+    def _travelling_sizes(self, adopted: Sequence[Bucket]) -> list[int]:
+        return [nbytes_of(bucket) for bucket in adopted]
+
+    def _end_registration(self, reason: str) -> None:
+        """What travels from now on is not all in the region. On all ranks, between two rounds."""
+        if self._registration is None or not self._registration.nbytes:
+            return
+        try:
+            self._registration.end(reason)
+        except Error as error:
+            self._link.fail(f"rank {self._link.rank}: {error}")
+            raise
 
     def _attach_views(self) -> None:
         for bucket in self._buckets:
@@ -211,10 +264,16 @@ class DeviceRounds:
 
     def _adopted(self, bucket: Bucket, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         """Memory for a bucket that takes part from now on; one without elements has an address too."""
-        flat = device.runtime.zeros(max(numel, 1), dtype, like)
+        flat = self._registered_memory(numel, dtype)
+        if flat is None:
+            flat = device.runtime.zeros(max(numel, 1), dtype, like)
         if self._callback is None:
             self._engine.adopt(bucket.index, flat.data_ptr())
         return flat[:numel]
+
+    def _registered_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Of the bucket that is adopted next."""
+        return self._registered.pop(0).view(dtype) if self._registered else None
 
     def _view(self, bucket: Bucket, index: int) -> torch.Tensor:
         assert bucket.flat is not None
@@ -251,6 +310,7 @@ class DeviceRounds:
         """Its bucket takes part from the next round on."""
         bucket = self._bucket_of(index)
         if bucket.flat is None:
+            self._end_registration(f"bucket {bucket.index} was frozen at first")
             self._adopt(bucket)
 
     # a round --------------------------------------------------------------------------------------------------------
@@ -540,6 +600,7 @@ class DeviceRounds:
         if self._finished:
             self._engine.release(self._consumer)
             self._finished = False
+        self._end_registration("buckets are averaged by a communication hook")
         self._callback = callback
         self._engine = DeviceReducer(self._link.comm, rows, cap_bytes, reduce=reduce)
 

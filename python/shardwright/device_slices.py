@@ -67,7 +67,18 @@ class SlicedDeviceRounds(DeviceRounds):
             low, high = self._run(bucket, index)
             self.views[index] = ShardedGradient(_dense(self._layouts[index]), bucket.flat[low:high], self.board)
 
+    def _travelling_sizes(self, adopted: Sequence[Bucket]) -> list[int]:
+        return sorted(map(nbytes_of, adopted), reverse=True)[: self._places_wanted()]
+
+    def _registered_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return None  # slices do not travel
+
     def _make_ring(self, like: torch.Tensor) -> None:
+        if self._registered:
+            if self._registration is not None and self._registration.nbytes:
+                self._ring = self._registered
+                return
+            self._registered = []
         sizes = sorted(nbytes_of(bucket) for bucket in self._buckets if bucket.flat is not None)
         sizes = sizes[-self._places_wanted() :][::-1]
         if [place.numel() for place in self._ring] == sizes:

@@ -49,10 +49,12 @@ class Options:
         How contributions are joined. A sum leaves the scale to the loss, as where ranks count their own tokens.
     deterministic : bool
         On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean. On the host it always holds.
-    communicator : {"own", "borrow"}
-        On GPUs: a NCCL communicator of our own, or torch's of the process group, whose torch says where it is (ProcessGroupNCCL._comm_ptr).
-        Asking for it means NCCL: beside SHARDWRIGHT_GPU_TRANSPORT=shm or ipc it is an error. One communicator less in memory; torch's own collectives over the group are in one order with ours between steps, and not to be
+    communicator : {"own", "borrow", "register"}
+        On GPUs: a NCCL communicator of our own, or torch's of the process group, whose torch says where it is (ProcessGroupNCCL._comm_ptr), or
+        one of our own that reads and writes buckets where they lie. "borrow" means NCCL: beside SHARDWRIGHT_GPU_TRANSPORT=shm or ipc it is an error. One communicator less in memory; torch's own collectives over the group are in one order with ours between steps, and not to be
         called inside a backward; and what ends ours, a failing rank or a deadline, ends torch's by its abort().
+        "register" takes memory for buckets from NCCL (2.19 or newer) and registers it, on all ranks or, with one line in the log that names the rank and
+        NCCL's reason, on none. Bits are those of "own"; the memory is none that torch's allocator counts, and `record_stream` does nothing for it.
     transport : {"auto", "pool", "staged"}
         Where gradient memory lies: shared between ranks, or private and staged through slots. Same bits either way.
     share_parameters : {"auto", True, False}
@@ -126,8 +128,8 @@ class Options:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.transport not in _TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
-        if self.communicator not in ("own", "borrow"):
-            raise ValueError(f"communicator must be 'own' or 'borrow', got {self.communicator!r}")
+        if self.communicator not in ("own", "borrow", "register"):
+            raise ValueError(f"communicator must be 'own', 'borrow' or 'register', got {self.communicator!r}")
         if self.reduce not in ("mean", "sum"):
             raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
         if self.share_parameters != "auto" and not isinstance(self.share_parameters, bool):

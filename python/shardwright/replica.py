@@ -173,6 +173,7 @@ class Replica:
                 label=self.label,
                 wire=self._wire,
                 slicing=self.slicing,
+                registers=options.communicator == "register",
             )
         return Reducer(
             self.group.comm,
@@ -215,7 +216,8 @@ class Replica:
             rows = self.slicing.rows()
             row = device_link(self.group, self.table.parameters[0], options.timeout_s, rows, link.borrows)
         if plans is None:
-            return DeviceParameters(link, row, self.reducer, self.table, self.label, self.slicing)
+            registers = options.communicator == "register"
+            return DeviceParameters(link, row, self.reducer, self.table, self.label, self.slicing, registers)
         memory = DeviceUnitMemory(link, row, self.reducer, self.table, plans, self.label, self.slicing)
         self.reducer.order = _digest_of(weakref.ref(memory))
         return memory

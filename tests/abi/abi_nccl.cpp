@@ -7,6 +7,7 @@
 #define SAME_FUNCTION(name, parameters) \
     static_assert(alike_functions(static_cast<decltype(&name)>(nullptr), decltype(sw_nccl_table::name){}), #name);
 SW_NCCL_FUNCTIONS(SAME_FUNCTION)
+SW_NCCL_NEWER_FUNCTIONS(SAME_FUNCTION)
 SAME_FUNCTION(ncclGetErrorString, )
 SAME_FUNCTION(ncclGetLastError, )
 

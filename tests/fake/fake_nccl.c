@@ -19,9 +19,15 @@ static const char *const kind_name[] = {"all_reduce", "reduce_scatter", "all_gat
 
 enum { ABORT_NAPS_MAX = 5000 };
 static clique *cliques;
+sw_nccl_comm nccl_comms;
 static int id_count;
 static __thread int group_depth, group_error;
 static __thread nccl_group open_group;
+
+int nccl_group_depth(void)
+{
+    return group_depth;
+}
 
 static sw_dtype dtype_of(int dtype)
 {
@@ -63,7 +69,7 @@ size_t nccl_read_bytes(const nccl_call *call, int world_size)
     return call->kind == REDUCE_SCATTER ? call_bytes(call) * (size_t)world_size : call_bytes(call);
 }
 
-static size_t written_bytes(const nccl_call *call, int world_size)
+size_t nccl_written_bytes(const nccl_call *call, int world_size)
 {
     return call->kind == ALL_GATHER ? call_bytes(call) * (size_t)world_size : call_bytes(call);
 }
@@ -143,14 +149,27 @@ static bool is_paired(const clique *c, int rank, int at)
     return other && other->count == call->count && other->dtype == call->dtype;
 }
 
+/* The call that rank 0 makes in that place, or the other end's. */
+static const nccl_call *like_of(const clique *c, int rank, int at)
+{
+    const nccl_group *g = c->comm[rank]->first;
+    const nccl_call *call = &g->call[at];
+    if (call->kind != SEND && call->kind != RECEIVE)
+        return &c->comm[0]->first->call[at];
+    return nth_call(c->comm[call->peer]->first, call->kind == SEND ? RECEIVE : SEND, rank,
+                    place_of(g, at));
+}
+
 /* The first call of any rank that has no like; reported, and an error for all. */
 static bool matches(const clique *c)
 {
     for (int r = 0; r < c->world_size; ++r) {
         const nccl_group *g = c->comm[r]->first;
         for (int i = 0; i < g->call_count; ++i) {
-            if (is_paired(c, r, i))
+            if (is_paired(c, r, i)) {
+                nccl_registered_compare(&g->call[i], like_of(c, r, i), &g->stream->first->site);
                 continue;
+            }
             char detail[256];
             const nccl_group *base = c->comm[0]->first;
             snprintf(detail, sizeof detail,
@@ -262,7 +281,7 @@ static void execute(const clique *c)
     unsigned char *out[SIM_DEVICE_MAX][CALL_MAX];
     for (int r = 0; r < c->world_size; ++r)
         for (int i = 0; is_here(c, r) && i < c->comm[r]->first->call_count; ++i) {
-            out[r][i] = malloc(written_bytes(&c->comm[r]->first->call[i], c->world_size) + 1);
+            out[r][i] = malloc(nccl_written_bytes(&c->comm[r]->first->call[i], c->world_size) + 1);
             if (c->comm[r]->first->call[i].kind != SEND)
                 compute(c, r, i, out[r][i]);
         }
@@ -270,7 +289,7 @@ static void execute(const clique *c)
         for (int i = 0; is_here(c, r) && i < c->comm[r]->first->call_count; ++i) {
             const nccl_call *call = &c->comm[r]->first->call[i];
             if (call->kind != SEND)
-                memcpy(call->to, out[r][i], written_bytes(call, c->world_size));
+                memcpy(call->to, out[r][i], nccl_written_bytes(call, c->world_size));
             free(out[r][i]);
         }
 }
@@ -325,9 +344,11 @@ static int enqueue_group(const nccl_group *group)
             sim_track(&g->stream->clock, g->stream->actor, call->from, nccl_read_bytes(call, world),
                       SW_ACCESS_READ, &op->site);
         if (call->kind != SEND)
-            sim_track(&g->stream->clock, g->stream->actor, call->to, written_bytes(call, world),
+            sim_track(&g->stream->clock, g->stream->actor, call->to, nccl_written_bytes(call, world),
                       SW_ACCESS_WRITE, &op->site);
     }
+    for (int i = 0; i < g->call_count; ++i)
+        nccl_registered_use(&g->call[i], g->comm, g->stream);
     if (g->comm->last)
         g->comm->last->next = g;
     else
@@ -373,7 +394,8 @@ static int issue(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream)
         return SW_NCCL_INTERNAL_ERROR;
     open_group.comm = comm;
     open_group.stream = stream;
-    open_group.call[open_group.call_count++] = *call;
+    open_group.call[open_group.call_count] = *call;
+    nccl_registered_note(&open_group.call[open_group.call_count++], comm);
     if (group_depth > 0)
         return SW_NCCL_SUCCESS;
     int result = come_back(comm, enqueue_group(&open_group), 1);
@@ -467,6 +489,8 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
     made->clique = c;
     made->rank = rank;
     made->blocks = config->blocking != 0;
+    made->next = nccl_comms;
+    nccl_comms = made;
     c->comm[rank] = made;
     c->arrived++;
     watch(made);
@@ -575,6 +599,7 @@ SIM_API int ncclCommDestroy(sw_nccl_comm comm)
     outside_groups("ncclCommDestroy");
     if (!is_settled(comm, "ncclCommDestroy"))
         LEAVE(SW_NCCL_INVALID_ARGUMENT);
+    nccl_registered_end(comm, true);
     drop(comm);
     LEAVE(SW_NCCL_SUCCESS);
 }
@@ -610,6 +635,7 @@ SIM_API int ncclCommAbort(sw_nccl_comm comm)
     FORBIDDEN_IN_CAPTURES("ncclCommAbort");
     outside_groups("ncclCommAbort");
     bool in_files = comm->clique->in_files;
+    nccl_registered_end(comm, false);
     drop(comm);
     if (in_files) /* else the baton is this thread's, and nobody else would come to let them go */
         wait_for_kernels();

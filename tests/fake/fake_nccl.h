@@ -5,7 +5,7 @@
 
 #include "sim.h"
 
-enum { CALL_MAX = 64, GROUP_DEPTH_MAX = 8 };
+enum { CALL_MAX = 64, GROUP_DEPTH_MAX = 8, PLAIN = -1, HALF = -2 };
 
 typedef enum call_kind {
     ALL_REDUCE,
@@ -22,6 +22,8 @@ typedef struct nccl_call {
     void *to;
     size_t count;
     int dtype, op, peer; /* peer: root, or the other end */
+    /* Where they lie in memory that is registered; PLAIN: in none, HALF: not all of it is. */
+    long from_registered, to_registered;
 } nccl_call;
 
 typedef struct nccl_group {
@@ -45,6 +47,13 @@ typedef struct clique {
     struct clique *next, *next_joined;
 } clique;
 
+typedef struct registration {
+    const unsigned char *begin, *end;
+    int actor; /* the stream of the last operation on it, and when */
+    uint32_t time;
+    struct registration *next;
+} registration;
+
 struct ncclComm {
     clique *clique;
     int rank;
@@ -53,10 +62,31 @@ struct ncclComm {
     int unsettled; /* questions that its owner has yet to ask before it takes another call */
     unsigned char order; /* which each operation writes: two that no event orders are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
+    registration *registered; /* list */
+    sw_nccl_comm next;        /* of this process */
 };
+extern sw_nccl_comm nccl_comms;
+
+/* How deep this thread is in groups. */
+int nccl_group_depth(void);
 
 /* Bytes that a call reads on its own rank. */
 size_t nccl_read_bytes(const nccl_call *call, int world_size);
+
+size_t nccl_written_bytes(const nccl_call *call, int world_size);
+
+/* ---- fake_nccl_register.c: NCCL's rule is that all ranks pass registered memory to an operation,
+ * at the same distance from its beginning, or none does; what breaks it is undefined, here a
+ * report ---- */
+
+/* Notes where a call's memory lies. */
+void nccl_registered_note(nccl_call *call, sw_nccl_comm comm);
+/* The call was enqueued on the stream. */
+void nccl_registered_use(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream);
+/* Reports where `other`, of another rank, or the other end of a send, does not go with it. */
+void nccl_registered_compare(const nccl_call *call, const nccl_call *other, const sim_site *site);
+/* The communicator ends; `orderly`: nothing may be registered any more. */
+void nccl_registered_end(sw_nccl_comm comm, bool orderly);
 
 /* ---- fake_nccl_files.c: ranks are processes, and meet in the folder that the id names ---- */
 

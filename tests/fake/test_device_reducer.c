@@ -7,15 +7,15 @@
  * which are gathered; whether means are whole, or slices out of a ring of two places. They begin as
  * rank 0's. Every rank learns which gradients some rank used. No schedule gives a race, a read of
  * what nobody wrote, a leak or another value, through NCCL and through slots; a step waits on the host not once, unless a gradient
- * is unused on this rank. Each driver call that fails ends in a named error and leaves nothing.
- * Over a borrowed communicator our operations and its owner's are one order, all of ours have run
- * when it goes back, and nothing of ours ends it.
+ * is unused on this rank. Each driver call that fails ends in a named error and leaves nothing. All
+ * of it holds, too, where what travels lies in memory that is registered with NCCL.
  */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/device_region.h"
 #include "gpu_ranks.h"
 #include "kernels/kernels.h"
 #include "kernels/optim_kernels.h"
@@ -38,6 +38,7 @@ typedef struct training {
     int stage; /* 1: the optimizer steps on slices; 2: means are slices too */
     bool deterministic;
     bool narrowed; /* means travel as bfloat16 */
+    bool registered; /* all that NCCL is passed but use bytes lies in one region */
     int steps;
     long fail_nth;      /* the call of rank 0 that fails; 0: none */
     bool stop_in_step;  /* destroys with buckets on their way */
@@ -181,7 +182,28 @@ typedef struct loop {
     model part[BUCKETS];
     void *place[SW_DEVICE_PLACES]; /* device memory of the largest bucket */
     float *pinned[BUCKETS];
+    sw_device_region *region;
+    size_t taken; /* bytes of it */
 } loop;
+
+enum { PIECE_BYTES = sizeof(float[NUMEL_MAX]) }; /* of the region: as much as any memory here takes */
+
+/* Device memory of at most PIECE_BYTES, of the region where there is one. */
+static sw_status take_memory(loop *l, size_t bytes, void **memory)
+{
+    sw_device *device = l->self->device;
+    if (!l->region)
+        return device->ops->memory_alloc(device, bytes, memory, &l->self->err);
+    *memory = (char *)sw_device_region_memory(l->region) + l->taken;
+    l->taken += PIECE_BYTES;
+    return SW_OK;
+}
+
+static void give_memory(loop *l, void *memory)
+{
+    if (!l->region)
+        l->self->device->ops->memory_free(l->self->device, memory);
+}
 
 static size_t slice_of(const loop *l, size_t b)
 {
@@ -207,8 +229,11 @@ static sw_status prepare(loop *l)
     SW_TRY(device->ops->stream_create(device, false, &l->optimizer, err));
     SW_TRY(device->ops->event_create(device, &l->loaded, err));
     SW_TRY(device->ops->event_create(device, &l->ended, err));
+    if (l->run->registered)
+        SW_TRY(sw_device_region_create(l->self->all, (2 * BUCKETS + SW_DEVICE_PLACES + 2) * PIECE_BYTES,
+                                       l->backward, &l->region, err));
     for (int p = 0; p < SW_DEVICE_PLACES; ++p)
-        SW_TRY(device->ops->memory_alloc(device, sizeof(float[NUMEL_MAX]), &l->place[p], err));
+        SW_TRY(take_memory(l, PIECE_BYTES, &l->place[p]));
     for (int b = 0; b < BUCKETS; ++b) {
         size_t bytes = numels[b] * sizeof(float);
         float start[NUMEL_MAX];
@@ -218,7 +243,9 @@ static sw_status prepare(loop *l)
         float **device_memory[] = {&l->part[b].p, &l->part[b].m, &l->part[b].v,
                                    (float **)&l->part[b].source, (float **)&l->part[b].bucket};
         for (int k = 0; k < 5; ++k) {
-            SW_TRY(device->ops->memory_alloc(device, bytes, &memory, err));
+            bool travels = k == 0 || k == 4; /* parameters are gathered */
+            SW_TRY(travels ? take_memory(l, bytes, &memory)
+                           : device->ops->memory_alloc(device, bytes, &memory, err));
             *device_memory[k] = memory;
         }
         for (size_t i = 0; i < numels[b]; ++i)
@@ -389,6 +416,7 @@ static sw_status train(loop *l)
                                        .op = SW_REDOP_MEAN,
                                        .deterministic = l->run->deterministic,
                                        .sliced = l->run->stage == 2,
+                                       .is_lent = l->run->registered,
                                        .wire = l->run->narrowed ? SW_DTYPE_BFLOAT16
                                                                 : SW_DTYPE_COUNT};
     SW_TRY(prepare(l));
@@ -396,6 +424,12 @@ static sw_status train(loop *l)
     specs[1].data = l->part[1].bucket;
     SW_TRY(sw_device_reducer_create(&config, &l->reducer, &l->self->err));
     SW_TRY(sw_device_reducer_adopt(l->reducer, 2, l->part[2].bucket, &l->self->err));
+    if (l->region) {
+        void *contributions, *compressed;
+        SW_TRY(take_memory(l, PIECE_BYTES, &contributions));
+        SW_TRY(take_memory(l, PIECE_BYTES, &compressed));
+        SW_TRY(sw_device_reducer_lend(l->reducer, contributions, compressed, &l->self->err));
+    }
     for (int step = 0; step < l->run->steps; ++step) {
         uint64_t waits = l->self->device->stats.host_waits;
         uint64_t allocations = l->self->device->stats.allocations;
@@ -418,7 +452,7 @@ static void tear_down(loop *l)
     sw_device_reducer_destroy(l->reducer);
     for (int b = 0; b < BUCKETS;
          ++b) /* whoever read the means of a step that was released is done */
-        device->ops->memory_free(device, l->part[b].bucket);
+        give_memory(l, l->part[b].bucket);
     if (l->ended && l->optimizer) {
         (void)!device->ops->event_record(device, l->ended, l->optimizer, NULL);
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's optimizer", NULL);
@@ -426,13 +460,15 @@ static void tear_down(loop *l)
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
     for (int p = 0; p < SW_DEVICE_PLACES; ++p)
-        device->ops->memory_free(device, l->place[p]);
+        give_memory(l, l->place[p]);
     for (int b = 0; b < BUCKETS; ++b) {
-        void *memory[] = {l->part[b].p, l->part[b].m, l->part[b].v, l->part[b].source};
-        for (int k = 0; k < 4; ++k)
+        void *memory[] = {l->part[b].m, l->part[b].v, l->part[b].source};
+        give_memory(l, l->part[b].p);
+        for (int k = 0; k < 3; ++k)
             device->ops->memory_free(device, memory[k]);
         device->ops->pinned_free(device, l->pinned[b]);
     }
+    sw_device_region_destroy(l->region);
     device->ops->event_destroy(device, l->loaded);
     device->ops->event_destroy(device, l->ended);
     device->ops->stream_destroy(device, l->backward);
@@ -466,16 +502,18 @@ static bool train_rank(gpu_rank *self)
 typedef enum way { NCCLS_MEAN, DETERMINISTIC, NARROWED, WAYS } way;
 static const char *const way_names[WAYS] = {"NCCL's mean", "deterministic", "narrowed"};
 
-static void check_training(int world_size, int stage, way how, sim_policy policy, uint64_t seed)
+static void check_training(int world_size, int stage, way how, sim_policy policy, uint64_t seed,
+                           bool registered)
 {
     bool deterministic = how == DETERMINISTIC;
     bool joins = stage == 0 && world_size > 1 && seed % 2 == 0;
     static training run;
     static float expected[BUCKETS][NUMEL_MAX];
     char what[96];
-    snprintf(what, sizeof what, "W = %d, stage %d, %s, policy %d, seed %d", world_size, stage,
-             way_names[how], (int)policy, (int)seed);
+    snprintf(what, sizeof what, "W = %d, stage %d, %s, policy %d, seed %d%s", world_size, stage,
+             way_names[how], (int)policy, (int)seed, registered ? ", registered" : "");
     run = (training){.stage = stage,
+                     .registered = registered,
                      .deterministic = deterministic,
                      .narrowed = how == NARROWED,
                      .steps = STEPS,
@@ -522,6 +560,7 @@ typedef struct failing_case {
     training run;
     int stage;
     way how;
+    bool registered;
 } failing_case;
 
 static bool fail_among(int world_size, long nth, failing_case *tried)
@@ -529,6 +568,7 @@ static bool fail_among(int world_size, long nth, failing_case *tried)
     tried->run = (training){.stage = tried->stage,
                             .deterministic = tried->how == DETERMINISTIC,
                             .narrowed = tried->how == NARROWED,
+                            .registered = tried->registered,
                             .steps = 2,
                             .fail_nth = nth};
     return gpu_ranks_run(world_size, SIM_EAGER, 1, train_rank, &tried->run);
@@ -544,194 +584,19 @@ static bool fail_first_of_three(long nth, void *context)
     return fail_among(3, nth, context);
 }
 
-static void check_failing_rank(int stage, way how)
+static void check_failing_rank(int stage, way how, bool registered)
 {
     static failing_case tried;
-    tried = (failing_case){.stage = stage, .how = how};
+    tried = (failing_case){.stage = stage, .how = how, .registered = registered};
     gpu_check_failing_rank(fail_first_of_three, &tried, tried.run.message, tried.run.failed,
                            getenv("SW_TEST_LONG") ? 1 : 23);
 }
 
-static void check_failing_calls(int stage, way how)
+static void check_failing_calls(int stage, way how, bool registered)
 {
     static failing_case tried;
-    tried = (failing_case){.stage = stage, .how = how};
+    tried = (failing_case){.stage = stage, .how = how, .registered = registered};
     gpu_check_failing_calls(fail_at, &tried, tried.run.message[0]);
-}
-
-/* ---- over a borrowed communicator ---- */
-
-enum { LENT_STEPS = 8, LENT_NUMEL = 3 };
-
-typedef struct lending {
-    long fail_nth;
-    float received[GPU_RANKS_MAX][LENT_NUMEL];
-    char message[SW_ERROR_MESSAGE_BYTES];
-} lending;
-
-typedef struct lender { /* what torch is on a rank */
-    gpu_rank *self;
-    sw_nccl_comm handle;
-    sw_stream *user;
-    sw_event *read;
-    sw_device_reducer *reducer;
-    void *own, *ours; /* device memory: of its collectives, and of ours */
-    void *pinned;
-} lender;
-
-static sw_status lend(lender *l)
-{
-    const sw_nccl_table *call = &l->self->all->library.call;
-    sw_device *device = l->self->device;
-    sw_nccl_config config = {.size = sizeof config,
-                             .magic = SW_NCCL_CONFIG_MAGIC,
-                             .version = SW_NCCL_CONFIG_VERSION,
-                             .blocking = 1}; /* as torch's */
-    sw_device_visit visit;
-    if (!l->self->all->library.handle)
-        SW_FAIL(&l->self->err, SW_E_DEVICE, "the test's NCCL: %s",
-                l->self->all->nccl_missing.message);
-    SW_TRY(device->ops->enter(device, &visit, &l->self->err));
-    sw_nccl_result begun = call->ncclCommInitRankConfig(&l->handle, l->self->world_size,
-                                                        l->self->id, l->self->rank, &config);
-    device->ops->leave(device, &visit);
-    if (begun != SW_NCCL_SUCCESS)
-        SW_FAIL(&l->self->err, SW_E_DEVICE, "the test's own communicator: %d", begun);
-    return SW_OK;
-}
-
-/* A collective of the owner's. */
-static sw_status use_own(lender *l)
-{
-    sw_nccl_result result = l->self->all->library.call.ncclAllReduce(
-        l->own, l->own, LENT_NUMEL, SW_NCCL_FLOAT32, SW_NCCL_MAX, l->handle,
-        (sw_cu_stream)(void *)l->user);
-    if (result != SW_NCCL_SUCCESS)
-        SW_FAIL(&l->self->err, SW_E_DEVICE, "the test's own all_reduce: %d", result);
-    return SW_OK;
-}
-
-/* What is no bucket's has no other event to order it: use bytes alone. */
-static sw_status step_on_lent(lender *l, uint64_t step)
-{
-    sw_device_comm *all = l->self->all;
-    sw_error *err = &l->self->err;
-    uint8_t used[GRADIENTS];
-    memset(used, 1, sizeof used);
-    SW_TRY(use_own(l));
-    SW_TRY(sw_device_reducer_begin(l->reducer, l->user, err));
-    SW_TRY(sw_device_reducer_finish(l->reducer, used, &step, err));
-    SW_TRY(sw_device_comm_give_back(all, l->user, err));
-    SW_TRY(use_own(l));
-    return sw_device_reducer_release(l->reducer, l->user, err);
-}
-
-static sw_status borrow(lender *l)
-{
-    sw_device_comm *all = l->self->all;
-    sw_device *device = l->self->device;
-    sw_error *err = &l->self->err;
-    size_t bytes = LENT_NUMEL * sizeof(float);
-    sw_device_reducer_config config = {.comm = all,
-                                       .gradient_count = GRADIENTS,
-                                       .op = SW_REDOP_MEAN,
-                                       .wire = SW_DTYPE_COUNT};
-    SW_TRY(device->ops->stream_create(device, false, &l->user, err));
-    SW_TRY(device->ops->event_create(device, &l->read, err));
-    SW_TRY(device->ops->memory_alloc(device, bytes, &l->own, err));
-    SW_TRY(device->ops->memory_alloc(device, bytes, &l->ours, err));
-    SW_TRY(device->ops->pinned_alloc(device, bytes, &l->pinned, err));
-    SW_TRY(device->ops->fill_async(device, l->own, 0, bytes, l->user, err));
-    SW_TRY(device->ops->fill_async(device, l->ours, (unsigned char)l->self->rank, bytes, l->user,
-                                   err));
-    SW_TRY(sw_device_comm_borrow(all, l->handle, l->self->rank, l->self->world_size, TIMEOUT_NS,
-                                 err));
-    SW_TRY(sw_device_reducer_create(&config, &l->reducer, err));
-    for (uint64_t step = 0; step < LENT_STEPS; ++step)
-        SW_TRY(step_on_lent(l, step));
-    return SW_OK;
-}
-
-/* Goes back, and its owner ends it at once: what we were given last has run. */
-static sw_status give_back(lender *l)
-{
-    sw_device *device = l->self->device;
-    sw_error *err = &l->self->err;
-    size_t bytes = LENT_NUMEL * sizeof(float);
-    sw_device_range range = {.data = l->ours, .numel = LENT_NUMEL, .dtype = SW_DTYPE_FLOAT32};
-    lending *run = l->self->context;
-    sw_device_reducer_destroy(l->reducer);
-    l->reducer = NULL;
-    SW_TRY(sw_device_comm_broadcast(l->self->all, &range, 1, l->self->world_size - 1, l->user,
-                                    err));
-    sw_device_comm_disconnect(l->self->all);
-    sw_nccl_result result = l->self->all->library.call.ncclCommDestroy(l->handle);
-    if (result != SW_NCCL_SUCCESS)
-        SW_FAIL(err, SW_E_DEVICE, "the test's end of its communicator: %d", result);
-    l->handle = NULL;
-    SW_TRY(device->ops->copy_async(device, l->pinned, l->ours, bytes, l->user, err));
-    SW_TRY(device->ops->event_record(device, l->read, l->user, err));
-    SW_TRY(device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's results", err));
-    memcpy(run->received[l->self->rank], l->pinned, bytes);
-    return SW_OK;
-}
-
-static void end_lending(lender *l)
-{
-    sw_device *device = l->self->device;
-    sw_device_reducer_destroy(l->reducer);
-    sw_device_comm_disconnect(l->self->all);
-    if (l->user && l->read && device->ops->event_record(device, l->read, l->user, NULL) == SW_OK)
-        (void)!device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's stream", NULL);
-    if (l->handle) /* nobody else has ended it */
-        check(l->self->all->library.call.ncclCommDestroy(l->handle) == SW_NCCL_SUCCESS, "its end");
-    device->ops->memory_free(device, l->own);
-    device->ops->memory_free(device, l->ours);
-    device->ops->pinned_free(device, l->pinned);
-    device->ops->event_destroy(device, l->read);
-    device->ops->stream_destroy(device, l->user);
-}
-
-static bool lend_rank(gpu_rank *self)
-{
-    lending *run = self->context;
-    lender l = {.self = self};
-    if (self->rank == 0)
-        self->sim->fail_call(0, run->fail_nth, FAILURE);
-    sw_status status = gpu_rank_create(self);
-    if (status == SW_OK)
-        status = lend(&l);
-    if (status == SW_OK)
-        status = borrow(&l);
-    self->sim->fail_call(self->rank, 0, 0); /* what ends could not say so */
-    if (status == SW_OK)
-        status = give_back(&l);
-    if (self->all)
-        end_lending(&l);
-    if (self->rank == 0)
-        snprintf(run->message, sizeof run->message, "%s", self->err.message);
-    gpu_rank_close(self);
-    return status == SW_OK;
-}
-
-static void check_lending(int world_size, sim_policy policy, uint64_t seed)
-{
-    static lending run;
-    float expected[LENT_NUMEL];
-    memset(expected, world_size - 1, sizeof expected);
-    run = (lending){0};
-    check(gpu_ranks_run(world_size, policy, seed, lend_rank, &run), "lent: %s", run.message);
-    for (int r = 0; r < world_size; ++r)
-        check(memcmp(run.received[r], expected, sizeof expected) == 0,
-              "lent: what was enqueued last did not run on rank %d", r);
-    gpu_expect_clean("lent");
-}
-
-static bool fail_lent_at(long nth, void *context)
-{
-    lending *run = context;
-    *run = (lending){.fail_nth = nth};
-    return gpu_ranks_run(1, SIM_EAGER, 1, lend_rank, run);
 }
 
 static void check_trainings(int world_size, uint64_t seeds)
@@ -739,11 +604,19 @@ static void check_trainings(int world_size, uint64_t seeds)
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (uint64_t seed = 1; seed <= seeds; ++seed)
             for (int stage = 0; stage <= 2; ++stage) {
-                check_training(world_size, stage, DETERMINISTIC, (sim_policy)policy, seed);
-                check_training(world_size, stage, NCCLS_MEAN, (sim_policy)policy, seed);
+                check_training(world_size, stage, DETERMINISTIC, (sim_policy)policy, seed, false);
+                check_training(world_size, stage, NCCLS_MEAN, (sim_policy)policy, seed, false);
                 if (seed == 1)
-                    check_training(world_size, stage, NARROWED, (sim_policy)policy, seed);
+                    check_training(world_size, stage, NARROWED, (sim_policy)policy, seed, false);
             }
+}
+
+static void check_registered_trainings(void)
+{
+    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+        for (int stage = 0; stage <= 2; ++stage)
+            for (way how = NCCLS_MEAN; how < WAYS; ++how)
+                check_training(3, stage, how, (sim_policy)policy, 1, true);
 }
 
 static void check_early_ends(void)
@@ -760,23 +633,20 @@ int main(int argc, char **argv)
         return check_result();
     check_trainings(1, SEEDS);
     check_trainings(3, SEEDS);
+    check_registered_trainings();
     check_early_ends();
     for (int stage = 0; stage <= 2; ++stage)
-        check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN);
-    check_failing_calls(2, NCCLS_MEAN);
-    check_failing_calls(2, NARROWED);
+        check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN, false);
+    check_failing_calls(2, NCCLS_MEAN, false);
+    check_failing_calls(2, NARROWED, false);
+    check_failing_calls(2, NARROWED, true);
     for (int stage = 0; stage <= 2; ++stage)
-        check_failing_rank(stage, stage == 1 ? DETERMINISTIC : NCCLS_MEAN);
-    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
-        for (uint64_t seed = 1; seed <= SEEDS; ++seed)
-            check_lending(3, (sim_policy)policy, seed);
-    static lending lent;
-    gpu_check_failing_calls(fail_lent_at, &lent, lent.message);
+        check_failing_rank(stage, stage == 1 ? DETERMINISTIC : NCCLS_MEAN, stage == 2);
     for (int where = SW_SLOTS_ON_HOST; where <= SW_SLOTS_ON_DEVICE; ++where) {
         gpu_ranks_slots = (gpu_slots){4096, (sw_slot_place)where};
         check_trainings(3, 2);
         check_early_ends();
-        check_failing_calls(2, NARROWED);
+        check_failing_calls(2, NARROWED, false);
     }
     return check_result();
 }

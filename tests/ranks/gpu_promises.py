@@ -307,6 +307,27 @@ def borrowed(place: Place, rank: int, world_size: int) -> None:
             del ours
 
 
+def registered(place: Place, rank: int, world_size: int) -> None:
+    """Buckets that NCCL reads and writes where they lie: the bits of the CPU. Where NCCL takes none, the reason is told, and the bits are the same."""
+    with place.aside():
+        twin = wrapped(None, {})
+        steps(*twin, rank, torch.device("cpu"))
+        expected = whole(*twin)
+    if not place.is_gpu:
+        with pytest.raises(NotImplementedError, match="communicator='register' is of GPUs"):
+            wrapped(place, {"communicator": "register"})
+        return
+    for zero in (0, 1, 2, 3):
+        ours = wrapped(place, {"zero": zero, "communicator": "register"})
+        reason = ours[0]._engine().reducer.transport_reason
+        assert "bytes registered" in reason or "nothing registered: " in reason
+        if place.kind == "simulated" and world_size > 1:
+            assert "bytes registered" in reason
+        steps(*ours, rank, place.device)
+        assert_bits(whole(*ours), expected, zero)
+        del ours
+
+
 def captures(place: Place, rank: int, world_size: int) -> None:
     """What begins inside a capture into a CUDA graph is refused by name, and the training goes on as if nothing had been tried."""
     results = []
@@ -429,6 +450,7 @@ PROMISES: dict[str, Callable[[Place, int, int], None]] = {
             fused_optimizers,
             clipping_by_parameters,
             borrowed,
+            registered,
             captures,
             join,
             hooks,

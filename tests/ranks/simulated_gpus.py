@@ -158,6 +158,11 @@ class _Runtime(sw_device.CudaRuntime):
         """Where the package has made the host wait through torch."""
         return self._gpus.devices.waits
 
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._gpus.notice(tensor)
+        self._gpus.operate([(tensor.data_ptr(), tensor.nbytes, WRITE)], "torch's own zeros")
+        return tensor
+
     def libraries(self) -> dict[str, str | None]:
         paths = self._gpus.paths
         return {"libcuda": paths["cuda"], "libnccl": paths["nccl"], "packaged": str(self._gpus.folder)}
@@ -367,18 +372,24 @@ class SimulatedGpus:
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """The engine's streams will touch it. It is kept as long as the simulation."""
         storage = tensor.untyped_storage()
-        if storage.nbytes():
-            at = bisect.bisect(self._begins, storage.data_ptr())
-            if not at or self._ends[at - 1] <= storage.data_ptr():
-                self._begins.insert(at, storage.data_ptr())
-                self._ends.insert(at, storage.data_ptr() + storage.nbytes())
-                self._cuda.sim_torch_adopt(self.stream, storage.data_ptr(), storage.nbytes())
+        if self.notice(tensor):
+            self._cuda.sim_torch_adopt(self.stream, storage.data_ptr(), storage.nbytes())
         self._held.append(tensor.detach())
         return tensor
 
     def _is_adopted(self, address: int) -> bool:
         at = bisect.bisect(self._begins, address)
         return bool(at) and address < self._ends[at - 1]
+
+    def notice(self, tensor: torch.Tensor) -> bool:
+        """Its memory is a GPU's from now on, to torch's operations. Whether it was none before."""
+        storage = tensor.untyped_storage()
+        at = bisect.bisect(self._begins, storage.data_ptr())
+        if not storage.nbytes() or (at and self._ends[at - 1] > storage.data_ptr()):
+            return False
+        self._begins.insert(at, storage.data_ptr())
+        self._ends.insert(at, storage.data_ptr() + storage.nbytes())
+        return True
 
     def adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Its parameters and buffers."""
@@ -461,6 +472,11 @@ class SimulatedGpus:
     def communicators(self) -> int:
         """Of NCCL, that this rank has now."""
         found: int = self._nccl.sim_nccl_communicators()
+        return found
+
+    def registrations(self) -> int:
+        """Pieces of memory that this rank has registered with NCCL now."""
+        found: int = self._nccl.sim_nccl_registrations()
         return found
 
     def fail_call(self, nth: int, result: int) -> None:

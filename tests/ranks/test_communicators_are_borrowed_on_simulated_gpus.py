@@ -328,6 +328,6 @@ def on_the_cpu(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with gpus.torch_on_cpu():
         with pytest.raises(NotImplementedError, match="communicator='borrow' is of GPUs, and Mlp is on the CPU"):
             sw.wrap(Mlp(), communicator="borrow")
-        with pytest.raises(ValueError, match="communicator must be 'own' or 'borrow', got 'torch'"):
+        with pytest.raises(ValueError, match="communicator must be 'own', 'borrow' or 'register', got 'torch'"):
             sw.wrap(Mlp(), communicator="torch")
     gather(None)

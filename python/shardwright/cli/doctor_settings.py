@@ -87,6 +87,7 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
     "NCCL_DEBUG": (_Rule(_one_of("TRACE", "INFO"), "note", "set it to WARN when all works: the log grows with every communicator"),),
     "NCCL_IB_DISABLE": (_Rule(_is_on, "slow", "unset it where there is InfiniBand: hosts then talk over TCP"),),
     "NCCL_LAUNCH_MODE": (_Rule(_one_of("GROUP"), "slow", "unset it: kernels of a process's GPUs then wait for one another at each launch"),),
+    "NCCL_LOCAL_REGISTER": (_Rule(_is_off, "note", "unset it: communicator='register' has nothing registered with it"),),
     "NCCL_MAX_CTAS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
     "NCCL_MAX_NCHANNELS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
     "NCCL_MAX_NRINGS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),

@@ -1,0 +1,101 @@
+/* nccl_register.c - see nccl_register.h. */
+#include "comm/nccl_register.h"
+
+#include "platform/clock.h"
+#include "platform/thread.h"
+
+/* ---- memory ---- */
+
+sw_status sw_nccl_memory_alloc(const sw_nccl_library *nccl, sw_device *device, size_t size_bytes,
+                               void **memory, sw_error *err)
+{
+    sw_device_visit visit;
+    void *made = NULL;
+    int version = nccl->version;
+    if (version < SW_NCCL_REGISTERING_VERSION || !nccl->call.ncclMemAlloc ||
+        !nccl->call.ncclMemFree || !nccl->call.ncclCommRegister || !nccl->call.ncclCommDeregister)
+        return sw_error_set(err, SW_E_UNSUPPORTED, version,
+                            "registering memory takes NCCL 2.19 or newer, not %d.%d.%d",
+                            version / 10000, version % 10000 / 100, version % 100);
+    SW_TRY(device->ops->enter(device, &visit, err));
+    sw_nccl_result result = nccl->call.ncclMemAlloc(&made, size_bytes);
+    device->ops->leave(device, &visit);
+    if (result != SW_NCCL_SUCCESS || !made)
+        return sw_error_set(
+            err, SW_E_DEVICE, result, "NCCL: ncclMemAlloc failed for %zu bytes on GPU %d: %s (%d)",
+            size_bytes, device->ordinal, nccl->call.ncclGetErrorString(result), result);
+    device->stats.allocations++;
+    *memory = made;
+    return SW_OK;
+}
+
+void sw_nccl_memory_free(const sw_nccl_library *nccl, sw_device *device, void *memory)
+{
+    sw_device_visit visit;
+    if (device->ops->enter(device, &visit, NULL) != SW_OK)
+        return;
+    (void)nccl->call.ncclMemFree(memory);
+    device->ops->leave(device, &visit);
+}
+
+/* ---- registering ---- */
+
+/* What a call that may go on in the background has come to. */
+static sw_nccl_result decide(const sw_nccl_view *v, sw_nccl_result result)
+{
+    int64_t start = sw_clock_now_ns();
+    while (result == SW_NCCL_IN_PROGRESS && sw_clock_now_ns() - start <= v->timeout_ns) {
+        sw_nccl_result asked = v->library->call.ncclCommGetAsyncError(v->handle, &result);
+        if (asked != SW_NCCL_SUCCESS)
+            return asked;
+        if (result == SW_NCCL_IN_PROGRESS)
+            sw_thread_rest(sw_clock_now_ns() - start);
+    }
+    return result;
+}
+
+static sw_status refuse(sw_nccl *comm, const sw_nccl_view *v, sw_nccl_result result,
+                        const char *what, sw_error *err)
+{
+    if (result == SW_NCCL_IN_PROGRESS) /* whatever comes of it, the memory cannot be told free */
+        return sw_nccl_give_up(comm, what, err);
+    const char *last = v->library->call.ncclGetLastError(v->handle);
+    return sw_error_set(err, SW_E_DEVICE, result,
+                        "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", sw_nccl_rank(comm),
+                        sw_nccl_world_size(comm), what, v->library->call.ncclGetErrorString(result),
+                        result, last && *last ? "; " : "", last ? last : "");
+}
+
+sw_status sw_nccl_register(sw_nccl *comm, void *memory, size_t size_bytes, void **registered,
+                           sw_error *err)
+{
+    sw_device_visit visit;
+    void *made = NULL;
+    SW_TRY(sw_nccl_check(comm, err));
+    sw_nccl_view v = sw_nccl_view_of(comm);
+    SW_TRY(v.device->ops->enter(v.device, &visit, err));
+    sw_nccl_result result =
+        decide(&v, v.library->call.ncclCommRegister(v.handle, memory, size_bytes, &made));
+    v.device->ops->leave(v.device, &visit);
+    if (result != SW_NCCL_SUCCESS)
+        return refuse(comm, &v, result, "registering memory", err);
+    if (!made)
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "NCCL on rank %d of %d: it declined to register %zu bytes (NCCL_LOCAL_REGISTER=0, "
+                "or peers that are reached by copies alone)",
+                sw_nccl_rank(comm), sw_nccl_world_size(comm), size_bytes);
+    *registered = made;
+    return SW_OK;
+}
+
+sw_status sw_nccl_deregister(sw_nccl *comm, void *registered, sw_error *err)
+{
+    sw_device_visit visit;
+    SW_TRY(sw_nccl_check(comm, err));
+    sw_nccl_view v = sw_nccl_view_of(comm);
+    SW_TRY(v.device->ops->enter(v.device, &visit, err));
+    sw_nccl_result result = decide(&v, v.library->call.ncclCommDeregister(v.handle, registered));
+    v.device->ops->leave(v.device, &visit);
+    return result == SW_NCCL_SUCCESS ? SW_OK
+                                     : refuse(comm, &v, result, "deregistering memory", err);
+}

@@ -1,0 +1,133 @@
+/* device_region_type.c - shardwright._engine.DeviceRegion: memory that is registered with a
+ * communicator. Tensors over it own it (device_tensor), so it may outlive all that made it. */
+#include "comm/device_region.h"
+#include "python/device_object.h"
+
+typedef struct device_region_object {
+    PyObject_HEAD device_comm_object *comm; /* owned */
+    sw_device_region *region;               /* owned */
+    Py_ssize_t nbytes;
+} device_region_object;
+
+static int region_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"comm", "nbytes", "stream", NULL};
+    device_region_object *self = (device_region_object *)op;
+    PyObject *comm, *stream_value;
+    sw_stream *stream;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnO:DeviceRegion", names, &comm, &self->nbytes,
+                                     &stream_value) ||
+        !sw_py_device_stream(stream_value, &stream))
+        return -1;
+    if (self->comm || !PyObject_TypeCheck(comm, sw_py_state_of(op)->device_comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "DeviceRegion: comm must be a DeviceComm, and a "
+                                         "DeviceRegion is initialised once");
+        return -1;
+    }
+    if (self->nbytes <= 0) {
+        PyErr_Format(PyExc_ValueError, "DeviceRegion: nbytes must be positive, got %zd",
+                     self->nbytes);
+        return -1;
+    }
+    Py_INCREF(comm);
+    self->comm = (device_comm_object *)comm;
+    if (!sw_py_device_enter(self->comm))
+        return -1;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_region_create(self->comm->comm, (size_t)self->nbytes, stream, &self->region,
+                                     &err);
+    Py_END_ALLOW_THREADS
+    PyObject *done = sw_py_device_finish(self->comm, status, &err);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* In a forked child everything stays: its calls would fail, the memory is the parent's. Beside
+ * another thread's call into the communicator it is left to that communicator. */
+static void region_dealloc(PyObject *op)
+{
+    device_region_object *self = (device_region_object *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    if (self->region && sw_py_device_is_own(self->comm)) {
+        if (self->comm->in_use) {
+            sw_device_region_drop(self->region);
+        } else {
+            self->comm->in_use = true;
+            Py_BEGIN_ALLOW_THREADS
+            sw_device_region_destroy(self->region);
+            Py_END_ALLOW_THREADS
+            self->comm->in_use = false;
+        }
+    }
+    Py_XDECREF(self->comm);
+    PyObject_Free(op);
+    Py_DECREF(type);
+}
+
+static PyObject *region_deregister(PyObject *op, PyObject *unused)
+{
+    device_region_object *self = (device_region_object *)op;
+    sw_error err;
+    sw_status status;
+    (void)unused;
+    if (!self->region || self->comm->closed)
+        Py_RETURN_NONE;
+    if (!sw_py_device_enter(self->comm))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_region_deregister(self->region, &err);
+    Py_END_ALLOW_THREADS
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
+static PyObject *region_get_address(PyObject *op, void *unused)
+{
+    const device_region_object *self = (device_region_object *)op;
+    (void)unused;
+    return PyLong_FromVoidPtr(self->region ? sw_device_region_memory(self->region) : NULL);
+}
+
+static PyObject *region_get_nbytes(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSsize_t(((const device_region_object *)op)->nbytes);
+}
+
+static PyObject *region_get_registered(PyObject *op, void *unused)
+{
+    const device_region_object *self = (device_region_object *)op;
+    (void)unused;
+    return PyBool_FromLong(self->region && sw_device_region_is_registered(self->region));
+}
+
+static PyMethodDef region_methods[] = {
+    {"deregister", region_deregister, METH_NOARGS,
+     "deregister()\n--\n\nThe memory stays; waits for the communicator's stream."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef region_properties[] = {
+    {"address", region_get_address, NULL, "of its first byte", NULL},
+    {"nbytes", region_get_nbytes, NULL, "its size", NULL},
+    {"is_registered", region_get_registered, NULL, "whether NCCL may reach it where it lies", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot region_slots[] = {
+    {Py_tp_init, region_init},
+    {Py_tp_dealloc, region_dealloc},
+    {Py_tp_methods, region_methods},
+    {Py_tp_getset, region_properties},
+    {Py_tp_doc, "DeviceRegion(comm, nbytes, stream)\n--\n\nMemory of NCCL's, registered with a "
+                "communicator."},
+    {0, NULL},
+};
+
+PyType_Spec sw_py_device_region_type_spec = {
+    .name = "shardwright._engine.DeviceRegion",
+    .basicsize = sizeof(device_region_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = region_slots,
+};

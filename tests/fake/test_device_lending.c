@@ -1,0 +1,201 @@
+/* test_device_lending.c - a reducer over a communicator that is lent.
+ *
+ * Laws: our operations and its owner's are one order, all of ours have run when it goes back,
+ * nothing of ours ends it, and nothing is registered with it. Each driver call that fails ends in a
+ * named error and leaves nothing.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "comm/device_region.h"
+#include "gpu_ranks.h"
+#include "reduce/device_reducer.h"
+
+enum { LENT_STEPS = 8, LENT_NUMEL = 3, GRADIENTS = 7, SEEDS = 5, FAILURE = 999 };
+static const int64_t TIMEOUT_NS = 2000000000;
+
+typedef struct lending {
+    long fail_nth;
+    float received[GPU_RANKS_MAX][LENT_NUMEL];
+    char message[SW_ERROR_MESSAGE_BYTES];
+} lending;
+
+typedef struct lender { /* what torch is on a rank */
+    gpu_rank *self;
+    sw_nccl_comm handle;
+    sw_stream *user;
+    sw_event *read;
+    sw_device_reducer *reducer;
+    void *own, *ours; /* device memory: of its collectives, and of ours */
+    void *pinned;
+} lender;
+
+static sw_status lend(lender *l)
+{
+    const sw_nccl_table *call = &l->self->all->library.call;
+    sw_device *device = l->self->device;
+    sw_nccl_config config = {.size = sizeof config,
+                             .magic = SW_NCCL_CONFIG_MAGIC,
+                             .version = SW_NCCL_CONFIG_VERSION,
+                             .blocking = 1}; /* as torch's */
+    sw_device_visit visit;
+    if (!l->self->all->library.handle)
+        SW_FAIL(&l->self->err, SW_E_DEVICE, "the test's NCCL: %s",
+                l->self->all->nccl_missing.message);
+    SW_TRY(device->ops->enter(device, &visit, &l->self->err));
+    sw_nccl_result begun = call->ncclCommInitRankConfig(&l->handle, l->self->world_size,
+                                                        l->self->id, l->self->rank, &config);
+    device->ops->leave(device, &visit);
+    if (begun != SW_NCCL_SUCCESS)
+        SW_FAIL(&l->self->err, SW_E_DEVICE, "the test's own communicator: %d", begun);
+    return SW_OK;
+}
+
+/* A collective of the owner's. */
+static sw_status use_own(lender *l)
+{
+    sw_nccl_result result = l->self->all->library.call.ncclAllReduce(
+        l->own, l->own, LENT_NUMEL, SW_NCCL_FLOAT32, SW_NCCL_MAX, l->handle,
+        (sw_cu_stream)(void *)l->user);
+    if (result != SW_NCCL_SUCCESS)
+        SW_FAIL(&l->self->err, SW_E_DEVICE, "the test's own all_reduce: %d", result);
+    return SW_OK;
+}
+
+/* What is no bucket's has no other event to order it: use bytes alone. */
+static sw_status step_on_lent(lender *l, uint64_t step)
+{
+    sw_device_comm *all = l->self->all;
+    sw_error *err = &l->self->err;
+    uint8_t used[GRADIENTS];
+    memset(used, 1, sizeof used);
+    SW_TRY(use_own(l));
+    SW_TRY(sw_device_reducer_begin(l->reducer, l->user, err));
+    SW_TRY(sw_device_reducer_finish(l->reducer, used, &step, err));
+    SW_TRY(sw_device_comm_give_back(all, l->user, err));
+    SW_TRY(use_own(l));
+    return sw_device_reducer_release(l->reducer, l->user, err);
+}
+
+static sw_status borrow(lender *l)
+{
+    sw_device_comm *all = l->self->all;
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    size_t bytes = LENT_NUMEL * sizeof(float);
+    sw_device_reducer_config config = {.comm = all,
+                                       .gradient_count = GRADIENTS,
+                                       .op = SW_REDOP_MEAN,
+                                       .wire = SW_DTYPE_COUNT};
+    SW_TRY(device->ops->stream_create(device, false, &l->user, err));
+    SW_TRY(device->ops->event_create(device, &l->read, err));
+    SW_TRY(device->ops->memory_alloc(device, bytes, &l->own, err));
+    SW_TRY(device->ops->memory_alloc(device, bytes, &l->ours, err));
+    SW_TRY(device->ops->pinned_alloc(device, bytes, &l->pinned, err));
+    SW_TRY(device->ops->fill_async(device, l->own, 0, bytes, l->user, err));
+    SW_TRY(device->ops->fill_async(device, l->ours, (unsigned char)l->self->rank, bytes, l->user,
+                                   err));
+    SW_TRY(sw_device_comm_borrow(all, l->handle, l->self->rank, l->self->world_size, TIMEOUT_NS,
+                                 err));
+    sw_device_region *none;
+    check(sw_device_region_create(all, bytes, l->user, &none, NULL) == SW_E_UNSUPPORTED,
+          "registered with a communicator that is borrowed");
+    SW_TRY(sw_device_reducer_create(&config, &l->reducer, err));
+    for (uint64_t step = 0; step < LENT_STEPS; ++step)
+        SW_TRY(step_on_lent(l, step));
+    return SW_OK;
+}
+
+/* Goes back, and its owner ends it at once: what we were given last has run. */
+static sw_status give_back(lender *l)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    size_t bytes = LENT_NUMEL * sizeof(float);
+    sw_device_range range = {.data = l->ours, .numel = LENT_NUMEL, .dtype = SW_DTYPE_FLOAT32};
+    lending *run = l->self->context;
+    sw_device_reducer_destroy(l->reducer);
+    l->reducer = NULL;
+    SW_TRY(sw_device_comm_broadcast(l->self->all, &range, 1, l->self->world_size - 1, l->user,
+                                    err));
+    sw_device_comm_disconnect(l->self->all);
+    sw_nccl_result result = l->self->all->library.call.ncclCommDestroy(l->handle);
+    if (result != SW_NCCL_SUCCESS)
+        SW_FAIL(err, SW_E_DEVICE, "the test's end of its communicator: %d", result);
+    l->handle = NULL;
+    SW_TRY(device->ops->copy_async(device, l->pinned, l->ours, bytes, l->user, err));
+    SW_TRY(device->ops->event_record(device, l->read, l->user, err));
+    SW_TRY(device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's results", err));
+    memcpy(run->received[l->self->rank], l->pinned, bytes);
+    return SW_OK;
+}
+
+static void end_lending(lender *l)
+{
+    sw_device *device = l->self->device;
+    sw_device_reducer_destroy(l->reducer);
+    sw_device_comm_disconnect(l->self->all);
+    if (l->user && l->read && device->ops->event_record(device, l->read, l->user, NULL) == SW_OK)
+        (void)!device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's stream", NULL);
+    if (l->handle) /* nobody else has ended it */
+        check(l->self->all->library.call.ncclCommDestroy(l->handle) == SW_NCCL_SUCCESS, "its end");
+    device->ops->memory_free(device, l->own);
+    device->ops->memory_free(device, l->ours);
+    device->ops->pinned_free(device, l->pinned);
+    device->ops->event_destroy(device, l->read);
+    device->ops->stream_destroy(device, l->user);
+}
+
+static bool lend_rank(gpu_rank *self)
+{
+    lending *run = self->context;
+    lender l = {.self = self};
+    if (self->rank == 0)
+        self->sim->fail_call(0, run->fail_nth, FAILURE);
+    sw_status status = gpu_rank_create(self);
+    if (status == SW_OK)
+        status = lend(&l);
+    if (status == SW_OK)
+        status = borrow(&l);
+    self->sim->fail_call(self->rank, 0, 0); /* what ends could not say so */
+    if (status == SW_OK)
+        status = give_back(&l);
+    if (self->all)
+        end_lending(&l);
+    if (self->rank == 0)
+        snprintf(run->message, sizeof run->message, "%s", self->err.message);
+    gpu_rank_close(self);
+    return status == SW_OK;
+}
+
+static void check_lending(int world_size, sim_policy policy, uint64_t seed)
+{
+    static lending run;
+    float expected[LENT_NUMEL];
+    memset(expected, world_size - 1, sizeof expected);
+    run = (lending){0};
+    check(gpu_ranks_run(world_size, policy, seed, lend_rank, &run), "lent: %s", run.message);
+    for (int r = 0; r < world_size; ++r)
+        check(memcmp(run.received[r], expected, sizeof expected) == 0,
+              "lent: what was enqueued last did not run on rank %d", r);
+    gpu_expect_clean("lent");
+}
+
+static bool fail_lent_at(long nth, void *context)
+{
+    lending *run = context;
+    *run = (lending){.fail_nth = nth};
+    return gpu_ranks_run(1, SIM_EAGER, 1, lend_rank, run);
+}
+
+int main(int argc, char **argv)
+{
+    if (!gpu_ranks_init(argc, argv))
+        return check_result();
+    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+        for (uint64_t seed = 1; seed <= SEEDS; ++seed)
+            check_lending(3, (sim_policy)policy, seed);
+    static lending lent;
+    gpu_check_failing_calls(fail_lent_at, &lent, lent.message);
+    return check_result();
+}

@@ -1,0 +1,256 @@
+"""Law: with communicator="register" training has the bits that it has without, and every rank passes registered memory to the same
+operations, at the same offsets; where one rank cannot, none does, and one line of the log names it with NCCL's reason."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import gather
+from models import Mlp
+from oracle.fold import bits_equal
+from peer import PEER, batch
+from simulated_gpus import POLICIES, SimulatedGpus, run, sw
+from test_communicators_are_borrowed_on_simulated_gpus import _raise, at_least_two, trained, training
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
+FAILURE = 999
+
+CASES: list[dict[str, Any]] = [
+    {"deterministic": True},
+    {},
+    {"deterministic": True, "zero": 1},
+    {"zero": 1},
+    {"deterministic": True, "zero": 2},
+    {"zero": 2},
+    {"deterministic": True, "zero": 3},
+    {"zero": 3},
+    {"compress": sw.Bf16()},
+    {"compress": sw.Bf16(), "zero": 2},
+    {"zero": 1, "partition": "tensor"},
+    {"reduce": "sum", "zero": 2},
+]
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """The engine's warnings."""
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    kept = Kept()
+    logging.getLogger("shardwright").addHandler(kept)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("shardwright").removeHandler(kept)
+
+
+def reason_of(model: Any) -> str:
+    reason: str = model._engine().reducer.transport_reason
+    return reason
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: str(CASES[n]))
+def test_bits_are_those_without(teams: Any, world_size: int, paths: dict[str, str], number: int) -> None:
+    run(teams, world_size, paths, compare, number, policy=POLICIES[number % len(POLICIES)])
+
+
+def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
+    """No step waits or allocates; what is registered is so while it trains, and not behind its end."""
+    expected = trained(gpus, rank, **CASES[number])
+    with logged() as lines:
+        found = trained(gpus, rank, communicator="register", **CASES[number])
+        assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True))
+        gc.collect()
+        model = training(gpus, {"communicator": "register", **CASES[number]})[1]
+    assert not lines
+    sharing = world_size > 1
+    memories = 1 + (CASES[number].get("zero") == 1 or CASES[number].get("zero") == 2)
+    assert gpus.registrations() == sharing * memories
+    text = " bytes registered; kernels" if sharing else ", nothing registered: there is nothing to share"
+    assert text in reason_of(model)
+    del model
+    gpus.synchronize()
+    gc.collect()
+    assert gpus.registrations() == 0
+
+
+def _old(gpus: SimulatedGpus, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("SIM_NCCL_VERSION", "21803")
+
+
+def _declining(gpus: SimulatedGpus, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("NCCL_LOCAL_REGISTER", "0")
+
+
+def _failing(name: str) -> Any:
+    return lambda gpus, patch: gpus.fail_next(name, FAILURE)
+
+
+REASONS: dict[str, Any] = {
+    "registering memory takes NCCL 2.19 or newer, not 2.18.3": _old,
+    "it declined to register .* .NCCL_LOCAL_REGISTER=0": _declining,
+    "NCCL: ncclMemAlloc failed for .* bytes on GPU 0: an error of the simulation .999.": _failing("ncclMemAlloc"),
+    "NCCL on rank . of .: registering memory failed: an error of the simulation .999.": _failing("ncclCommRegister"),
+}
+
+
+@pytest.mark.parametrize("sentence", REASONS)
+@at_least_two
+def test_a_rank_that_cannot_is_named_and_none_does(
+    teams: Any, world_size: int, paths: dict[str, str], sentence: str
+) -> None:
+    run(teams, world_size, paths, falling_back, sentence)
+
+
+def falling_back(gpus: SimulatedGpus, rank: int, world_size: int, sentence: str) -> None:
+    last = world_size - 1
+    for zero in (0, 2):
+        expected = trained(gpus, rank, zero=zero)
+        with pytest.MonkeyPatch.context() as patch, logged() as lines:
+            gpus._close_groups()  # the version is asked as the GPU is opened
+            if rank == last:
+                REASONS[sentence](gpus, patch)
+            found = trained(gpus, rank, communicator="register", zero=zero)
+        assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True))
+        told = [line for line in lines if "not registered with NCCL" in line]
+        assert told and all(f"not registered with NCCL: rank {last}: " in line for line in told)
+        assert len(set(gather(told[0]))) == 1
+        assert re.search(sentence, told[0]), told
+        gpus.synchronize()
+        gc.collect()
+
+
+@at_least_two
+def test_slots_register_nothing_and_say_so(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, through_slots, transport="shm")
+
+
+def through_slots(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    with logged() as lines:
+        _, model, _ = training(gpus, {"communicator": "register"})
+    assert len(lines) == 1 and "buckets of Mlp: not registered with NCCL: rank 0: slots (shm)" in lines[0], lines
+    assert "nothing registered: rank 0: slots (shm)" in reason_of(model)
+
+
+@at_least_two
+def test_what_does_not_lie_in_it_ends_it(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, ended_on_the_way)
+
+
+def ended_on_the_way(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """A communication hook, compressors that are hooks, and a parameter that is unfrozen later: buckets stay, and are plain memory."""
+
+    def compressed(zero: int, communicator: str) -> list[torch.Tensor]:
+        options = {"communicator": communicator, "zero": zero, "compress": sw.Int8(block=32, error_feedback=True)}
+        _, model, optimizer = training(gpus, options)
+        return stepped(model, optimizer)
+
+    def unfrozen(zero: int, communicator: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = gpus.adopt_module(Mlp())
+        module[0].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model, optimizer = sw.wrap(
+            module, optimizer, bucket_cap_mb=0.0001, zero=zero, deterministic=True, communicator=communicator
+        )
+        before = stepped(model, optimizer)
+        assert gpus.registrations() == (communicator == "register") * (1 + (zero > 0))
+        module[0].weight.requires_grad_(True)
+        return before + stepped(model, optimizer)
+
+    def stepped(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        for step in range(3):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if "nothing registered" in reason_of(model):
+            assert gpus.registrations() == (model._engine().zero in (1, 2))
+        return [value.clone() for value in sw.full_state_dict(model).values()]
+
+    for train in (compressed, unfrozen):
+        for zero in (0, 2):
+            expected, found = train(zero, "own"), train(zero, "register")
+            assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True)), train
+            gpus.synchronize()
+            gc.collect()
+
+
+def test_parameters_outlive_all_that_registered_them(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, outliving)
+
+
+def outliving(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The wrapper, its communicator and its optimizer go; parameters and gradients keep their values, and their memory ends with them."""
+    for zero in (0, 1, 2):
+        module, model, optimizer = training(gpus, {"communicator": "register", "zero": zero})
+        for step in range(2):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            optimizer.step()
+        values = [value.clone() for value in sw.full_state_dict(model).values()]
+        kept = module[0].weight.grad if zero == 0 else None
+        copy = None if kept is None else kept.clone()
+        del model, optimizer
+        gc.collect()
+        gpus._close_groups()
+        assert gpus.registrations() == 0
+        assert all(bits_equal(p.data, value) for p, value in zip(module.parameters(), values, strict=True))
+        if kept is not None and copy is not None:
+            assert bits_equal(kept, copy)
+        del module, kept
+
+
+@at_least_two
+def test_ranks_that_run_out_use_the_same_memory(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, joining)
+
+
+def joining(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    for options in ({}, {"zero": 1}, {"zero": 2}, {"zero": 2, "deterministic": True}, {"zero": 3}):
+        results = []
+        for communicator in ("own", "register"):
+            _, model, optimizer = training(gpus, {"communicator": communicator, **options})
+            with model.join():
+                for step in range(2 + rank):
+                    model(batch(rank, 6, 7, step=step)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append([value.clone() for value in sw.full_state_dict(model).values()])
+            del model, optimizer
+            gpus.synchronize()
+            gc.collect()
+        assert all(bits_equal(a, b) for a, b in zip(*results, strict=True)), options
+
+
+@at_least_two
+def test_a_rank_that_fails_later_is_everybodys_error(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, failing_later)
+
+
+def failing_later(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """A backward that fails ends the communicator, and what was registered goes with it."""
+    gpus.watch()
+    module, model, optimizer = training(gpus, {"communicator": "register", "zero": 1})
+    handle = module[0].weight.register_hook(_raise) if rank == 0 else None
+    with pytest.raises((ArithmeticError, sw.Error), match="as the test asked|a backward of Mlp failed on rank 0"):
+        for step in range(50):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            optimizer.step()
+    if handle is not None:
+        handle.remove()
+    del module, model, optimizer
+    gc.collect()
+    gather(None)
+    assert gpus.registrations() == 0
+    trained(gpus, rank, communicator="register")  # nothing is left of it
