@@ -26,9 +26,10 @@ from test_fake_gpu import FAKE, SHARED, libraries
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 NOUNS = ("device_reducer", "device_units", "device_offload", "device_stage")
-#: the program that must fail without a wait of a file; the first one's for those of other files
-PROGRAMS = {f"{noun}.c": FAKE / f"test_{noun}.c" for noun in NOUNS}
-PROGRAMS.update({f"slot_{part}.c": FAKE / "test_slot_transport.c" for part in ("rounds", "memory", "transport")})
+#: the programs of which one must fail without a wait of a file; those of other files: the first one's
+PROGRAMS = {f"{noun}.c": ("test_" + noun,) for noun in NOUNS}
+PROGRAMS.update({f"slot_{part}.c": ("test_slot_transport",) for part in ("rounds", "memory", "transport")})
+PROGRAMS["device_comm.c"] = ("test_device_reducer", "test_device_comm")
 NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wait|peers_wait|device_comm_follow|slot_wait|slot_meet))"
 CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
@@ -171,35 +172,40 @@ def polls() -> list[Mutation]:
     return found
 
 
-@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
-@pytest.mark.parametrize("mutation", [*mutations(), *polls(), *records()], ids=lambda mutation: mutation.name)
-def test_with_a_wait_less_or_a_record_elsewhere_a_test_fails(mutation: Mutation, tmp_path: Path) -> None:
+def succeeds(source: Path, file: Path, changed: Path, folder: Path) -> bool:
+    """The program of `source` on the fakes, with `changed` instead of the engine's `file`."""
     builder = BUILDERS["plain"]
     fakes = libraries(builder.mode)
     shared = [str(builder.compile(path)) for path in SHARED]
-    source = PROGRAMS.get(mutation.file.name, PROGRAMS["device_reducer.c"])
     builder.program(source, [*shared, "-ldl"])  # as it is: all objects are made
-    changed = tmp_path / mutation.file.name
-    changed.write_text(mutation.mutated())
-    made = tmp_path / "mutated.o"
+    made = folder / "mutated.o"
     relaxed = [flag for flag in builder.command if flag != "-Werror"]
     run_checked([builder.mode.compiler, *relaxed, "-c", str(changed), "-o", str(made)])
-    own = str(builder.compile(mutation.file))
+    own = str(builder.compile(file))
     objects = [str(made) if str(path) == own else str(path) for path in builder.objects or []]
     assert str(made) in objects
-    program = tmp_path / "program"
+    program = folder / source.stem
     test = str(builder.compile(source))
     wrapped = "-Wl," + ",".join(f"--wrap={name}" for name in ("malloc", "calloc", "realloc", "mmap", "munmap"))
     run_checked(
         [builder.mode.compiler, "-pthread", wrapped, test, *objects, *shared, "-lm", "-ldl", "-o", str(program)]
     )
     plain = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "SW_TEST_LONG")}
-    command = [str(program), *map(str, fakes.values()), str(tmp_path)]
+    command = [str(program), *map(str, fakes.values()), str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=plain)
-        survived = done.returncode == 0
     except subprocess.TimeoutExpired:
-        survived = False
+        return False
+    return done.returncode == 0
+
+
+@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
+@pytest.mark.parametrize("mutation", [*mutations(), *polls(), *records()], ids=lambda mutation: mutation.name)
+def test_with_a_wait_less_or_a_record_elsewhere_a_test_fails(mutation: Mutation, tmp_path: Path) -> None:
+    changed = tmp_path / mutation.file.name
+    changed.write_text(mutation.mutated())
+    sources = PROGRAMS.get(mutation.file.name, ("test_device_reducer",))
+    survived = all(succeeds(FAKE / f"{source}.c", mutation.file, changed, tmp_path) for source in sources)
     where = (mutation.file.name, mutation.text)
     reason = UNSEEN.get((*where, mutation.wrong)) if mutation.wrong else REDUNDANT.get(where)
     if reason is not None:
