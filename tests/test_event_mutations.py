@@ -3,7 +3,7 @@ place where one stream follows another (but those inside csrc/device, which are 
 stands in REDUNDANT with its reason. `make mutate-events` runs this; the quick form of the tests leaves it out.
 
 Each event, too, is recorded too early, before the last operation of its stream, and then on a stream that has none (the simulation does
-that: sim.h): the training must fail, or the record stands in UNSEEN. Records of what is ending, whose errors nobody gets, are waited for by the host alone.
+that: sim.h): a training must fail, or the record stands in UNSEEN with its reason.
 
 Waits of the host that poll by themselves (sw_slot_drain, is_closed_elsewhere) are no single call that could go: they are in POLLS, and
 their loop's condition is what is replaced.
