@@ -3,7 +3,7 @@ place where one stream follows another (but those inside csrc/device, which are 
 stands in REDUNDANT with its reason. `make mutate-events` runs this; the quick form of the tests leaves it out.
 
 Each event, too, is recorded too early, before the last operation of its stream, and then on a stream that has none (the simulation does
-that: sim.h): the training must fail, or the record stands in UNSEEN. Records of what is ending, whose errors nobody gets, are waited for by the host alone.
+that: sim.h): a training must fail, or the record stands in UNSEEN with its reason.
 
 Waits of the host that poll by themselves (sw_slot_drain, is_closed_elsewhere) are no single call that could go: they are in POLLS, and
 their loop's condition is what is replaced.
@@ -27,9 +27,10 @@ from test_fake_gpu import FAKE, SHARED, libraries
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 NOUNS = ("device_units", "device_offload", "device_stage", "device_region")
 #: the programs of which one must fail without a wait of a file, and those for other files
-PROGRAMS = {f"{noun}.c": (FAKE / f"test_{noun}.c",) for noun in NOUNS}
-PROGRAMS.update({f"slot_{part}.c": (FAKE / "test_slot_transport.c",) for part in ("rounds", "memory", "transport")})
-FOR_OTHERS = (FAKE / "test_device_reducer.c", FAKE / "test_device_lending.c")
+PROGRAMS = {f"{noun}.c": ("test_" + noun,) for noun in NOUNS}
+PROGRAMS.update({f"slot_{part}.c": ("test_slot_transport",) for part in ("rounds", "memory", "transport")})
+FOR_OTHERS = ("test_device_reducer", "test_device_lending")
+PROGRAMS["device_comm.c"] = (*FOR_OTHERS, "test_device_comm")
 NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wait|peers_wait|device_comm_follow|slot_wait|slot_meet))"
 CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
@@ -172,14 +173,26 @@ def polls() -> list[Mutation]:
     return found
 
 
-def survives(source: Path, objects: list[str], folder: Path) -> bool:
-    """Whether the program ends well, made of these objects."""
+def succeeds(source: Path, file: Path, changed: Path, folder: Path) -> bool:
+    """The program of `source` on the fakes, with `changed` instead of the engine's `file`."""
     builder = BUILDERS["plain"]
-    program, test = folder / "program", str(builder.compile(source))
+    fakes = libraries(builder.mode)
+    shared = [str(builder.compile(path)) for path in SHARED]
+    builder.program(source, [*shared, "-ldl"])  # as it is: all objects are made
+    made = folder / "mutated.o"
+    relaxed = [flag for flag in builder.command if flag != "-Werror"]
+    run_checked([builder.mode.compiler, *relaxed, "-c", str(changed), "-o", str(made)])
+    own = str(builder.compile(file))
+    objects = [str(made) if str(path) == own else str(path) for path in builder.objects or []]
+    assert str(made) in objects
+    program = folder / source.stem
+    test = str(builder.compile(source))
     wrapped = "-Wl," + ",".join(f"--wrap={name}" for name in ("malloc", "calloc", "realloc", "mmap", "munmap"))
-    run_checked([builder.mode.compiler, "-pthread", wrapped, test, *objects, "-lm", "-ldl", "-o", str(program)])
+    run_checked(
+        [builder.mode.compiler, "-pthread", wrapped, test, *objects, *shared, "-lm", "-ldl", "-o", str(program)]
+    )
     plain = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "SW_TEST_LONG")}
-    command = [str(program), *map(str, libraries(builder.mode).values()), str(folder)]
+    command = [str(program), *map(str, fakes.values()), str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=plain)
     except subprocess.TimeoutExpired:
@@ -190,19 +203,10 @@ def survives(source: Path, objects: list[str], folder: Path) -> bool:
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
 @pytest.mark.parametrize("mutation", [*mutations(), *polls(), *records()], ids=lambda mutation: mutation.name)
 def test_with_a_wait_less_or_a_record_elsewhere_a_test_fails(mutation: Mutation, tmp_path: Path) -> None:
-    builder = BUILDERS["plain"]
-    shared = [str(builder.compile(path)) for path in SHARED]
-    sources = PROGRAMS.get(mutation.file.name, FOR_OTHERS)
-    builder.program(sources[0], [*shared, "-ldl"])  # as it is: all objects are made
     changed = tmp_path / mutation.file.name
     changed.write_text(mutation.mutated())
-    made = tmp_path / "mutated.o"
-    relaxed = [flag for flag in builder.command if flag != "-Werror"]
-    run_checked([builder.mode.compiler, *relaxed, "-c", str(changed), "-o", str(made)])
-    own = str(builder.compile(mutation.file))
-    objects = [str(made) if str(path) == own else str(path) for path in builder.objects or []]
-    assert str(made) in objects
-    survived = all(survives(source, [*objects, *shared], tmp_path) for source in sources)
+    sources = PROGRAMS.get(mutation.file.name, FOR_OTHERS)
+    survived = all(succeeds(FAKE / f"{source}.c", mutation.file, changed, tmp_path) for source in sources)
     where = (mutation.file.name, mutation.text)
     reason = UNSEEN.get((*where, mutation.wrong)) if mutation.wrong else REDUNDANT.get(where)
     if reason is not None:

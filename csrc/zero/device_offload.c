@@ -65,7 +65,6 @@ static sw_status create_all(sw_device_offload *o, sw_error *err)
         SW_TRY(device->ops->event_create(device, &o->slot[s].sent, err));
         /* Nothing that lay there before us ever goes up. */
         SW_TRY(device->ops->fill_async(device, memory, 0, o->slot_bytes, o->down, err));
-        SW_TRY(device->ops->event_record(device, o->slot[s].fetched, o->down, err));
     }
     return SW_OK;
 }

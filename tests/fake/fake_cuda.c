@@ -522,6 +522,22 @@ SIM_API int cuEventDestroy_v2(sw_cu_event event)
     LEAVE(SW_CU_SUCCESS);
 }
 
+/* Before the last operation that has not run, if there is one. */
+static void enqueue_early(sw_cu_stream stream, sim_op *op)
+{
+    sim_op **last = NULL;
+    for (sim_op **at = &stream->first; *at; at = &(*at)->next)
+        if ((*at)->kind != OP_RECORD)
+            last = at;
+    if (!last) {
+        sim_enqueue(stream, op);
+        return;
+    }
+    op->next = *last;
+    *last = op;
+    sim_progress();
+}
+
 SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream given)
 {
     ENTER_CONTEXT("cuEventRecord");
@@ -537,7 +553,14 @@ SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream given)
                                              : stream->clock;
     op->event = event;
     op->generation = ++event->recorded;
-    sim_enqueue(stream, op);
+    if (wrong == SIM_RECORD_ELSEWHERE) { /* on a stream that has nothing to do: it is done */
+        event->done = op->generation;
+        free(op);
+    } else if (wrong == SIM_RECORD_EARLY) {
+        enqueue_early(stream, op);
+    } else {
+        sim_enqueue(stream, op);
+    }
     LEAVE(SW_CU_SUCCESS);
 }
 

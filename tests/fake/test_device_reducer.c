@@ -371,6 +371,8 @@ static sw_status train_step(loop *l, int step)
         check(device->stats.launches - before.launches == (l->self->world_size > 1) &&
                   device->stats.copies - before.copies <= 2,
               "finish took more than a launch and two copies");
+    if (step == 0) /* nobody has waited, and what lies there is no tag */
+        SW_TRY(check_tags(l, tag));
     SW_TRY(read_use(l, step));
     SW_TRY(check_tags(l, tag));
     for (size_t b = 0; b < BUCKETS; ++b)

@@ -411,6 +411,7 @@ static void check_lateness(bool at_creation, bool gives_up, sim_policy policy)
         check(late.status[r] == (gives_up ? SW_E_COMM : SW_E_TIMEOUT), "late, rank %d: status %d", r,
               (int)late.status[r]);
         check(strstr(late.message[r], says) != NULL, "late, rank %d: %s", r, late.message[r]);
+        check(!at_creation || !late.connected[r], "rank %d is connected without rank 1", r);
         check(!late.connected[r] || late.later[r] == late.status[r], "late, rank %d: later %d", r,
               (int)late.later[r]);
     }
