@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,17 @@ def test_every_tensor_that_the_package_makes_names_its_device(file: Path) -> Non
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS:
             if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
                 assert any(each.arg in ("device", None) for each in node.keywords), f"{file.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("kind", [sw.optim.AdamW, lambda p: sw.optim.SGD(p, momentum=0.9)], ids=["AdamW", "SGD"])
+def test_state_that_did_not_follow_its_parameter_is_named(kind: Any) -> None:
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))  # which stands for a GPU's
+    optimizer = kind([parameter])
+    kept = {name: torch.zeros(3) for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), **kept}
+    parameter.grad = torch.empty(3, device="meta")
+    with pytest.raises(ValueError, match="the state 'exp_avg' of a parameter on meta is on cpu"):
+        optimizer.step()
 
 
 def test_device_ids_name_the_modules_own_gpu() -> None:

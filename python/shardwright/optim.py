@@ -174,6 +174,16 @@ class _Lists:
             raise ValueError(f"step: parameters {mismatched} have a layout that the gradient cannot be given")
 
 
+def _check_beside(p: Tensor, state: dict[str, Any]) -> None:
+    """ValueError where state is not on the GPU of its parameter: kernels would take its address for one there."""
+    for key, value in state.items():
+        if key != "step" and isinstance(value, Tensor) and value.device != p.device:
+            raise ValueError(
+                f"step: the state {key!r} of a parameter on {p.device} is on {value.device}: state does not follow a module that moves, "
+                "make the optimizer after that, or load its state again"
+            )
+
+
 def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
     if tensor.stride() == like.stride():
         return tensor
@@ -242,6 +252,8 @@ class _AdamStep(_Fused):
             has_master = self._has_master(p)
             if store is not None:
                 store.adopt(state)
+            elif not p.is_cpu:
+                _check_beside(p, state)
             kind = (has_master, None if p.is_cpu else p.device)
             lists = calls.get(kind)
             if lists is None:
@@ -484,6 +496,8 @@ class SGD(_Fused, torch.optim.SGD):
             state = self.state[p] if buffered or has_master else {}
             if self.store is not None:
                 self.store.adopt(state)
+            elif not p.is_cpu:
+                _check_beside(p, state)
             buffer = state.get("momentum_buffer")
             kind = (has_master, buffered and buffer is None, None if p.is_cpu else p.device)
             lists = calls.get(kind)

@@ -31,6 +31,8 @@ _WAIT = ("item", "_local_scalar_dense", "equal", "nonzero", "is_nonzero", "maske
 #: no operation of these has a number from the host
 _ALL_THERE = ("_amp_foreach_non_finite_check_and_unscale_",)
 _KEPT = 4096
+#: functions of the package that a program calls for values
+_GIVE_VALUES = ("full_gradients",)
 
 
 class WrongDevice(RuntimeError):
@@ -80,9 +82,9 @@ class Devices:
         return tensor
 
     def wait(self, what: str) -> None:
-        """torch makes the host wait: counted where the package asks for it."""
+        """torch makes the host wait: counted where the package asks for it, unless the program has asked for values."""
         place = _place_in_package()
-        if place is not None:
+        if place is not None and not _is_asked_for():
             self.waits.append(f"{what} at {place}")
 
     def refuse(self, tensor: torch.Tensor, error: Exception) -> None:
@@ -153,6 +155,14 @@ def _place_in_package() -> str | None:
             return None
         frame = frame.f_back
     return None
+
+
+def _is_asked_for() -> bool:
+    """Whether somebody has called what gives him values on the host."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in _GIVE_VALUES:
+        frame = frame.f_back
+    return frame is not None
 
 
 _SIMULATION = str(Path(__file__).with_name("simulated_gpus.py"))
