@@ -526,6 +526,7 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
     device_comm_object *self = (device_comm_object *)op;
     sw_error err;
     (void)unused;
+    await_watcher(self); /* what it finds, this one raises too */
     if (self->in_use || !self->comm || !self->comm->peers || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
     sw_status status;

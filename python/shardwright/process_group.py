@@ -102,6 +102,12 @@ class HostGroup:
         return (torch_group if torch_group is not None else dist.group.WORLD) is self.torch_group
 
     @property
+    def is_usable(self) -> bool:
+        """Whether neither the hosts' communicator nor one of the GPUs' has ended with an error: the thread that looks after the latter may
+        not have told the former yet."""
+        return self.comm.is_alive and not any(link.comm.has_failed for link in self.links.values())
+
+    @property
     def host_count(self) -> int:
         """Hosts that the ranks run on."""
         return max(self.host_of) + 1
@@ -568,7 +574,7 @@ def host_group(group: Any, timeout_s: float, device: torch.device | None = None)
     """
     table: Any = _single if group is None else _groups
     found = table.get(group)
-    if found is not None and found.comm.is_alive:
+    if found is not None and found.is_usable:
         found.comm.timeout_s = timeout_s
         return found
     _register_ends()
