@@ -197,39 +197,56 @@ SW_KERNEL_OF(2) sw_project(const sw_project_args a)
 
 /* ---- absorb ---- */
 
-/* The terms of one column and SW_GROUPS_AHEAD groups of four rows, `apart` groups from one another,
- * one a row of the factor from k on. */
+enum { SW_GROUPS_APART = SW_GROUPS / SW_GROUPS_AHEAD };
+
+/* Row i of group g of a thread's, counted from its first. */
+SW_INLINE unsigned sw_row_of(unsigned g, unsigned i)
+{
+    return g * SW_GROUPS_APART * SW_GROUP_ROWS + i;
+}
+
+/* The terms of one column and SW_GROUPS_AHEAD groups of four rows, SW_GROUPS_APART groups from one
+ * another, one a row of the factor from k on. */
 SW_INLINE void sw_absorb_terms(const sw_matrix_args &m, sw_u64 row, sw_u64 col, sw_u64 k,
-                               float *term, unsigned apart)
+                               float *term)
 {
     const sw_u64 stride = sw_factor_stride(m.rows), ranks = sw_low(m.rank - k, SW_RANKS);
-    const bool remembers = k == 0 && m.memory;
+    const unsigned left_rows =
+        row < m.rows ? (unsigned)sw_low(m.rows - row, SW_GROUPS * SW_GROUP_ROWS) : 0;
+    const unsigned inside = col < m.cols ? left_rows : 0; /* rows, of a column that there is */
+    const sw_u64 place = row * m.cols + col;
+    const float *from = (const float *)m.gradient + place;
     float v[SW_GROUPS_AHEAD][SW_GROUP_ROWS];
 #pragma unroll
     for (unsigned g = 0; g < SW_GROUPS_AHEAD; ++g)
 #pragma unroll
-        for (unsigned i = 0; i < SW_GROUP_ROWS; ++i) {
-            const sw_u64 here = row + g * apart * SW_GROUP_ROWS + i;
-            v[g][i] = here < m.rows && col < m.cols
-                          ? ((const float *)m.gradient)[here * m.cols + col]
-                          : 0.0f;
-        }
-#pragma unroll
-    for (unsigned g = 0; g < SW_GROUPS_AHEAD; ++g) {
-        const sw_u64 here = row + g * apart * SW_GROUP_ROWS;
-#pragma unroll
         for (unsigned i = 0; i < SW_GROUP_ROWS; ++i)
-            if (remembers && here + i < m.rows && col < m.cols)
-                sw_remember(m, (here + i) * m.cols + col, v[g][i]);
-        if (!m.out || here >= m.rows)
-            continue;
-        for (sw_u64 r = 0; r < ranks; ++r) {
-            const float *left = (const float *)m.left + (k + r) * stride + here;
+            v[g][i] = sw_row_of(g, i) < inside ? from[sw_row_of(g, i) * m.cols] : 0.0f;
+    const bool remembers = k == 0 && m.memory, is_plain = m.memory_dtype == SW_ARG_FLOAT32;
+    float *memory = (float *)m.memory + place;
+#pragma unroll
+    for (unsigned n = 0; n < SW_GROUPS_AHEAD * SW_GROUP_ROWS; ++n) {
+        const unsigned at = sw_row_of(n / SW_GROUP_ROWS, n % SW_GROUP_ROWS);
+        if (remembers && is_plain && at < inside)
+            memory[at * m.cols] = v[n / SW_GROUP_ROWS][n % SW_GROUP_ROWS];
+    }
+#pragma unroll
+    for (unsigned n = 0; n < SW_GROUPS_AHEAD * SW_GROUP_ROWS; ++n) {
+        const unsigned at = sw_row_of(n / SW_GROUP_ROWS, n % SW_GROUP_ROWS);
+        if (remembers && !is_plain && at < inside)
+            sw_remember(m, place + at * m.cols, v[n / SW_GROUP_ROWS][n % SW_GROUP_ROWS]);
+    }
+    for (sw_u64 r = 0; m.out && r < ranks; ++r) {
+        const float *left = (const float *)m.left + (k + r) * stride + row;
+#pragma unroll
+        for (unsigned g = 0; g < SW_GROUPS_AHEAD; ++g) {
             float part[SW_GROUP_ROWS]; /* a factor's row is whole groups, zeros behind its last */
+            if (sw_row_of(g, 0) >= left_rows)
+                break;
 #pragma unroll
             for (unsigned i = 0; i < SW_GROUP_ROWS; ++i)
-                part[i] = v[g][i] * left[i];
-            term[(r * SW_GROUPS + g * apart) * SW_TILE_COLS] =
+                part[i] = v[g][i] * left[sw_row_of(g, i)];
+            term[(r * SW_GROUPS + g * SW_GROUPS_APART) * SW_TILE_COLS] =
                 (part[0] + part[1]) + (part[2] + part[3]);
         }
     }
@@ -238,7 +255,6 @@ SW_INLINE void sw_absorb_terms(const sw_matrix_args &m, sw_u64 row, sw_u64 col, 
 SW_INLINE void sw_absorb_tile(const sw_matrix_args &m, sw_u64 tile)
 {
     __shared__ float term[SW_RANKS][SW_GROUPS][SW_TILE_COLS], total[SW_RANKS][SW_TILE_COLS];
-    enum { APART = SW_GROUPS / SW_GROUPS_AHEAD };
     const sw_u64 first = tile * SW_TILE_COLS, stride = sw_factor_stride(m.cols);
     for (sw_u64 k = 0; k < (m.out ? m.rank : 1); k += SW_RANKS) {
         const unsigned cells = m.out ? (unsigned)sw_low(m.rank - k, SW_RANKS) * SW_TILE_COLS : 0;
@@ -247,9 +263,9 @@ SW_INLINE void sw_absorb_tile(const sw_matrix_args &m, sw_u64 tile)
         for (sw_u64 row = 0; row < m.rows; row += SW_GROUPS * SW_GROUP_ROWS) {
             const unsigned groups =
                 (unsigned)sw_low(sw_parts(m.rows - row, SW_GROUP_ROWS), SW_GROUPS);
-            for (unsigned t = threadIdx.x; t < APART * SW_TILE_COLS; t += blockDim.x) {
+            for (unsigned t = threadIdx.x; t < SW_GROUPS_APART * SW_TILE_COLS; t += blockDim.x) {
                 const unsigned g = t / SW_TILE_COLS, c = t % SW_TILE_COLS;
-                sw_absorb_terms(m, row + g * SW_GROUP_ROWS, first + c, k, &term[0][g][c], APART);
+                sw_absorb_terms(m, row + g * SW_GROUP_ROWS, first + c, k, &term[0][g][c]);
             }
             __syncthreads();
             for (unsigned t = threadIdx.x; t < cells; t += blockDim.x) {
