@@ -9,7 +9,10 @@
 #include "kernels/kernels.h"
 
 enum { THREADS = 256, BLOCKS_A_PROCESSOR = 8, NUMEL_A_BLOCK = 1024 };
-enum { TILE_ROWS = 16, TILE_COLS = 32, WIDE_COLS = 64 }; /* as cuda/lowrank.cu cuts them */
+/* As cuda/lowrank.cu has it: blocks a multiprocessor holds, rows of a warp, sides of a block's
+ * tile. */
+enum { PROJECT_BLOCKS = 2, ABSORB_BLOCKS = 3, EXPAND_BLOCKS = 3 };
+enum { PROJECT_ROWS = THREADS / 32 * 8, ABSORB_COLS = 32, EXPAND_SIDE = 64 };
 
 static int verdict_of(const void *verdict)
 {
@@ -49,9 +52,9 @@ static sw_lowrank view_of(const sw_matrix_args *m)
                         .memory_dtype = (sw_dtype)m->memory_dtype};
 }
 
-static sw_grid blocks(sw_u64 wanted, int processor_count)
+static sw_grid blocks(sw_u64 wanted, int processor_count, int blocks_a_processor)
 {
-    sw_u64 most = (sw_u64)processor_count * BLOCKS_A_PROCESSOR;
+    sw_u64 most = (sw_u64)processor_count * (sw_u64)blocks_a_processor;
     wanted = wanted < most ? wanted : most;
     return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
 }
@@ -122,8 +125,8 @@ sw_grid sw_project_grid(const void *args, int processor_count)
     const sw_project_args *a = args;
     sw_u64 tiles = 0;
     for (int i = 0; i < a->matrix_count; ++i)
-        tiles += parts(a->matrix[i].rows, TILE_ROWS);
-    return blocks(tiles, processor_count);
+        tiles += parts(a->matrix[i].rows, PROJECT_ROWS);
+    return blocks(tiles, processor_count, PROJECT_BLOCKS);
 }
 
 sw_status sw_absorb_check(const void *args, sw_error *err)
@@ -188,8 +191,8 @@ sw_grid sw_absorb_grid(const void *args, int processor_count)
     const sw_absorb_args *a = args;
     sw_u64 tiles = 0;
     for (int i = 0; i < a->matrix_count; ++i)
-        tiles += parts(a->matrix[i].cols, TILE_COLS);
-    return blocks(tiles, processor_count);
+        tiles += parts(a->matrix[i].cols, ABSORB_COLS);
+    return blocks(tiles, processor_count, ABSORB_BLOCKS);
 }
 
 sw_status sw_expand_check(const void *args, sw_error *err)
@@ -244,8 +247,8 @@ sw_grid sw_expand_grid(const void *args, int processor_count)
     const sw_expand_args *a = args;
     sw_u64 tiles = 0;
     for (int i = 0; i < a->matrix_count; ++i)
-        tiles += parts(a->matrix[i].rows, TILE_ROWS) * parts(a->matrix[i].cols, WIDE_COLS);
-    return blocks(tiles, processor_count);
+        tiles += parts(a->matrix[i].rows, EXPAND_SIDE) * parts(a->matrix[i].cols, EXPAND_SIDE);
+    return blocks(tiles, processor_count, EXPAND_BLOCKS);
 }
 
 /* ---- factors ---- */
@@ -289,7 +292,7 @@ void sw_orthonormalize_reference(const void *args)
 sw_grid sw_orthonormalize_grid(const void *args, int processor_count)
 {
     const sw_orthonormalize_args *a = args;
-    return blocks((sw_u64)a->factor_count, processor_count);
+    return blocks((sw_u64)a->factor_count, processor_count, BLOCKS_A_PROCESSOR);
 }
 
 /* ---- finite ---- */
@@ -326,5 +329,6 @@ void sw_finite_reference(const void *args)
 
 sw_grid sw_finite_grid(const void *args, int processor_count)
 {
-    return blocks(parts(((const sw_finite_args *)args)->numel, NUMEL_A_BLOCK), processor_count);
+    return blocks(parts(((const sw_finite_args *)args)->numel, NUMEL_A_BLOCK), processor_count,
+                  BLOCKS_A_PROCESSOR);
 }

@@ -92,8 +92,9 @@ static size_t first_difference(const unsigned char *expected, const unsigned cha
 static void compare(sw_kernel kernel, const void *args, const char *what, void (*settle)(void))
 {
     const sw_kernel_contract *contract = &sw_kernel_contracts()[kernel];
-    /* the block kernels' threads are whole warps */
-    const bool is_warps = kernel >= SW_KERNEL_QUANTIZE && kernel <= SW_KERNEL_DECODE;
+    /* those whose threads are whole warps */
+    const bool is_warps =
+        (kernel >= SW_KERNEL_QUANTIZE && kernel <= SW_KERNEL_DECODE) || kernel == SW_KERNEL_PROJECT;
     const sw_grid grids[] = {{1, 32}, {3, 64}, {is_warps ? 2 : 5, is_warps ? 96 : 17}};
     static unsigned char before[ARENA_BYTES], writable[ARENA_BYTES];
     declared marks = {.writable = writable};
@@ -502,11 +503,11 @@ static void check_blocks(size_t numel)
 
 /* A factor of rank x count, zeros behind its rows. `form` 1: the rows are alike; 2: zeros; 3: the
  * first not finite; 4: tiny; 5: huge. */
-static void *factor(size_t k, size_t rank, size_t count, int form)
+static void *factor(size_t k, size_t offset, size_t rank, size_t count, int form)
 {
     static const float scales[] = {1.0f, 1.0f, 0.0f, 1.0f, 0x1p-140f, 0x1p120f};
     size_t stride = sw_lowrank_stride(count);
-    float *at = region(k, 4);
+    float *at = region(k, offset);
     memset(at, 0, rank * stride * sizeof *at);
     for (size_t r = 0; r < rank; ++r) {
         fill(at + r * stride, count, SW_DTYPE_FLOAT32, false);
@@ -524,13 +525,15 @@ typedef struct shape {
     size_t rows, cols, rank;
 } shape;
 
-static sw_matrix_args matrix_at(size_t first, shape of, bool remembers, sw_dtype memory)
+/* On boundaries, or `offset` bytes off them. */
+static sw_matrix_args matrix_at(size_t first, size_t offset, shape of, bool remembers,
+                                sw_dtype memory)
 {
-    sw_matrix_args m = {.gradient = region(first, 4),
-                        .memory = remembers ? region(first + 1, 4) : NULL,
-                        .left = factor(first + 2, of.rank, of.rows, 0),
-                        .right = factor(first + 3, of.rank, of.cols, 0),
-                        .basis = factor(first + 4, of.rank, of.cols, 0),
+    sw_matrix_args m = {.gradient = region(first, offset),
+                        .memory = remembers ? region(first + 1, offset) : NULL,
+                        .left = factor(first + 2, offset, of.rank, of.rows, 0),
+                        .right = factor(first + 3, offset, of.rank, of.cols, 0),
+                        .basis = factor(first + 4, offset, of.rank, of.cols, 0),
                         .out = region(first + 5, 4),
                         .copy = remembers ? region(first + 6, 4) : NULL,
                         .rows = of.rows,
@@ -538,7 +541,7 @@ static sw_matrix_args matrix_at(size_t first, shape of, bool remembers, sw_dtype
                         .rank = of.rank,
                         .memory_dtype = (int)memory};
     fill(m.gradient, of.rows * of.cols, SW_DTYPE_FLOAT32, false);
-    fill(region(first + 1, 4), of.rows * of.cols, memory, false);
+    fill(region(first + 1, offset), of.rows * of.cols, memory, false);
     return m;
 }
 
@@ -550,8 +553,9 @@ static void check_matrices(void)
     for (int i = 0; i < 4 * COUNT; i += 3) {
         sw_dtype memory = i / COUNT % 2 ? SW_DTYPE_BFLOAT16 : SW_DTYPE_FLOAT32;
         sw_matrices_args args = {.matrix_count = 2, .verdict = region(15, 0)};
-        args.matrix[0] = matrix_at(0, shapes[i % COUNT], true, memory);
-        args.matrix[1] = matrix_at(8, shapes[(i + 3) % COUNT], i / COUNT > 1, memory);
+        args.matrix[0] = matrix_at(0, i % 2 ? 4 : 16, shapes[i % COUNT], true, memory);
+        args.matrix[1] =
+            matrix_at(8, i % 2 ? 16 : 4, shapes[(i + 3) % COUNT], i / COUNT > 1, memory);
         compare(SW_KERNEL_PROJECT, &args, "two matrices", NULL);
         for (int verdict = 0; verdict <= (i % 4 ? 0 : SW_REFUSED_LATE); ++verdict) {
             *(int *)region(15, 0) = verdict;
@@ -574,7 +578,7 @@ static void check_factors(void)
         sw_orthonormalize_args args = {.factor_count = 3, .verdict = region(15, 0)};
         for (size_t f = 0; f < 3; ++f) {
             shape of = shapes[((size_t)i + f) % COUNT];
-            void *from = factor(4 * f, of.rank, of.cols, i / COUNT);
+            void *from = factor(4 * f, 4, of.rank, of.cols, i / COUNT);
             args.factor[f] = (sw_factor_args){.to = f == 1 ? from : region(4 * f + 1, 4),
                                               .from = from,
                                               .count = of.cols,

@@ -1,20 +1,22 @@
 /* lowrank.cu - PROJECT, ABSORB, EXPAND: host/lowrank_body.h's passes, all matrices of a launch cut
- * into tiles that blocks of threads take in turns.
+ * into tiles that warps (PROJECT) or blocks of threads take in turns.
  *
  * Idea: the host's sums have one order (16 lanes over columns; four rows at a time), and so have
- * these. What is parallel is what that order leaves free: PROJECT has a thread a lane of a row; in
- * ABSORB all threads make the terms of 32 rows, and one a column adds them up in order. Tiles are
- * walked with strides of the block, so any number of threads will do.
+ * these. What is parallel is what that order leaves free. PROJECT: a thread has four of a row's 16
+ * lanes, so it takes vectors, four of them ahead. ABSORB: all threads make the terms of 128 rows,
+ * 16 elements each, and one a column and a row of the factor adds them up in order. EXPAND: a
+ * thread has four rows of four columns.
  */
 
 enum {
     SW_LANES = 16,
-    SW_RANKS = 8, /* rows of a factor at a time */
-    SW_TILE_ROWS = 16,
-    SW_TILE_COLS = 32,
+    SW_RANKS = 8,        /* rows of a factor at a time */
+    SW_PROJECT_ROWS = 8, /* of a warp, four threads each */
     SW_GROUP_ROWS = 4,
-    SW_GROUPS = 8, /* of rows at a time */
-    SW_WIDE_COLS = 64,
+    SW_TILE_COLS = 32,
+    SW_GROUPS = 32,      /* of rows at a time, in ABSORB */
+    SW_GROUPS_AHEAD = 4, /* that a thread has of them */
+    SW_EXPAND_SIDE = 64,
 };
 
 /* Elements of a factor's row: compress_kernels.h's sw_lowrank_stride. */
@@ -37,75 +39,36 @@ SW_INLINE void sw_remember(const sw_matrix_args &m, sw_u64 at, float value)
         (unsigned short)(rounded - ((rounded & 0x7fffu) == 0x7f80u ? 1u : 0u));
 }
 
-/* v, which takes the gradient's place. */
-SW_INLINE float sw_owed_value(const sw_matrix_args &m, sw_u64 row, sw_u64 col)
-{
-    const sw_u64 at = row * m.cols + col;
-    float *gradient = (float *)m.gradient;
-    if (!m.memory)
-        return gradient[at];
-    const sw_u64 rows = sw_factor_stride(m.rows), cols = sw_factor_stride(m.cols);
-    float value = sw_load(m.memory, at, m.memory_dtype);
-    for (sw_u64 k = 0; k < m.rank; ++k)
-        value = value -
-                ((const float *)m.left)[k * rows + row] * ((const float *)m.right)[k * cols + col];
-    return gradient[at] = gradient[at] + value;
-}
+/* Four columns of a row, from `col` on: one access each if WIDE (sw_matrix_is_wide), else those in
+ * front of `cols`. */
+template <bool WIDE> struct sw_columns {
+    sw_u64 row, col;
 
-/* One lane of a row: columns `lane`, `lane` + 16, ... by SW_RANKS rows of the basis from k on. */
-SW_INLINE void sw_project_lane(const sw_matrix_args &m, sw_u64 row, unsigned lane, sw_u64 k,
-                               float *sum)
-{
-    const sw_u64 stride = sw_factor_stride(m.cols), ranks = sw_low(m.rank - k, SW_RANKS);
-    const float *basis = (const float *)m.basis + k * stride;
-    for (sw_u64 j = lane; row < m.rows && j < m.cols; j += SW_LANES) {
-        const float v =
-            k == 0 ? sw_owed_value(m, row, j) : ((const float *)m.gradient)[row * m.cols + j];
-        for (unsigned r = 0; r < SW_RANKS; ++r)
-            if (r < ranks)
-                sum[r] = sum[r] + v * basis[r * stride + j];
+    SW_METHOD void load(sw_lane16 &raw, const void *matrix, int dtype, sw_u64 cols) const
+    {
+        const sw_u64 at = row * cols + col;
+        raw = sw_four<WIDE>{at, 1, at + (cols - col)}.load(matrix, dtype);
     }
-}
-
-/* Halves are added: 8, 4, 2, 1. */
-SW_INLINE float sw_lanes_sum(float *lane)
-{
-    for (unsigned half = SW_LANES / 2; half > 0; half /= 2)
-        for (unsigned i = 0; i < half; ++i)
-            lane[i] = lane[i] + lane[i + half];
-    return lane[0];
-}
-
-SW_INLINE void sw_project_tile(const sw_matrix_args &m, sw_u64 tile)
-{
-    __shared__ float lanes[SW_RANKS][SW_TILE_ROWS][SW_LANES];
-    const sw_u64 first = tile * SW_TILE_ROWS, stride = sw_factor_stride(m.rows);
-    for (sw_u64 k = 0; k < m.rank; k += SW_RANKS) {
-        for (unsigned t = threadIdx.x; t < SW_TILE_ROWS * SW_LANES; t += blockDim.x) {
-            float sum[SW_RANKS] = {};
-            sw_project_lane(m, first + t / SW_LANES, t % SW_LANES, k, sum);
-            for (unsigned r = 0; r < SW_RANKS; ++r)
-                lanes[r][t / SW_LANES][t % SW_LANES] = sum[r];
-        }
-        __syncthreads();
-        for (unsigned t = threadIdx.x; t < SW_RANKS * SW_TILE_ROWS; t += blockDim.x) {
-            const sw_u64 r = t / SW_TILE_ROWS, row = first + t % SW_TILE_ROWS;
-            if (k + r < m.rank && row < stride)
-                ((float *)m.out)[(k + r) * stride + row] = sw_lanes_sum(lanes[r][t % SW_TILE_ROWS]);
-        }
-        __syncthreads();
+    SW_METHOD void store(float *matrix, const float *x, sw_u64 cols) const
+    {
+        const sw_u64 at = row * cols + col;
+        sw_four<WIDE>{at, 1, at + (cols - col)}.store(matrix, x, SW_ARG_FLOAT32);
     }
+};
+
+/* Four elements of a factor's row, which has zeros behind its last. */
+template <bool WIDE> SW_INLINE void sw_factor_four(float *x, const float *at)
+{
+    const sw_four<WIDE> four = {0, 1, 4};
+    four.widen(x, four.load(at, SW_ARG_FLOAT32), SW_ARG_FLOAT32);
 }
 
-/* The matrix that tile number `tile` of all is of; `tile` becomes its number there. matrix_count
- * beyond the last. */
-template <sw_u64 TILES(const sw_matrix_args &)>
-SW_INLINE int sw_matrix_of(const sw_matrices_args &a, sw_u64 &tile)
+/* Whether four columns of a matrix and of its factors can be one access each. */
+SW_INLINE bool sw_matrix_is_wide(const sw_matrix_args &m)
 {
-    int i = 0;
-    for (sw_u64 tiles; i < a.matrix_count && tile >= (tiles = TILES(a.matrix[i])); ++i)
-        tile -= tiles;
-    return i;
+    return m.cols % 4 == 0 && sw_is_wide(m.gradient, SW_ARG_FLOAT32) &&
+           sw_is_wide(m.memory, m.memory_dtype) && sw_is_wide(m.left, SW_ARG_FLOAT32) &&
+           sw_is_wide(m.right, SW_ARG_FLOAT32) && sw_is_wide(m.basis, SW_ARG_FLOAT32);
 }
 
 SW_INLINE int sw_verdict_of(const void *verdict)
@@ -113,40 +76,179 @@ SW_INLINE int sw_verdict_of(const void *verdict)
     return verdict ? *(const int *)verdict : 0;
 }
 
-SW_INLINE sw_u64 sw_project_tiles(const sw_matrix_args &m)
+/* ---- project ---- */
+
+/* v of the columns from `col` on, 16 apart, that there are, which takes the gradient's place at the
+ * first rows of the basis; zeros elsewhere. */
+template <bool WIDE, int AHEAD>
+SW_INLINE void sw_owed_values(const sw_matrix_args &m, sw_u64 row, sw_u64 col, bool is_first,
+                              float v[AHEAD][4])
 {
-    return sw_parts(sw_factor_stride(m.rows), SW_TILE_ROWS);
+    const sw_u64 rows = sw_factor_stride(m.rows), stride = sw_factor_stride(m.cols);
+    const bool owes = is_first && m.memory;
+    sw_lane16 gradient[AHEAD], memory[AHEAD];
+    float owed[AHEAD][4];
+#pragma unroll
+    for (int u = 0; u < AHEAD; ++u) {
+        const sw_columns<WIDE> at = {row, col + u * SW_LANES};
+        gradient[u] = memory[u] = {};
+        if (at.col < m.cols)
+            at.load(gradient[u], m.gradient, SW_ARG_FLOAT32, m.cols);
+        if (at.col < m.cols && owes)
+            at.load(memory[u], m.memory, m.memory_dtype, m.cols);
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; ++u) {
+        const sw_four<WIDE> four = {};
+        four.widen(owed[u], memory[u], m.memory_dtype);
+        four.widen(v[u], gradient[u], SW_ARG_FLOAT32);
+    }
+    if (!owes)
+        return;
+#pragma unroll 1
+    for (sw_u64 k = 0; k < m.rank; ++k) {
+        const float left = ((const float *)m.left)[k * rows + row];
+        const float *right = (const float *)m.right + k * stride + col;
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) {
+            float x[4] = {};
+            if (col + u * SW_LANES < m.cols)
+                sw_factor_four<WIDE>(x, right + u * SW_LANES);
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                owed[u][c] = owed[u][c] - left * x[c];
+        }
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; ++u) {
+        const sw_columns<WIDE> at = {row, col + u * SW_LANES};
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            v[u][c] = at.col + c < m.cols ? v[u][c] + owed[u][c] : 0.0f;
+        if (at.col < m.cols)
+            at.store((float *)m.gradient, v[u], m.cols);
+    }
 }
 
-SW_KERNEL sw_project(const sw_project_args a)
+/* By a warp: SW_PROJECT_ROWS rows, four threads each. */
+template <bool WIDE> SW_INLINE void sw_project_tile(const sw_matrix_args &m, sw_u64 tile)
 {
-    for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
-        sw_u64 tile = at;
-        const int i = sw_matrix_of<sw_project_tiles>(a, tile);
+    enum { AHEAD = WIDE ? 4 : 2 /* vectors, or fours */ };
+    const unsigned lane = threadIdx.x & 31u, quarter = lane & 3u;
+    const sw_u64 row = tile * SW_PROJECT_ROWS + lane / 4;
+    const sw_u64 rows = sw_factor_stride(m.rows), stride = sw_factor_stride(m.cols);
+#pragma unroll 1
+    for (sw_u64 k = 0; k < m.rank; k += SW_RANKS) {
+        float sum[SW_RANKS][4] = {};
+#pragma unroll 1
+        for (sw_u64 col = 4 * quarter; row < m.rows && col < m.cols; col += AHEAD * SW_LANES) {
+            float v[AHEAD][4];
+            sw_owed_values<WIDE, AHEAD>(m, row, col, k == 0, v);
+#pragma unroll
+            for (int r = 0; r < SW_RANKS; ++r) {
+                const float *basis = (const float *)m.basis + (k + r) * stride + col;
+#pragma unroll
+                for (int u = 0; k + r < m.rank && u < AHEAD; ++u) {
+                    float x[4] = {};
+                    if (col + u * SW_LANES < m.cols)
+                        sw_factor_four<WIDE>(x, basis + u * SW_LANES);
+#pragma unroll
+                    for (int c = 0; c < 4; ++c)
+                        sum[r][c] = sum[r][c] + v[u][c] * x[c];
+                }
+            }
+        }
+        /* Halves of the 16 lanes are added: 8, 4, 2, 1. */
+#pragma unroll
+        for (int r = 0; r < SW_RANKS; ++r)
+            if (k + r < m.rank) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    for (unsigned half = 2; half > 0; half /= 2)
+                        sum[r][c] = sum[r][c] + __shfl_xor_sync(0xffffffffu, sum[r][c], half);
+                if (quarter == 0 && row < rows)
+                    ((float *)m.out)[(k + r) * rows + row] =
+                        (sum[r][0] + sum[r][2]) + (sum[r][1] + sum[r][3]);
+            }
+    }
+}
+
+SW_INLINE sw_u64 sw_project_tiles(const sw_project_args &a, int i)
+{
+    return sw_parts(sw_factor_stride(a.matrix[i].rows), SW_PROJECT_ROWS);
+}
+
+SW_KERNEL_OF(2) sw_project(const sw_project_args a)
+{
+    const unsigned warps = blockDim.x / 32;
+    sw_u64 first = 0;
+    int i = 0;
+    for (sw_u64 at = (sw_u64)blockIdx.x * warps + threadIdx.x / 32;;
+         at += (sw_u64)gridDim.x * warps) {
+        i = sw_part_of<sw_project_args, sw_project_tiles>(a, a.matrix_count, i, first, at);
         if (i == a.matrix_count)
             return;
-        sw_project_tile(a.matrix[i], tile);
+        if (sw_matrix_is_wide(a.matrix[i]))
+            sw_project_tile<true>(a.matrix[i], at - first);
+        else
+            sw_project_tile<false>(a.matrix[i], at - first);
     }
 }
 
-/* The terms of one column and four rows, one a row of the factor from k on. */
+/* ---- absorb ---- */
+
+enum { SW_GROUPS_APART = SW_GROUPS / SW_GROUPS_AHEAD };
+
+/* Row i of group g of a thread's, counted from its first. */
+SW_INLINE unsigned sw_row_of(unsigned g, unsigned i)
+{
+    return g * SW_GROUPS_APART * SW_GROUP_ROWS + i;
+}
+
+/* The terms of one column and SW_GROUPS_AHEAD groups of four rows, SW_GROUPS_APART groups from one
+ * another, one a row of the factor from k on. */
 SW_INLINE void sw_absorb_terms(const sw_matrix_args &m, sw_u64 row, sw_u64 col, sw_u64 k,
-                               float *term, sw_u64 step)
+                               float *term)
 {
     const sw_u64 stride = sw_factor_stride(m.rows), ranks = sw_low(m.rank - k, SW_RANKS);
-    const float *left = (const float *)m.left + k * stride + row;
-    float v[SW_GROUP_ROWS];
-    for (unsigned i = 0; i < SW_GROUP_ROWS; ++i) {
-        const bool inside = row + i < m.rows && col < m.cols;
-        v[i] = inside ? ((const float *)m.gradient)[(row + i) * m.cols + col] : 0.0f;
-        if (inside && k == 0 && m.memory)
-            sw_remember(m, (row + i) * m.cols + col, v[i]);
+    const unsigned left_rows =
+        row < m.rows ? (unsigned)sw_low(m.rows - row, SW_GROUPS * SW_GROUP_ROWS) : 0;
+    const unsigned inside = col < m.cols ? left_rows : 0; /* rows, of a column that there is */
+    const sw_u64 place = row * m.cols + col;
+    const float *from = (const float *)m.gradient + place;
+    float v[SW_GROUPS_AHEAD][SW_GROUP_ROWS];
+#pragma unroll
+    for (unsigned g = 0; g < SW_GROUPS_AHEAD; ++g)
+#pragma unroll
+        for (unsigned i = 0; i < SW_GROUP_ROWS; ++i)
+            v[g][i] = sw_row_of(g, i) < inside ? from[sw_row_of(g, i) * m.cols] : 0.0f;
+    const bool remembers = k == 0 && m.memory, is_plain = m.memory_dtype == SW_ARG_FLOAT32;
+    float *memory = (float *)m.memory + place;
+#pragma unroll
+    for (unsigned n = 0; n < SW_GROUPS_AHEAD * SW_GROUP_ROWS; ++n) {
+        const unsigned at = sw_row_of(n / SW_GROUP_ROWS, n % SW_GROUP_ROWS);
+        if (remembers && is_plain && at < inside)
+            memory[at * m.cols] = v[n / SW_GROUP_ROWS][n % SW_GROUP_ROWS];
+    }
+#pragma unroll
+    for (unsigned n = 0; n < SW_GROUPS_AHEAD * SW_GROUP_ROWS; ++n) {
+        const unsigned at = sw_row_of(n / SW_GROUP_ROWS, n % SW_GROUP_ROWS);
+        if (remembers && !is_plain && at < inside)
+            sw_remember(m, place + at * m.cols, v[n / SW_GROUP_ROWS][n % SW_GROUP_ROWS]);
     }
     for (sw_u64 r = 0; m.out && r < ranks; ++r) {
-        float part[SW_GROUP_ROWS];
-        for (unsigned i = 0; i < SW_GROUP_ROWS; ++i)
-            part[i] = v[i] * (row + i < m.rows ? left[r * stride + i] : 0.0f);
-        term[r * step] = (part[0] + part[1]) + (part[2] + part[3]);
+        const float *left = (const float *)m.left + (k + r) * stride + row;
+#pragma unroll
+        for (unsigned g = 0; g < SW_GROUPS_AHEAD; ++g) {
+            float part[SW_GROUP_ROWS]; /* a factor's row is whole groups, zeros behind its last */
+            if (sw_row_of(g, 0) >= left_rows)
+                break;
+#pragma unroll
+            for (unsigned i = 0; i < SW_GROUP_ROWS; ++i)
+                part[i] = v[g][i] * left[sw_row_of(g, i)];
+            term[(r * SW_GROUPS + g * SW_GROUPS_APART) * SW_TILE_COLS] =
+                (part[0] + part[1]) + (part[2] + part[3]);
+        }
     }
 }
 
@@ -154,31 +256,31 @@ SW_INLINE void sw_absorb_tile(const sw_matrix_args &m, sw_u64 tile)
 {
     __shared__ float term[SW_RANKS][SW_GROUPS][SW_TILE_COLS], total[SW_RANKS][SW_TILE_COLS];
     const sw_u64 first = tile * SW_TILE_COLS, stride = sw_factor_stride(m.cols);
-    const unsigned cells = SW_RANKS * SW_TILE_COLS;
     for (sw_u64 k = 0; k < (m.out ? m.rank : 1); k += SW_RANKS) {
+        const unsigned cells = m.out ? (unsigned)sw_low(m.rank - k, SW_RANKS) * SW_TILE_COLS : 0;
         for (unsigned t = threadIdx.x; t < cells; t += blockDim.x)
             total[t / SW_TILE_COLS][t % SW_TILE_COLS] = 0.0f;
         for (sw_u64 row = 0; row < m.rows; row += SW_GROUPS * SW_GROUP_ROWS) {
-            for (unsigned t = threadIdx.x; t < SW_GROUPS * SW_TILE_COLS; t += blockDim.x) {
+            const unsigned groups =
+                (unsigned)sw_low(sw_parts(m.rows - row, SW_GROUP_ROWS), SW_GROUPS);
+            for (unsigned t = threadIdx.x; t < SW_GROUPS_APART * SW_TILE_COLS; t += blockDim.x) {
                 const unsigned g = t / SW_TILE_COLS, c = t % SW_TILE_COLS;
-                sw_absorb_terms(m, row + g * SW_GROUP_ROWS, first + c, k, &term[0][g][c],
-                                SW_GROUPS * SW_TILE_COLS);
+                sw_absorb_terms(m, row + g * SW_GROUP_ROWS, first + c, k, &term[0][g][c]);
             }
             __syncthreads();
             for (unsigned t = threadIdx.x; t < cells; t += blockDim.x) {
                 const unsigned r = t / SW_TILE_COLS, c = t % SW_TILE_COLS;
                 float sum = total[r][c];
-                for (unsigned g = 0;
-                     m.out && k + r < m.rank && g < SW_GROUPS && row + g * SW_GROUP_ROWS < m.rows;
-                     ++g)
+#pragma unroll 4
+                for (unsigned g = 0; g < groups; ++g)
                     sum = sum + term[r][g][c];
                 total[r][c] = sum;
             }
             __syncthreads();
         }
-        for (unsigned t = threadIdx.x; m.out && t < cells; t += blockDim.x) {
+        for (unsigned t = threadIdx.x; t < cells; t += blockDim.x) {
             const sw_u64 r = k + t / SW_TILE_COLS, col = first + t % SW_TILE_COLS;
-            if (r >= m.rank || col >= stride)
+            if (col >= stride)
                 continue;
             const float sum = total[t / SW_TILE_COLS][t % SW_TILE_COLS];
             ((float *)m.out)[r * stride + col] = sum;
@@ -189,70 +291,99 @@ SW_INLINE void sw_absorb_tile(const sw_matrix_args &m, sw_u64 tile)
     }
 }
 
-SW_INLINE sw_u64 sw_absorb_tiles(const sw_matrix_args &m)
+SW_INLINE sw_u64 sw_absorb_tiles(const sw_absorb_args &a, int i)
 {
-    return sw_parts(sw_factor_stride(m.cols), SW_TILE_COLS);
+    return sw_parts(sw_factor_stride(a.matrix[i].cols), SW_TILE_COLS);
 }
 
-SW_KERNEL sw_absorb(const sw_absorb_args a)
+SW_KERNEL_OF(3) sw_absorb(const sw_absorb_args a)
 {
+    sw_u64 first = 0;
+    int i = 0;
     if (sw_verdict_of(a.verdict) != 0)
         return;
     for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
-        sw_u64 tile = at;
-        const int i = sw_matrix_of<sw_absorb_tiles>(a, tile);
+        i = sw_part_of<sw_absorb_args, sw_absorb_tiles>(a, a.matrix_count, i, first, at);
         if (i == a.matrix_count)
             return;
-        sw_absorb_tile(a.matrix[i], tile);
+        sw_absorb_tile(a.matrix[i], at - first);
     }
 }
 
-/* Four rows of one column of leftᵀ right. */
-SW_INLINE void sw_expand_column(const sw_matrix_args &m, sw_u64 row, sw_u64 col, int verdict)
+/* ---- expand ---- */
+
+/* Four rows of four columns of leftᵀ right. */
+template <bool WIDE>
+SW_INLINE void sw_expand_square(const sw_matrix_args &m, sw_u64 row, sw_u64 col)
 {
     const sw_u64 rows = sw_factor_stride(m.rows), cols = sw_factor_stride(m.cols);
-    float value[SW_GROUP_ROWS] = {};
-    for (sw_u64 k = 0; verdict == 0 && k < m.rank; ++k) {
-        const float right = ((const float *)m.right)[k * cols + col];
-        for (unsigned i = 0; i < SW_GROUP_ROWS; ++i)
-            if (row + i < m.rows)
-                value[i] = value[i] + ((const float *)m.left)[k * rows + row + i] * right;
+    float value[SW_GROUP_ROWS][4] = {};
+#pragma unroll 2
+    for (sw_u64 k = 0; k < m.rank; ++k) {
+        float left[4], right[4];
+        sw_factor_four<WIDE>(left, (const float *)m.left + k * rows + row);
+        sw_factor_four<WIDE>(right, (const float *)m.right + k * cols + col);
+#pragma unroll
+        for (int i = 0; i < SW_GROUP_ROWS; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                value[i][c] = value[i][c] + left[i] * right[c];
     }
-    for (unsigned i = 0; i < SW_GROUP_ROWS && row + i < m.rows; ++i) {
-        const sw_u64 at = (row + i) * m.cols + col;
-        ((float *)m.gradient)[at] = verdict == 0 ? value[i] : __uint_as_float(0x7fc00000u);
-        if (verdict == SW_REFUSED_LATE && m.memory)
-            sw_remember(m, at, 0.0f);
-    }
+#pragma unroll
+    for (int i = 0; i < SW_GROUP_ROWS; ++i)
+        if (row + i < m.rows)
+            sw_columns<WIDE>{row + i, col}.store((float *)m.gradient, value[i], m.cols);
 }
 
-SW_INLINE void sw_expand_tile(const sw_matrix_args &m, sw_u64 tile, int verdict)
+/* The square of a tile whose first row and column these are, row by row. */
+SW_INLINE void sw_refuse_tile(const sw_matrix_args &m, sw_u64 top, sw_u64 side, bool forgets)
 {
-    const sw_u64 across = sw_parts(m.cols, SW_WIDE_COLS), stride = sw_factor_stride(m.cols);
-    const sw_u64 row = tile / across * SW_TILE_ROWS, col = tile % across * SW_WIDE_COLS;
-    const unsigned cells = SW_WIDE_COLS * SW_TILE_ROWS / SW_GROUP_ROWS;
-    for (unsigned t = threadIdx.x; t < cells; t += blockDim.x)
-        if (col + t % SW_WIDE_COLS < m.cols)
-            sw_expand_column(m, row + t / SW_WIDE_COLS * SW_GROUP_ROWS, col + t % SW_WIDE_COLS,
-                             verdict);
-    if (verdict == SW_REFUSED_LATE && tile == 0 && m.out)
+    const sw_u64 stride = sw_factor_stride(m.cols);
+    for (unsigned t = threadIdx.x; t < SW_EXPAND_SIDE * SW_EXPAND_SIDE; t += blockDim.x) {
+        const sw_u64 row = top + t / SW_EXPAND_SIDE, col = side + t % SW_EXPAND_SIDE;
+        if (row >= m.rows || col >= m.cols)
+            continue;
+        ((float *)m.gradient)[row * m.cols + col] = __uint_as_float(0x7fc00000u);
+        if (forgets && m.memory)
+            sw_remember(m, row * m.cols + col, 0.0f);
+    }
+    if (forgets && top == 0 && side == 0 && m.out)
         for (sw_u64 i = threadIdx.x; i < m.rank * stride; i += blockDim.x)
             ((float *)m.out)[i] = 0.0f;
 }
 
-SW_INLINE sw_u64 sw_expand_tiles(const sw_matrix_args &m)
+template <bool WIDE> SW_INLINE void sw_expand_tile(const sw_matrix_args &m, sw_u64 top, sw_u64 side)
 {
-    return sw_parts(m.rows, SW_TILE_ROWS) * sw_parts(m.cols, SW_WIDE_COLS);
+    enum { ACROSS = SW_EXPAND_SIDE / 4, SQUARES = ACROSS * SW_EXPAND_SIDE / SW_GROUP_ROWS };
+    for (unsigned t = threadIdx.x; t < SQUARES; t += blockDim.x) {
+        const sw_u64 row = top + t / ACROSS * SW_GROUP_ROWS, col = side + t % ACROSS * 4;
+        if (row < m.rows && col < m.cols)
+            sw_expand_square<WIDE>(m, row, col);
+    }
 }
 
-SW_KERNEL sw_expand(const sw_expand_args a)
+SW_INLINE sw_u64 sw_expand_tiles(const sw_expand_args &a, int i)
+{
+    return sw_parts(a.matrix[i].rows, SW_EXPAND_SIDE) * sw_parts(a.matrix[i].cols, SW_EXPAND_SIDE);
+}
+
+SW_KERNEL_OF(3) sw_expand(const sw_expand_args a)
 {
     const int verdict = sw_verdict_of(a.verdict);
+    sw_u64 first = 0;
+    int i = 0;
     for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
-        sw_u64 tile = at;
-        const int i = sw_matrix_of<sw_expand_tiles>(a, tile);
+        i = sw_part_of<sw_expand_args, sw_expand_tiles>(a, a.matrix_count, i, first, at);
         if (i == a.matrix_count)
             return;
-        sw_expand_tile(a.matrix[i], tile, verdict);
+        const sw_matrix_args &m = a.matrix[i];
+        const sw_u64 tile = at - first, across = sw_parts(m.cols, SW_EXPAND_SIDE);
+        const sw_u64 top = tile / across * SW_EXPAND_SIDE, side = tile % across * SW_EXPAND_SIDE;
+        if (verdict != 0)
+            sw_refuse_tile(m, top, side, verdict == SW_REFUSED_LATE);
+        else if (sw_matrix_is_wide(m))
+            sw_expand_tile<true>(m, top, side);
+        else
+            sw_expand_tile<false>(m, top, side);
     }
 }

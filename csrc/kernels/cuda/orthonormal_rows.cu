@@ -8,6 +8,15 @@
 
 enum { SW_PRODUCTS = 1024 };
 
+/* Halves are added: 8, 4, 2, 1. */
+SW_INLINE float sw_lanes_sum(float *lane)
+{
+    for (unsigned half = SW_LANES / 2; half > 0; half /= 2)
+        for (unsigned i = 0; i < half; ++i)
+            lane[i] = lane[i] + lane[i + half];
+    return lane[0];
+}
+
 /* What a block of threads shares about a factor. */
 struct sw_row_work {
     float product[SW_PRODUCTS], lane[SW_LANES], sum;
