@@ -8,10 +8,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "fake_entry.h"
 #include "fake_nccl.h"
 #include "kernels/kernels.h"
+
+enum { ABORT_MS_MAX = 20000 };
 
 static const char *const kind_name[] = {"all_reduce", "reduce_scatter", "all_gather",
                                         "broadcast",  "send",           "recv"};
@@ -425,7 +428,10 @@ SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
     bool all = (c->in_files ? nccl_files_arrived(c) : c->arrived) == c->world_size;
     if (!comm->error && all && has_lost_one(c, comm))
         comm->error = SW_NCCL_REMOTE_ERROR;
-    *result = comm->error ? comm->error : all ? SW_NCCL_SUCCESS : SW_NCCL_IN_PROGRESS;
+    if (comm->finalizing && comm->first)
+        sim_drive(comm->first->stream, NULL, 0);
+    bool is_busy = !all || (comm->finalizing && comm->first);
+    *result = comm->error ? comm->error : is_busy ? SW_NCCL_IN_PROGRESS : SW_NCCL_SUCCESS;
     if (!all)
         sim_yield();
     LEAVE(SW_NCCL_SUCCESS);
@@ -455,17 +461,12 @@ SIM_API int ncclCommCuDevice(sw_nccl_comm comm, int *ordinal)
 SIM_API int ncclCommFinalize(sw_nccl_comm comm)
 {
     ENTER("ncclCommFinalize");
+    comm->finalizing = comm->clique->in_files && comm->first;
+    if (comm->finalizing) /* peers need time */
+        LEAVE(SW_NCCL_IN_PROGRESS);
     while (comm->first && comm->first->stream->first) { /* what was enqueued runs first */
         const nccl_group *before = comm->first;
-        sw_cu_stream stream = before->stream;
-        if (comm->clique->in_files) { /* peers need time */
-            sim_leave();
-            if (!sim_drain(stream))
-                return SW_NCCL_SYSTEM_ERROR;
-            sim_lock();
-            continue;
-        }
-        sim_drive(stream, NULL, 0);
+        sim_drive(before->stream, NULL, 0);
         if (comm->first == before)
             break;
     }
@@ -480,6 +481,7 @@ static void drop(sw_nccl_comm comm)
     comm->first = comm->last = NULL;
     if (comm->clique->in_files)
         nccl_files_leave(comm->clique);
+    comm->clique->is_left = true;
     comm->clique->comm[comm->rank] = NULL;
     sim.comms--;
 }
@@ -493,12 +495,43 @@ SIM_API int ncclCommDestroy(sw_nccl_comm comm)
     LEAVE(SW_NCCL_SUCCESS);
 }
 
+static bool aborts_wait;
+
+/* From now on, for tests: as NCCL's do in the worst case. */
+SIM_API void sim_nccl_let_aborts_wait(int wait)
+{
+    aborts_wait = wait;
+}
+
+/* Whether the kernels of another of this rank's communicators wait for peers: to free memory waits
+ * for them (NVIDIA/nccl 549, 564). Whether a peer has not ended its part: it may still read from
+ * this one's memory (863). */
+static bool abort_waits(const clique *own)
+{
+    for (const clique *c = cliques; c; c = c->next)
+        if (c != own && c->in_files && !c->is_left && c->comm[c->own_rank]->first)
+            return true;
+    return own->in_files && nccl_files_stay(own);
+}
+
 SIM_API int ncclCommAbort(sw_nccl_comm comm)
 {
     ENTER("ncclCommAbort");
     FORBIDDEN_IN_CAPTURES("ncclCommAbort");
     outside_groups("ncclCommAbort");
+    clique *own = comm->clique;
     drop(comm);
+    for (int ms = 0; aborts_wait && abort_waits(own); ++ms) {
+        const struct timespec nap = {.tv_nsec = 1000000};
+        sim_leave();
+        nanosleep(&nap, NULL);
+        sim_lock();
+        if (ms == ABORT_MS_MAX) {
+            sim_site site = sim_here("ncclCommAbort");
+            sim_report("deadlock", "an abort waits for other communicators or ranks", &site, NULL);
+            break;
+        }
+    }
     LEAVE(SW_NCCL_SUCCESS);
 }
 

@@ -42,6 +42,7 @@ typedef struct clique {
     bool posted;   /* this rank's part of it is in its file */
     bool loaded;   /* the peers' parts are in comm[...]->first */
     sw_nccl_comm comm[SIM_DEVICE_MAX];
+    bool is_left; /* by this rank: aborted or destroyed */
     struct clique *next, *next_joined;
 } clique;
 
@@ -49,7 +50,8 @@ struct ncclComm {
     clique *clique;
     int rank;
     sw_nccl_result error;
-    unsigned char order; /* which each operation writes: two that no event orders are a race */
+    bool finalizing;          /* ranks are processes: until what was enqueued has run */
+    unsigned char order;      /* which each operation writes: two that no event orders are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
 };
 
@@ -67,6 +69,8 @@ void nccl_files_join(clique *c, int rank);
 int nccl_files_arrived(clique *c);
 /* A rank that ended the communicator before this group came about; -1 if none. */
 int nccl_files_gone(const clique *c);
+/* Whether a rank is there that has not ended the communicator. */
+bool nccl_files_stay(const clique *c);
 /* This rank's part of group `g` is told, and the others' parts are there and loaded. */
 bool nccl_files_ready(nccl_group *g);
 /* The group that was loaded has run. */

@@ -61,6 +61,14 @@ bool nccl_files_is_id(const sw_nccl_id *id)
     return strncmp(id->internal, MARK, sizeof MARK - 1) == 0;
 }
 
+bool nccl_files_stay(const clique *c)
+{
+    for (int r = 0; r < c->world_size; ++r)
+        if (r != c->own_rank && exists(c, "here", -1, r) && !exists(c, "gone", -1, r))
+            return true;
+    return false;
+}
+
 /* ---- a rank's part ---- */
 
 static void post(const nccl_group *g)
