@@ -244,7 +244,7 @@ class DeviceLink:
         self._look_at_lender()
         if self._main is not None:
             if not self._main.comm.is_alive:
-                self._failure = self._failure or self._main._failure
+                self._failure = self._failure or self._main._failure or self.host.end_reason
                 self.comm.abort(self._failure or "the communicator of the group's GPUs was closed")
         elif not self.host.is_alive:
             self._failure = self._failure or self.host.end_reason or "a rank of the group has left"

@@ -473,15 +473,23 @@ SIM_API int ncclCommFinalize(sw_nccl_comm comm)
     LEAVE(SW_NCCL_SUCCESS);
 }
 
-/* Its memory stays till the process ends: other ranks' groups may name it. */
-static void drop(sw_nccl_comm comm)
+/* Its kernels are let go. */
+static void let_go(sw_nccl_comm comm)
 {
     for (nccl_group *g = comm->first; g; g = g->next)
         g->dropped = true;
     comm->first = comm->last = NULL;
+    comm->clique->is_left = true;
+    if (comm->clique->in_files)
+        nccl_files_end(comm->clique);
+}
+
+/* Its memory stays till the process ends: other ranks' groups may name it. */
+static void drop(sw_nccl_comm comm)
+{
+    let_go(comm);
     if (comm->clique->in_files)
         nccl_files_leave(comm->clique);
-    comm->clique->is_left = true;
     comm->clique->comm[comm->rank] = NULL;
     sim.comms--;
 }
@@ -504,8 +512,8 @@ SIM_API void sim_nccl_let_aborts_wait(int wait)
 }
 
 /* Whether the kernels of another of this rank's communicators wait for peers: to free memory waits
- * for them (NVIDIA/nccl 549, 564). Whether a peer has not ended its part: it may still read from
- * this one's memory (863). */
+ * for them (NVIDIA/nccl 549, 564). Whether a peer has not begun to end its part: it may still read
+ * from this one's memory (863). Peers learn of an abort when it is over, at the earliest. */
 static bool abort_waits(const clique *own)
 {
     for (const clique *c = cliques; c; c = c->next)
@@ -519,8 +527,8 @@ SIM_API int ncclCommAbort(sw_nccl_comm comm)
     ENTER("ncclCommAbort");
     FORBIDDEN_IN_CAPTURES("ncclCommAbort");
     outside_groups("ncclCommAbort");
-    clique *own = comm->clique;
-    drop(comm);
+    const clique *own = comm->clique;
+    let_go(comm);
     for (int ms = 0; aborts_wait && abort_waits(own); ++ms) {
         const struct timespec nap = {.tv_nsec = 1000000};
         sim_leave();
@@ -532,6 +540,7 @@ SIM_API int ncclCommAbort(sw_nccl_comm comm)
             break;
         }
     }
+    drop(comm);
     LEAVE(SW_NCCL_SUCCESS);
 }
 

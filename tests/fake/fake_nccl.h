@@ -69,7 +69,8 @@ void nccl_files_join(clique *c, int rank);
 int nccl_files_arrived(clique *c);
 /* A rank that ended the communicator before this group came about; -1 if none. */
 int nccl_files_gone(const clique *c);
-/* Whether a rank is there that has not ended the communicator. */
+/* This rank begins to end the communicator; whether one is there that does not. */
+void nccl_files_end(const clique *c);
 bool nccl_files_stay(const clique *c);
 /* This rank's part of group `g` is told, and the others' parts are there and loaded. */
 bool nccl_files_ready(nccl_group *g);

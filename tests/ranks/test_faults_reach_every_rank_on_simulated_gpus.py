@@ -238,24 +238,32 @@ def slow_call(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 @at_least_two
-def test_aborts_that_wait_for_one_another_end(teams: Any, world_size: int, paths: dict[str, str]) -> None:
-    run(teams, world_size, paths, aborts_that_wait, transport="nccl")
+@pytest.mark.parametrize("call", ["ncclBroadcast", "ncclCommGetAsyncError"])
+def test_aborts_that_wait_for_one_another_end(teams: Any, world_size: int, paths: dict[str, str], call: str) -> None:
+    run(teams, world_size, paths, aborts_that_wait, call, transport="nccl")
 
 
-def aborts_that_wait(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """Of two communicators a rank, where each abort waits for the other communicator's kernels, and for the other ranks'."""
+def aborts_that_wait(gpus: SimulatedGpus, rank: int, world_size: int, call: str) -> None:
+    """Of two communicators a rank, where each abort waits for the other communicator's kernels, and until the other ranks abort."""
     gpus.watch()
     torch.manual_seed(0)
     module = gpus.adopt_module(Mlp())
-    model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=3, deterministic=True)
+    model, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=3, deterministic=True)
+    means, gathers = sorted(live_links(), key=lambda link: link._main is not None)
     gpus.let_aborts_wait()
     gather(None)
-    if rank == 1:
-        gpus.fail_next("ncclRecv", 3)
-    with soon(), pytest.raises(sw.Error, match=f"rank 1 of {world_size}"):
-        for step in range(50):
-            model(batch(rank, 6, 7, step=step)).square().mean().backward()
-            optimizer.step()
+    with soon(), pytest.raises(sw.Error, match=f"NCCL on rank 1 of {world_size}: .* failed"):
+        if rank == 1:
+            ranges = [(gpus.adopt(torch.zeros(world_size)).data_ptr(), world_size, "float32") for _ in range(2)]
+            torchs = means.current_stream()
+            with gpus.other_stream() as aside:
+                gathers.comm.follow(aside, torchs)
+                gathers.comm.all_gather(ranges[:1], aside)  # to which nobody else comes
+            gpus.fail_next(call, 3)  # inside a group of NCCL's; or outside, as the thread looks that watches
+            means.comm.broadcast(ranges[1:], 0, torchs)
+            while means.host.is_alive:
+                time.sleep(0.01)
+        means.host.barrier("what hosts do")
     gather(None)
     modules.train(rank, *modules.on_gpu(gpus, Mlp, bucket_cap_mb=0.001))
 
@@ -282,6 +290,7 @@ def forked_child(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     read, write = os.pipe()
     child = gpus.fork()
     if child == 0:
+        signal.alarm(20)
         os.dup2(write, 1)
         os.dup2(write, 2)
         code = 1
