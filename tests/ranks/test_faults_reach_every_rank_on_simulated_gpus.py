@@ -103,6 +103,30 @@ def seen_beside(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     modules.train(rank, *modules.on_gpu(gpus, Mlp, bucket_cap_mb=0.001))
 
 
+@at_least_two
+def test_what_nccl_takes_for_a_peers_failure_is_told_in_that_peers_words(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, a_peers_words, transport="nccl")
+
+
+def a_peers_words(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    wrapped = wrapped_mlp(gpus)
+    comm = wrapped._engine().link.comm
+    gather(None)
+    with pytest.raises(sw.Error, match=f"NCCL on rank 1 of {world_size}: send of a slice failed"):
+        if rank == 1:
+            gpus.fail_next("ncclSend", 3)
+            backward(wrapped, rank)
+        gather(None)
+        gpus.fail_next("ncclCommGetAsyncError", 6)  # a remote error
+        comm.watch()
+    if rank == 1:
+        gather(None)
+    gpus.fail_next("", 0)
+    gather(None)
+
+
 # a rank that dies ----------------------------------------------------------------------------------------------------
 
 
