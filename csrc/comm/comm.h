@@ -7,8 +7,9 @@
  *
  * What it leaves out: how ranks find each other (shm.h, local.h), what a bucket is (reduce/).
  *
- * Thread rule: one at a time a communicator. Errors end the communicator: every later call repeats
- * the first error, on every rank the same sentence where ranks disagree.
+ * Thread rule: one at a time a communicator, but for look and request_end. Errors end the
+ * communicator: every later call repeats the first error, on every rank the same sentence where
+ * ranks disagree.
  */
 #ifndef SW_COMM_COMM_H
 #define SW_COMM_COMM_H
@@ -138,6 +139,12 @@ typedef struct sw_comm_ops {
                         const char *label, sw_error *err);
     /* Ends the communicator for every rank, with this sentence. */
     void (*abort)(sw_comm *comm, const sw_error *reason);
+    /* The same from any thread, beside a call of another's: peers are told at once, and that call
+     * ends where it looks next, in a wait at once. Nothing where it has ended. */
+    void (*request_end)(sw_comm *comm, const sw_error *reason);
+    /* From any thread, without waiting: SW_OK, or why nothing more will come of some rank, this one
+     * too. It met an error (its own), it died, or, if `minds_leaving`, it left. */
+    sw_status (*look)(sw_comm *comm, bool minds_leaving, sw_error *err);
     /* "rank 2 (pid 4711 on host a)". */
     void (*peer)(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
     /* Whether no rank, as far as it can be seen without waiting, has met an error or left. */

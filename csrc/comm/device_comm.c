@@ -5,6 +5,7 @@
 
 #include "comm/device_region.h"
 #include "platform/clock.h"
+#include "platform/thread.h"
 
 enum { CALLS_PER_GROUP = 32, EVERY_RANK = -1 };
 static const size_t norm_numel_max = (size_t)1 << 31;
@@ -34,6 +35,7 @@ sw_status sw_device_comm_create(const sw_device_comm_config *config, sw_device_c
     sw_device_comm *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "device communicator: no memory for %zu bytes", sizeof *made);
+    made->lookout.host = config->host;
     sw_status status = create_all(made, config, err);
     if (status != SW_OK) {
         sw_device_comm_destroy(made);
@@ -65,8 +67,11 @@ sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int ra
     SW_TRY(refuse_connected(c, err));
     SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
-    return sw_nccl_peers_create(&c->library, c->device, id, rank, world_size, timeout_ns, &c->peers,
-                                err);
+    c->lookout.minds_leaving = true;
+    sw_status status = sw_nccl_peers_create(&c->library, c->device, id, rank, world_size,
+                                            timeout_ns, &c->lookout, &c->peers, err);
+    c->lookout.minds_leaving = false;
+    return status;
 }
 
 sw_status sw_device_comm_connect_slots(sw_device_comm *c, const sw_slot_parts *parts, int rank,
@@ -80,8 +85,12 @@ sw_status sw_device_comm_connect_slots(sw_device_comm *c, const sw_slot_parts *p
                              .parts = *parts,
                              .rank = rank,
                              .world_size = world_size,
-                             .timeout_ns = timeout_ns};
-    return sw_slot_transport_create(&config, &c->peers, err);
+                             .timeout_ns = timeout_ns,
+                             .lookout = &c->lookout};
+    c->lookout.minds_leaving = true;
+    sw_status status = sw_slot_transport_create(&config, &c->peers, err);
+    c->lookout.minds_leaving = false;
+    return status;
 }
 
 sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank, int world_size,
@@ -91,7 +100,7 @@ sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank
     SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
     return sw_nccl_peers_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns,
-                                &c->peers, err);
+                                &c->lookout, &c->peers, err);
 }
 
 /* Our own communicator lets what was enqueued run as it ends. A borrowed one goes back to its
@@ -101,7 +110,7 @@ static void return_borrowed(sw_device_comm *c)
     const sw_device_ops *ops = c->device->ops;
     if (!sw_peers_has_failed(c->peers) &&
         ops->event_record(c->device, c->met, c->stream, NULL) == SW_OK)
-        (void)ops->event_wait(c->device, c->met, c->timeout_ns, "our last operation", NULL);
+        (void)sw_peers_wait(c->peers, c->met, "our last operation", NULL);
 }
 
 void sw_device_comm_disconnect(sw_device_comm *c)
@@ -271,6 +280,26 @@ sw_status sw_device_comm_norm(sw_device_comm *c, const sw_device_range *ranges, 
 }
 
 /* ---- watching ---- */
+
+void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
+{
+    int64_t start = sw_clock_now_ns();
+    bool done = false;
+    sw_error reason;
+    c->device->stats.host_waits++;
+    while (!done && sw_clock_now_ns() - start < c->timeout_ns) {
+        if (c->device->ops->event_query(c->device, event, &done, NULL) != SW_OK)
+            return; /* a context that is lost runs nothing */
+        if (done)
+            return;
+        if (c->peers) {
+            (void)!sw_peers_check(c->peers, NULL);
+            if (sw_lookout_look(&c->lookout, what, &reason) != SW_OK)
+                sw_peers_abort(c->peers, &reason);
+        }
+        sw_thread_rest(sw_clock_now_ns() - start);
+    }
+}
 
 sw_status sw_device_comm_mark(sw_device_comm *c, sw_error *err)
 {

@@ -28,6 +28,8 @@ typedef struct sw_device_comm_config {
     const char *nccl_library; /* NULL: the libnccl.so.2 that the process has loaded, if any */
     int ordinal;
     sw_image_places places;
+    sw_comm *host; /* borrowed: the communicator of these ranks' hosts, or of more ranks; NULL:
+                      nobody is asked about peers, or told of failures */
 } sw_device_comm_config;
 
 typedef struct sw_device_comm {
@@ -41,6 +43,7 @@ typedef struct sw_device_comm {
     sw_event *marked;        /* of mark */
     int64_t marked_ns;       /* when mark was called last; 0: never, or it was seen done */
     int64_t timeout_ns;
+    sw_lookout lookout;
     void *sum;           /* device memory: sw_norm_sum */
     sw_norm_sum *staged; /* pinned */
     struct sw_device_region *regions; /* not owned: device_region.h's list */
@@ -117,6 +120,11 @@ SW_MUST_USE sw_status sw_device_comm_exchange(sw_device_comm *comm, const sw_dev
 SW_MUST_USE sw_status sw_device_comm_norm(sw_device_comm *comm, const sw_device_range *ranges,
                                           size_t count, sw_stream *user, sw_norm_sum *sum,
                                           sw_error *err);
+
+/* Until `event` is done, before what is behind it goes: under the deadline, and for as long as it
+ * may be done at all. Peers that have died, and whoever asks for the end, end the communicator,
+ * which lets its kernels go. */
+void sw_device_comm_await(sw_device_comm *comm, sw_event *event, const char *what);
 
 /* What our stream was given so far must be done within the deadline from now: for watch. */
 SW_MUST_USE sw_status sw_device_comm_mark(sw_device_comm *comm, sw_error *err);

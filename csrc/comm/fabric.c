@@ -45,12 +45,70 @@ bool sw_fabric_is_alive(sw_comm *comm)
     return fabric->ended == SW_OK;
 }
 
+/* What a peer has said of its end. */
+static sw_status read_reason(const sw_control *control, sw_error *err)
+{
+    sw_error reason = control->reason;
+    reason.message[sizeof reason.message - 1] = '\0';
+    return sw_error_set(err, reason.status, reason.detail, "%s", reason.message);
+}
+
+sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
+{
+    sw_fabric *fabric = (sw_fabric *)comm;
+    for (int r = 0; r < comm->world_size; ++r) /* what was said comes before what is seen */
+        if (atomic_load(&fabric->control[r]->state) == SW_MEMBER_ENDED)
+            return read_reason(fabric->control[r], err);
+    for (int r = 0; r < comm->world_size; ++r) {
+        const sw_control *control = fabric->control[r];
+        bool is_gone = r != comm->rank && fabric->peer_ended(fabric, r);
+        uint32_t state = atomic_load(&control->state); /* it may say so, and then go */
+        char peer[SW_COMM_PEER_BYTES];
+        if (state == SW_MEMBER_ENDED)
+            return read_reason(control, err);
+        bool has_left = state == SW_MEMBER_LEFT && r != comm->rank;
+        if (has_left ? !minds_leaving : !is_gone)
+            continue;
+        sw_fabric_peer(comm, r, peer);
+        return sw_error_set(err, SW_E_COMM, sw_comm_name(comm, r), "%s %s", peer,
+                            has_left ? "left the group" : "died or exited");
+    }
+    return SW_OK;
+}
+
+/* The first of a rank's threads says how it ends. */
+static bool claim(sw_fabric *fabric)
+{
+    return !atomic_exchange(&fabric->is_claimed, true);
+}
+
+/* Another thread has ended it: the caller's knows from here on. */
+static void learn_end(sw_fabric *fabric)
+{
+    const sw_control *own = fabric->control[fabric->comm.rank];
+    while (atomic_load(&own->state) == SW_MEMBER_ACTIVE)
+        sw_spin_pause(); /* it is being said */
+    fabric->reason = own->reason;
+    fabric->ended = own->reason.status;
+}
+
+void sw_fabric_request_end(sw_comm *comm, const sw_error *reason)
+{
+    sw_fabric *fabric = (sw_fabric *)comm;
+    if (claim(fabric))
+        sw_control_end(fabric->control[comm->rank], reason);
+}
+
 void sw_fabric_leave(sw_comm *comm)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
     sw_control *own = fabric->control[comm->rank];
     if (fabric->ended != SW_OK)
         return;
+    if (!claim(fabric)) {
+        learn_end(fabric);
+        return;
+    }
     fabric->ended =
         sw_error_set(&fabric->reason, SW_E_STATE, -1, "the communicator of rank %d was closed",
                      sw_comm_name(comm, comm->rank));
@@ -88,10 +146,13 @@ void sw_control_end(sw_control *control, const sw_error *reason)
 
 sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err)
 {
-    if (fabric->ended == SW_OK) {
+    if (fabric->ended == SW_OK && claim(fabric)) {
         fabric->ended = reason->status;
         fabric->reason = *reason;
         sw_control_end(fabric->control[fabric->comm.rank], reason);
+    } else if (fabric->ended == SW_OK) {
+        learn_end(fabric);
+        reason = &fabric->reason;
     }
     if (err && err != reason)
         *err = *reason;
@@ -103,8 +164,12 @@ void sw_fabric_abort(sw_comm *comm, const sw_error *reason)
     sw_fabric_end((sw_fabric *)comm, reason, NULL);
 }
 
-static sw_status check_alive(const sw_fabric *fabric, sw_error *err)
+static sw_status check_alive(sw_fabric *fabric, sw_error *err)
 {
+    const sw_control *own = fabric->control[fabric->comm.rank];
+    if (fabric->ended == SW_OK &&
+        atomic_load_explicit(&own->state, memory_order_relaxed) == SW_MEMBER_ENDED)
+        learn_end(fabric);
     if (fabric->ended != SW_OK && err)
         *err = fabric->reason;
     return fabric->ended;

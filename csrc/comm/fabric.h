@@ -55,7 +55,8 @@ typedef struct sw_fabric {
                        int rank); /* transport's: whether the process is gone */
     int spin_count;
     uint32_t posted, done;              /* own counters, as published */
-    sw_status ended;                    /* SW_OK while alive */
+    _Atomic bool is_claimed;            /* some thread of this rank says how it ends, once */
+    sw_status ended;                    /* SW_OK while alive, as far as the caller's thread knows */
     sw_error reason;                    /* of `ended` */
     sw_pending pending[SW_FABRIC_RING]; /* by ticket modulo the ring */
     const uint8_t **source;             /* owned scratch, world_size pointers each */
@@ -79,6 +80,8 @@ SW_MUST_USE sw_status sw_fabric_run(sw_comm *comm, const sw_op *op, sw_error *er
 SW_MUST_USE sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes,
                                        void *all, const char *label, sw_error *err);
 void sw_fabric_abort(sw_comm *comm, const sw_error *reason);
+void sw_fabric_request_end(sw_comm *comm, const sw_error *reason);
+SW_MUST_USE sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err);
 void sw_fabric_leave(sw_comm *comm);
 bool sw_fabric_is_alive(sw_comm *comm);
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);

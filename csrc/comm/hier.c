@@ -26,21 +26,6 @@ static const int64_t answer_ns = 400 * 1000 * 1000;
 /* Ending
  * ------------------------------------------------------------------------------------------ */
 
-void sw_hier_end(sw_hier *hier, const sw_error *reason)
-{
-    sw_page *own = sw_hier_page(hier, hier->local_rank);
-    pthread_mutex_lock(&hier->lock);
-    bool first = !atomic_load(&hier->ended);
-    if (first) {
-        hier->reason = own->reason = *reason;
-        atomic_store(&hier->ended, true);
-        atomic_store(&own->state, SW_MEMBER_ENDED);
-    }
-    pthread_mutex_unlock(&hier->lock);
-    sw_futex_wake_all(&own->posted);
-    sw_futex_wake_all(&own->wired);
-}
-
 /* From the posting thread: this host's ranks may wait in memory of their own, too. */
 static sw_status end_here(sw_hier *hier, const sw_error *reason, sw_error *err)
 {
@@ -64,12 +49,6 @@ void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
     const sw_identity *identity = &((const sw_hier *)comm)->identity[rank];
     snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, identity->pid,
              identity->host);
-}
-
-static bool has_ended(const sw_hier *hier, int local)
-{
-    sw_fabric *inside = (sw_fabric *)hier->inside;
-    return local != hier->local_rank && inside->peer_ended(inside, local);
 }
 
 static void describe_ticket(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
@@ -97,7 +76,7 @@ sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths, 
         if (has_posted && l != 0)
             continue; /* it has done its part; the carrier has not until the end */
         bool left = state == SW_MEMBER_LEFT;
-        if (left || (deaths && has_ended(hier, l))) {
+        if (left || (deaths && sw_hier_has_gone(hier, l))) {
             char peer[SW_COMM_PEER_BYTES], what[160];
             sw_hier_peer((sw_comm *)(uintptr_t)hier, hier->members[l], peer);
             describe_ticket(hier, ticket, what, sizeof what);
@@ -620,15 +599,6 @@ static void abort_all(sw_comm *comm, const sw_error *reason)
     end_here((sw_hier *)comm, reason, NULL);
 }
 
-static bool is_alive(sw_comm *comm)
-{
-    const sw_hier *hier = (const sw_hier *)comm;
-    for (int l = 0; l < hier->local_count; ++l)
-        if (atomic_load(&sw_hier_page(hier, l)->state) != SW_MEMBER_ACTIVE || has_ended(hier, l))
-            return false;
-    return !atomic_load(&hier->ended);
-}
-
 static void leave(sw_comm *comm)
 {
     sw_hier *hier = (sw_hier *)comm;
@@ -707,8 +677,10 @@ static const sw_comm_ops hier_ops = {
     .run = run,
     .gather = gather,
     .abort = abort_all,
+    .request_end = sw_hier_request_end,
+    .look = sw_hier_look,
     .peer = sw_hier_peer,
-    .is_alive = is_alive,
+    .is_alive = sw_hier_is_alive,
     .leave = leave,
     .forked = forked,
     .destroy = destroy,

@@ -117,6 +117,14 @@ static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
  * stays. Tells this host's ranks; the carrier tells the other hosts. Any thread. */
 void sw_hier_end(sw_hier *hier, const sw_error *reason);
 
+/* Members of sw_comm_ops; any thread. Of ranks on other hosts look() knows what carriers heard. */
+void sw_hier_request_end(sw_comm *comm, const sw_error *reason);
+SW_MUST_USE sw_status sw_hier_look(sw_comm *comm, bool minds_leaving, sw_error *err);
+bool sw_hier_is_alive(sw_comm *comm);
+
+/* Whether the process of a rank of this host has ended; not this one's. Any thread. */
+bool sw_hier_has_gone(const sw_hier *hier, int local);
+
 /* What keeps this host from operation `ticket`: a rank of it that ended, left or (with `deaths`)
  * died before it posted. SW_OK: nothing known. *missing: a local rank that has not posted it, -1
  * for none. Any thread. */

@@ -1,6 +1,7 @@
 /* nccl.c - see nccl.h. */
 #include "comm/nccl.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "comm/end_request.h"
@@ -14,8 +15,10 @@ struct sw_nccl {
     bool is_borrowed;
     int rank, world_size;
     int64_t timeout_ns;
-    int depth;        /* groups that are open in NCCL, one inside the other */
-    sw_error failure; /* what ended it; SW_OK while it lives */
+    sw_lookout *lookout;    /* borrowed */
+    int depth;              /* groups that are open in NCCL, one inside the other */
+    sw_error failure;       /* what ended it; SW_OK while it lives */
+    _Atomic bool has_ended; /* with it: for other threads to see */
     sw_end_request asked;
 };
 
@@ -30,7 +33,7 @@ static bool has_failed(const sw_nccl *comm)
  * may wait for the kernels of this GPU's other communicators, which are ended by who sees this. */
 bool sw_nccl_has_failed(const sw_nccl *comm)
 {
-    return has_failed(comm) && (!comm->handle || comm->depth == 0);
+    return atomic_load(&comm->has_ended);
 }
 
 static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
@@ -39,25 +42,31 @@ static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
                         comm->failure.message);
 }
 
-/* NCCL's kernels that wait for peers are let go: of a borrowed communicator, by its owner. */
+/* NCCL's kernels that wait for peers are let go: of a borrowed communicator, by its owner. The
+ * abort may wait until those of the process's other communicators are, too, by whoever sees that
+ * this one has ended. */
 static void end(sw_nccl *comm)
 {
     sw_device_visit visit;
-    bool entered = comm->device->ops->enter(comm->device, &visit, NULL) == SW_OK;
-    if (comm->handle && !comm->is_borrowed)
-        (void)comm->library->call.ncclCommAbort(comm->handle);
+    sw_nccl_comm handle = comm->is_borrowed ? NULL : comm->handle;
     comm->handle = NULL;
+    atomic_store(&comm->has_ended, true);
+    bool entered = comm->device->ops->enter(comm->device, &visit, NULL) == SW_OK;
+    if (handle)
+        (void)comm->library->call.ncclCommAbort(handle);
     if (entered)
         comm->device->ops->leave(comm->device, &visit);
 }
 
-/* Later calls repeat this. Inside a group the end waits for the outermost one's: what NCCL keeps of
- * an open group is its thread's, so a communicator that ends there would take the thread's later
- * ones along. */
+/* Later calls repeat this, and every rank is told before anything ends. Inside a group the end
+ * waits for the outermost one's: what NCCL keeps of an open group is its thread's, so a
+ * communicator that ends there would take the thread's later ones along. */
 static sw_status fail(sw_nccl *comm, const sw_error *reason, sw_error *err)
 {
-    if (!has_failed(comm))
+    if (!has_failed(comm)) {
         comm->failure = *reason;
+        sw_lookout_tell(comm->lookout, reason);
+    }
     if (comm->depth == 0)
         end(comm);
     return refuse_failed(comm, err);
@@ -74,6 +83,17 @@ static sw_status fail_result(sw_nccl *comm, sw_nccl_result result, const char *w
                  "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", comm->rank, comm->world_size,
                  what, comm->library->call.ncclGetErrorString(result), result,
                  last && *last ? "; " : "", last ? last : "");
+    if (status == SW_E_COMM)
+        sw_lookout_hear(comm->lookout, &reason);
+    return fail(comm, &reason, err);
+}
+
+/* A call of the driver's has failed. */
+static sw_status fail_driver(sw_nccl *comm, const char *what, const sw_error *cause, sw_error *err)
+{
+    sw_error reason;
+    sw_error_set(&reason, cause->status, cause->detail, "NCCL on rank %d of %d: %s: %.300s",
+                 comm->rank, comm->world_size, what, cause->message);
     return fail(comm, &reason, err);
 }
 
@@ -93,6 +113,19 @@ static sw_status check_request(sw_nccl *comm, sw_error *err)
     return reason ? fail(comm, reason, err) : SW_OK;
 }
 
+/* What the ranks' hosts say of a wait. */
+static sw_status look_out(sw_nccl *comm, const char *what, sw_error *err)
+{
+    sw_error reason;
+    sw_status status = sw_lookout_look(comm->lookout, what, &reason);
+    if (status == SW_OK)
+        return SW_OK;
+    sw_status failed = fail(comm, &reason, err);
+    if (status == SW_E_INTERRUPTED)
+        SW_FAIL(err, status, "interrupted while waiting for %s", what);
+    return failed;
+}
+
 /* A call of a non-blocking communicator returned `result`: waits until it is decided. */
 static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
@@ -106,6 +139,7 @@ static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, 
             break;
         if (sw_clock_now_ns() - start > comm->timeout_ns)
             return fail_late(comm, what, err);
+        SW_TRY(look_out(comm, what, err));
         sw_thread_rest(sw_clock_now_ns() - start);
     }
     return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, what, err);
@@ -155,8 +189,8 @@ static sw_status connect(sw_nccl *comm, const sw_nccl_id *id, sw_error *err)
 }
 
 sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const sw_nccl_id *id,
-                         int rank, int world_size, int64_t timeout_ns, sw_nccl **comm,
-                         sw_error *err)
+                         int rank, int world_size, int64_t timeout_ns, sw_lookout *lookout,
+                         sw_nccl **comm, sw_error *err)
 {
     if (world_size < 1 || rank < 0 || rank >= world_size)
         SW_FAIL(err, SW_E_INVALID, "NCCL: rank must be in [0, world_size), not %d of %d", rank,
@@ -168,7 +202,8 @@ sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const s
                       .device = device,
                       .rank = rank,
                       .world_size = world_size,
-                      .timeout_ns = timeout_ns};
+                      .timeout_ns = timeout_ns,
+                      .lookout = lookout};
     sw_status status = connect(made, id, err);
     if (status != SW_OK) {
         end(made);
@@ -196,8 +231,8 @@ static sw_status check_lent(sw_nccl *comm, sw_error *err)
 }
 
 sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl_comm handle,
-                         int rank, int world_size, int64_t timeout_ns, sw_nccl **comm,
-                         sw_error *err)
+                         int rank, int world_size, int64_t timeout_ns, sw_lookout *lookout,
+                         sw_nccl **comm, sw_error *err)
 {
     if (!handle)
         SW_FAIL(err, SW_E_INVALID, "NCCL: a borrowed communicator must not be NULL");
@@ -216,6 +251,7 @@ sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl
         free(made);
         return status;
     }
+    made->lookout = lookout; /* what cannot be lent the caller tells himself */
     *comm = made;
     return SW_OK;
 }
@@ -494,12 +530,13 @@ sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_erro
         bool done;
         sw_error reason;
         if (comm->device->ops->event_query(comm->device, event, &done, &reason) != SW_OK)
-            return fail(comm, &reason, err);
+            return fail_driver(comm, what, &reason, err);
         if (done)
             return sw_nccl_check(comm, err);
         SW_TRY(sw_nccl_check(comm, err));
         if (sw_clock_now_ns() - start > comm->timeout_ns)
             return fail_late(comm, what, err);
+        SW_TRY(look_out(comm, what, err));
         sw_thread_rest(sw_clock_now_ns() - start);
     }
 }

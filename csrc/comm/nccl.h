@@ -18,6 +18,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "comm/lookout.h"
 #include "comm/nccl_abi.h"
 #include "device/device.h"
 #include "kernels/kernels.h"
@@ -42,11 +43,13 @@ SW_MUST_USE sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id 
 
 typedef struct sw_nccl sw_nccl;
 
-/* Collective. `nccl` and `device` are borrowed and outlive it. Every wait of the communicator ends
- * after `timeout_ns`. SW_E_TIMEOUT when a rank did not come; SW_E_DEVICE. */
+/* Collective. `nccl`, `device` and `lookout` are borrowed and outlive it. Every wait of the
+ * communicator ends after `timeout_ns`, or with what `lookout` sees; a failure is told to it.
+ * SW_E_TIMEOUT when a rank did not come; SW_E_COMM when it has died; SW_E_DEVICE. */
 SW_MUST_USE sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device,
                                      const sw_nccl_id *id, int rank, int world_size,
-                                     int64_t timeout_ns, sw_nccl **comm, sw_error *err);
+                                     int64_t timeout_ns, sw_lookout *lookout, sw_nccl **comm,
+                                     sw_error *err);
 
 /* This rank alone: over a communicator of somebody else's, who keeps it alive and lets nothing run
  * beside our operations. We neither destroy nor abort it: after a failure its kernels wait until
@@ -54,7 +57,8 @@ SW_MUST_USE sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *dev
  * world size or GPU; SW_E_TIMEOUT when it does not become ready. */
 SW_MUST_USE sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device,
                                      sw_nccl_comm handle, int rank, int world_size,
-                                     int64_t timeout_ns, sw_nccl **comm, sw_error *err);
+                                     int64_t timeout_ns, sw_lookout *lookout, sw_nccl **comm,
+                                     sw_error *err);
 bool sw_nccl_is_borrowed(const sw_nccl *comm);
 
 /* Lets what was enqueued run, unless the communicator has failed, or is borrowed. NULL is allowed.
@@ -117,14 +121,14 @@ SW_MUST_USE sw_status sw_nccl_broadcast(sw_nccl *comm, void *data, size_t numel,
                                         int root, sw_stream *stream, sw_error *err);
 
 /* Waits for `event` while watching for a failure of the communicator; SW_E_TIMEOUT names `what`,
- * SW_E_COMM a rank's failure. Either ends the communicator. */
+ * SW_E_COMM a rank's failure; SW_E_INTERRUPTED is the program's. Each ends the communicator. */
 SW_MUST_USE sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_error *err);
 
 /* The caller has seen that `what` is late: ends the communicator. Always SW_E_TIMEOUT, or the
  * failure that came before. */
 SW_MUST_USE sw_status sw_nccl_give_up(sw_nccl *comm, const char *what, sw_error *err);
 
-/* Whether it has ended with a failure. */
+/* Whether it has ended with a failure, its abort perhaps still under way. Any thread. */
 bool sw_nccl_has_failed(const sw_nccl *comm);
 
 /* Ends the communicator for a reason of the caller's, which later calls repeat. */

@@ -160,19 +160,19 @@ static sw_status wrap(sw_nccl *nccl, sw_peers **peers, sw_error *err)
 }
 
 sw_status sw_nccl_peers_create(const sw_nccl_library *nccl, sw_device *device, const sw_nccl_id *id,
-                               int rank, int world_size, int64_t timeout_ns, sw_peers **peers,
-                               sw_error *err)
+                               int rank, int world_size, int64_t timeout_ns, sw_lookout *lookout,
+                               sw_peers **peers, sw_error *err)
 {
     sw_nccl *made;
-    SW_TRY(sw_nccl_create(nccl, device, id, rank, world_size, timeout_ns, &made, err));
+    SW_TRY(sw_nccl_create(nccl, device, id, rank, world_size, timeout_ns, lookout, &made, err));
     return wrap(made, peers, err);
 }
 
 sw_status sw_nccl_peers_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl_comm handle,
-                               int rank, int world_size, int64_t timeout_ns, sw_peers **peers,
-                               sw_error *err)
+                               int rank, int world_size, int64_t timeout_ns, sw_lookout *lookout,
+                               sw_peers **peers, sw_error *err)
 {
     sw_nccl *made;
-    SW_TRY(sw_nccl_borrow(nccl, device, handle, rank, world_size, timeout_ns, &made, err));
+    SW_TRY(sw_nccl_borrow(nccl, device, handle, rank, world_size, timeout_ns, lookout, &made, err));
     return wrap(made, peers, err);
 }

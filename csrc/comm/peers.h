@@ -6,8 +6,8 @@
  * do not know which they have.
  *
  * Operations are in place, but for gather_slices. Memory and stream belong to the transport's
- * device and must live until the stream has passed the operation. A failure ends the transport;
- * every later call repeats it.
+ * device and must live until the stream has passed the operation. A failure ends the transport,
+ * and the host's communicator with it (lookout.h); every later call repeats it.
  *
  * Thread rule: one at a time a transport; every rank issues the same operations, of the same sizes,
  * in one order.
@@ -69,13 +69,14 @@ typedef struct sw_peers_ops {
     /* The host has waited for the last operation on it. On failure the memory stays in use. */
     sw_status (*memory_deregister)(sw_peers *peers, void *registered, sw_error *err);
     /* Waits for `event` while watching for a failure of the transport; SW_E_TIMEOUT names `what`,
-     * SW_E_COMM a rank's failure. Either ends the transport. */
+     * SW_E_COMM a rank's failure; SW_E_INTERRUPTED is the program's. Each ends the transport. */
     sw_status (*wait)(sw_peers *peers, sw_event *event, const char *what, sw_error *err);
     /* Whether it has failed, without waiting. */
     sw_status (*check)(sw_peers *peers, sw_error *err);
     /* The caller has seen that `what` is late: ends the transport. Always SW_E_TIMEOUT, or the
      * failure that came before. */
     sw_status (*give_up)(sw_peers *peers, const char *what, sw_error *err);
+    /* Any thread. */
     bool (*has_failed)(const sw_peers *peers);
     /* Ends the transport for a reason of the caller's, which later calls repeat. */
     void (*abort)(sw_peers *peers, const sw_error *reason);
@@ -97,12 +98,14 @@ struct sw_peers {
 /* sw_nccl_create as a transport. */
 SW_MUST_USE sw_status sw_nccl_peers_create(const sw_nccl_library *nccl, sw_device *device,
                                            const sw_nccl_id *id, int rank, int world_size,
-                                           int64_t timeout_ns, sw_peers **peers, sw_error *err);
+                                           int64_t timeout_ns, sw_lookout *lookout,
+                                           sw_peers **peers, sw_error *err);
 
 /* The same of sw_nccl_borrow. */
 SW_MUST_USE sw_status sw_nccl_peers_borrow(const sw_nccl_library *nccl, sw_device *device,
                                            sw_nccl_comm handle, int rank, int world_size,
-                                           int64_t timeout_ns, sw_peers **peers, sw_error *err);
+                                           int64_t timeout_ns, sw_lookout *lookout,
+                                           sw_peers **peers, sw_error *err);
 
 static inline sw_status sw_peers_group_begin(sw_peers *t, sw_error *err)
 {

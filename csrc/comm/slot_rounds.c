@@ -40,7 +40,7 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
 }
 
 /* The mark comes first: what is made of a wait that was let go is never taken for good by a rank
- * that asks. */
+ * that asks. Then those hear of it that wait for this rank's host. */
 sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
@@ -49,6 +49,7 @@ sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *e
         t->failure = *reason;
         own->reason = *reason;
         atomic_store(&own->has_failed, 1);
+        sw_lookout_tell(t->lookout, reason);
         sw_slot_drain(t, LET_GO_NS);
     }
     return sw_error_set(err, t->failure.status, t->failure.detail, "%s", t->failure.message);
@@ -116,6 +117,29 @@ sw_status sw_slot_check(sw_slot_transport *t, sw_error *err)
     return check_layouts(t, err);
 }
 
+/* What the ranks' hosts say of a wait. */
+static sw_status look_out(sw_slot_transport *t, const char *what, sw_error *err)
+{
+    sw_error reason;
+    sw_status status = sw_lookout_look(t->lookout, what, &reason);
+    if (status == SW_OK)
+        return SW_OK;
+    sw_status failed = sw_slot_fail(t, &reason, err);
+    if (status == SW_E_INTERRUPTED)
+        SW_FAIL(err, status, "interrupted while waiting for %s", what);
+    return failed;
+}
+
+/* A call of the driver's has failed. */
+static sw_status fail_driver(sw_slot_transport *t, const char *what, const sw_error *cause,
+                             sw_error *err)
+{
+    sw_error reason;
+    sw_error_set(&reason, cause->status, cause->detail, "GPU slots on rank %d of %d: %s: %.300s",
+                 t->base.rank, t->base.world_size, what, cause->message);
+    return sw_slot_fail(t, &reason, err);
+}
+
 sw_status sw_slot_wait(sw_slot_transport *t, sw_event *event, const char *what, sw_error *err)
 {
     int64_t start = sw_clock_now_ns();
@@ -123,12 +147,13 @@ sw_status sw_slot_wait(sw_slot_transport *t, sw_event *event, const char *what, 
         bool done;
         sw_error reason;
         if (t->device->ops->event_query(t->device, event, &done, &reason) != SW_OK)
-            return sw_slot_fail(t, &reason, err);
+            return fail_driver(t, what, &reason, err);
         SW_TRY(sw_slot_check(t, err)); /* after the event: what it stands for may be garbage */
         if (done)
             return SW_OK;
         if (sw_clock_now_ns() - start > t->timeout_ns)
             return sw_slot_fail_late(t, what, err);
+        SW_TRY(look_out(t, what, err));
         sw_thread_rest(sw_clock_now_ns() - start);
     }
 }

@@ -48,6 +48,7 @@ typedef struct sw_slot_transport {
     const sw_kernel_set *kernels; /* NULL after creation has failed before it */
     sw_stream *stream;
     int64_t timeout_ns;
+    sw_lookout *lookout; /* borrowed */
     size_t slot_bytes;
     uint8_t **part;   /* owned array: the parts, as this process maps them */
     uint8_t **mapped; /* owned array: the same as the device calls them; NULL: not registered */
@@ -62,7 +63,7 @@ typedef struct sw_slot_transport {
     uint32_t round;  /* the open one, or the last */
     uint32_t digest; /* of what it has been asked for */
     bool is_open, is_grouped;
-    bool has_failed;
+    _Atomic bool has_failed;
     sw_error failure;
     sw_end_request asked;
 } sw_slot_transport;

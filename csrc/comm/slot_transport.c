@@ -35,6 +35,8 @@ static sw_status finish(sw_slot_transport *t, sw_status status, const char *what
                         const sw_error *cause, sw_error *err)
 {
     sw_error reason;
+    if (status == SW_E_INTERRUPTED)
+        return sw_error_set(err, status, cause->detail, "%s", cause->message);
     if (status == SW_OK || t->has_failed)
         return status == SW_OK ? SW_OK : sw_slot_fail(t, &t->failure, err);
     sw_error_set(&reason, cause->status, cause->detail, "GPU slots on rank %d of %d: %s: %.300s",
@@ -469,6 +471,7 @@ static sw_slot_transport *make(const sw_slot_config *config)
         .kernels = config->kernels,
         .stream = config->stream,
         .timeout_ns = config->timeout_ns,
+        .lookout = config->lookout,
         .slot_bytes = config->parts.slot_bytes,
         .arrival_max = 4 * count > ARRIVALS_MIN ? 4 * count : ARRIVALS_MIN,
         .part = calloc(count, sizeof(uint8_t *)),
@@ -491,6 +494,7 @@ static void tell_of_failure(const sw_slot_config *config, const sw_error *reason
     sw_slot_head *own = (sw_slot_head *)(void *)config->parts.base[config->rank];
     own->reason = *reason;
     atomic_store(&own->has_failed, 1);
+    sw_lookout_tell(config->lookout, reason);
 }
 
 sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers, sw_error *err)

@@ -52,7 +52,8 @@ typedef struct sw_slot_config {
     sw_stream *stream;            /* of all operations */
     sw_slot_parts parts;
     int rank, world_size;
-    int64_t timeout_ns; /* of every wait */
+    int64_t timeout_ns;  /* of every wait */
+    sw_lookout *lookout; /* borrowed: every wait ends with what it sees; a failure is told to it */
 } sw_slot_config;
 
 size_t sw_slot_part_bytes(size_t slot_bytes);

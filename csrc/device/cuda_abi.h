@@ -100,7 +100,6 @@ enum {
     X(cuStreamDestroy_v2, (sw_cu_stream stream))                                                   \
     X(cuStreamWaitEvent, (sw_cu_stream stream, sw_cu_event event, unsigned flags))                 \
     X(cuStreamIsCapturing, (sw_cu_stream stream, int *status))                                     \
-    X(cuThreadExchangeStreamCaptureMode, (int *mode))                                              \
     X(cuEventCreate, (sw_cu_event * event, unsigned flags))                                        \
     X(cuEventDestroy_v2, (sw_cu_event event))                                                      \
     X(cuEventRecord, (sw_cu_event event, sw_cu_stream stream))                                     \
@@ -113,8 +112,10 @@ enum {
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,                \
        sw_cu_stream stream, void **parameters, void **extra))
 
-/* Of drivers for CUDA 11.7 and newer; NULL in the table of an older one. */
+/* Of drivers for CUDA 11.7 and newer, but for the first, which is older, and done without where it
+ * is not found; NULL in the table of a driver that has none. */
 #define SW_CUDA_NEWER_FUNCTIONS(X)                                                  \
+    X(cuThreadExchangeStreamCaptureMode, (int *mode))                               \
     X(cuStreamWriteValue32_v2,                                                      \
       (sw_cu_stream stream, sw_cu_address address, unsigned value, unsigned flags)) \
     X(cuStreamWaitValue32_v2,                                                       \

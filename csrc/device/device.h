@@ -48,6 +48,7 @@ typedef struct sw_pointer {
 /* What a thread has while it is in a device, for leave() to undo. */
 typedef struct sw_device_visit {
     bool is_pushed;   /* the device's context was not the current one */
+    bool is_exempt;   /* from captures; then */
     int capture_mode; /* the thread's own */
 } sw_device_visit;
 

@@ -42,11 +42,13 @@ static sw_cu_address address_of(const void *memory)
     return (sw_cu_address)(uintptr_t)memory;
 }
 
-/* Makes our context current, and the thread's calls exempt from captures. */
+/* Makes our context current, and the thread's calls exempt from captures. Where the driver will not
+ * exempt them, as it will do nothing any more in a context that has failed, the call that follows
+ * is made all the same, and says in its own name what is wrong. */
 static sw_status enter(cuda_device *cuda, sw_device_visit *visit, sw_error *err)
 {
     const sw_cuda_table *call = &cuda->driver.call;
-    sw_cu_context current = NULL, popped;
+    sw_cu_context current = NULL;
     SW_TRY(sw_cuda_check(&cuda->driver, call->cuCtxGetCurrent(&current), "cuCtxGetCurrent",
                          cuda->base.name, err));
     *visit = (sw_device_visit){.is_pushed = current != cuda->context,
@@ -54,18 +56,18 @@ static sw_status enter(cuda_device *cuda, sw_device_visit *visit, sw_error *err)
     if (visit->is_pushed)
         SW_TRY(sw_cuda_check(&cuda->driver, call->cuCtxPushCurrent_v2(cuda->context),
                              "cuCtxPushCurrent", cuda->base.name, err));
-    sw_cu_result result = call->cuThreadExchangeStreamCaptureMode(&visit->capture_mode);
-    if (result != SW_CU_SUCCESS && visit->is_pushed)
-        (void)call->cuCtxPopCurrent_v2(&popped);
-    return sw_cuda_check(&cuda->driver, result, "cuThreadExchangeStreamCaptureMode",
-                         cuda->base.name, err);
+    visit->is_exempt = call->cuThreadExchangeStreamCaptureMode &&
+                       call->cuThreadExchangeStreamCaptureMode(&visit->capture_mode) ==
+                           SW_CU_SUCCESS;
+    return SW_OK;
 }
 
 static void leave(cuda_device *cuda, const sw_device_visit *visit)
 {
     sw_cu_context popped;
     int mode = visit->capture_mode;
-    (void)cuda->driver.call.cuThreadExchangeStreamCaptureMode(&mode);
+    if (visit->is_exempt)
+        (void)cuda->driver.call.cuThreadExchangeStreamCaptureMode(&mode);
     if (visit->is_pushed)
         (void)cuda->driver.call.cuCtxPopCurrent_v2(&popped);
 }

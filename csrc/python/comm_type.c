@@ -562,10 +562,17 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
     comm_object *self = (comm_object *)op;
     const char *text;
     sw_error reason;
-    if (!PyArg_ParseTuple(args, "s:abort", &text) || !sw_py_comm_enter(self))
+    if (!PyArg_ParseTuple(args, "s:abort", &text))
+        return NULL;
+    bool is_beside = self->in_use && !self->closed && getpid() == self->owner_pid;
+    if (!is_beside && !sw_py_comm_enter(self))
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->comm->rank, "rank %d aborted the communicator: %.400s",
                  self->comm->rank, text);
+    if (is_beside) { /* the thread that is inside is let go */
+        self->comm->ops->request_end(self->comm, &reason);
+        Py_RETURN_NONE;
+    }
     self->comm->ops->abort(self->comm, &reason);
     sw_py_comm_leave(self);
     Py_RETURN_NONE;
@@ -638,6 +645,17 @@ static PyObject *comm_get_alive(PyObject *op, void *unused)
                            self->comm->ops->is_alive(self->comm));
 }
 
+static PyObject *comm_get_end_reason(PyObject *op, void *unused)
+{
+    comm_object *self = (comm_object *)op;
+    sw_error err;
+    (void)unused;
+    if (!self->comm || self->closed || !self->connected ||
+        self->comm->ops->look(self->comm, true, &err) == SW_OK)
+        Py_RETURN_NONE;
+    return PyUnicode_DecodeUTF8(err.message, (Py_ssize_t)strlen(err.message), "replace");
+}
+
 static PyObject *comm_get_timeout(PyObject *op, void *unused)
 {
     const comm_object *self = (comm_object *)op;
@@ -682,7 +700,7 @@ static PyMethodDef comm_methods[] = {
     {"barrier", comm_barrier, METH_VARARGS,
      "barrier(label='barrier')\n--\n\nWaits for every rank."},
     {"abort", comm_abort, METH_VARARGS,
-     "abort(reason)\n--\n\nEnds the communicator on every rank."},
+     "abort(reason)\n--\n\nEnds the communicator on every rank. From any thread."},
     {"stats", comm_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
     {"describe", comm_describe, METH_NOARGS, "describe()\n--\n\nWhat was found and chosen."},
     {"close", comm_close, METH_NOARGS, "close()\n--\n\nLeaves the group."},
@@ -694,6 +712,7 @@ static PyGetSetDef comm_properties[] = {
     {"world_size", comm_get, NULL, "ranks in the group", (void *)1},
     {"timeout_s", comm_get_timeout, comm_set_timeout, "deadline of each wait, seconds", NULL},
     {"is_alive", comm_get_alive, NULL, "whether no rank has met an error or left", NULL},
+    {"end_reason", comm_get_end_reason, NULL, "why it is not alive; None where it is", NULL},
     {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -1,85 +1,11 @@
 /* device_comm_type.c - shardwright._engine.DeviceComm: a rank's GPU as Python sees it. */
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
-#include "platform/clock.h"
 #include "python/device_object.h"
 
-static const int64_t WATCHED_NS = 10000000000; /* nobody waits for longer who looks after it */
-
-/* ---- use ---- */
-
-bool sw_py_device_is_own(const device_comm_object *self)
-{
-    return getpid() == self->owner_pid;
-}
-
-/* Who looks after the communicator is inside for an instant; who ends it, until its kernels have
- * been let go. Neither is a mistake of the caller's, so he waits. */
-static void await_watcher(const device_comm_object *self)
-{
-    const struct timespec nap = {.tv_nsec = 50000};
-    int64_t start = sw_clock_now_ns();
-    while (self->in_use && self->is_watched && sw_py_device_is_own(self) &&
-           sw_clock_now_ns() - start < WATCHED_NS) {
-        Py_BEGIN_ALLOW_THREADS
-        nanosleep(&nap, NULL);
-        Py_END_ALLOW_THREADS
-    }
-}
-
-bool sw_py_device_enter(device_comm_object *self)
-{
-    const char *why = NULL;
-    await_watcher(self);
-    if (self->comm && !sw_py_device_is_own(self))
-        why = "this process was forked from the one that opened the GPU; the engine works in that "
-              "one only";
-    else if (!self->comm || !self->comm->peers)
-        why = self->closed
-                  ? "the GPU's communicator was closed"
-                  : "the GPU's communicator has not joined its peers: call connect() first";
-    else if (self->in_use)
-        why = "another thread is inside the GPU's communicator; one thread a rank issues its "
-              "collectives";
-    if (why) {
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
-        return false;
-    }
-    self->in_use = true;
-    return true;
-}
-
-bool sw_py_device_enter_alone(device_comm_object *self)
-{
-    const char *why = NULL;
-    await_watcher(self);
-    if (!self->comm || !sw_py_device_is_own(self))
-        why = "this process has not opened the GPU: it was forked from the one that did";
-    else if (self->in_use)
-        why = "another thread is inside the GPU's communicator; one thread a rank issues its work";
-    if (why) {
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
-        return false;
-    }
-    self->in_use = true;
-    return true;
-}
-
-void sw_py_device_leave(device_comm_object *self)
-{
-    self->in_use = false;
-}
-
-PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err)
-{
-    sw_py_device_leave(self);
-    if (status != SW_OK)
-        return sw_py_raise(sw_py_state_of((PyObject *)self), err, NULL);
-    Py_RETURN_NONE;
-}
+/* ---- arguments ---- */
 
 bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 {
@@ -89,10 +15,34 @@ bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 
 /* ---- life ---- */
 
+/* Of these ranks' hosts; it lives as long as it is asked. false with an exception. */
+static bool keep_host(device_comm_object *self, PyObject *host)
+{
+    if (host == Py_None || self->host)
+        return true;
+    if (!PyObject_TypeCheck(host, sw_py_state_of((PyObject *)self)->comm_type) ||
+        !((comm_object *)host)->comm) {
+        PyErr_SetString(PyExc_TypeError, "DeviceComm: host must be an open HostComm, or None");
+        return false;
+    }
+    Py_INCREF(host);
+    self->host = (comm_object *)host;
+    sw_py_comm_acquire(self->host);
+    return true;
+}
+
+static void drop_host(device_comm_object *self)
+{
+    if (self->host)
+        sw_py_comm_release(self->host);
+    ENGINE_CLEAR(self->host);
+}
+
 static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal", "libcuda", "libnccl",  "packaged",
-                            "cache",   "nvrtc",   "builtins", NULL};
+    static char *names[] = {"ordinal", "libcuda",  "libnccl", "packaged", "cache",
+                            "nvrtc",   "builtins", "host",    NULL};
+    PyObject *host = Py_None;
     device_comm_object *self = (device_comm_object *)op;
     sw_device_comm_config config = {0};
     sw_error err;
@@ -101,11 +51,13 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "DeviceComm: already initialised");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$zzzzzz:DeviceComm", names, &config.ordinal,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$zzzzzzO:DeviceComm", names, &config.ordinal,
                                      &config.cuda_library, &config.nccl_library,
                                      &config.places.packaged_folder, &config.places.cache_folder,
-                                     &config.places.nvrtc, &config.places.nvrtc_builtins))
+                                     &config.places.nvrtc, &config.places.nvrtc_builtins, &host) ||
+        !keep_host(self, host))
         return -1;
+    config.host = self->host ? self->host->comm : NULL;
     self->owner_pid = getpid();
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_comm_create(&config, &self->comm, &err);
@@ -134,13 +86,15 @@ static PyObject *device_connect(PyObject *op, PyObject *args)
                      (Py_ssize_t)sizeof id, size);
         return NULL;
     }
-    if (!self->comm || self->closed || self->in_use) {
+    if (!sw_py_device_wait_for_watch(self))
+        return NULL;
+    if (!self->comm || self->closed || self->use != DEVICE_FREE) {
         PyErr_SetString(sw_py_state_of(op)->error,
                         "connect: the GPU's communicator was closed, or was never opened");
         return NULL;
     }
     memcpy(&id, bytes, sizeof id);
-    self->in_use = true;
+    sw_py_device_take(self, DEVICE_USED);
     Py_BEGIN_ALLOW_THREADS
     status =
         sw_device_comm_connect(self->comm, &id, rank, world_size, (int64_t)(timeout_s * 1e9), &err);
@@ -162,12 +116,14 @@ static PyObject *device_borrow(PyObject *op, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "borrow: timeout_s must be in (0, 1e9]");
         return NULL;
     }
-    if (!self->comm || self->closed || self->in_use) {
+    if (!sw_py_device_wait_for_watch(self))
+        return NULL;
+    if (!self->comm || self->closed || self->use != DEVICE_FREE) {
         PyErr_SetString(sw_py_state_of(op)->error,
                         "borrow: the GPU's communicator was closed, or was never opened");
         return NULL;
     }
-    self->in_use = true;
+    sw_py_device_take(self, DEVICE_USED);
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_comm_borrow(self->comm, sw_py_address(handle), rank, world_size,
                                    (int64_t)(timeout_s * 1e9), &err);
@@ -235,7 +191,9 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     if (slot_bytes < 0 || !(timeout_s > 0 && timeout_s <= 1e9))
         return PyErr_Format(PyExc_ValueError,
                             "connect_slots: slot_bytes must be positive and timeout_s in (0, 1e9]");
-    if (!self->comm || self->closed || self->in_use) {
+    if (!sw_py_device_wait_for_watch(self))
+        return NULL;
+    if (!self->comm || self->closed || self->use != DEVICE_FREE) {
         PyErr_SetString(sw_py_state_of(op)->error,
                         "connect_slots: the GPU's communicator was closed, or was never opened");
         return NULL;
@@ -247,7 +205,7 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     int world_size = (int)PySequence_Size(members);
     parts.base = part;
     Py_INCREF(arena);
-    self->in_use = true;
+    sw_py_device_take(self, DEVICE_USED);
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_comm_connect_slots(self->comm, &parts, rank, world_size,
                                           (int64_t)(timeout_s * 1e9), &err);
@@ -264,28 +222,39 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
     (void)unused;
-    await_watcher(self);
-    if (self->closed || !self->comm || self->in_use || !sw_py_device_is_own(self))
+    if (self->closed || !self->comm || !sw_py_device_is_own(self))
         Py_RETURN_NONE;
-    self->closed = self->in_use = true;
+    if (!sw_py_device_wait_for_watch(self))
+        return NULL;
+    if (self->closed || self->use != DEVICE_FREE)
+        Py_RETURN_NONE;
+    self->closed = true;
+    sw_py_device_take(self, DEVICE_USED);
     Py_BEGIN_ALLOW_THREADS
     sw_device_comm_disconnect(self->comm);
     Py_END_ALLOW_THREADS
-    self->in_use = false;
+    sw_py_device_leave(self);
     Py_CLEAR(self->arena);
+    if (PyErr_Occurred()) /* a signal's, while it waited */
+        return NULL;
     Py_RETURN_NONE;
 }
 
+static void destroy_comm(void *comm)
+{
+    sw_device_comm_destroy(comm);
+}
+
+/* Nobody is left who could be inside. */
 static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
     PyTypeObject *type = Py_TYPE(op);
-    if (sw_py_device_is_own(self)) { /* a forked child has no context: its calls would fail */
-        Py_BEGIN_ALLOW_THREADS       /* what is freed may wait for all that the GPU does */
-        sw_device_comm_destroy(self->comm);
-        Py_END_ALLOW_THREADS
-    }
+    if (self->comm && sw_py_device_is_own(self)) /* a forked child has no context: its calls would
+                                                    fail */
+        sw_py_destroy_quietly(destroy_comm, self->comm);
     Py_XDECREF(self->arena);
+    drop_host(self);
     PyObject_Free(op);
     Py_DECREF(type);
 }
@@ -520,21 +489,23 @@ static PyObject *device_pack(PyObject *op, PyObject *args)
 
 /* ---- seeing, ending ---- */
 
-/* With the GIL held all along: short, and so never beside a call that gave it away. */
+/* Without the GIL, since a call of the driver's may not return: who needs the communicator then
+ * waits for it, and nobody else does. */
 static PyObject *device_watch(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
     sw_error err;
-    (void)unused;
-    await_watcher(self); /* what it finds, this one raises too */
-    if (self->in_use || !self->comm || !self->comm->peers || !sw_py_device_is_own(self))
-        Py_RETURN_NONE;
     sw_status status;
-    self->in_use = self->is_watched = true;
-    Py_BEGIN_ALLOW_THREADS /* what has failed is ended, which may wait for another's kernels */
+    (void)unused;
+    if (!sw_py_device_wait_for_watch(self)) /* what another one finds, this one raises, too */
+        return NULL;
+    if (self->use != DEVICE_FREE || self->closed || !self->comm || !self->comm->peers ||
+        !sw_py_device_is_own(self))
+        Py_RETURN_NONE;
+    sw_py_device_take(self, DEVICE_WATCHED);
+    Py_BEGIN_ALLOW_THREADS
     status = sw_device_comm_watch(self->comm, &err);
     Py_END_ALLOW_THREADS
-    self->is_watched = false;
     return sw_py_device_finish(self, status, &err);
 }
 
@@ -545,19 +516,20 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     sw_error reason;
     if (!PyArg_ParseTuple(args, "s:abort", &text))
         return NULL;
-    await_watcher(self);
-    if (self->closed || !self->comm || !self->comm->peers || !sw_py_device_is_own(self))
+    if (!sw_py_device_is_own(self) || !sw_py_device_wait_for_watch(self))
+        return PyErr_Occurred() ? NULL : Py_BuildValue("");
+    if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    if (self->in_use) { /* by a thread that waits, perhaps: it ends it, since it is its own */
+    if (self->use != DEVICE_FREE) { /* by a thread that waits, perhaps: it ends it, being its own */
         sw_peers_request_end(self->comm->peers, &reason);
         Py_RETURN_NONE;
     }
-    self->in_use = self->is_watched = true;
-    Py_BEGIN_ALLOW_THREADS
+    sw_py_device_take(self, DEVICE_WATCHED);
+    Py_BEGIN_ALLOW_THREADS /* it may wait until other communicators are aborted, too */
     sw_peers_abort(self->comm->peers, &reason);
     Py_END_ALLOW_THREADS
-    self->in_use = self->is_watched = false;
+    sw_py_device_leave(self);
     Py_RETURN_NONE;
 }
 

@@ -10,12 +10,20 @@
 #include "python/engine.h"
 #include "zero/device_offload.h"
 
+/* A thread that is inside a call has given the GIL away, as a rule. */
+typedef enum device_use {
+    DEVICE_FREE = 0,
+    DEVICE_USED,    /* by the program's thread */
+    DEVICE_WATCHED, /* by one that looks after it or ends it, which is soon out */
+} device_use;
+
 typedef struct device_comm_object {
     PyObject_HEAD sw_device_comm *comm; /* owned; NULL before init */
     PyObject *arena;                    /* owned: the slots to the peers; NULL: none */
+    comm_object *host;                  /* owned, and acquired; NULL: none */
     long owner_pid;
-    bool in_use;     /* a thread is inside a call that gave the GIL away */
-    bool is_watched; /* that one looks after it, or ends it: who else wants in waits */
+    device_use use;
+    unsigned long user; /* the thread that is inside */
     bool closed;
 } device_comm_object;
 
@@ -30,6 +38,22 @@ bool sw_py_device_enter(device_comm_object *self);
 /* The same for its kernels alone, which need no peers. */
 bool sw_py_device_enter_alone(device_comm_object *self);
 void sw_py_device_leave(device_comm_object *self);
+
+/* The parts of it. The thread that looks after the communicator is out of it at once, unless a call
+ * of the driver's does not return; false with an exception: interrupted, or too late. In a forked
+ * child nobody is waited for: what it goes on to refuses it. */
+bool sw_py_device_wait_for_watch(device_comm_object *self);
+void sw_py_device_take(device_comm_object *self, device_use use);
+
+/* destroy(made) of what was made with it, without the GIL, and when no other thread is inside, if
+ * that is soon. From a destructor: no exception comes of it, none is lost. */
+typedef void sw_py_destroy_fn(void *made);
+void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy, void *made);
+/* The first part of it, before sw_py_device_leave: false where this thread is inside, or another
+ * for long. */
+bool sw_py_device_enter_to_destroy(device_comm_object *self);
+/* The same where nobody can be inside. */
+void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made);
 
 /* Whether this process opened it, not one that it was forked from. */
 bool sw_py_device_is_own(const device_comm_object *self);

@@ -35,16 +35,18 @@ static int offload_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return done ? 0 : -1;
 }
 
+static void destroy(void *offload)
+{
+    sw_device_offload_destroy(offload);
+}
+
 /* In a forked child everything stays: its calls would fail, the memory is the parent's. */
 static void offload_dealloc(PyObject *op)
 {
     device_offload_object *self = (device_offload_object *)op;
     PyTypeObject *type = Py_TYPE(op);
-    if (self->offload && sw_py_device_is_own(self->comm)) {
-        Py_BEGIN_ALLOW_THREADS
-        sw_device_offload_destroy(self->offload);
-        Py_END_ALLOW_THREADS
-    }
+    if (self->offload && sw_py_device_is_own(self->comm))
+        sw_py_device_destroy(self->comm, destroy, self->offload);
     Py_XDECREF(self->comm);
     PyObject_Free(op);
     Py_DECREF(type);

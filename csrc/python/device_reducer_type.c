@@ -103,16 +103,18 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return result;
 }
 
+static void destroy(void *reducer)
+{
+    sw_device_reducer_destroy(reducer);
+}
+
 /* In a forked child everything stays: its calls would fail, the memory is the parent's. */
 static void reducer_dealloc(PyObject *op)
 {
     device_reducer_object *self = (device_reducer_object *)op;
     PyTypeObject *type = Py_TYPE(op);
-    if (self->reducer && sw_py_device_is_own(self->comm)) {
-        Py_BEGIN_ALLOW_THREADS
-        sw_device_reducer_destroy(self->reducer);
-        Py_END_ALLOW_THREADS
-    }
+    if (self->reducer && sw_py_device_is_own(self->comm))
+        sw_py_device_destroy(self->comm, destroy, self->reducer);
     sw_layout_fini(&self->layout);
     Py_XDECREF(self->comm);
     PyObject_Free(op);

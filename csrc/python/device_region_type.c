@@ -39,26 +39,30 @@ static int region_init(PyObject *op, PyObject *args, PyObject *kwargs)
     status = sw_device_region_create(self->comm->comm, (size_t)self->nbytes, stream, &self->region,
                                      &err);
     Py_END_ALLOW_THREADS
-    PyObject *done = sw_py_device_finish(self->comm, status, &err);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    sw_py_device_leave(self->comm);
+    if (status == SW_OK)
+        return 0;
+    sw_py_raise(sw_py_state_of(op), &err, NULL); /* the ranks tell one another, and do without */
+    return -1;
+}
+
+static void destroy_region(void *region)
+{
+    sw_device_region_destroy(region);
 }
 
 /* In a forked child everything stays: its calls would fail, the memory is the parent's. Beside
- * another thread's call into the communicator it is left to that communicator. */
+ * another thread's long call into the communicator it is left to that communicator. */
 static void region_dealloc(PyObject *op)
 {
     device_region_object *self = (device_region_object *)op;
     PyTypeObject *type = Py_TYPE(op);
     if (self->region && sw_py_device_is_own(self->comm)) {
-        if (self->comm->in_use) {
-            sw_device_region_drop(self->region);
+        if (sw_py_device_enter_to_destroy(self->comm)) {
+            sw_py_destroy_quietly(destroy_region, self->region);
+            sw_py_device_leave(self->comm);
         } else {
-            self->comm->in_use = true;
-            Py_BEGIN_ALLOW_THREADS
-            sw_device_region_destroy(self->region);
-            Py_END_ALLOW_THREADS
-            self->comm->in_use = false;
+            sw_device_region_drop(self->region);
         }
     }
     Py_XDECREF(self->comm);

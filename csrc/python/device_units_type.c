@@ -132,16 +132,18 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return result;
 }
 
+static void destroy(void *units)
+{
+    sw_device_units_destroy(units);
+}
+
 /* In a forked child everything stays: its calls would fail, the memory is the parent's. */
 static void units_dealloc(PyObject *op)
 {
     device_units_object *self = (device_units_object *)op;
     PyTypeObject *type = Py_TYPE(op);
-    if (self->units && sw_py_device_is_own(self->comm)) {
-        Py_BEGIN_ALLOW_THREADS
-        sw_device_units_destroy(self->units);
-        Py_END_ALLOW_THREADS
-    }
+    if (self->units && sw_py_device_is_own(self->comm))
+        sw_py_device_destroy(self->comm, destroy, self->units);
     Py_XDECREF(self->comm);
     PyObject_Free(op);
     Py_DECREF(type);

@@ -159,13 +159,12 @@ sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
 static void wait_for_all(sw_device_reducer *r)
 {
     const sw_device_ops *ops = r->device->ops;
-    int64_t timeout_ns = r->comm->timeout_ns;
     if (!r->gathered)
         return;
     if (r->consumed)
-        (void)ops->event_wait(r->device, r->consumed, timeout_ns, "the optimizer", NULL);
+        sw_device_comm_await(r->comm, r->consumed, "the optimizer");
     if (ops->event_record(r->device, r->gathered, r->comm->stream, NULL) == SW_OK)
-        (void)ops->event_wait(r->device, r->gathered, timeout_ns, "the comm stream", NULL);
+        sw_device_comm_await(r->comm, r->gathered, "the comm stream");
 }
 
 void sw_device_reducer_destroy(sw_device_reducer *r)

@@ -101,11 +101,10 @@ static void drain(const sw_device_offload *o)
     sw_device *device = o->comm->device;
     const sw_device_ops *ops = device->ops;
     const offload_slot *slot = &o->slot[0];
-    int64_t timeout_ns = o->comm->timeout_ns;
     if (slot->fetched && ops->event_record(device, slot->fetched, o->down, NULL) == SW_OK)
-        (void)ops->event_wait(device, slot->fetched, timeout_ns, "gradients", NULL);
+        sw_device_comm_await(o->comm, slot->fetched, "gradients");
     if (slot->sent && ops->event_record(device, slot->sent, o->up, NULL) == SW_OK)
-        (void)ops->event_wait(device, slot->sent, timeout_ns, "new parameters", NULL);
+        sw_device_comm_await(o->comm, slot->sent, "new parameters");
 }
 
 void sw_device_offload_destroy(sw_device_offload *o)

@@ -94,8 +94,7 @@ void sw_device_units_destroy(sw_device_units *u)
     for (size_t i = 0; u->unit && i < u->count; ++i) {
         device_unit *unit = &u->unit[i];
         if (unit->state == SW_SHARD_GATHERING) /* its place may be given to others next */
-            (void)device->ops->event_wait(device, unit->whole, u->comm->timeout_ns,
-                                          "the gathering of a unit", NULL);
+            sw_device_comm_await(u->comm, unit->whole, "the gathering of a unit");
         device->ops->event_destroy(device, unit->whole);
         free(unit->name);
         free(unit->runs);

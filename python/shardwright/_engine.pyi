@@ -330,8 +330,11 @@ class DeviceComm:
         cache: str | None = None,
         nvrtc: str | None = None,
         builtins: str | None = None,
+        host: HostComm | None = None,
     ) -> None:
-        """This rank alone. Libraries: None for those that torch has loaded; the rest as device_kernel_image().
+        """This rank alone. Libraries: None for those that torch has loaded; the rest as device_kernel_image(). `host`: is asked whether the
+        ranks that this one waits for live, and ended when the GPU's communicator fails, with the same sentence, so that ranks that
+        wait there learn it; None: nobody is asked or told.
 
         NotImplementedError names what is missing: the driver, a GPU, an image of the kernels. NCCL may be: see describe().
         """
@@ -613,7 +616,8 @@ class HostComm:
         lowest rank's, to that of every other host. `slices`: as Reducer's; slices go round inside a replica."""
     def barrier(self, label: str = "barrier") -> None: ...
     def abort(self, reason: str) -> None:
-        """Ends the communicator: every peer's present or next call raises CommError with `reason`."""
+        """Ends the communicator: every peer's present or next call raises CommError with `reason`; so does the call of another thread of
+        this rank."""
     def stats(self) -> dict[str, int]:
         """Counts since creation: all_reduce, broadcast, all_gather, barrier, bytes_reduced, bytes_staged, waits, wait_ns."""
     def describe(self) -> dict[str, Any]:
@@ -621,6 +625,9 @@ class HostComm:
     @property
     def is_alive(self) -> bool:
         """Whether it can still be used: not closed, and no rank of it has met an error or left."""
+    @property
+    def end_reason(self) -> str | None:
+        """Why it is not alive: what the rank has said that met an error, or which rank died or left. None where it is, or was closed."""
     def close(self) -> None:
         """Leaves the group; peers that wait for this rank afterwards get a CommError. Idempotent."""
 

@@ -218,7 +218,7 @@ class DeviceLink:
 
         def open_gpu() -> dict[str, Any]:
             libraries.update(runtime.libraries())
-            self.comm = DeviceComm(ordinal, **libraries)
+            self.comm = DeviceComm(ordinal, host=self.host, **libraries)
             return device_transport.offer_of(self.comm)
 
         offers = _tell(group, open_gpu, "opening the GPUs")
@@ -265,12 +265,12 @@ class DeviceLink:
         self._look_at_lender()
         if self._main is not None:
             if not self._main.comm.is_alive:
-                self._failure = self._failure or self._main._failure
+                self._failure = self._failure or self._main._failure or self.host.end_reason
                 self.comm.abort(self._failure or "the communicator of the group's GPUs was closed")
         elif not self.host.is_alive:
-            self._end(self._failure or self._reason_of_host())
+            self._end(self._failure or self.host.end_reason or "a rank of the group has left")
         elif any(row.comm.has_failed for row in self._rows):
-            self._end(self._failure or _OTHER_FAILED)
+            self._end(self._failure or self.host.end_reason or _OTHER_FAILED)
         if not self.comm.is_alive:
             self._tell_lender()
             if self._was_left:  # the group's other ranks hear of it, and wrapping again makes new ones
@@ -291,18 +291,10 @@ class DeviceLink:
             lender, self._lender = self._lender, None
             lender.abort()
 
-    def _reason_of_host(self) -> str:
-        """Why the host's communicator has ended: it says so to whoever calls it."""
-        try:
-            self.host.barrier("the communicator of the GPUs")
-        except Exception as error:
-            return str(error)
-        return "a rank of the group has left"
-
     def fail(self, reason: str) -> None:
         """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
         if self.host.is_alive:
-            with contextlib.suppress(Error):  # the program's own thread is inside: it sees for itself
+            with contextlib.suppress(Error):  # it was closed meanwhile
                 self.host.abort(reason)
         self._end(reason)
 

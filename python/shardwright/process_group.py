@@ -604,8 +604,9 @@ def _close_all() -> None:
 
 def _close_comms(comm: HostComm, children: list[HostComm], links: dict[Any, Any], pid: int) -> None:
     if os.getpid() == pid:  # a forked child must not take leave in its parent's name
-        for each in (*links.values(), *children, comm):
-            each.close()
+        with contextlib.ExitStack() as closing:  # all of them, whatever interrupts one
+            for each in reversed((*links.values(), *children, comm)):
+                closing.callback(each.close)
 
 
 def group_size(group: Any) -> int:

@@ -5,6 +5,7 @@
  * Most tests drive three ranks from one thread, through posts and polls that do not wait, so the
  * order of events is the test's own. Where a rank has to wait, ranks are threads. W = 3: with two
  * ranks, "a peer" is always the same. */
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -304,6 +305,65 @@ static void abort_while_peers_wait(rank_context *self)
     check(sw_clock_now_ns() - begun_ns < PROMPT_MS * INT64_C(1000000),
           "rank %d waited to its deadline", self->rank);
     check(comm->ops->run(comm, &op, &self->err) == SW_E_STATE, "and again");
+}
+
+static void *end_beside(void *argument)
+{
+    sw_comm *comm = argument;
+    sw_error reason;
+    ranks_sleep_ms(60);
+    sw_error_set(&reason, SW_E_COMM, 1, "a thread beside rank 1's");
+    comm->ops->request_end(comm, &reason);
+    sw_error_set(&reason, SW_E_COMM, 2, "the first reason stays");
+    comm->ops->request_end(comm, &reason);
+    return NULL;
+}
+
+/* By a thread that is not the one inside: all are let go, rank 1's own call among them. */
+static void end_requested_while_all_wait(rank_context *self)
+{
+    sw_comm *comm = self->comm;
+    sw_op op = barrier_op();
+    pthread_t thread;
+    int64_t begun_ns = sw_clock_now_ns();
+    check(comm->ops->look(comm, true, &self->err) == SW_OK, "all live: %s", self->err.message);
+    ranks_meet(self);
+    if (self->rank == 1 &&
+        !check(pthread_create(&thread, NULL, end_beside, comm) == 0, "no thread"))
+        return;
+    if (self->rank == 0) { /* for whom the others wait: it asks */
+        while (comm->ops->look(comm, true, &self->err) == SW_OK &&
+               sw_clock_now_ns() - begun_ns < PROMPT_MS * INT64_C(1000000))
+            ranks_sleep_ms(1);
+    } else {
+        check(comm->ops->run(comm, &op, &self->err) == SW_E_COMM, "rank %d went on", self->rank);
+    }
+    if (self->rank == 1)
+        pthread_join(thread, NULL);
+    check(strcmp(self->err.message, "a thread beside rank 1's") == 0 && self->err.detail == 1,
+          "rank %d: %s", self->rank, self->err.message);
+    check(!comm->ops->is_alive(comm), "rank %d takes it to live", self->rank);
+    ranks_meet(self); /* rank 0's part would complete what the others are in */
+    check(self->rank == 0 ||
+              (comm->ops->run(comm, &op, &self->err) == SW_E_COMM && self->err.detail == 1),
+          "and again: %s", self->err.message);
+    check(sw_clock_now_ns() - begun_ns < PROMPT_MS * INT64_C(1000000),
+          "rank %d waited to its deadline", self->rank);
+}
+
+/* Whoever leaves is no failure to who does not mind. */
+static void look_at_who_leaves(rank_context *self)
+{
+    sw_comm *comm = self->comm;
+    if (self->rank == 2)
+        comm->ops->leave(comm);
+    ranks_meet(self);
+    check(comm->ops->look(comm, false, &self->err) == SW_OK, "rank %d: %s", self->rank,
+          self->err.message);
+    check(self->rank == 2 || (comm->ops->look(comm, true, &self->err) == SW_E_COMM &&
+                              self->err.detail == 2 && strstr(self->err.message, "left the group")),
+          "rank %d: %s", self->rank, self->err.message);
+    ranks_meet(self);
 }
 
 /* ---- deadlines ---- */
@@ -646,6 +706,8 @@ int main(void)
         test_end_before_the_fold(by_abort);
     }
     ranks_run_all(abort_while_peers_wait, WORLD, NULL);
+    ranks_run_all(end_requested_while_all_wait, WORLD, NULL);
+    ranks_run_all(look_at_who_leaves, WORLD, NULL);
     ranks_run_all(deadline, WORLD, NULL);
     ranks_run_all(part_of_a_failed_gather, WORLD, NULL);
     test_full_ring();

@@ -154,9 +154,12 @@ bool sim_capture_forbids(const char *call)
     return forbidden;
 }
 
+/* Not counted: each call of the engine's has two. */
 SIM_API int cuThreadExchangeStreamCaptureMode(int *mode)
 {
     int before = capture_mode;
+    if (sim.exemption_result)
+        return sim.exemption_result;
     if (*mode < SW_CU_CAPTURE_MODE_GLOBAL || *mode > SW_CU_CAPTURE_MODE_RELAXED)
         return SW_CU_INVALID_VALUE;
     capture_mode = *mode;

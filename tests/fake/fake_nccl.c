@@ -14,10 +14,11 @@
 #include "fake_nccl.h"
 #include "kernels/kernels.h"
 
+enum { ABORT_MS_MAX = 20000 };
+
 static const char *const kind_name[] = {"all_reduce", "reduce_scatter", "all_gather",
                                         "broadcast",  "send",           "recv"};
 
-enum { ABORT_NAPS_MAX = 5000 };
 static clique *cliques;
 sw_nccl_comm nccl_comms;
 static int id_count;
@@ -344,8 +345,8 @@ static int enqueue_group(const nccl_group *group)
             sim_track(&g->stream->clock, g->stream->actor, call->from, nccl_read_bytes(call, world),
                       SW_ACCESS_READ, &op->site);
         if (call->kind != SEND)
-            sim_track(&g->stream->clock, g->stream->actor, call->to, nccl_written_bytes(call, world),
-                      SW_ACCESS_WRITE, &op->site);
+            sim_track(&g->stream->clock, g->stream->actor, call->to,
+                      nccl_written_bytes(call, world), SW_ACCESS_WRITE, &op->site);
     }
     for (int i = 0; i < g->call_count; ++i)
         nccl_registered_use(&g->call[i], g->comm, g->stream);
@@ -469,9 +470,8 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
     sim.collective_ready = ready;
     sim.collective_run = run;
     sim.collective_drive = drive;
-    if (config->size != sizeof *config || config->magic != SW_NCCL_CONFIG_MAGIC ||
-        rank < 0 || rank >= world_size || world_size > SIM_DEVICE_MAX ||
-        !sim_current_context())
+    if (config->size != sizeof *config || config->magic != SW_NCCL_CONFIG_MAGIC || rank < 0 ||
+        rank >= world_size || world_size > SIM_DEVICE_MAX || !sim_current_context())
         LEAVE(SW_NCCL_INVALID_ARGUMENT);
     clique *c = cliques;
     while (c && memcmp(&c->id, &id, sizeof id) != 0)
@@ -523,9 +523,10 @@ SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
     bool all = has_all(c), is_done = !comm->unsettled || --comm->unsettled == 0;
     if (!comm->error && all && has_lost_one(c, comm))
         comm->error = SW_NCCL_REMOTE_ERROR;
-    *result = comm->error ? comm->error
-              : all && is_done ? SW_NCCL_SUCCESS
-                               : SW_NCCL_IN_PROGRESS;
+    if (comm->finalizing && comm->first)
+        sim_drive(comm->first->stream, NULL, 0);
+    bool is_busy = !all || !is_done || (comm->finalizing && comm->first);
+    *result = comm->error ? comm->error : is_busy ? SW_NCCL_IN_PROGRESS : SW_NCCL_SUCCESS;
     if (!all)
         sim_yield();
     LEAVE(SW_NCCL_SUCCESS);
@@ -563,29 +564,33 @@ SIM_API int ncclCommFinalize(sw_nccl_comm comm)
     ENTER("ncclCommFinalize");
     if (!is_settled(comm, "ncclCommFinalize"))
         LEAVE(SW_NCCL_INVALID_ARGUMENT);
+    comm->finalizing = comm->clique->in_files && comm->first;
+    if (comm->finalizing) /* peers need time */
+        LEAVE(come_back(comm, SW_NCCL_SUCCESS, 2));
     while (comm->first && comm->first->stream->first) { /* what was enqueued runs first */
         const nccl_group *before = comm->first;
-        sw_cu_stream stream = before->stream;
-        if (comm->clique->in_files) { /* peers need time */
-            sim_leave();
-            if (!sim_drain(stream))
-                return SW_NCCL_SYSTEM_ERROR;
-            sim_lock();
-            continue;
-        }
-        sim_drive(stream, NULL, 0);
+        sim_drive(before->stream, NULL, 0);
         if (comm->first == before)
             break;
     }
     LEAVE(come_back(comm, SW_NCCL_SUCCESS, 2));
 }
 
-/* Its memory stays till the process ends: other ranks' groups may name it. */
-static void drop(sw_nccl_comm comm)
+/* Its kernels are let go. */
+static void let_go(sw_nccl_comm comm)
 {
     for (nccl_group *g = comm->first; g; g = g->next)
         g->dropped = true;
     comm->first = comm->last = NULL;
+    comm->clique->is_left = true;
+    if (comm->clique->in_files)
+        nccl_files_end(comm->clique);
+}
+
+/* Its memory stays till the process ends: other ranks' groups may name it. */
+static void drop(sw_nccl_comm comm)
+{
+    let_go(comm);
     if (comm->clique->in_files)
         nccl_files_leave(comm->clique);
     comm->clique->comm[comm->rank] = NULL;
@@ -604,29 +609,27 @@ SIM_API int ncclCommDestroy(sw_nccl_comm comm)
     LEAVE(SW_NCCL_SUCCESS);
 }
 
-/* What an abort frees makes it wait for all that the GPU does, the kernels of other communicators
- * among it (NVIDIA/nccl issue 1013), which nobody but an abort of theirs lets go. With the gate held.
- */
-static void wait_for_kernels(void)
+static bool aborts_wait;
+
+/* From now on, for tests: as NCCL's do in the worst case. */
+SIM_API void sim_nccl_let_aborts_wait(int wait)
 {
-    const struct timespec nap = {.tv_nsec = 1000000};
-    const sim_site site = sim_here("ncclCommAbort");
-    for (int naps = 0;; ++naps) {
-        const sim_op *running = NULL;
-        for (sw_cu_stream s = sim.streams; s; s = s->next)
-            if (s->first && s->first->kind == OP_COLLECTIVE && !group_of(s->first)->dropped)
-                running = s->first;
-        if (!running)
-            return;
-        if (naps == ABORT_NAPS_MAX) {
-            sim_report("endless abort", "the kernel of another communicator runs on", &site,
-                       &running->site);
-            return;
-        }
-        sim_leave();
-        nanosleep(&nap, NULL);
-        sim_lock();
-    }
+    aborts_wait = wait;
+}
+
+/* What an abort frees makes it wait for all that the GPU does, the kernels of other communicators
+ * among it (NVIDIA/nccl issues 549, 564, 1013), which nobody but an abort of theirs lets go. In the
+ * worst case also for what is enqueued behind, and for a peer that has not begun to end its part:
+ * it may still read from this one's memory (863). */
+static bool abort_waits(const clique *own)
+{
+    for (sw_cu_stream s = sim.streams; s; s = s->next)
+        if (s->first && s->first->kind == OP_COLLECTIVE && !group_of(s->first)->dropped)
+            return true;
+    for (const clique *c = cliques; aborts_wait && c; c = c->next)
+        if (c != own && c->in_files && !c->is_left && c->comm[c->own_rank]->first)
+            return true;
+    return aborts_wait && nccl_files_stay(own);
 }
 
 SIM_API int ncclCommAbort(sw_nccl_comm comm)
@@ -634,11 +637,22 @@ SIM_API int ncclCommAbort(sw_nccl_comm comm)
     ENTER("ncclCommAbort");
     FORBIDDEN_IN_CAPTURES("ncclCommAbort");
     outside_groups("ncclCommAbort");
-    bool in_files = comm->clique->in_files;
+    const clique *own = comm->clique;
     nccl_registered_end(comm, false);
+    let_go(comm);
+    /* Between threads the baton is this one's, and nobody else would come to let them go. */
+    for (int ms = 0; own->in_files && abort_waits(own); ++ms) {
+        const struct timespec nap = {.tv_nsec = 1000000};
+        sim_leave();
+        nanosleep(&nap, NULL);
+        sim_lock();
+        if (ms == ABORT_MS_MAX) {
+            sim_site site = sim_here("ncclCommAbort");
+            sim_report("deadlock", "an abort waits for other communicators or ranks", &site, NULL);
+            break;
+        }
+    }
     drop(comm);
-    if (in_files) /* else the baton is this thread's, and nobody else would come to let them go */
-        wait_for_kernels();
     LEAVE(SW_NCCL_SUCCESS);
 }
 
@@ -688,10 +702,10 @@ static int issue_counted(const char *name, const nccl_call *call, sw_nccl_comm c
     return result;
 }
 
-#define ISSUE(name, ...)                                   \
-    do {                                                   \
-        nccl_call call_ = {__VA_ARGS__};                   \
-        return issue_counted(name, &call_, comm, stream);  \
+#define ISSUE(name, ...)                                  \
+    do {                                                  \
+        nccl_call call_ = {__VA_ARGS__};                  \
+        return issue_counted(name, &call_, comm, stream); \
     } while (0)
 
 SIM_API int ncclAllReduce(const void *from, void *to, size_t count, int dtype, int op,

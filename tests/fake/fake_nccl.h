@@ -44,6 +44,7 @@ typedef struct clique {
     bool posted;   /* this rank's part of it is in its file */
     bool loaded;   /* the peers' parts are in comm[...]->first */
     sw_nccl_comm comm[SIM_DEVICE_MAX];
+    bool is_left; /* by this rank: aborted or destroyed */
     struct clique *next, *next_joined;
 } clique;
 
@@ -58,8 +59,9 @@ struct ncclComm {
     clique *clique;
     int rank;
     sw_nccl_result error;
-    bool blocks;   /* its calls come back when they are done, as those of torch's own do */
-    int unsettled; /* questions that its owner has yet to ask before it takes another call */
+    bool blocks;         /* its calls come back when they are done, as those of torch's own do */
+    int unsettled;       /* questions that its owner has yet to ask before it takes another call */
+    bool finalizing;     /* ranks are processes: until what was enqueued has run */
     unsigned char order; /* which each operation writes: two that no event orders are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
     registration *registered; /* list */
@@ -99,6 +101,9 @@ void nccl_files_join(clique *c, int rank);
 int nccl_files_arrived(clique *c);
 /* A rank that ended the communicator before this group came about; -1 if none. */
 int nccl_files_gone(const clique *c);
+/* This rank begins to end the communicator; whether one is there that does not. */
+void nccl_files_end(const clique *c);
+bool nccl_files_stay(const clique *c);
 /* This rank's part of group `g` is told, and the others' parts are there and loaded. */
 bool nccl_files_ready(nccl_group *g);
 /* The group that was loaded has run. */

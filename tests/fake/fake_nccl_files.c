@@ -2,7 +2,9 @@
  *
  *   <folder>/here.<rank>       the rank has joined
  *   <folder>/<n>.<rank>        its part of group n: call_count, the calls, then what each call
- * reads <folder>/gone.<rank>       it has ended the communicator
+ *                              reads
+ *   <folder>/ends.<rank>       it begins to end the communicator
+ *   <folder>/gone.<rank>       it has ended the communicator
  *
  * A part is written when its group is at the head of its stream, under another name first: readers
  * see all of it or nothing. A rank removes its part of group n when n + 1 has run, since all have
@@ -59,6 +61,19 @@ bool nccl_files_id(sw_nccl_id *id)
 bool nccl_files_is_id(const sw_nccl_id *id)
 {
     return strncmp(id->internal, MARK, sizeof MARK - 1) == 0;
+}
+
+void nccl_files_end(const clique *c)
+{
+    touch(c, "ends");
+}
+
+bool nccl_files_stay(const clique *c)
+{
+    for (int r = 0; r < c->world_size; ++r)
+        if (r != c->own_rank && exists(c, "here", -1, r) && !exists(c, "ends", -1, r))
+            return true;
+    return false;
 }
 
 /* ---- a rank's part ---- */

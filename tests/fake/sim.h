@@ -61,6 +61,8 @@ typedef struct sim_controls {
     long (*calls)(int rank);
     const char *(*failed_call)(void); /* the name of the call that fail_call hit, "" if none */
     void (*set_devices)(int count, int version);
+    /* What every cuThreadExchangeStreamCaptureMode gives from now on; 0: it works. */
+    void (*refuse_exemptions)(int result);
     /* Reports so far, and their text; with `sites` also where (slow: addr2line is asked). */
     int (*reports)(const char **text, bool sites);
     /* What is still allocated, as text; "" if nothing is. */
@@ -217,6 +219,9 @@ typedef struct sim_state {
     char report[1 << 16];         /* their text, made when it is asked for */
     char fail_name[SIM_CALL_MAX]; /* the next call of that name fails, too; "": none */
     int fail_name_result;
+    char slow_name[SIM_CALL_MAX]; /* the next call of that name takes so long; "": none */
+    long slow_ms;
+    int exemption_result; /* of cuThreadExchangeStreamCaptureMode, if it fails */
     char failed[SIM_CALL_MAX];
     /* Whether the collective at the head of its stream can run; runs it on all ranks and pops it.
      */

@@ -47,9 +47,22 @@ static void take_baton(void)
         pthread_cond_wait(&turn[own_rank], &gate);
 }
 
+/* A call that does not return for some time, as a driver's may. */
+static void dawdle(const char *call)
+{
+    struct timespec nap = {.tv_sec = sim.slow_ms / 1000, .tv_nsec = sim.slow_ms % 1000 * 1000000};
+    if (strcmp(sim.slow_name, call) != 0)
+        return;
+    sim.slow_name[0] = '\0';
+    pthread_mutex_unlock(&gate);
+    nanosleep(&nap, NULL);
+    pthread_mutex_lock(&gate);
+}
+
 bool sim_enter(const char *call, int *result)
 {
     pthread_mutex_lock(&gate);
+    dawdle(call);
     take_baton();
     sim_rank *rank = &sim.rank[own_rank];
     rank->clock.at[rank->actor]++;
@@ -334,7 +347,8 @@ static void reset(int ranks, sim_policy policy, uint64_t seed)
     sim.idle_polls = 0;
     sim.deadlocked = sim.has_peers = false;
     sim.host_thread = NULL;
-    sim.report[0] = sim.failed[0] = sim.fail_name[0] = '\0';
+    sim.report[0] = sim.failed[0] = sim.fail_name[0] = sim.slow_name[0] = '\0';
+    sim.exemption_result = 0;
     sim.actor_count = ranks;
     for (int r = 0; r < SIM_DEVICE_MAX; ++r)
         sim.context[r].ordinal = r;
@@ -373,6 +387,11 @@ static void set_devices(int count, int version)
 {
     sim.device_count = count;
     sim.version = version;
+}
+
+static void refuse_exemptions(int result)
+{
+    sim.exemption_result = result;
 }
 
 static int reports(const char **text, bool sites)
@@ -428,6 +447,7 @@ const sim_controls *sim_get_controls(void)
         .calls = calls,
         .failed_call = failed_call,
         .set_devices = set_devices,
+        .refuse_exemptions = refuse_exemptions,
         .reports = reports,
         .leaks = leaks,
     };

@@ -163,6 +163,14 @@ SIM_API void sim_torch_fail_named(const char *name, int result)
     sim_leave();
 }
 
+SIM_API void sim_torch_slow_named(const char *name, long ms)
+{
+    sim_lock();
+    snprintf(sim.slow_name, sizeof sim.slow_name, "%s", name);
+    sim.slow_ms = ms;
+    sim_leave();
+}
+
 SIM_API const char *sim_torch_failed(void)
 {
     return sim_get_controls()->failed_call();

@@ -161,6 +161,31 @@ static void check_forms(void)
     gpu_expect_clean("both forms");
 }
 
+/* A driver that does not exempt calls from captures: they work all the same, and one that fails
+ * says its own name. */
+static void check_refused_exemptions(void)
+{
+    sw_image_places places = {.packaged_folder = gpu_folder};
+    sw_device *device;
+    sw_kernel_set kernels;
+    sw_error err = {0};
+    void *memory;
+    gpu_sim->reset(1, SIM_RANDOM, 1);
+    gpu_sim->refuse_exemptions(700);
+    if (!check(sw_device_cuda_create(gpu_cuda_library, 1, &device, &err) == SW_OK, "%s",
+               err.message))
+        return;
+    if (check(sw_kernel_set_init(&kernels, device, &places, &err) == SW_OK, "%s", err.message)) {
+        check_form(device, &kernels);
+        sw_kernel_set_fini(&kernels);
+    }
+    gpu_sim->fail_call(0, 1, 700);
+    expect(device->ops->memory_alloc(device, 64, &memory, &err), &err, SW_E_DEVICE,
+           "cuMemAlloc_v2 failed for 64 bytes on GPU 1");
+    sw_device_destroy(device);
+    gpu_expect_clean("refused exemptions");
+}
+
 typedef struct absence {
     bool creation;
     atomic_bool is_over;
@@ -228,6 +253,7 @@ int main(int argc, char **argv)
         return check_result();
     check_missing_pieces();
     check_forms();
+    check_refused_exemptions();
     for (int creation = 0; creation < 2; ++creation) {
         static absence away;
         away.creation = creation;

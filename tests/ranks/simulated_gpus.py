@@ -251,6 +251,8 @@ class SimulatedGpus:
         self._cuda.sim_torch_synchronize.argtypes = (ctypes.c_void_p,)
         self._cuda.sim_torch_fail_named.argtypes = (ctypes.c_char_p, ctypes.c_int)
         self._cuda.sim_torch_fail.argtypes = (ctypes.c_long, ctypes.c_int)
+        self._cuda.sim_torch_slow_named.argtypes = (ctypes.c_char_p, ctypes.c_long)
+        self._cuda.sim_torch_calls.restype = ctypes.c_long
         self._labels: dict[Any, bytes] = {}
         self._begins: list[int] = []
         self._ends: list[int] = []
@@ -269,6 +271,7 @@ class SimulatedGpus:
         self._patch.setenv(VARIABLE, self._transport)
         self._patch.setattr(device_transport, "SLOT_BYTES", SLOT_BYTES)
         count = self._kernels.sim_kernel_count()
+        self._nccl.sim_nccl_let_aborts_wait(0)
         self._cuda.sim_torch_begin(self._policy, self._seed, self._kernels.sim_kernel_contracts(), count)
         self.stream = 0  # the legacy default stream
         self._before = sw_device.runtime
@@ -486,6 +489,27 @@ class SimulatedGpus:
     def fail_next(self, name: str, result: int) -> None:
         """The next call of that name fails."""
         self._cuda.sim_torch_fail_named(name.encode(), result)
+
+    def slow_next(self, name: str, seconds: float) -> None:
+        """The next call of that name does not return before."""
+        self._cuda.sim_torch_slow_named(name.encode(), int(seconds * 1000))
+
+    def let_aborts_wait(self) -> None:
+        """NCCL's aborts wait for the kernels of this rank's other communicators, and for the peers' aborts."""
+        self._nccl.sim_nccl_let_aborts_wait(1)
+
+    def calls(self) -> int:
+        """Counted calls of the driver and of NCCL."""
+        found: int = self._cuda.sim_torch_calls()
+        return found
+
+    def fork(self) -> int:
+        """os.fork(), while no thread is inside of the simulation, which the child could not enter else."""
+        self._cuda.sim_lock()
+        try:
+            return os.fork()
+        finally:
+            self._cuda.sim_leave()
 
     def failed_call(self) -> str:
         """The name of the call that fail_call() hit last."""

@@ -1,0 +1,84 @@
+/* lookout.c - see lookout.h. */
+#include "comm/lookout.h"
+
+#include <stdio.h>
+
+#include "platform/clock.h"
+#include "platform/thread.h"
+
+static const int64_t PERIOD_NS = 50 * 1000 * 1000;
+/* Who has not asked for so long has not waited: the next wait is another one. */
+static const int64_t PAUSE_NS = INT64_C(2) * 1000 * 1000 * 1000;
+/* A peer says why before it ends what others notice. */
+static const int64_t WORD_NS = 200 * 1000 * 1000;
+
+static void warn(sw_lookout *lookout, const char *what, int64_t now)
+{
+    sw_comm *host = lookout->host;
+    char message[SW_ERROR_MESSAGE_BYTES];
+    int64_t waited = now - lookout->begun_ns;
+    if (waited < lookout->warn_ns || !host->hooks.log)
+        return;
+    lookout->warn_ns *= 2;
+    snprintf(message, sizeof message,
+             "rank %d has waited %.1f s for its GPU: %.300s; the deadline is %.1f s",
+             sw_comm_name(host, host->rank), (double)waited * 1e-9, what,
+             (double)host->timeout_ns * 1e-9);
+    host->hooks.log(host->hooks.context, message);
+}
+
+sw_status sw_lookout_look(sw_lookout *lookout, const char *what, sw_error *reason)
+{
+    sw_comm *host = lookout ? lookout->host : NULL;
+    int64_t now = sw_clock_now_ns();
+    if (!host || now - lookout->looked_ns < PERIOD_NS)
+        return SW_OK;
+    if (what != lookout->what || now - lookout->looked_ns > PAUSE_NS) {
+        lookout->what = what;
+        lookout->begun_ns = now;
+        lookout->warn_ns = host->warn_after_ns;
+    }
+    lookout->looked_ns = now;
+    warn(lookout, what, now);
+    if (host->hooks.interrupted && host->hooks.interrupted(host->hooks.context)) {
+        int name = sw_comm_name(host, host->rank);
+        sw_error_set(reason, SW_E_COMM, name, "rank %d was interrupted while its GPU waited for %s",
+                     name, what);
+        return SW_E_INTERRUPTED;
+    }
+    return host->ops->look(host, lookout->minds_leaving, reason);
+}
+
+/* Whether an error says the same on every rank; else it is of this one. */
+static bool is_everybodys(sw_status status)
+{
+    return status == SW_E_COMM || status == SW_E_TIMEOUT || status == SW_E_MISMATCH;
+}
+
+void sw_lookout_tell(const sw_lookout *lookout, const sw_error *reason)
+{
+    sw_comm *host = lookout ? lookout->host : NULL;
+    sw_error told = *reason;
+    if (!host)
+        return;
+    if (!is_everybodys(told.status)) {
+        told.status = SW_E_COMM;
+        told.detail = sw_comm_name(host, host->rank);
+    }
+    host->ops->request_end(host, &told);
+}
+
+void sw_lookout_hear(const sw_lookout *lookout, sw_error *reason)
+{
+    sw_comm *host = lookout ? lookout->host : NULL;
+    int64_t begun = sw_clock_now_ns();
+    sw_error said;
+    if (!host)
+        return;
+    while (host->ops->look(host, false, &said) == SW_OK) {
+        if (sw_clock_now_ns() - begun > WORD_NS)
+            return;
+        sw_thread_rest(sw_clock_now_ns() - begun);
+    }
+    *reason = said;
+}

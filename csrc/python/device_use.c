@@ -1,0 +1,159 @@
+/* device_use.c - which thread is inside a DeviceComm, how it gets in and out, and what a failure
+ * there is to the others. */
+#include <unistd.h>
+
+#include "platform/clock.h"
+#include "platform/thread.h"
+#include "python/device_object.h"
+
+/* Where there is no deadline to go by. */
+static const int64_t PATIENCE_NS = INT64_C(10) * 1000000000;
+
+bool sw_py_device_is_own(const device_comm_object *self)
+{
+    return getpid() == self->owner_pid;
+}
+
+void sw_py_device_take(device_comm_object *self, device_use use)
+{
+    self->use = use;
+    self->user = PyThread_get_thread_ident();
+}
+
+static int64_t patience_of(const device_comm_object *self)
+{
+    int64_t timeout_ns = self->comm ? self->comm->timeout_ns : 0;
+    return timeout_ns ? timeout_ns : PATIENCE_NS;
+}
+
+bool sw_py_device_wait_for_watch(device_comm_object *self)
+{
+    int64_t begun = sw_clock_now_ns(), waited = 0;
+    if (!sw_py_device_is_own(self)) /* that thread is the parent's */
+        return true;
+    while (self->use == DEVICE_WATCHED && waited < patience_of(self)) {
+        if (PyErr_CheckSignals() < 0)
+            return false;
+        Py_BEGIN_ALLOW_THREADS
+        sw_thread_rest(waited);
+        Py_END_ALLOW_THREADS
+        waited = sw_clock_now_ns() - begun;
+    }
+    if (self->use != DEVICE_WATCHED)
+        return true;
+    PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
+                    "a call of the GPU's driver, by the thread that looks after the communicator, "
+                    "has not returned within the deadline");
+    return false;
+}
+
+bool sw_py_device_enter(device_comm_object *self)
+{
+    const char *why = NULL;
+    if (!sw_py_device_wait_for_watch(self))
+        return false;
+    if (self->comm && !sw_py_device_is_own(self))
+        why = "this process was forked from the one that opened the GPU; the engine works in that "
+              "one only";
+    else if (!self->comm || !self->comm->peers)
+        why = self->closed
+                  ? "the GPU's communicator was closed"
+                  : "the GPU's communicator has not joined its peers: call connect() first";
+    else if (self->use != DEVICE_FREE)
+        why = "another thread is inside the GPU's communicator; one thread a rank issues its "
+              "collectives";
+    if (why) {
+        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
+        return false;
+    }
+    sw_py_device_take(self, DEVICE_USED);
+    return true;
+}
+
+bool sw_py_device_enter_alone(device_comm_object *self)
+{
+    const char *why = NULL;
+    if (!sw_py_device_wait_for_watch(self))
+        return false;
+    if (!self->comm || !sw_py_device_is_own(self))
+        why = "this process has not opened the GPU: it was forked from the one that did";
+    else if (self->use != DEVICE_FREE)
+        why = "another thread is inside the GPU's communicator; one thread a rank issues its work";
+    if (why) {
+        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
+        return false;
+    }
+    sw_py_device_take(self, DEVICE_USED);
+    return true;
+}
+
+bool sw_py_device_enter_to_destroy(device_comm_object *self)
+{
+    int64_t begun = sw_clock_now_ns(), waited = 0;
+    while (self->use != DEVICE_FREE && self->user != PyThread_get_thread_ident() &&
+           waited < PATIENCE_NS) {
+        Py_BEGIN_ALLOW_THREADS
+        sw_thread_rest(waited);
+        Py_END_ALLOW_THREADS
+        waited = sw_clock_now_ns() - begun;
+    }
+    if (self->use != DEVICE_FREE)
+        return false;
+    sw_py_device_take(self, DEVICE_USED);
+    return true;
+}
+
+/* Without the GIL: the driver may wait, too, before memory is free. */
+void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made)
+{
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    Py_BEGIN_ALLOW_THREADS
+    destroy(made);
+    Py_END_ALLOW_THREADS
+    if (PyErr_Occurred()) /* a signal's, while it waited */
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(kind, value, trace);
+}
+
+void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy, void *made)
+{
+    bool entered = sw_py_device_enter_to_destroy(self);
+    sw_py_destroy_quietly(destroy, made);
+    if (entered)
+        sw_py_device_leave(self);
+}
+
+void sw_py_device_leave(device_comm_object *self)
+{
+    self->use = DEVICE_FREE;
+}
+
+/* A call of the driver's has failed, on this rank alone, and peers wait for what it was part of:
+ * that ends the communicator, for all. `err` gets the sentence that all get. */
+static void end_for_all(device_comm_object *self, sw_error *err)
+{
+    sw_peers *peers = self->comm->peers;
+    sw_error reason;
+    sw_error_set(&reason, err->status, err->detail, "the GPU of rank %d of %d: %.400s", peers->rank,
+                 peers->world_size, err->message);
+    Py_BEGIN_ALLOW_THREADS
+    sw_peers_abort(peers, &reason);
+    Py_END_ALLOW_THREADS
+    *err = reason;
+}
+
+PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err)
+{
+    sw_error told;
+    if (status == SW_E_DEVICE && self->comm && self->comm->peers &&
+        !sw_peers_has_failed(self->comm->peers)) {
+        told = *err;
+        end_for_all(self, &told);
+        err = &told;
+    }
+    sw_py_device_leave(self);
+    if (status != SW_OK)
+        return sw_py_raise(sw_py_state_of((PyObject *)self), err, self->host);
+    Py_RETURN_NONE;
+}
