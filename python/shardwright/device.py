@@ -209,6 +209,7 @@ class DeviceLink:
         self._main = main
         self._rows: weakref.WeakSet[DeviceLink] = weakref.WeakSet()  # of which this one is the main
         self._lender: Lender | None = None
+        self._telling = threading.Lock()
         self._was_left = False
         self._failure: str | None = None
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
@@ -286,10 +287,16 @@ class DeviceLink:
             self.comm.abort(self._failure)
 
     def _tell_lender(self) -> None:
-        """Ours has failed: torch ends its communicator, which lets its kernels go, and us forget it."""
-        if self._lender is not None and not self.comm.is_alive:
-            lender, self._lender = self._lender, None
-            lender.abort()
+        """Ours has failed: torch ends its communicator, which lets its kernels go, and us forget it. Who comes here while another thread
+        tells torch waits for that: what is raised next says that it has been told."""
+        if not self._telling.acquire(timeout=_ENDING_S):
+            return
+        try:
+            if self._lender is not None and not self.comm.is_alive:
+                lender, self._lender = self._lender, None
+                lender.abort()
+        finally:
+            self._telling.release()
 
     def fail(self, reason: str) -> None:
         """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
