@@ -119,15 +119,16 @@ def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:
 
 
 def _scale(gradients: list[torch.Tensor], factor: float) -> None:
-    """On a GPU by one launch for many."""
-    together = []
+    """On a GPU by one launch for many, where that has mul_'s bits: torch's own for lists may round the factor to a half's dtype first."""
+    together: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
-        if type(gradient) is torch.Tensor and device.runtime.holds(gradient):
-            together.append(gradient)
+        is_plain = type(gradient) is torch.Tensor and gradient.dtype in (torch.float32, torch.float64)
+        if is_plain and device.runtime.holds(gradient):
+            together.setdefault(gradient.dtype, []).append(gradient)
         else:
             gradient.mul_(factor)
-    if together:
-        torch._foreach_mul_(together, factor)
+    for each in together.values():
+        torch._foreach_mul_(each, factor)
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:
