@@ -179,7 +179,9 @@ static sw_status connect(sw_nccl *comm, const sw_nccl_id *id, sw_error *err)
                              .version = SW_NCCL_CONFIG_VERSION,
                              .blocking = 0};
     sw_device_visit visit;
-    SW_TRY(comm->device->ops->enter(comm->device, &visit, err));
+    sw_error cause;
+    if (comm->device->ops->enter(comm->device, &visit, &cause) != SW_OK)
+        return fail_driver(comm, "creation of the communicator", &cause, err);
     sw_nccl_result result = comm->library->call.ncclCommInitRankConfig(
         &comm->handle, comm->world_size, *id, comm->rank, &config);
     comm->device->ops->leave(comm->device, &visit);
