@@ -29,7 +29,7 @@ sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *wha
 {
     sw_comm *host = lookout ? lookout->host : NULL;
     int64_t now = sw_clock_now_ns();
-    if (!host || now - lookout->looked_ns < PERIOD_NS)
+    if (!host || now - begun_ns < PERIOD_NS || now - lookout->looked_ns < PERIOD_NS)
         return SW_OK;
     if (begun_ns != lookout->begun_ns) {
         lookout->begun_ns = begun_ns;

@@ -26,9 +26,10 @@ typedef struct sw_lookout {
 } sw_lookout;
 
 /* For every turn of a wait for `what` that began at `begun_ns`; does something twenty times a
- * second, and logs a wait that is long. SW_OK to wait on. SW_E_COMM, or what the host's
- * communicator has ended with: the wait is in vain. SW_E_INTERRUPTED: the program was interrupted
- * (a signal), and *reason is what its peers are to hear. */
+ * second, nothing in a wait shorter than that (the program is asked with its GIL), and logs a wait
+ * that is long. SW_OK to wait on. SW_E_COMM, or what the host's communicator has ended with: the
+ * wait is in vain. SW_E_INTERRUPTED: the program was interrupted (a signal), and *reason is what
+ * its peers are to hear. */
 SW_MUST_USE sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *what,
                                       sw_error *reason);
 

@@ -1,8 +1,9 @@
 /* test_lookout.c - what a wait for a GPU logs, and who hears of a GPU that cannot join its peers'.
  *
  * Laws: a wait is logged once it has lasted warn_after_ns, and again at twice that; waits that are
- * short are not, however many follow one another, and whatever they wait for. A rank that fails in
- * making NCCL's communicator tells all ranks, which would wait for it there. */
+ * short are not, however many follow one another, and whatever they wait for; the program is asked
+ * whether it was interrupted, but not by waits of a moment. A rank that fails in making NCCL's
+ * communicator tells all ranks, which would wait for it there. */
 #include <string.h>
 
 #include "check.h"
@@ -12,16 +13,30 @@
 #include "platform/clock.h"
 #include "platform/thread.h"
 
-enum { WORLD = 3, MS = 1000000, TURN_MS = 60 /* more than a lookout rests */, SHORT_WAITS = 12 };
+enum {
+    WORLD = 3,
+    MS = 1000000,
+    TURN_MS = 60 /* more than a lookout rests */,
+    SHORT_WAITS = 5,
+    SHORT_TURNS = 3,
+    LONG_TURNS = 14
+};
 static const char WHAT[] = "the sum of squares";
 
-static int logged;
+static int logged, asked;
 
 static void note(void *context, const char *message)
 {
     (void)context;
     check(strstr(message, WHAT) != NULL, "names what is waited for: %s", message);
     ++logged;
+}
+
+static bool count(void *context)
+{
+    (void)context;
+    ++asked;
+    return false;
 }
 
 /* One wait of so many turns. */
@@ -38,12 +53,16 @@ static void wait_for(sw_lookout *lookout, int turns)
 static void check_logging(sw_comm *host)
 {
     host->hooks.log = note;
-    host->warn_after_ns = 5 * TURN_MS * MS;
+    host->warn_after_ns = INT64_C(10) * TURN_MS * MS;
+    host->hooks.interrupted = count;
     sw_lookout lookout = {.host = host};
+    wait_for(&lookout, 1);
+    check(asked == 0, "a wait of a moment asked the program");
     for (int i = 0; i < SHORT_WAITS; ++i)
-        wait_for(&lookout, 1);
+        wait_for(&lookout, SHORT_TURNS);
     check(logged == 0, "%d short waits were logged", logged);
-    wait_for(&lookout, 8);
+    check(asked > 0, "the program is not asked whether it was interrupted");
+    wait_for(&lookout, LONG_TURNS);
     check(logged >= 1, "a wait that is long was not logged");
 }
 
