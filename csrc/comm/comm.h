@@ -7,8 +7,8 @@
  *
  * What it leaves out: how ranks find each other (shm.h, local.h), what a bucket is (reduce/).
  *
- * Thread rule: one at a time a communicator, but for look and request_end. Errors end the
- * communicator: every later call repeats the first error, on every rank the same sentence where
+ * Thread rule: one at a time a communicator, but for look, is_alive and request_end. Errors end
+ * the communicator: every later call repeats the first error, on every rank the same sentence where
  * ranks disagree.
  */
 #ifndef SW_COMM_COMM_H
@@ -147,7 +147,8 @@ typedef struct sw_comm_ops {
     sw_status (*look)(sw_comm *comm, bool minds_leaving, sw_error *err);
     /* "rank 2 (pid 4711 on host a)". */
     void (*peer)(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
-    /* Whether no rank, as far as it can be seen without waiting, has met an error or left. */
+    /* From any thread: whether no rank, as far as it can be seen without waiting, has met an error
+     * or left. */
     bool (*is_alive)(sw_comm *comm);
     /* Tells the peers that this rank issues nothing more; memory stays until destroy. Every later
      * call fails. */

@@ -294,7 +294,7 @@ void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
             return;
         if (c->peers) {
             (void)!sw_peers_check(c->peers, NULL);
-            if (sw_lookout_look(&c->lookout, what, &reason) != SW_OK)
+            if (sw_lookout_look(&c->lookout, start, what, &reason) != SW_OK)
                 sw_peers_abort(c->peers, &reason);
         }
         sw_thread_rest(sw_clock_now_ns() - start);

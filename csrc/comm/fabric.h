@@ -56,8 +56,8 @@ typedef struct sw_fabric {
     int spin_count;
     uint32_t posted, done;              /* own counters, as published */
     _Atomic bool is_claimed;            /* some thread of this rank says how it ends, once */
-    sw_status ended;                    /* SW_OK while alive, as far as the caller's thread knows */
-    sw_error reason;                    /* of `ended` */
+    _Atomic sw_status ended;            /* SW_OK while alive, as far as the caller's thread knows */
+    sw_error reason;                    /* of `ended`; the caller's thread's alone */
     sw_pending pending[SW_FABRIC_RING]; /* by ticket modulo the ring */
     const uint8_t **source;             /* owned scratch, world_size pointers each */
     uint8_t **destination;

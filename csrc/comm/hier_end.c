@@ -3,7 +3,7 @@
 #include "comm/hier_state.h"
 #include "platform/futex.h"
 
-void sw_hier_end(sw_hier *hier, const sw_error *reason)
+bool sw_hier_end(sw_hier *hier, const sw_error *reason)
 {
     sw_page *own = sw_hier_page(hier, hier->local_rank);
     pthread_mutex_lock(&hier->lock);
@@ -16,6 +16,7 @@ void sw_hier_end(sw_hier *hier, const sw_error *reason)
     pthread_mutex_unlock(&hier->lock);
     sw_futex_wake_all(&own->posted);
     sw_futex_wake_all(&own->wired);
+    return first;
 }
 
 bool sw_hier_has_gone(const sw_hier *hier, int local)
@@ -24,13 +25,13 @@ bool sw_hier_has_gone(const sw_hier *hier, int local)
     return local != hier->local_rank && inside->peer_ended(inside, local);
 }
 
-/* The caller's thread learns of it in its next call. */
+/* The thread that posts learns of it in its next call. Where that one ends it, or leaves, all is
+ * said: what is said after a leave would be an end that nobody has met. */
 void sw_hier_request_end(sw_comm *comm, const sw_error *reason)
 {
     sw_hier *hier = (sw_hier *)comm;
-    if (atomic_load(&hier->ended))
+    if (!sw_hier_end(hier, reason))
         return;
-    sw_hier_end(hier, reason);
     hier->inside->ops->request_end(hier->inside, reason);
     if (hier->carrier)
         sw_carrier_say_last_word(hier->carrier, reason);

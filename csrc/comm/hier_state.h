@@ -114,8 +114,8 @@ static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
 }
 
 /* Ends it here: no operation's memory or plan is touched once this has returned. The first reason
- * stays. Tells this host's ranks; the carrier tells the other hosts. Any thread. */
-void sw_hier_end(sw_hier *hier, const sw_error *reason);
+ * stays: false. Tells this host's ranks; the carrier tells the other hosts. Any thread. */
+bool sw_hier_end(sw_hier *hier, const sw_error *reason);
 
 /* Members of sw_comm_ops; any thread. Of ranks on other hosts look() knows what carriers heard. */
 void sw_hier_request_end(sw_comm *comm, const sw_error *reason);

@@ -7,8 +7,6 @@
 #include "platform/thread.h"
 
 static const int64_t PERIOD_NS = 50 * 1000 * 1000;
-/* Who has not asked for so long has not waited: the next wait is another one. */
-static const int64_t PAUSE_NS = INT64_C(2) * 1000 * 1000 * 1000;
 /* A peer says why before it ends what others notice. */
 static const int64_t WORD_NS = 200 * 1000 * 1000;
 
@@ -27,15 +25,14 @@ static void warn(sw_lookout *lookout, const char *what, int64_t now)
     host->hooks.log(host->hooks.context, message);
 }
 
-sw_status sw_lookout_look(sw_lookout *lookout, const char *what, sw_error *reason)
+sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *what, sw_error *reason)
 {
     sw_comm *host = lookout ? lookout->host : NULL;
     int64_t now = sw_clock_now_ns();
-    if (!host || now - lookout->looked_ns < PERIOD_NS)
+    if (!host || now - begun_ns < PERIOD_NS || now - lookout->looked_ns < PERIOD_NS)
         return SW_OK;
-    if (what != lookout->what || now - lookout->looked_ns > PAUSE_NS) {
-        lookout->what = what;
-        lookout->begun_ns = now;
+    if (begun_ns != lookout->begun_ns) {
+        lookout->begun_ns = begun_ns;
         lookout->warn_ns = host->warn_after_ns;
     }
     lookout->looked_ns = now;

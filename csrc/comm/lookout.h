@@ -21,15 +21,17 @@
 typedef struct sw_lookout {
     sw_comm *host;      /* borrowed; NULL: nobody is asked or told */
     bool minds_leaving; /* while peers are joined: one that takes its leave will not come */
-    const char *what;   /* is waited for; borrowed, and compared alone */
-    int64_t begun_ns, looked_ns, warn_ns;
+    int64_t looked_ns;
+    int64_t begun_ns, warn_ns; /* of the wait that was looked at last */
 } sw_lookout;
 
-/* For every turn of a wait; does something twenty times a second, and logs a wait that is long.
- * SW_OK to wait on. SW_E_COMM, or
- * what the host's communicator has ended with: the wait is in vain. SW_E_INTERRUPTED: the program
- * was interrupted (a signal), and *reason is what its peers are to hear. `what` is waited for. */
-SW_MUST_USE sw_status sw_lookout_look(sw_lookout *lookout, const char *what, sw_error *reason);
+/* For every turn of a wait for `what` that began at `begun_ns`; does something twenty times a
+ * second, nothing in a wait shorter than that (the program is asked with its GIL), and logs a wait
+ * that is long. SW_OK to wait on. SW_E_COMM, or what the host's communicator has ended with: the
+ * wait is in vain. SW_E_INTERRUPTED: the program was interrupted (a signal), and *reason is what
+ * its peers are to hear. */
+SW_MUST_USE sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *what,
+                                      sw_error *reason);
 
 /* A transport has failed: every rank hears it, in the host's communicator too, which ends. */
 void sw_lookout_tell(const sw_lookout *lookout, const sw_error *reason);

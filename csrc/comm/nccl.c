@@ -114,10 +114,10 @@ static sw_status check_request(sw_nccl *comm, sw_error *err)
 }
 
 /* What the ranks' hosts say of a wait. */
-static sw_status look_out(sw_nccl *comm, const char *what, sw_error *err)
+static sw_status look_out(sw_nccl *comm, int64_t begun_ns, const char *what, sw_error *err)
 {
     sw_error reason;
-    sw_status status = sw_lookout_look(comm->lookout, what, &reason);
+    sw_status status = sw_lookout_look(comm->lookout, begun_ns, what, &reason);
     if (status == SW_OK)
         return SW_OK;
     sw_status failed = fail(comm, &reason, err);
@@ -139,7 +139,7 @@ static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, 
             break;
         if (sw_clock_now_ns() - start > comm->timeout_ns)
             return fail_late(comm, what, err);
-        SW_TRY(look_out(comm, what, err));
+        SW_TRY(look_out(comm, start, what, err));
         sw_thread_rest(sw_clock_now_ns() - start);
     }
     return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, what, err);
@@ -179,7 +179,9 @@ static sw_status connect(sw_nccl *comm, const sw_nccl_id *id, sw_error *err)
                              .version = SW_NCCL_CONFIG_VERSION,
                              .blocking = 0};
     sw_device_visit visit;
-    SW_TRY(comm->device->ops->enter(comm->device, &visit, err));
+    sw_error cause;
+    if (comm->device->ops->enter(comm->device, &visit, &cause) != SW_OK)
+        return fail_driver(comm, "creation of the communicator", &cause, err);
     sw_nccl_result result = comm->library->call.ncclCommInitRankConfig(
         &comm->handle, comm->world_size, *id, comm->rank, &config);
     comm->device->ops->leave(comm->device, &visit);
@@ -536,7 +538,7 @@ sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_erro
         SW_TRY(sw_nccl_check(comm, err));
         if (sw_clock_now_ns() - start > comm->timeout_ns)
             return fail_late(comm, what, err);
-        SW_TRY(look_out(comm, what, err));
+        SW_TRY(look_out(comm, start, what, err));
         sw_thread_rest(sw_clock_now_ns() - start);
     }
 }

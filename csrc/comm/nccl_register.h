@@ -5,7 +5,8 @@
  * it is right only if every rank passes registered memory to the same operations, at the same
  * distance from its beginning: who asks for it has the ranks agree (device_registration.py). The
  * memory is ncclMemAlloc's, since only that can be mapped in each of the ways. A failure here ends
- * no communicator: its caller goes on without.
+ * no communicator, unless a call does not come to its end within the deadline: its caller goes on
+ * without.
  *
  * Left out: windows (ncclCommWindowRegister, 2.27). Making one is a collective on which this rank's
  * failure leaves the others waiting, and what they add is a kernel of another order of sums.

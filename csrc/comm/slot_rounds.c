@@ -118,10 +118,10 @@ sw_status sw_slot_check(sw_slot_transport *t, sw_error *err)
 }
 
 /* What the ranks' hosts say of a wait. */
-static sw_status look_out(sw_slot_transport *t, const char *what, sw_error *err)
+static sw_status look_out(sw_slot_transport *t, int64_t begun_ns, const char *what, sw_error *err)
 {
     sw_error reason;
-    sw_status status = sw_lookout_look(t->lookout, what, &reason);
+    sw_status status = sw_lookout_look(t->lookout, begun_ns, what, &reason);
     if (status == SW_OK)
         return SW_OK;
     sw_status failed = sw_slot_fail(t, &reason, err);
@@ -153,7 +153,7 @@ sw_status sw_slot_wait(sw_slot_transport *t, sw_event *event, const char *what, 
             return SW_OK;
         if (sw_clock_now_ns() - start > t->timeout_ns)
             return sw_slot_fail_late(t, what, err);
-        SW_TRY(look_out(t, what, err));
+        SW_TRY(look_out(t, start, what, err));
         sw_thread_rest(sw_clock_now_ns() - start);
     }
 }

@@ -21,8 +21,9 @@ static bool keep_host(device_comm_object *self, PyObject *host)
     if (host == Py_None || self->host)
         return true;
     if (!PyObject_TypeCheck(host, sw_py_state_of((PyObject *)self)->comm_type) ||
-        !((comm_object *)host)->comm) {
-        PyErr_SetString(PyExc_TypeError, "DeviceComm: host must be an open HostComm, or None");
+        !((comm_object *)host)->comm || !((comm_object *)host)->connected) {
+        PyErr_SetString(PyExc_TypeError,
+                        "DeviceComm: host must be a HostComm that has joined its peers, or None");
         return false;
     }
     Py_INCREF(host);

@@ -70,6 +70,8 @@ static void region_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
+/* Its tensors are used on, so a failure, on this rank alone, ends the communicator for all: else
+ * some ranks would pass registered memory, and some would not. */
 static PyObject *region_deregister(PyObject *op, PyObject *unused)
 {
     device_region_object *self = (device_region_object *)op;

@@ -6,7 +6,6 @@ another how it went over the hosts' communicator, and all keep it or all go on w
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -63,10 +62,8 @@ class Registration:
         self.reason = _agree(link, self._try(link, nbytes), list(sizes))
         if self.reason:
             _logger.warning("%s: not registered with NCCL: %s", what, self.reason)
-            region, self._region = self._region, None
-            if region is not None:
-                with contextlib.suppress(Error):  # the memory stays then, and nobody uses it
-                    region.deregister()
+            # The region gives it back. Where that fails the memory stays, nobody uses it, and the communicator lives.
+            self._region = None
             return
         region = self._region
         assert region is not None

@@ -14,7 +14,8 @@
  * Words: an actor is a stream or a rank's host thread; a block is an allocation; a segment is a
  * part of a block with one history; a site is where an operation was enqueued.
  *
- * Not covered: the legacy default stream's implicit order (blocking streams are a report), graphs, peer access, real allocators.
+ * Not covered: the legacy default stream's implicit order (blocking streams are a report), graphs,
+ * peer access, real allocators.
  * Thread rule: every entry point takes the gate.
  */
 #ifndef SW_TEST_SIM_H

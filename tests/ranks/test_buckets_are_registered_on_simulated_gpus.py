@@ -4,6 +4,7 @@ operations, at the same offsets; where one rank cannot, none does, and one line 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import re
@@ -18,6 +19,9 @@ from oracle.fold import bits_equal
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from test_communicators_are_borrowed_on_simulated_gpus import _raise, at_least_two, trained, training
+
+from shardwright import device_registration
+from shardwright._engine import DeviceRegion
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -130,6 +134,50 @@ def falling_back(gpus: SimulatedGpus, rank: int, world_size: int, sentence: str)
         assert re.search(sentence, told[0]), told
         gpus.synchronize()
         gc.collect()
+
+
+@at_least_two
+def test_what_cannot_be_given_back_ends_nothing(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, not_given_back)
+
+
+def not_given_back(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The last rank cannot register, and NCCL will not take back what the first one has: that memory stays, and nobody uses it."""
+    addresses: list[int] = []
+
+    def noted(*given: Any) -> Any:
+        region = DeviceRegion(*given)
+        addresses.append(region.address)
+        return region
+
+    expected = trained(gpus, rank)
+    if rank == 0:
+        gpus.fail_next("ncclCommDeregister", FAILURE)
+    if rank == world_size - 1:
+        gpus.fail_next("ncclCommRegister", FAILURE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_registration, "DeviceRegion", noted)
+        _, model, optimizer = training(gpus, {"communicator": "register"})
+    assert gpus.registrations() == (rank == 0)
+    assert gpus.failed_call() == {0: "ncclCommDeregister", world_size - 1: "ncclCommRegister"}.get(rank, "")
+    for step in range(4):
+        model(batch(rank, 6, 7, step=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = sw.full_state_dict(model).values()
+    assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True))
+    gather(None)
+    model._engine().link.fail("the test's end")  # an orderly one finds it registered
+    if rank == 0:
+        free(gpus, addresses[0])
+
+
+def free(gpus: SimulatedGpus, address: int) -> None:
+    """NCCL's memory that nobody else will free."""
+    cuda, context = gpus._cuda, ctypes.c_void_p()
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == cuda.cuCtxPushCurrent_v2(context) == 0
+    assert gpus._nccl.ncclMemFree(ctypes.c_void_p(address)) == 0
+    assert cuda.cuCtxPopCurrent_v2(ctypes.byref(context)) == cuda.cuDevicePrimaryCtxRelease_v2(0) == 0
 
 
 @at_least_two

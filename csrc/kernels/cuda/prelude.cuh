@@ -2,8 +2,8 @@
  *
  * Idea: the text is compiled without headers and without contraction (--fmad=false), with IEEE
  * division and square root and with subnormals, so each operation rounds as the host's does; the
- * halves are narrowed by the host's own integer formulas (host/half_body.h). A multiply-add that is meant is
- * written __fmaf_rn.
+ * halves are narrowed by the host's own integer formulas (host/half_body.h). A multiply-add that is
+ * meant is written __fmaf_rn.
  */
 #define SW_KERNEL extern "C" __global__ void
 /* With so few registers that a multiprocessor has `blocks` blocks of 256 threads at once: as many
