@@ -3,7 +3,6 @@ is told, which device_ids are taken, and that the benchmark on GPUs says why it 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
@@ -107,30 +106,6 @@ def test_a_group_of_gpus_alone_is_met_from_the_modules_own_gpu(monkeypatch: pyte
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cuda:nccl")
     assert _gather_objects("mine", None, torch.device("cuda", 1)) == ["mine", "cuda:1"]
     assert _gather_objects("mine", None, torch.device("cpu")) == ["mine", "cuda:0"] == _gather_objects("mine", None)
-
-
-MAKERS = {
-    "tensor",
-    "empty",
-    "empty_strided",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "randperm",
-    "as_tensor",
-}
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "python").rglob("*.py")), ids=lambda file: file.stem)
-def test_every_tensor_that_the_package_makes_names_its_device(file: Path) -> None:
-    """A program may have chosen another default (torch.set_default_device), and the engine takes addresses for the host's."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS:
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
-                assert any(each.arg in ("device", None) for each in node.keywords), f"{file.name}:{node.lineno}"
 
 
 @pytest.mark.parametrize("kind", [sw.optim.AdamW, lambda p: sw.optim.SGD(p, momentum=0.9)], ids=["AdamW", "SGD"])
