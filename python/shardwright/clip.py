@@ -17,14 +17,17 @@ from .sharded_gradient import ShardedGradient
 
 
 def clip_grad_norm_(
-    module_or_parameters: torch.nn.Module | Iterable[torch.Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scales averaged gradients so that their 2-norm is at most `max_norm`; collective at zero >= 1.
 
     Parameters
     ----------
-    module_or_parameters : Module or iterable of Tensor
-        A wrapped module at any stage; or a bare one, or parameters, whose gradients are whole.
+    module_or_parameters : Module, Tensor or iterable of Tensor
+        A wrapped module at any stage; or a bare one, a parameter, or several, whose gradients are whole.
     max_norm : float
         At least 0.
     error_if_nonfinite : bool
@@ -62,6 +65,8 @@ def clip_grad_norm_(
             parameters = replica.table.parameters
         elif isinstance(module_or_parameters, torch.nn.Module):
             parameters = module_or_parameters.parameters()
+        elif isinstance(module_or_parameters, torch.Tensor):  # iterable, too: of rows, which have no gradients
+            parameters = [module_or_parameters]
         else:
             parameters = module_or_parameters
         gradients = [p.grad for p in parameters if p.grad is not None]
