@@ -12,6 +12,7 @@ from . import _engine, device
 from .device import DeviceLink
 from .fully_shard import wrapper_of
 from .gradients import as_real
+from .optim import global_norm
 from .replica import Replica, live_replicas
 from .sharded_gradient import ShardedGradient
 
@@ -113,7 +114,7 @@ def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> fl
     link = replica.link if replica is not None else _link_beside(real)
     if link is not None:
         return link.norm(real)
-    return _engine.norm_value([_engine.norm_sum([each.cpu() for each in real])])
+    return global_norm(each.cpu() for each in real)
 
 
 def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:
