@@ -397,6 +397,8 @@ class _Watch(threading.Thread):
                 link.check()  # it knows more of why
                 link.comm.watch()
             except Exception as error:  # the next call of the program's own raises it again
+                if not (link.comm.is_alive or link.comm.has_failed):  # it was closed meanwhile: no failure
+                    return
                 _logger.warning("%s", str(error))  # whoever keeps records would keep the traceback, and so the link
                 link.fail(str(error))
                 if not link.borrows:
