@@ -12,6 +12,7 @@ from . import _engine, device
 from .device import DeviceLink
 from .fully_shard import wrapper_of
 from .gradients import as_real
+from .masters import LOW
 from .optim import global_norm
 from .replica import Replica, live_replicas
 from .sharded_gradient import ShardedGradient
@@ -125,10 +126,11 @@ def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:
 
 
 def _scale(gradients: list[torch.Tensor], factor: float) -> None:
-    """On a GPU by one launch for many."""
+    """On a GPU by one launch for many; but not halves, which torch's function for many may round otherwise than the one that slices go
+    through (on the CPU it rounds the factor, too)."""
     together = []
     for gradient in gradients:
-        if type(gradient) is torch.Tensor and device.runtime.holds(gradient):
+        if type(gradient) is torch.Tensor and gradient.dtype not in LOW and device.runtime.holds(gradient):
             together.append(gradient)
         else:
             gradient.mul_(factor)
