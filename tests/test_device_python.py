@@ -3,7 +3,6 @@ is told, which device_ids are taken, and that the benchmark on GPUs says why it 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
@@ -12,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ import cuda_files
 import shardwright as sw
 from shardwright import _engine
 from shardwright.ddp_compat import check_device_ids, to_device
-from shardwright.device import CudaRuntime, _cache_folder, find_nvrtc
+from shardwright.device import CudaRuntime, DeviceLink, _cache_folder, find_nvrtc
 from shardwright.process_group import _gather_objects
 from shardwright.table import _check_one_device
 
@@ -109,28 +109,24 @@ def test_a_group_of_gpus_alone_is_met_from_the_modules_own_gpu(monkeypatch: pyte
     assert _gather_objects("mine", None, torch.device("cpu")) == ["mine", "cuda:0"] == _gather_objects("mine", None)
 
 
-MAKERS = {
-    "tensor",
-    "empty",
-    "empty_strided",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "randperm",
-    "as_tensor",
-}
+def test_a_row_of_ranks_may_be_linked_while_the_group_of_all_is_looked_after() -> None:
+    """By the program's thread, while another goes over the rows that there are: with an error there, all communicators would end."""
+    main, first, second = (DeviceLink.__new__(DeviceLink) for _ in range(3))
+    for link in (main, first, second):
+        link._main, link._rows, link._lender = (None if link is main else main), (), None
+        link.comm = mock.Mock(is_alive=True, has_failed=False)
+    main.host = mock.Mock(is_alive=True)
+    first._join_family()
 
+    class Linking:
+        @property
+        def has_failed(self) -> bool:
+            second._join_family()
+            return False
 
-@pytest.mark.parametrize("file", sorted((ROOT / "python").rglob("*.py")), ids=lambda file: file.stem)
-def test_every_tensor_that_the_package_makes_names_its_device(file: Path) -> None:
-    """A program may have chosen another default (torch.set_default_device), and the engine takes addresses for the host's."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS:
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
-                assert any(each.arg in ("device", None) for each in node.keywords), f"{file.name}:{node.lineno}"
+    first.comm = Linking()
+    main.check()
+    assert main._live_rows() == [first, second]
 
 
 @pytest.mark.parametrize("kind", [sw.optim.AdamW, lambda p: sw.optim.SGD(p, momentum=0.9)], ids=["AdamW", "SGD"])

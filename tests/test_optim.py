@@ -709,3 +709,18 @@ def test_state_that_could_not_be_made_is_made_at_the_next_step(monkeypatch: pyte
             optimizer.step()
         found.append([p.detach().clone() for p in parameters])
     assert all(map(torch.equal, *found))
+
+
+def test_clipping_takes_one_parameter_as_torch_does() -> None:
+    """Not its rows, which have no gradients: their norm is 0, and nothing would be clipped."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert sw.clip_grad_norm_(parameter, 1.0) == 5.0
+    assert torch.equal(parameter.grad, torch.tensor([3.0, 4.0]) * (1.0 / (5.0 + 1e-6)))
+
+
+def test_clipping_takes_gradients_of_any_strides() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    parameter.grad = torch.ones(2, 6)[:, ::2]
+    assert sw.clip_grad_norm_([parameter], 1.0) == torch.tensor(6.0).sqrt()
+    assert torch.equal(parameter.grad, torch.ones(2, 3) * (1.0 / (6.0**0.5 + 1e-6)))

@@ -12,19 +12,23 @@ from . import _engine, device
 from .device import DeviceLink
 from .fully_shard import wrapper_of
 from .gradients import as_real
+from .optim import global_norm
 from .replica import Replica, live_replicas
 from .sharded_gradient import ShardedGradient
 
 
 def clip_grad_norm_(
-    module_or_parameters: torch.nn.Module | Iterable[torch.Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scales averaged gradients so that their 2-norm is at most `max_norm`; collective at zero >= 1.
 
     Parameters
     ----------
-    module_or_parameters : Module or iterable of Tensor
-        A wrapped module at any stage; or a bare one, or parameters, whose gradients are whole.
+    module_or_parameters : Module, Tensor or iterable of Tensor
+        A wrapped module at any stage; or a bare one, a parameter, or several, whose gradients are whole.
     max_norm : float
         At least 0.
     error_if_nonfinite : bool
@@ -62,6 +66,8 @@ def clip_grad_norm_(
             parameters = replica.table.parameters
         elif isinstance(module_or_parameters, torch.nn.Module):
             parameters = module_or_parameters.parameters()
+        elif isinstance(module_or_parameters, torch.Tensor):  # iterable, too: of rows, which have no gradients
+            parameters = [module_or_parameters]
         else:
             parameters = module_or_parameters
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -108,7 +114,7 @@ def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> fl
     link = replica.link if replica is not None else _link_beside(real)
     if link is not None:
         return link.norm(real)
-    return _engine.norm_value([_engine.norm_sum([each.cpu() for each in real])])
+    return global_norm(each.cpu() for each in real)
 
 
 def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:

@@ -207,7 +207,8 @@ class DeviceLink:
         borrows: bool = False,
     ) -> None:
         self._main = main
-        self._rows: weakref.WeakSet[DeviceLink] = weakref.WeakSet()  # of which this one is the main
+        # of which this one is the main; a tuple, since the thread that watches goes over it while the program's makes another
+        self._rows: tuple[weakref.ref[DeviceLink], ...] = ()
         self._lender: Lender | None = None
         self._telling = threading.Lock()
         self._was_left = False
@@ -243,8 +244,7 @@ class DeviceLink:
             slot_bytes = device_transport.SLOT_BYTES
             arena = group.comm.arena(slot_part_bytes(slot_bytes), "slots between GPUs")
             self.comm.connect_slots(arena, row, slot_bytes, chosen, self.rank, timeout_s)
-        if main is not None:
-            main._rows.add(self)
+        self._join_family()
         if runtime.watches:
             _Watch(self).start()
 
@@ -270,7 +270,7 @@ class DeviceLink:
                 self.comm.abort(self._failure or "the communicator of the group's GPUs was closed")
         elif not self.host.is_alive:
             self._end(self._failure or self.host.end_reason or "a rank of the group has left")
-        elif any(row.comm.has_failed for row in self._rows):
+        elif any(row.comm.has_failed for row in self._live_rows()):
             self._end(self._failure or self.host.end_reason or _OTHER_FAILED)
         if not self.comm.is_alive:
             self._tell_lender()
@@ -278,6 +278,13 @@ class DeviceLink:
                 self.fail(self._failure or "")
             self.comm.watch()
             raise comm_error(self._failure or "the communicator of the GPUs was closed")
+
+    def _join_family(self) -> None:
+        if self._main is not None:
+            self._main._rows = (*self._main._rows, weakref.ref(self))
+
+    def _live_rows(self) -> list[DeviceLink]:
+        return [row for row in (each() for each in self._rows) if row is not None]
 
     def _look_at_lender(self) -> None:
         """What torch has ended is not touched any more. Nobody is told before somebody asks for it: programs end their group as they end."""
@@ -309,7 +316,7 @@ class DeviceLink:
         """Ends this rank's communicators of the family side by side: what NCCL frees as it aborts one waits for all that the GPU does,
         the kernels of the others among it, which wait for peers that have gone."""
         main = self._main or self
-        family = [main, *main._rows]
+        family = [main, *main._live_rows()]
         enders = [threading.Thread(target=link.comm.abort, args=(reason,), daemon=True) for link in family]
         for link, ender in zip(family, enders):
             link._failure = link._failure or reason
@@ -390,6 +397,8 @@ class _Watch(threading.Thread):
                 link.check()  # it knows more of why
                 link.comm.watch()
             except Exception as error:  # the next call of the program's own raises it again
+                if not (link.comm.is_alive or link.comm.has_failed):  # it was closed meanwhile: no failure
+                    return
                 _logger.warning("%s", str(error))  # whoever keeps records would keep the traceback, and so the link
                 link.fail(str(error))
                 if not link.borrows:

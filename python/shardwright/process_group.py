@@ -604,8 +604,10 @@ def _close_all() -> None:
 
 def _close_comms(comm: HostComm, children: list[HostComm], links: dict[Any, Any], pid: int) -> None:
     if os.getpid() == pid:  # a forked child must not take leave in its parent's name
+        # A row's link before the one of all ranks, whose end would be taken for its failure.
+        ends = *reversed(links.values()), *children, comm
         with contextlib.ExitStack() as closing:  # all of them, whatever interrupts one
-            for each in reversed((*links.values(), *children, comm)):
+            for each in reversed(ends):
                 closing.callback(each.close)
 
 

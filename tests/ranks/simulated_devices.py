@@ -32,7 +32,7 @@ _WAIT = ("item", "_local_scalar_dense", "equal", "nonzero", "is_nonzero", "maske
 _ALL_THERE = ("_amp_foreach_non_finite_check_and_unscale_",)
 _KEPT = 4096
 #: functions of the package that a program calls for values
-_GIVE_VALUES = ("full_gradients",)
+_GIVE_VALUES = ("full_gradients", "state_dict")
 
 
 class WrongDevice(RuntimeError):

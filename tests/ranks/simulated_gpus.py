@@ -19,7 +19,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -524,15 +523,6 @@ class SimulatedGpus:
         return f"{count} reports: {text.value.decode()}" if count else ""
 
 
-@contextlib.contextmanager
-def uncounted() -> Iterator[None]:
-    """What the program asks for itself, a state dict say, which comes down from the GPU: not among the waits of stats()."""
-    waits = getattr(sw_device.runtime, "torch_waits", [])
-    before = len(waits)
-    yield
-    del waits[before:]
-
-
 def stats(wrapped: Any) -> dict[str, int]:
     """The counts of a wrapped module, with the waits that torch's operations are to the host among the engine's."""
     counts: dict[str, int] = wrapped._engine().reducer.stats()
@@ -541,4 +531,4 @@ def stats(wrapped: Any) -> dict[str, int]:
     return counts
 
 
-__all__ = ["POLICIES", "SimulatedGpus", "build", "meet", "run", "stats", "sw", "uncounted"]
+__all__ = ["POLICIES", "SimulatedGpus", "build", "meet", "run", "stats", "sw"]

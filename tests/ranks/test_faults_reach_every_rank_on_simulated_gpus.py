@@ -23,6 +23,7 @@ from harness import at_least_two, gather
 from models import Heads, Mlp
 from peer import PEER, batch
 from simulated_gpus import SimulatedGpus, run, simulate, sw
+from test_buckets_are_registered_on_simulated_gpus import logged
 
 from shardwright import device as sw_device
 from shardwright import process_group
@@ -198,6 +199,37 @@ def killed_at_the_end(gpus: SimulatedGpus, rank: int, world_size: int, end: str)
             gc.collect()
             assert gone() is None and not link.comm.is_alive
         link.close()
+
+
+@at_least_two
+def test_an_end_that_takes_its_time_is_no_failure(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, slow_end, transport="nccl")
+
+
+def slow_end(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """Of the group's communicator, or of the row's: who looks after the other one does not take it for one, which would be every rank's."""
+    gpus.watch()
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Mlp())
+    model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=3)
+    backward(model, rank)
+    optimizer.step()
+    gpus.synchronize()
+    group = model._engine().group
+    assert len(group.links) == 2
+    gather(None)
+    with logged() as lines:
+        if rank == 0:
+            gpus.slow_next("ncclCommDestroy", 0.4)
+            group.close()
+            assert lines == []
+        else:
+            deadline = time.monotonic() + 20
+            while group.comm.is_alive and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert "rank 0 " in group.comm.end_reason and "left the group" in group.comm.end_reason
+            group.close()
+    group.links.clear()
 
 
 # interrupts, and peers that hang -------------------------------------------------------------------------------------

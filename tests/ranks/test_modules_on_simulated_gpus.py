@@ -166,16 +166,19 @@ def clip_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     theirs = torch.optim.SGD(naive.module.parameters(), lr=0.1)
     ours: Any = torch.optim.SGD(module.parameters(), lr=0.1)
     wrapped, ours = sw.wrap(module, ours, clip_grad_norm=0.05, deterministic=True)
+    beside = 0
     for step in range(3):
         x = batch(rank, 6, 7, step=step)
         compare_step(wrapped, naive, lambda model, x=x: model(x).square().mean().backward())
         ours.step()
-        with gpus.torch_on_cpu():
+        before = stats(wrapped)["host_waits"]
+        with gpus.torch_on_cpu():  # by the host's norm, for which gradients come down
             sw.clip_grad_norm_(naive.module, 0.05)
+        beside += stats(wrapped)["host_waits"] - before
         theirs.step()
         assert_same_parameters(wrapped, naive)
         zero_grad(wrapped, naive)
-    assert stats(wrapped)["host_waits"] == 3, stats(wrapped)
+    assert stats(wrapped)["host_waits"] - beside == 3, stats(wrapped)
 
 
 def test_a_step_waits_on_the_host_only_where_a_parameter_is_unused(

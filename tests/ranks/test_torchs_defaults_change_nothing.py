@@ -31,8 +31,10 @@ TRAININGS = {
     "whole tensors": (ADAMW, {"zero": 3, "partition": "tensor"}),
     "bf16": (ADAMW, {"zero": 2, "precision": "bf16"}),
     "offload": (ADAMW, {"zero": 1, "offload": "cpu"}),
+    "clipped": (ADAMW, {"zero": 1, "clip_grad_norm": 0.1}),
     "halves": (ADAMW, {"compress": lambda: sw.Fp16()}),
     "blocks": (ADAMW, {"zero": 2, "compress": lambda: sw.Int8(error_feedback=True)}),
+    "blocks of 4 bits": (ADAMW, {"zero": 2, "compress": lambda: sw.Int4()}),
     "PowerSGD": (ADAMW, {"compress": lambda: sw.PowerSGD(2, min_compression_rate=0)}),
     "PowerSGD in turns": (ADAMW, {"compress": lambda: sw.PowerSGD(2, min_compression_rate=0, alternate=True)}),
 }
@@ -76,6 +78,10 @@ def train(rank, module, inputs, folder, optimizer_of, compress=None, **options):
     step(inputs[4])
     losses.extend(sw.full_gradients(model)[name] for name in ("0.weight", "4.bias"))
     optimizer.step()
+    with sw.Checkpointer(f"{folder} by steps", model, optimizer) as saves:
+        saves.save(0)
+        saves.wait()
+        assert saves.restore() == 1
     state = sw.full_optimizer_state_dict(model, optimizer)["state"]
     return losses, [*sw.full_state_dict(model).values()], [each for entry in state.values() for each in entry.values()]
 

@@ -358,8 +358,8 @@ def _check_launch(accelerator: accelerate.Accelerator) -> None:
     launched = int(os.environ.get("WORLD_SIZE") or 1) if "RANK" in os.environ else 1
     if accelerator.num_processes == 1 and launched > 1:
         raise NotImplementedError(
-            f"{launched} ranks were launched (RANK, WORLD_SIZE), and accelerate, which sees no GPU, would train each by itself: set "
-            "ACCELERATE_USE_CPU=1 or pass cpu=True to train them together, or unset RANK"
+            f"{launched} ranks were launched (RANK, WORLD_SIZE), and accelerate, which sees no GPU or no LOCAL_RANK, would train each by "
+            "itself: set ACCELERATE_USE_CPU=1 or pass cpu=True to train them together, or unset RANK"
         )
 
 
