@@ -56,9 +56,9 @@ static sw_status enter(cuda_device *cuda, sw_device_visit *visit, sw_error *err)
     if (visit->is_pushed)
         SW_TRY(sw_cuda_check(&cuda->driver, call->cuCtxPushCurrent_v2(cuda->context),
                              "cuCtxPushCurrent", cuda->base.name, err));
-    visit->is_exempt = call->cuThreadExchangeStreamCaptureMode &&
-                       call->cuThreadExchangeStreamCaptureMode(&visit->capture_mode) ==
-                           SW_CU_SUCCESS;
+    visit->is_exempt =
+        call->cuThreadExchangeStreamCaptureMode &&
+        call->cuThreadExchangeStreamCaptureMode(&visit->capture_mode) == SW_CU_SUCCESS;
     return SW_OK;
 }
 

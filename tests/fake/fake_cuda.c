@@ -285,9 +285,9 @@ static bool is_compared(const sim_block *b)
 {
     if (b->registered || b->file) /* other processes write there */
         return false;
-    /* Torch's memory and pinned memory are written by the host, too, inside an operation of torch's
-     * or a step: but not while it is in here, which is sure where it is what asked. */
-    if ((b->foreign || b->pinned) && sim.host_thread && sim.host_thread != sim_thread())
+    /* The host, too, writes pinned memory and all that torch's operations write. It does not while
+     * it is in here: so these are compared where the host's own thread runs the kernel. */
+    if ((b->torch_writes || b->pinned) && sim.host_thread && sim.host_thread != sim_thread())
         return false;
     return !(b->freed && b->pinned); /* slots of saves that are over: large, and many */
 }

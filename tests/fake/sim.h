@@ -104,6 +104,7 @@ typedef struct sim_block {
     size_t size_bytes;
     bool pinned, freed;
     bool foreign;   /* torch's memory: adopted, not ours to free; so is registered memory */
+    bool torch_writes; /* an operation of torch's has written it: foreign, or of ours and lent */
     int registered; /* times; the host's memory, which others than the device may write */
     bool mapped;    /* its pages are its own: it may be exported */
     int file;       /* exported: the file behind it; 0: none */

@@ -65,7 +65,7 @@ SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
     sim_lock();
     sim_block *block = calloc(1, sizeof *block);
     block->size_bytes = size_bytes;
-    block->foreign = true;
+    block->foreign = block->torch_writes = true;
     block->memory = memory;
     block->segments = calloc(1, sizeof *block->segments);
     block->segments->end = size_bytes;
@@ -76,6 +76,16 @@ SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
     sim_track(&torch_stream->clock, torch_stream->actor, memory, size_bytes, SW_ACCESS_WRITE,
               &site);
     sim_leave();
+}
+
+/* Torch writes this block from now on, in the host's thread and without the gate, also where the
+ * block is not its own: it is given memory that is registered with NCCL. */
+static void note_writer(const sim_torch_access *access)
+{
+    sim_block *block =
+        access->size_bytes && access->access & SW_ACCESS_WRITE ? sim_block_of(access->begin) : NULL;
+    if (block)
+        block->torch_writes = true;
 }
 
 /* An operation of torch's named `label` is about to run. 0, or -1 at a deadlock. */
@@ -93,6 +103,8 @@ SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count
         sim_report("torch elsewhere", "an operation in a thread that began no simulation", &site,
                    NULL);
     sim_tick(torch_stream);
+    for (int i = 0; i < count; ++i)
+        note_writer(&access[i]);
     for (int i = 0; i < count; ++i)
         sim_track(&torch_stream->clock, torch_stream->actor, access[i].begin, access[i].size_bytes,
                   (sw_access)access[i].access, &site);
