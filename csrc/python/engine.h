@@ -31,7 +31,7 @@ typedef struct engine_state {
     PyObject *newer_checkpoint_error;
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
     PyTypeObject *plan_type, *saver_type, *folder_type, *units_type, *state_file_type;
-    PyTypeObject *device_comm_type, *device_reducer_type, *device_units_type, *device_offload_type;
+    PyTypeObject *device_comm_type, *device_units_type, *device_offload_type;
     PyTypeObject *device_stage_type, *device_region_type;
     struct comm_object *comms; /* not owned: all HostComms that live; fork.c */
 } engine_state;
@@ -203,9 +203,8 @@ int sw_py_optim_functions_add(PyObject *module);
 /* compress_module.c */
 int sw_py_compress_functions_add(PyObject *module);
 
-/* device_comm_type.c, device_reducer_type.c, device_units_type.c */
+/* device_comm_type.c, device_units_type.c */
 extern PyType_Spec sw_py_device_comm_type_spec;
-extern PyType_Spec sw_py_device_reducer_type_spec;
 extern PyType_Spec sw_py_device_units_type_spec;
 extern PyType_Spec sw_py_device_offload_type_spec;
 extern PyType_Spec sw_py_device_stage_type_spec;

@@ -32,6 +32,7 @@ __all__ = [
     "is_shared",
     "queue_at_end",
     "raw_stream",
+    "stream_reader",
     "watch_steps",
 ]
 
@@ -89,6 +90,11 @@ def raw_stream(ordinal: int) -> int:
     if _raw_stream is not None:
         return int(_raw_stream(ordinal))
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+def stream_reader(ordinal: int) -> Callable[[], int]:
+    """raw_stream(ordinal), as a callable without a frame of Python's where torch has one."""
+    return functools.partial(raw_stream if _raw_stream is None else _raw_stream, ordinal)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

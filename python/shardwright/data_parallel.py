@@ -411,7 +411,7 @@ class DistributedDataParallel(TorchDDP):
         mine = bytes([trains, required])
         said = replica.group.comm.all_gather_bytes(mine, "whether this backward synchronises")
         if replica.link is not None:  # on the host the round itself says who contributes
-            replica.reducer.set_active([each[0] == 1 for each in said])
+            replica.reducer.set_active(b"".join(each[:1] for each in said))
         return any(each[1] for each in said)
 
     # communication hooks ------------------------------------------------------------------------------------------

@@ -62,6 +62,10 @@ class CudaRuntime:
         """The address of the stream that torch enqueues on now, in this thread."""
         return _hooks.raw_stream(ordinal)
 
+    def stream_reader(self, ordinal: int) -> Callable[[], int]:
+        """current_stream(ordinal), without a frame of Python's: the engine asks at every gradient."""
+        return _hooks.stream_reader(ordinal)
+
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         """Memory for a bucket, on the GPU of `like`, from torch's allocator."""
         return torch.zeros(numel, dtype=dtype, device=like.device)

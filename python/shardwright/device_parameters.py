@@ -13,10 +13,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from . import device
-from ._engine import device_tensor
+from ._engine import Reducer, device_tensor
 from .device import DeviceLink
 from .device_registration import Registration
-from .device_rounds import DeviceRounds
 from .gradients import dense_strides
 from .parameter_slices import ParameterSlices, itemsize_of
 from .slicing import Slicing
@@ -31,7 +30,7 @@ class DeviceParameters(ParameterSlices):
     link : DeviceLink
     row : DeviceLink
         Of the ranks that own all slices together: the same, but on a mesh of two dimensions.
-    rounds : DeviceRounds
+    reducer : Reducer
     table : ParameterTable
     label : str
         Of the model, in messages.
@@ -49,13 +48,13 @@ class DeviceParameters(ParameterSlices):
         self,
         link: DeviceLink,
         row: DeviceLink,
-        rounds: DeviceRounds,
+        reducer: Reducer,
         table: ParameterTable,
         label: str,
         slicing: Slicing,
         registers: bool = False,
     ) -> None:
-        super().__init__(rounds, table, slicing, label)
+        super().__init__(reducer, table, slicing, label)
         self._link, self._row = link, row
         self._buckets: dict[int, torch.Tensor] = {}
         self._registered: dict[int, torch.Tensor] = {}

@@ -17,10 +17,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from . import device
-from ._engine import DeviceUnits, device_tensor
+from ._engine import DeviceUnits, Reducer, device_tensor
 from .device import DeviceLink
 from .device_parameters import DeviceParameters
-from .device_rounds import DeviceRounds
 from .device_unit_schedule import DeviceUnitSchedule, Places
 from .gradients import dense_strides, dtype_name
 from .parameter_slices import itemsize_of, memory_order
@@ -71,7 +70,7 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
     link : DeviceLink
     row : DeviceLink
         Inside which a unit is gathered.
-    rounds : DeviceRounds
+    reducer : Reducer
         Made with rows_in_groups().
     table : ParameterTable
     plans : sequence of UnitPlan
@@ -90,7 +89,7 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         self,
         link: DeviceLink,
         row: DeviceLink,
-        rounds: DeviceRounds,
+        reducer: Reducer,
         table: ParameterTable,
         plans: Sequence[UnitPlan],
         label: str,
@@ -102,7 +101,7 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         self._stepped_slices: set[int] = set()  # buckets with parameters that are released and train, or have
         self._whole = {}
         link.broadcast(table.parameters, 0)
-        super().__init__(link, row, rounds, table, label, slicing)
+        super().__init__(link, row, reducer, table, label, slicing)
         for index in self._released:
             parameter = table.parameters[index]
             if dense_strides(parameter) is None:

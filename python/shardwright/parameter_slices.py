@@ -7,7 +7,7 @@ the other.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from .slicing import Slicing
 from .table import ParameterTable
 
 if TYPE_CHECKING:
-    from ._engine import Arena
+    from ._engine import Arena, Reducer
 
 
 class SliceRuns:
@@ -24,13 +24,13 @@ class SliceRuns:
 
     Parameters
     ----------
-    reducer : Reducer or DeviceRounds
+    reducer : Reducer
         Its layout places parameters as it places their gradients.
     slicing : Slicing
     """
 
-    def __init__(self, reducer: Any, slicing: Slicing) -> None:
-        self._reducer: Any = reducer
+    def __init__(self, reducer: Reducer, slicing: Slicing) -> None:
+        self._reducer = reducer
         self._slicing = slicing
         self._runs: dict[int, tuple[int, int]] = {}
         self._stepped: set[int] = set()  # buckets with parameters that train, or have
@@ -56,7 +56,7 @@ class ParameterSlices(SliceRuns):
 
     Parameters
     ----------
-    reducer : Reducer or DeviceRounds
+    reducer : Reducer
         Its layout places parameters as it places their gradients.
     table : ParameterTable
     slicing : Slicing
@@ -69,7 +69,7 @@ class ParameterSlices(SliceRuns):
     #: whether a host has one copy
     shared = False
 
-    def __init__(self, reducer: Any, table: ParameterTable, slicing: Slicing, label: str) -> None:
+    def __init__(self, reducer: Reducer, table: ParameterTable, slicing: Slicing, label: str) -> None:
         super().__init__(reducer, slicing)
         self._table, self._label = table, label
         self._moved: set[int] = set()  # buckets

@@ -158,21 +158,22 @@ class Replica:
         over_hosts = self.group.host_count > 1 and sends_early
         cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.zero, over_hosts)
         if self.table.is_on_gpu:
-            from .device_rounds import DeviceRounds
-            from .device_slices import SlicedDeviceRounds
+            from .device_reducer import DeviceReducer
             from .device_units import rows_in_groups
 
             borrows = options.communicator == "borrow"
             self.link = device_link(self.group, self.table.parameters[0], options.timeout_s, borrows=borrows)
-            return (SlicedDeviceRounds if self.zero >= 2 else DeviceRounds)(
+            return DeviceReducer(
                 self.link,
                 self.table.rows() if plans is None else rows_in_groups(self.table, plans),
+                self.table.parameters[0],
                 bucket_cap_bytes=options.bucket_cap_bytes,
                 reduce=options.reduce,
                 deterministic=options.deterministic,
                 label=self.label,
-                wire=self._wire,
+                sliced=self.zero >= 2,
                 slicing=self.slicing,
+                wire=self._wire,
                 registers=options.communicator == "register",
             )
         return Reducer(
@@ -219,7 +220,7 @@ class Replica:
             registers = options.communicator == "register"
             return DeviceParameters(link, row, self.reducer, self.table, self.label, self.slicing, registers)
         memory = DeviceUnitMemory(link, row, self.reducer, self.table, plans, self.label, self.slicing)
-        self.reducer.order = _digest_of(weakref.ref(memory))
+        self.reducer.set_order(_digest_of(weakref.ref(memory)))
         return memory
 
     def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
@@ -244,45 +245,34 @@ class Replica:
         return memory.like(index) if isinstance(memory, ReleasedParameters) else self.table.parameters[index]
 
     def _attach(self, synchronises: Callable[[], bool]) -> None:
-        opener = _opener(weakref.ref(self), synchronises)
-        if self.link is not None:
-            released = isinstance(self._parameters, ReleasedParameters)
-            self.views = self.reducer.attach(
-                self.table.parameters,
-                open=opener,
-                task_id=_hooks.graph_task_id,
-                layouts=self._parameters.layouts() if released else None,
-            )
-            self._board = self.reducer.board if self.zero >= 2 else None
-        else:
-            self.views = self._make_views()
-            self.reducer.attach(
-                self.table.parameters,
-                self.views,
-                copy=copy_gradient if self.zero < 2 else _writer(weakref.ref(self)),
-                open=opener,
-                renew=_renewer(weakref.ref(self)),
-                task_id=_hooks.graph_task_id,
-                layouts=self._parameters.layouts() if isinstance(self._parameters, ReleasedParameters) else None,
-            )
+        if self.zero >= 2:
+            self._board = GradientBoard(self.group.comm, self.reducer, self.label, speaks=self.slicing.speaks)
+        count = len(self.table.parameters)
+        self.views = [
+            self._make_view(i) if self.link is None or self.reducer.has_memory(i) else None for i in range(count)
+        ]
+        self.reducer.attach(
+            self.table.parameters,
+            self.views,
+            copy=copy_gradient if self.zero < 2 else _writer(weakref.ref(self)),
+            open=_opener(weakref.ref(self), synchronises),
+            renew=_renewer(weakref.ref(self)),
+            task_id=_hooks.graph_task_id,
+            layouts=self._parameters.layouts() if isinstance(self._parameters, ReleasedParameters) else None,
+        )
         self._handles: list[Any] = []
         self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
                 self._hook(index)
 
-    def _make_views(self) -> list[torch.Tensor]:
-        if self.zero < 2:
-            return [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
-        like = [self.layout_of(i) for i in range(len(self.table.parameters))]
-        board = self._board = GradientBoard(self.group.comm, self.reducer, self.label, speaks=self.slicing.speaks)
-        staged = self.reducer.transport == "staged"
-        return [
-            ShardedGradient(
-                p, from_dlpack(self.reducer.result(i)), board, gradient_view(p, self.reducer, i) if staged else None
-            )
-            for i, p in enumerate(like)
-        ]
+    def _make_view(self, index: int) -> torch.Tensor:
+        """What `.grad` of a parameter becomes: a view of its bucket, or at zero >= 2 of this rank's slice of the mean."""
+        like = self.layout_of(index)
+        if self._board is None:
+            return gradient_view(like, self.reducer, index)
+        held = gradient_view(like, self.reducer, index) if self.reducer.transport == "staged" else None
+        return ShardedGradient(like, from_dlpack(self.reducer.result(index)), self._board, held)
 
     @property
     def overlaps_compression(self) -> bool:
@@ -378,6 +368,8 @@ class Replica:
             self._guard.check("before a forward")
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
+        if self.link is not None:
+            self.link.check()
         self.reducer.forward(synchronises)
 
     def after_forward(self) -> None:
@@ -550,7 +542,7 @@ class Replica:
         if self._board is not None:
             self._board.announce = self.announce if announcer is not None else lambda *_: None
         if self.announces_rounds:
-            self.reducer.announce_round = announcer.announce_round if announcer is not None else None
+            self.reducer.set_announcer(announcer.announce_round if announcer is not None else None)
         if self.link is not None and isinstance(self._parameters, ReleasedParameters):
             self._parameters.announce_units(announcer.announce_unit if announcer is not None else None)
 
@@ -680,10 +672,11 @@ class Replica:
             self.watcher.after_round(time.perf_counter() - begin_s)
 
     def renew_view(self, index: int) -> None:
-        """The old view of a gradient, which somebody kept, moves to memory of its own; a new one takes its place."""
+        """Make the view of a gradient. An old one, which somebody kept, moves to memory of its own."""
         kept = self.views[index]
-        kept.data = kept.detach().clone(memory_format=torch.preserve_format)
-        self.views[index] = gradient_view(self.table.parameters[index], self.reducer, index)
+        if kept is not None:
+            kept.data = kept.detach().clone(memory_format=torch.preserve_format)
+        self.views[index] = self._make_view(index)
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Parameters and `buffers` of rank `root` to all. Collective."""

@@ -129,25 +129,49 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
     import torch
 
     from .. import device
-    from .._engine import DeviceReducer
 
-    like = torch.zeros(1, dtype=torch.float32, device=torch.device("cuda", rank))
-    link = device.device_link(group, like, _LIMIT_S)
-    reducer = DeviceReducer(link.comm, [("doctor", nbytes // 4, "float32", True)], nbytes)
-    memory = device.runtime.zeros(reducer.bucket_shape(0)[1], torch.float32, like)
-    reducer.adopt(0, memory.data_ptr())
+    like = torch.zeros(nbytes // 4, dtype=torch.float32, device=torch.device("cuda", rank))
+    run_round = make_round(device.device_link(group, like, _LIMIT_S), like)
 
     def work() -> None:
-        stream = link.current_stream()
-        reducer.begin(stream)
-        reducer.post(0, stream)
-        reducer.finish(bytearray(b"\1"), 0)
-        reducer.take(stream)
-        reducer.release(stream)
+        run_round()
         torch.cuda.synchronize()
 
-    work.memory = memory  # type: ignore[attr-defined]  # as long as the work
     return work
+
+
+def make_round(link: Any, like: torch.Tensor) -> Callable[[], None]:
+    """Return what enqueues a round over one bucket as large as `like`, whose gradient lies in it already."""
+    import torch
+
+    from ..device_reducer import DeviceReducer
+    from ..gradients import copy_gradient, gradient_view
+    from ..slicing import Slicing
+
+    parameter = torch.nn.Parameter(like)
+    reducer = DeviceReducer(
+        link,
+        [("doctor", like.numel(), "float32", True)],
+        like,
+        bucket_cap_bytes=like.nbytes,
+        reduce="mean",
+        deterministic=False,
+        label="doctor",
+        sliced=False,
+        slicing=Slicing.one_a_rank(link.rank, link.world_size),
+    )
+    views = [gradient_view(parameter, reducer, 0)]
+    reducer.attach(
+        [parameter], views, copy=copy_gradient, open=lambda: True, renew=lambda _: None, task_id=lambda: 0, layouts=None
+    )
+    parameter.grad = views[0]
+    take_gradient = reducer.hook(0)
+
+    def run_round() -> None:
+        take_gradient(parameter)
+        reducer.close()
+
+    return run_round
 
 
 def _time(group: Any, work: Callable[[], None]) -> float:
