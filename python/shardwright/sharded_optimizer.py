@@ -23,6 +23,7 @@ from .join import exchange_slices
 from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
 from .parameter_slices import memory_order
 from .replica import Replica
+from .sliced_state import MARK, SlicedState
 
 #: torch's optimizers that treat each element by itself, so that a slice steps as the whole does
 ELEMENTWISE = frozenset(
@@ -33,7 +34,6 @@ ELEMENTWISE = frozenset(
         ("rprop", "Rprop"),
     ]
 ) | {f"shardwright.optim.{name}" for name in ("AdamW", "Adam", "SGD")}  # fmt: skip
-_MARK = "shardwright_slices"
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -77,6 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
         self._group_of: dict[int, dict[str, Any]] = {}
+        self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until it changes
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -106,6 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_members(_members(param_group), len(self.param_groups))
             self._inner.add_param_group(param_group)
         super().add_param_group(param_group)
+        self._consolidated = None
         self._group_of |= {self._index[id(p)]: self.param_groups[-1] for p in self.param_groups[-1]["params"]}
 
     def __getstate__(self) -> Any:
@@ -168,6 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _loaded(self) -> None:
         """The user's class sees what was loaded as after torch's own loading: older formats are brought up to date. Who wrote to
         parameters before is not known any longer, so a master that does not round to its parameter is taken anew."""
+        self._consolidated = None
         with self._on_slices():
             self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})  # type: ignore[attr-defined]
         if self._masters is not None:
@@ -228,6 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step_together(gradients.__getitem__, stepped)
 
     def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None], stepped: list[torch.Tensor]) -> None:
+        self._consolidated = None
         refusal: Exception | None = None
         try:
             if self._replica.link is not None:
@@ -338,12 +342,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [group.rank, group.world_size, runs]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's slices, to be loaded at the same rank, world size and bucket size. Never communicates.
+        """Return this rank's slices, which load_state_dict() takes back at the same rank, world size and bucket size.
 
-        sw.full_optimizer_state_dict(module, optimizer) gives torch's ordinary format.
+        Never communicates. Pickling what it returns raises an Error: a file of one rank's slices would look like the whole state.
+        Torch's ordinary format is returned where this rank has the whole state: where nothing is sliced (one rank, or rows of one
+        rank), and after consolidate_state_dict() until the next step.
         """
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
             hook(self)
+        if self._consolidated is not None:
+            made = self._in_torchs_format(self._consolidated.__getitem__)
+        elif self._replica.slicing.count == 1:
+            made = self._in_torchs_format(self._whole_state)
+        else:
+            made = {MARK: SlicedState(self._slices_of_state())}
+        for hook in list(self._optimizer_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
+            changed = hook(self, made)
+            made = made if changed is None else changed
+        return made
+
+    def own_slices(self) -> dict[str, Any]:
+        """Return what load_state_dict() takes back on this rank, for a file that only this rank reads."""
+        return {MARK: self._slices_of_state()}
+
+    def _slices_of_state(self) -> dict[str, Any]:
         indices = [[self._index[id(p)] for p in group["params"]] for group in self.param_groups]
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "indices": each}
@@ -354,11 +376,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             piece = self.slice_of(index)
             if piece is not None and piece in self._inner.state:
                 state[index] = dict(self._inner.state[piece])
-        made: dict[str, Any] = {_MARK: {"layout": self._layout(), "groups": groups, "state": state}}
-        for hook in list(self._optimizer_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
-            changed = hook(self, made)
-            made = made if changed is None else changed
-        return made
+        return {"layout": self._layout(), "groups": groups, "state": state}
+
+    def _whole_state(self, index: int) -> dict[str, Any]:
+        """Return a parameter's state, whose tensors are not copied, where this rank has all of it."""
+        piece = self.slice_of(index)
+        if piece is None:
+            return {}
+        like = self._replica.layout_of(index)
+        return {
+            key: value.as_strided(like.shape, like.stride(), value.storage_offset())
+            if isinstance(value, torch.Tensor) and key != "step" and value.shape == piece.shape
+            else value
+            for key, value in self._inner.state.get(piece, {}).items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() gave at this rank, or a whole optimizer's ordinary state, the same on every rank.
@@ -371,10 +402,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         load_with_hooks(self, self._load, state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        if _MARK not in state_dict:
+        if MARK not in state_dict:
             self._load_whole(state_dict)
             return
-        saved = state_dict[_MARK]
+        saved = state_dict[MARK]
+        saved = saved.content if isinstance(saved, SlicedState) else saved
         if saved["layout"] != self._layout():
             raise ValueError(
                 f"optimizer state: slices of rank {saved['layout'][0]} of {saved['layout'][1]} do not fit rank "
@@ -412,23 +444,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._take_state(self._index[id(parameter)], state)
         self._loaded()
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on rank `to`, whose state_dict() is torch's ordinary format from now until the next step. Collective.
+
+        The name and the argument are those of torch's ZeroRedundancyOptimizer.
+
+        Cost: the state's bytes to every rank, one tensor at a time; memory of the whole state on rank `to` alone.
+        """
+        group = self._replica.group
+        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < group.world_size:
+            raise ValueError(f"consolidate_state_dict: to must be a rank in [0, {group.world_size}), got {to!r}")
+        whole = {}
+        for index in self._positions():
+            state = self._gather_state(index)
+            if group.rank == to:
+                whole[index] = state
+        self._consolidated = whole if group.rank == to else None
+
     def full_state_dict(self) -> dict[str, Any]:
         """torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
 
         Cost: the state's bytes to every rank, and as much memory.
         """
+        made = self._in_torchs_format(self._gather_state)
+        return {**made, "param_groups": copy.deepcopy(made["param_groups"])}
+
+    def _positions(self) -> dict[int, int]:
+        """Return the number of each parameter in torch's state dicts, by its index in the table."""
         positions: dict[int, int] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 positions.setdefault(self._index[id(parameter)], len(positions))
+        return positions
+
+    def _in_torchs_format(self, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+        positions = self._positions()
         groups = [
-            {
-                **{k: copy.deepcopy(v) for k, v in g.items() if k != "params"},
-                "params": [positions[self._index[id(p)]] for p in g["params"]],
-            }
+            {**{k: v for k, v in g.items() if k != "params"}, "params": [positions[self._index[id(p)]] for p in g["params"]]}
             for g in self.param_groups
         ]
-        state = {position: self._gather_state(index) for index, position in positions.items()}
+        state = {position: state_of(index) for index, position in positions.items()}
         return {"state": {position: each for position, each in state.items() if each}, "param_groups": groups}
 
     # slices, for checkpoints --------------------------------------------------------------------------------------
