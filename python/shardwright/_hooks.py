@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._engine import Error
+from .optimizer_agreement import check_steppable
 
 __all__ = [
     "disable_compile",
@@ -219,7 +220,13 @@ _serial = operator.attrgetter("serial")
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for listener in sorted(_listeners, key=_serial):
-        holds = listener.holds
-        if any(holds(p) for group in optimizer.param_groups for p in group["params"]):
-            listener.before_step(optimizer)
+    listeners = [each for each in sorted(_listeners, key=_serial) if _holds_some(each, optimizer)]
+    if _listeners and not listeners:
+        check_steppable(optimizer)
+    for listener in listeners:
+        listener.before_step(optimizer)
+
+
+def _holds_some(listener: StepListener, optimizer: torch.optim.Optimizer) -> bool:
+    holds = listener.holds
+    return any(holds(p) for group in optimizer.param_groups for p in group["params"])

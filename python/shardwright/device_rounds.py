@@ -12,6 +12,7 @@ import enum
 import functools
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ from .device import DeviceLink
 from .device_registration import Registration
 from .gradients import copy_gradient, dense_strides
 from .slicing import Slicing
+
+
+#: bits of a round's tag that count steps and backwards; the rest is a digest
+NUMBERS = 0xFFFFFFFF
 
 
 class _State(enum.Enum):
@@ -127,11 +132,15 @@ class DeviceRounds:
         self._finished = False
         self._consumer = 0
         self._step = self._round = 0
+        self._stepped = 0  # digest of what optimizers have stepped with
+        self._averaged_in = [0] * len(rows)
         self._streams: set[int] = set()
         self._counts = dict.fromkeys(
             ("rounds", "local_rounds", "abandoned", "buckets_sent", "buckets_early", "copies", "bytes"), 0
         )
         self.pending_forward = False
+        #: what this rank's optimizer stepped with last, in words
+        self.describe_step: Callable[[], str] = str
 
     # what was chosen ------------------------------------------------------------------------------------------------
 
@@ -323,6 +332,15 @@ class DeviceRounds:
         """Whether a backward of this rank touched a parameter since the last synchronised one."""
         return bool(self._used[index])
 
+    def averaged_in(self, index: int) -> int:
+        """The number, from 1, of the last round in which some rank used the parameter; 0: none."""
+        return self._averaged_in[index]
+
+    def foreign(self) -> list[int]:
+        """Indices of the parameters whose `.grad` is a tensor other than our view."""
+        pairs = zip(self._parameters, self.views)
+        return [i for i, (p, view) in enumerate(pairs) if p.grad is not None and p.grad is not view]
+
     def used_by_any(self, index: int) -> bool:
         """After a round: whether some rank used the parameter in it."""
         return bool(self._used_by_any[index])
@@ -484,6 +502,9 @@ class DeviceRounds:
         self._publish()
         self._state = _State.CLOSED
         self._counts["rounds"] += 1
+        for index, used_by_any in enumerate(self._used_by_any):
+            if used_by_any:
+                self._averaged_in[index] = self._counts["rounds"]
 
     def _send_rest(self) -> None:
         for bucket in self._buckets[self._next :]:
@@ -511,7 +532,7 @@ class DeviceRounds:
 
     def _tag(self) -> int:
         """What must be equal on all ranks in a round."""
-        return (self._step & 0xFFFF) << 16 | self._round & 0xFFFF
+        return self._stepped << 32 | (self._step & 0xFFFF) << 16 | self._round & 0xFFFF
 
     def _publish(self) -> None:
         for bucket in self._buckets:
@@ -570,9 +591,13 @@ class DeviceRounds:
         self._consumer = self._link.current_stream()
         self._step, self._round = self._step + 1, 0
 
+    def note_step(self, digest: int) -> None:
+        """Adds what the next step uses to what ranks compare in each round: it travels with the round's tag."""
+        self._stepped = zlib.crc32(digest.to_bytes(4, "little"), self._stepped)
+
     def forget_steps(self) -> None:
         """Counts from 0 again; on all ranks."""
-        self._step = self._round = 0
+        self._step = self._round = self._stepped = 0
 
     def _compare_steps(self) -> None:
         """Raises if, in a round before, ranks were at different steps or backwards. Known a step later, on all ranks."""
@@ -583,6 +608,11 @@ class DeviceRounds:
 
     def _explain(self, tag: int, unlike: int) -> str:
         step, number = tag >> 16 & 0xFFFF, tag & 0xFFFF
+        if not unlike & NUMBERS:
+            return (
+                f"ranks disagree about the optimizer of {self._label}: before backward {number} after step {step} they have stepped with different "
+                f"hyperparameters, so that their parameters differ{self.describe_step()}: begin again from a checkpoint, with the same on every rank"
+            )
         return (
             f"ranks ran different numbers of backwards or optimizer steps of {self._label}: their gradients were averaged while "
             f"rank {self._link.rank} was in backward {number} after step {step}, and others were not; the average, and what was "

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 
 from . import device
-from .device_rounds import Bucket, DeviceRounds, _State, fill_with_nothing, lies_alike, nbytes_of
+from .device_rounds import NUMBERS, Bucket, DeviceRounds, _State, fill_with_nothing, lies_alike, nbytes_of
 from .gradients import copy_gradient, dense_strides
 from .sharded_gradient import GradientBoard, ShardedGradient
-
-_NUMBERS = 0xFFFFFFFF  # of a tag: the rest is the digest
 
 
 class SlicedDeviceRounds(DeviceRounds):
@@ -256,7 +254,7 @@ class SlicedDeviceRounds(DeviceRounds):
         return super()._tag() | zlib.crc32(self._standing, self.order()) << 32
 
     def _explain(self, tag: int, unlike: int) -> str:
-        if unlike & _NUMBERS:
+        if unlike & NUMBERS:
             return super()._explain(tag, unlike)
         return (
             f"ranks cleared different gradients of {self._label} (zero_grad, or .grad = None, on some ranks only), or at zero=3 ran different "

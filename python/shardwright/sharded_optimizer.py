@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from ._engine import Error
 from .join import exchange_slices
 from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
+from .optimizer_agreement import Row, agree, check_saved, hyperparameters, not_of, on_meta, plain, rows_of
 from .parameter_slices import memory_order
 from .replica import Replica
 from .sliced_state import MARK, SlicedState
@@ -96,7 +96,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_members(self, parameters: Any, position: int) -> None:
         for parameter in parameters:
             if id(parameter) not in self._index:
-                raise ValueError(not_of(self._replica.label, parameter, position))
+                is_meta = parameter.is_meta
+                raise ValueError(
+                    on_meta(parameter, position) if is_meta else not_of(self._replica.label, parameter, position)
+                )
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
@@ -212,7 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
             self._replica.close_pending()
         check_groups(self, self._inner)
-        self._replica.announce("step", self._position, [_hyperparameters(group) for group in self.param_groups])
+        self._replica.announce("step", self._position, [hyperparameters(group) for group in self.param_groups])
         if self._replica.zero == 1 and self._replica.is_joining:
             exchange_slices(self._replica, self.run)
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -288,21 +291,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _agree(self, refusal: Exception | None) -> None:
         """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
-        groups: list[Any] = [
-            [[self._index[id(p)] for p in group["params"]], _hyperparameters(group)] for group in self.param_groups
-        ]
-        groups.append([[], self._facts()])
-        encoded = json.dumps(groups, sort_keys=True, separators=(",", ":")).encode()
-        gather = self._replica.group.comm.all_gather_bytes
-        mine = b"\1" + str(refusal).encode() if refusal else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
-        digests = gather(mine, "hyperparameters of a step")
-        refused = next((digest for digest in digests if digest[:1] == b"\1"), None)
-        if refused is not None:
-            raise Error(refused[1:].decode())
-        if all(digest == digests[0] for digest in digests):
-            return
-        tables = [json.loads(data) for data in gather(encoded, "hyperparameters")]
-        raise Error(_difference(tables))
+        rows: list[Row] = rows_of(self, self._index)
+        rows.append(("it", [], self._facts()))
+        agree(self._replica.group.comm.all_gather_bytes, rows, refusal, "hyperparameters of a step")
 
     # state --------------------------------------------------------------------------------------------------------
 
@@ -424,6 +415,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loaded()
 
     def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
+        check_saved(self._inner, groups)
         if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
                 f"optimizer state: groups of {[len(group[members]) for group in groups]} parameters do not fit "
@@ -480,7 +472,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _in_torchs_format(self, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
         positions = self._positions()
         groups = [
-            {**{k: v for k, v in g.items() if k != "params"}, "params": [positions[self._index[id(p)]] for p in g["params"]]}
+            {
+                **{k: v for k, v in g.items() if k != "params"},
+                "params": [positions[self._index[id(p)]] for p in g["params"]],
+            }
             for g in self.param_groups
         ]
         state = {position: state_of(index) for index, position in positions.items()}
@@ -604,14 +599,6 @@ def _members(param_group: Any) -> list[torch.Tensor]:
     return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses what is none
 
 
-def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
-    """Why an optimizer cannot be sliced that holds a parameter which is not the module's."""
-    return (
-        f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
-        "give each module an optimizer of its own"
-    )
-
-
 def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -631,39 +618,13 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
         )
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in group.items() if key != "params"}
-
-
 def _adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
     """Another rank's hyperparameters; what a tensor holds is written into it."""
     for key, value in theirs.items():
         mine = group.get(key)
-        if _plain(mine) == value:
+        if plain(mine) == value:
             continue
         if isinstance(mine, torch.Tensor):
             mine.copy_(torch.tensor(value, dtype=mine.dtype, device="cpu"))
         else:
             group[key] = tuple(value) if isinstance(mine, tuple) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(type(value))
-
-
-def _difference(tables: list[Any]) -> str:
-    other = next(rank for rank, table in enumerate(tables) if table != tables[0])
-    for position, (ours, theirs) in enumerate(zip(tables[0], tables[other])):
-        if ours[0] != theirs[0]:
-            return f"ranks disagree about the optimizer: group {position} holds other parameters on rank 0 and rank {other}"
-        for key in sorted({*ours[1], *theirs[1]}):
-            a, b = ours[1].get(key), theirs[1].get(key)
-            if a != b:
-                return f"ranks disagree about the optimizer: group {position} has {key}={a} on rank 0, {key}={b} on rank {other}"
-    return (
-        f"ranks disagree about the optimizer: {len(tables[0])} groups on rank 0, {len(tables[other])} on rank {other}"
-    )
