@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ._engine import Error
+from ._hooks import unguarded
 from .join import exchange_slices
 from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
 from .optimizer_agreement import Row, agree, check_saved, hyperparameters, not_of, on_meta, plain, rows_of
@@ -152,7 +153,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group in self._inner.param_groups:
                 pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]
                 group["params"] = [each for _, each in pairs if each is not None]
-                with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
+                if self._masters is not None:
+                    with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
             yield with_master
         finally:
             for group, parameters in zip(self._inner.param_groups, whole):
@@ -179,14 +181,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._masters is not None:
             self._masters.forget_all()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        with unguarded():
+            super().zero_grad(set_to_none)
+
     def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                index = self._index[id(parameter)]
-                piece = self.slice_of(index)
-                self._take_gradient(index, piece, gradient_of(index))
-                if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
-                    torch.autograd.graph.increment_version(piece)  # written by others: masters follow
+        with unguarded():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    index = self._index[id(parameter)]
+                    piece = self.slice_of(index)
+                    self._take_gradient(index, piece, gradient_of(index))
+                    if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
+                        torch.autograd.graph.increment_version(piece)  # written by others: masters follow
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
         return self._replica.gradient_slice(index)
@@ -218,7 +226,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._replica.announce("step", self._position, [hyperparameters(group) for group in self.param_groups])
         if self._replica.zero == 1 and self._replica.is_joining:
             exchange_slices(self._replica, self.run)
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with unguarded():
+            stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         self._step_together(self._own_gradient, stepped)
         return loss
 
@@ -283,7 +292,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         self._replica.count_writes(stepped)
-        self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
+        with unguarded():
+            self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
     def _facts(self) -> dict[str, Any]:
         """What ranks must agree on before a step, beside the groups."""

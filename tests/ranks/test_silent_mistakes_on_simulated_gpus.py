@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import pytest
+import test_units_are_whole_only_while_they_run as units
 import torch
 from harness import at_least_two, gather
 from models import Mlp
@@ -19,6 +20,7 @@ QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 _SLICES = "test_slices_of_an_optimizer_are_not_saved_as_whole"
 _OPTIMIZERS = "test_an_optimizer_is_its_modules_and_the_same_on_all_ranks"
+_READS = "test_released_parameters_are_not_read"
 #: (module, test without "test_", arguments)
 LAWS: list[tuple[str, str, dict[str, Any]]] = [
     (_SLICES, "no_pickler_takes_slices", {"stage": "1"}),
@@ -26,6 +28,9 @@ LAWS: list[tuple[str, str, dict[str, Any]]] = [
     (_SLICES, "one_rank_has_the_whole_until_the_next_step", {"stage": "1 whole tensors"}),
     (_OPTIMIZERS, "what_differs_as_it_is_given_is_named", {"zero": 0}),
     (_OPTIMIZERS, "another_classs_state_is_not_loaded", {"zero": 2}),
+    (_READS, "a_read_is_an_error_with_the_name", {}),
+    (_READS, "what_needs_no_values_answers", {}),
+    (_READS, "modules_of_the_outermost_unit_may_be_called_by_themselves", {}),
 ]
 
 
@@ -39,7 +44,8 @@ def test_the_laws_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, 
 def keep_law(gpus: SimulatedGpus, rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
     found = importlib.import_module(module)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(found, "sw", OnGpuByHand(gpus))
+        for each in (found, units):
+            patch.setattr(each, "sw", OnGpuByHand(gpus))
         getattr(found, f"test_{name}").body(rank, world_size, **given)
 
 
