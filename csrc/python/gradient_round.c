@@ -28,7 +28,8 @@ static int current_task(reducer_object *self, int64_t *task)
  * communicators, with a sentence for all ranks, and raises it. */
 static int end_communicators(reducer_object *self, const sw_error *err)
 {
-    PyObject *result = PyObject_CallMethod((PyObject *)self, "_end", "s", err->message);
+    PyObject *by_steps = sw_reducer_take_unlike_steps(self->reducer) ? Py_True : Py_False;
+    PyObject *result = PyObject_CallMethod((PyObject *)self, "_end", "sO", err->message, by_steps);
     Py_XDECREF(result);
     if (result)
         PyErr_SetString(reducer_state_of(self)->error, err->message);
@@ -267,6 +268,16 @@ static int publish(reducer_object *self)
     return sw_py_gradient_restore(self);
 }
 
+/* After a round: ranks whose optimizers stepped with different hyperparameters say so, all of them.
+ */
+static int compare_steps(reducer_object *self)
+{
+    bool unlike = !self->gpu && sw_reducer_take_unlike_steps(self->reducer);
+    if (!unlike || self->unlike == Py_None)
+        return 0;
+    return reducer_called(PyObject_CallFunctionObjArgs(self->unlike, NULL));
+}
+
 /* What ranks must agree on beside their steps. */
 static int note_order(reducer_object *self)
 {
@@ -319,7 +330,7 @@ static int finish_with_callback(reducer_object *self)
     if (failed < 0)
         return -1;
     if (differ == 0)
-        return run_callbacks(self, true) < 0 ? -1 : publish(self);
+        return run_callbacks(self, true);
     /* the same sentence as if nothing had been handed over, once that is where it belongs */
     PyErr_Fetch(&type, &value, &trace);
     failed = run_crossed(self, true);
@@ -361,17 +372,20 @@ static int finish_sent(reducer_object *self)
 static int finish_round(reducer_object *self)
 {
     sw_error err;
+    int failed;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
         return reducer_raise(self, sw_reducer_finish(self->reducer, &err), &err);
     if (sw_py_reducer_use_stream(self) < 0)
         return -1;
-    if (self->bucket_callback)
-        return finish_with_callback(self);
-    if (reducer_enter(self) < 0)
-        return -1;
-    int failed = send_rest(self) < 0 || finish_sent(self) < 0;
-    reducer_leave(self);
-    return failed ? -1 : publish(self);
+    if (self->bucket_callback) {
+        failed = finish_with_callback(self) < 0;
+    } else {
+        if (reducer_enter(self) < 0)
+            return -1;
+        failed = send_rest(self) < 0 || finish_sent(self) < 0;
+        reducer_leave(self);
+    }
+    return failed || publish(self) < 0 ? -1 : compare_steps(self);
 }
 
 static int abandon(reducer_object *self)
@@ -463,10 +477,21 @@ PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
     return none_or_null(reducer_raise(self, status, &err));
 }
 
+/* With the gradients as they stand. */
+static int run_whole_round(reducer_object *self)
+{
+    sw_error err;
+    if (arrive(self) < 0 ||
+        reducer_raise(self, sw_reducer_open(self->reducer, -1, true, &err), &err) < 0)
+        return -1;
+    if (self->announcer && sw_py_sliced_announce(self) < 0)
+        return -1;
+    return finish_round(self);
+}
+
 PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
-    sw_error err;
     int64_t task;
     (void)unused;
     if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
@@ -486,12 +511,53 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
     if (!self->pending_forward || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED)
         Py_RETURN_NONE;
     self->pending_forward = false;
-    if (arrive(self) < 0 ||
-        reducer_raise(self, sw_reducer_open(self->reducer, -1, true, &err), &err) < 0)
+    return none_or_null(run_whole_round(self));
+}
+
+/* Whether `.grad` holds what no round has averaged, as far as can be seen: a tensor, but not a
+ * standing mean of which this rank has a slice alone. 1, 0, or -1 with an exception. */
+static int holds_contribution(reducer_object *self, size_t index)
+{
+    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
+    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    int result = !grad ? -1 : grad != Py_None;
+    if (result > 0 && self->sliced && grad == view) {
+        PyObject *pending = PyObject_GetAttrString(view, "_pending");
+        result = !pending ? -1 : pending != Py_None;
+        Py_XDECREF(pending);
+    }
+    Py_XDECREF(grad);
+    return result;
+}
+
+/* A round that no backward announced: what stands in `.grad` are the contributions. */
+PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    sw_error err;
+    int64_t task;
+    bool advance;
+    (void)unused;
+    if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
-    if (self->announcer && sw_py_sliced_announce(self) < 0)
+    if (task >= 0 || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED) {
+        PyErr_SetString(reducer_state_of(self)->error,
+                        "gradients are averaged by an explicit call outside of a backward only");
         return NULL;
-    return none_or_null(finish_round(self));
+    }
+    size_t count = sw_reducer_layout(self->reducer)->param_count;
+    for (size_t i = 0; i < count; ++i) {
+        int holds = sw_reducer_takes_part(self->reducer, i) ? holds_contribution(self, i) : 0;
+        if (holds < 0)
+            return NULL;
+        if (holds &&
+            reducer_raise(self, sw_reducer_mark_ready(self->reducer, i, task, &advance, &err),
+                          &err) < 0)
+            return NULL;
+    }
+    self->pending_forward = false;
+    return none_or_null(run_whole_round(self));
 }
 
 /* ---- ranks that ran out of inputs ---- */
@@ -574,7 +640,9 @@ static int shadow_on_host(reducer_object *self)
         return -1;
     if (reducer_raise(self, status, &err) < 0)
         return -1;
-    return self->bucket_callback ? run_callbacks(self, false) : 0;
+    if (self->bucket_callback && run_callbacks(self, false) < 0)
+        return -1;
+    return compare_steps(self);
 }
 
 PyObject *sw_py_round_shadow(PyObject *op, PyObject *args)

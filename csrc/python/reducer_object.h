@@ -27,6 +27,7 @@ typedef struct reducer_object {
     PyObject *layouts; /* owned list of tensors laid out as gradients are, where parameters are not
                           always; or None */
     PyObject *copy, *open, *renew, *task_id; /* owned callables or NULL */
+    PyObject *unlike;          /* owned callable: ranks have noted different steps; or None */
     PyObject *stream;          /* owned callable: torch's current stream; NULL on the host */
     PyObject *order;           /* owned callable: a digest that ranks must agree on; or NULL */
     PyObject *announcer;       /* owned callable, told what stands as a round opens; or NULL */
@@ -163,6 +164,7 @@ PyObject *sw_py_round_announce(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_close(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_fail(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused);
+PyObject *sw_py_round_average(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_shadow(PyObject *op, PyObject *args);
 
 #endif

@@ -380,7 +380,7 @@ static bool device_leaves_early(const sw_reducer *reducer)
 static uint64_t tag_of(const device_rounds *d)
 {
     const sw_reducer *base = &d->base;
-    uint32_t digest = base->digest;
+    uint32_t digest = d->sliced ? base->digest : base->stepped;
     for (size_t i = 0; d->sliced && i < base->layout.param_count; ++i)
         digest = sw_crc32c(digest, &base->params[i].standing, 1);
     return (uint64_t)digest << 32 | (base->step & 0xffffu) << 16 | (base->rounds & 0xffffu);
@@ -425,6 +425,13 @@ sw_status sw_reducer_check(sw_reducer *reducer, sw_error *err)
                 "others were not; the average, and what was stepped on since, is wrong: begin "
                 "again from a checkpoint, with the same number on every rank",
                 reducer->label, reducer->rank, round, step);
+    reducer->stepped_unlike = !d->sliced;
+    if (reducer->stepped_unlike)
+        SW_FAIL(err, SW_E_MISMATCH,
+                "ranks disagree about the optimizer of %s: before backward %u after step %u they "
+                "have stepped with different hyperparameters, so that their parameters differ: "
+                "begin again from a checkpoint, with the same on every rank",
+                reducer->label, round, step);
     SW_FAIL(err, SW_E_MISMATCH,
             "ranks cleared different gradients of %s (zero_grad, or .grad = None, on some ranks "
             "only), or at zero=3 ran different units or the same in another order: on GPUs all do "

@@ -177,10 +177,29 @@ static sw_status host_poll(sw_reducer *reducer, sw_error *err)
 
 /* ---- its end ---- */
 
+/* Whether contributing ranks have noted different steps: the first bucket's tails say so. */
+static bool stepped_unlike(const host_rounds *host)
+{
+    const tail *first = NULL;
+    size_t i = 0;
+    while (i < host->base.layout.bucket_count && !host->base.buckets[i].takes_part)
+        ++i;
+    for (int r = 0; i < host->base.layout.bucket_count && r < host->comm->world_size; ++r) {
+        const tail *t = sw_bucket_tail(&host->buckets[i], r);
+        if (!t->contributes)
+            continue;
+        if (first && first->stepped != t->stepped)
+            return true;
+        first = t;
+    }
+    return false;
+}
+
 /* Spreads the buckets' use bits to the parameters. */
 static void collect(host_rounds *host)
 {
     sw_reducer *base = &host->base;
+    base->stepped_unlike = stepped_unlike(host);
     for (size_t i = 0; i < base->layout.bucket_count; ++i) {
         const sw_layout_bucket *shape = &base->layout.bucket[i];
         for (size_t k = 0; k < shape->count; ++k)
@@ -231,6 +250,11 @@ static int abandoned_by(const host_rounds *host)
             if (host->base.buckets[i].takes_part && sw_bucket_tail(&host->buckets[i], r)->abandoned)
                 return r;
     return -1;
+}
+
+static bool host_was_abandoned(const sw_reducer *reducer)
+{
+    return abandoned_by(host_seen(reducer)) >= 0;
 }
 
 static sw_status host_judge(sw_reducer *reducer, sw_error *err)
@@ -338,6 +362,7 @@ const sw_reducer_ops sw_host_rounds_ops = {
     .poll = host_poll,
     .finish = host_finish,
     .meet = host_meet,
+    .was_abandoned = host_was_abandoned,
     .judge = host_judge,
     .try_abandon = host_try_abandon,
     .hold_back = host_hold_back,

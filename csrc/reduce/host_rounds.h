@@ -3,9 +3,10 @@
  * folded of it) and bucket_ring.c. Not for others.
  *
  * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it
- * abandoned the round, whether a hook has the bucket already, and two bits a parameter. Tails are
- * doubled by the round's parity: a rank may post the next round while a peer still reads this
- * one's, but not the one after, because that needs the peer's done.
+ * abandoned the round, whether a hook has the bucket already, a digest of the hyperparameters of
+ * its steps, and two bits a parameter. Tails are doubled by the round's parity: a rank may post the
+ * next round while a peer still reads this one's, but not the one after, because that needs the
+ * peer's done.
  *
  * Thread rule: as reducer.h.
  */
@@ -17,6 +18,7 @@
 typedef struct tail {
     uint32_t contributes, abandoned;
     uint32_t handed_over; /* to a hook, before the end of the backward */
+    uint32_t stepped;     /* digest of what the rank's optimizers have stepped with */
     uint32_t bits[]; /* use bits of the bucket's parameters, in memory order; then standing bits */
 } tail;
 

@@ -10,7 +10,7 @@
 
 #include "reduce/reducer_state.h"
 
-enum { MARKS_PER_POLL = 8 };
+enum { MARKS_PER_POLL = 8, DIGEST_PRIME = 0x01000193 /* FNV's */ };
 
 const sw_reducer_traits *sw_reducer_get_traits(const sw_reducer *reducer)
 {
@@ -146,6 +146,21 @@ void sw_reducer_forget_steps(sw_reducer *reducer)
 {
     reducer->step = 0;
     reducer->rounds = 0;
+    reducer->stepped = 0;
+}
+
+void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest)
+{
+    reducer->stepped = (reducer->stepped ^ digest) * DIGEST_PRIME + 1;
+}
+
+bool sw_reducer_take_unlike_steps(sw_reducer *reducer)
+{
+    bool unlike = reducer->stepped_unlike;
+    reducer->stepped_unlike = false;
+    if (unlike)
+        reducer->stepped = 0;
+    return unlike;
 }
 
 void sw_reducer_set_digest(sw_reducer *reducer, uint32_t digest)
@@ -202,6 +217,11 @@ bool sw_reducer_is_used(const sw_reducer *reducer, size_t param)
 bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param)
 {
     return reducer->params[param].used_by_any;
+}
+
+uint64_t sw_reducer_averaged_in(const sw_reducer *reducer, size_t param)
+{
+    return reducer->params[param].averaged_in;
 }
 
 bool sw_reducer_has_met(const sw_reducer *reducer)
@@ -439,12 +459,17 @@ bool sw_reducer_hand_over(sw_reducer *reducer, size_t *bucket_index)
 
 static void close_round(sw_reducer *reducer)
 {
-    for (size_t i = 0; i < reducer->layout.param_count; ++i)
+    bool folded = !reducer->ops->was_abandoned || !reducer->ops->was_abandoned(reducer);
+    reducer->stats.rounds++;
+    for (size_t i = 0; i < reducer->layout.param_count; ++i) {
+        param_state *state = &reducer->params[i];
+        if (state->used_by_any && folded)
+            state->averaged_in = reducer->stats.rounds;
         if (sw_reducer_takes_part(reducer, i))
-            reducer->params[i].used = 0;
+            state->used = 0;
+    }
     reducer->state = SW_ROUND_CLOSED;
     reducer->contributes = true;
-    reducer->stats.rounds++;
 }
 
 static sw_status judge(sw_reducer *reducer, sw_error *err)

@@ -28,9 +28,10 @@ typedef struct bucket {
     char label[SW_COMM_LABEL_BYTES]; /* "bucket 0 of Mlp, 0.bias to 4.weight" */
 } bucket;
 
-typedef struct param_state { /* since when: the last synchronisation, but these three: this round */
-    uint8_t used, used_by_any;
-    uint8_t ready, placed, standing;
+typedef struct param_state {
+    uint64_t averaged_in;            /* see sw_reducer_averaged_in */
+    uint8_t used, used_by_any;       /* since the last synchronisation */
+    uint8_t ready, placed, standing; /* in this round */
 } param_state;
 
 /* `b`: a bucket of the reducer that takes part. A function that may be NULL says so. */
@@ -62,7 +63,9 @@ typedef struct sw_reducer_ops {
     sw_status (*finish)(sw_reducer *reducer, sw_error *err);
     /* The same of a hook's buckets, which are not posted. */
     sw_status (*meet)(sw_reducer *reducer, sw_error *err);
-    /* After either: SW_E_MISMATCH names a rank that abandoned the round. May be NULL. */
+    /* After either: whether some rank abandoned the round; SW_E_MISMATCH names it, unless it is
+     * this one. NULL without traits.can_abandon. */
+    bool (*was_abandoned)(const sw_reducer *reducer);
     sw_status (*judge)(sw_reducer *reducer, sw_error *err);
     /* See sw_reducer_try_abandon; NULL without traits.can_abandon. */
     sw_status (*try_abandon)(sw_reducer *reducer, int64_t budget_ns, sw_error *err);
@@ -94,6 +97,8 @@ struct sw_reducer {
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
     uint32_t digest;       /* see sw_reducer_set_digest */
+    uint32_t stepped;      /* digest of what optimizers have stepped with */
+    bool stepped_unlike;   /* see sw_reducer_take_unlike_steps */
     uint32_t marks;        /* gradients taken, to poll now and then */
     bool contributes, abandoned, divide_by_active;
     bool met; /* the use bits of this round, or the last one, were exchanged for a hook */

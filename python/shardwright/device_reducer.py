@@ -80,6 +80,8 @@ class DeviceReducer(Reducer):
         self._has_hook = False
         self._adopted: set[int] = set()
         self._kept: dict[int, torch.Tensor] = {}
+        #: what this rank's optimizer stepped with last, in words
+        self.describe_step: Callable[[], str] = str
         self._registration: Registration | None = None
         self._registered: list[torch.Tensor] = []  # memory of what travels, in order
         self._ring: list[torch.Tensor] = []  # where buckets travel, in turn
@@ -233,9 +235,9 @@ class DeviceReducer(Reducer):
         )
         return gradient.data_ptr() if is_alike else 0
 
-    def _end(self, reason: str) -> None:
-        """Ends the communicators on every rank, and raises the reason."""
-        self._link.fail(reason)
+    def _end(self, reason: str, by_steps: bool) -> None:
+        """End the communicators on every rank, and raise the reason. `by_steps`: ranks have stepped with different hyperparameters."""
+        self._link.fail(reason + self.describe_step() if by_steps else reason)
         self._link.check()
 
     # what was chosen ------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from .exchange import average_plain
 from .hooks import average_half
 from .levels import Levels, leased_levels, levels_of
 from .outer_parameters import SlicedParameters, WholeParameters, who_is_told
+from .sharded_optimizer import ShardedOptimizer
 from .table import verify
 
 __all__ = ["DiLoCo"]
@@ -252,9 +253,10 @@ class DiLoCo:
 
         Waits for an exchange that is under way, which ends when all ranks have begun it.
         """
+        inner = self.inner_optimizer
         state = {
             "steps": self.steps,
-            "inner": self.inner_optimizer.state_dict(),
+            "inner": inner.own_slices() if isinstance(inner, ShardedOptimizer) else inner.state_dict(),
             "outer": self.outer_optimizer.state_dict(),
             "anchors": {name: anchor.clone() for name, anchor in zip(self._names, self._anchors)},
         }

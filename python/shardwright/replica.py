@@ -25,6 +25,7 @@ from .drift import DriftCheck
 from .exchange import Exchange
 from .gradients import as_real, copy_gradient, gradient_view, norm_over_ranks
 from .levels import Lease, Levels, leased_levels, levels_of
+from .optimizer_agreement import StepNotes
 from .options import Options
 from .parameter_memory import ParameterMemory
 from .parameter_slices import memory_order
@@ -133,6 +134,7 @@ class Replica:
         if zero:
             self._parameters = self._make_parameters(options, plans)
         self._guard = self._make_guard(options.write_guard)
+        self.step_notes = StepNotes()
         try:
             self._attach(synchronises)
         except BaseException as error:  # of this rank alone: the others must not wait for it
@@ -259,7 +261,11 @@ class Replica:
             renew=_renewer(weakref.ref(self)),
             task_id=_hooks.graph_task_id,
             layouts=self._parameters.layouts() if isinstance(self._parameters, ReleasedParameters) else None,
+            unlike=_explainer(weakref.ref(self)),
         )
+        if self.link is not None:
+            notes, rank = self.step_notes, self.group.rank
+            self.reducer.describe_step = lambda: f" (rank {rank}: {notes.describe()})"
         self._handles: list[Any] = []
         self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         for index, parameter in enumerate(self.table.parameters):
@@ -648,6 +654,8 @@ class Replica:
         if self._guard is not None:
             self._guard.check("before a step")
         self.close_pending()
+        if not self.zero and self.group.world_size > 1:
+            self.reducer.note_step(self.step_notes.note(optimizer))
         self.reducer.count_step()
         self._in_forward = False  # a step has its round, whatever became of the forward
 
@@ -740,6 +748,17 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
         return synchronises()
 
     return open_round
+
+
+def _explainer(replica: weakref.ref[Replica]) -> Callable[[], None]:
+    """Return what the reducer calls where ranks have stepped with different hyperparameters."""
+
+    def explain() -> None:
+        alive = replica()
+        if alive is not None:
+            alive.step_notes.explain(alive.group.comm.all_gather_bytes)
+
+    return explain
 
 
 def _writer(replica: weakref.ref[Replica]) -> Callable[[int, torch.Tensor, bool], None]:

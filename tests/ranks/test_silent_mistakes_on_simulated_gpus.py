@@ -1,0 +1,71 @@
+"""Law: what would train or save the wrong thing without a word is the same error, or works the same, with modules on GPUs: the laws of the
+CPU, body for body, on simulated ones."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import test_units_are_whole_only_while_they_run as units
+import torch
+from harness import at_least_two, gather
+from models import Mlp
+from peer import PEER, batch
+from simulated_gpus import POLICIES, SimulatedGpus, run, sw
+from test_units_on_simulated_gpus import OnGpuByHand
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
+
+_SLICES = "test_slices_of_an_optimizer_are_not_saved_as_whole"
+_OPTIMIZERS = "test_an_optimizer_is_its_modules_and_the_same_on_all_ranks"
+_READS = "test_released_parameters_are_not_read"
+#: (module, test without "test_", arguments)
+LAWS: list[tuple[str, str, dict[str, Any]]] = [
+    (_SLICES, "no_pickler_takes_slices", {"stage": "1"}),
+    (_SLICES, "one_rank_has_the_whole_until_the_next_step", {"stage": "3 private"}),
+    (_SLICES, "one_rank_has_the_whole_until_the_next_step", {"stage": "1 whole tensors"}),
+    (_OPTIMIZERS, "what_differs_as_it_is_given_is_named", {"zero": 0}),
+    (_OPTIMIZERS, "another_classs_state_is_not_loaded", {"zero": 2}),
+    (_READS, "a_read_is_an_error_with_the_name", {}),
+    (_READS, "what_needs_no_values_answers", {}),
+    (_READS, "modules_of_the_outermost_unit_may_be_called_by_themselves", {}),
+]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: "-".join([law[1], *map(str, law[2].values())]))
+def test_the_laws_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, str], law: Any) -> None:
+    if world_size < importlib.import_module(law[0]).__dict__[f"test_{law[1]}"].at_least:
+        pytest.skip("of several ranks")
+    run(teams, world_size, paths, keep_law, *law, policy=POLICIES[len(law[1]) % len(POLICIES)])
+
+
+def keep_law(gpus: SimulatedGpus, rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+    found = importlib.import_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        for each in (found, units):
+            patch.setattr(each, "sw", OnGpuByHand(gpus))
+        getattr(found, f"test_{name}").body(rank, world_size, **given)
+
+
+@at_least_two
+@pytest.mark.parametrize("given", [True, False])
+def test_a_learning_rate_that_differs_is_named_a_step_later(
+    teams: Any, world_size: int, paths: dict[str, str], given: bool
+) -> None:
+    run(teams, world_size, paths, different_rates, given, policy="on demand")
+
+
+def different_rates(gpus: SimulatedGpus, rank: int, world_size: int, given: bool) -> None:
+    gpus.watch()  # a rank that has seen it ends the communicator, while others wait for their GPUs
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Mlp())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    wrapped, optimizer = sw.wrap(module, optimizer) if given else (sw.wrap(module), optimizer)
+    with pytest.raises(sw.Error, match=r"ranks disagree about the optimizer of Mlp.*different hyperparameters"):
+        for step in range(50):
+            wrapped(batch(rank, 6, 7)).sum().backward()
+            optimizer.param_groups[0]["lr"] = 0.1 if step < 3 else 0.1 / (rank + 1)
+            optimizer.step()
+    gather(None)
