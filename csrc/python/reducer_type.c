@@ -413,7 +413,7 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
 
 static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"parameters", "views",   "copy",   "open", "renew",
+    static char *names[] = {"parameters", "views",   "copy",   "open",   "renew",
                             "task_id",    "layouts", "unlike", "stream", NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *params, *views, *copy = Py_None, *open = Py_None, *renew = Py_None,

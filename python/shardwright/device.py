@@ -219,6 +219,8 @@ class DeviceLink:
         self._failure: str | None = None
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
+        #: torch's current stream, in this thread
+        self.current_stream: Callable[[], int] = runtime.stream_reader(ordinal)
         self.host = group.comm  # the group holds its links, not the other way round
         libraries: dict[str, str | None] = {}
 
@@ -251,10 +253,6 @@ class DeviceLink:
         self._join_family()
         if runtime.watches:
             _Watch(self).start()
-
-    def current_stream(self) -> int:
-        stream: int = runtime.current_stream(self.ordinal)
-        return stream
 
     def refuse_capture(self, what: str) -> None:
         """NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""

@@ -108,11 +108,11 @@ class DeviceParameters(ParameterSlices):
     def give_back(self, together: bool = False) -> None:
         """Nothing: parameters are this rank's own."""
 
-    def publish(self) -> None:
+    def publish(self, *, failed: bool | None = None) -> None:
         """Every rank has updated its slices, on torch's current stream: makes them everybody's, in the order of that stream.
         Collective.
 
-        Cost: of the parameters, (world_size - 1) / world_size to and from each rank. Waits for nothing.
+        Cost: of the parameters, (world_size - 1) / world_size to and from each rank. Waits for nothing, so what `failed` is told by hosts.
         """
         ranges = [
             (self._buckets[bucket].data_ptr(), numel, dtype)

@@ -28,15 +28,10 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     each rank; at zero >= 2 the gradients' bytes before it, at zero=3 those of the parameters too.
     """
 
+    _memory: DeviceParameters
     _room: torch.Tensor | None = None
     #: of parameters that this step changes and that are released: this rank's slices
     _released: Mapping[int, torch.Tensor] = {}
-
-    @property
-    def _memory(self) -> DeviceParameters:
-        memory = self._replica.parameters()
-        assert isinstance(memory, DeviceParameters)
-        return memory
 
     @property
     def _link(self) -> DeviceLink:
@@ -117,7 +112,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
             if piece is not None:
                 yield index, piece.as_strided((piece.numel(),), (1,))
 
-    def _publish(self) -> None:
+    def _publish(self, failed: bool) -> None:
         for whole, places in self._by_bucket(self._released):
             self._copy((whole[slice(*places[i])], flat) for i, flat in self._held(places))
             for owner in range(self._replica.slicing.count):

@@ -217,7 +217,7 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         piece = self._slices[index]
         return piece if piece.numel() else None
 
-    def publish(self, *, sliced: bool = True) -> None:
+    def publish(self, *, sliced: bool = True, failed: bool | None = None) -> None:
         """Every rank has updated its slices, on torch's current stream: units are gathered anew when they are used. Collective.
         `sliced`: of what is never released ranks have updated slices too, and lack one another's still.
 

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ._engine import Arena, Reducer
 from .gradients import dense_strides
-from .parameter_slices import ParameterSlices, itemsize_of, populate
+from .parameter_slices import OUTCOME_BYTES, Outcomes, ParameterSlices, itemsize_of, populate
 from .process_group import HostGroup
 from .slicing import Slicing
 from .table import ParameterTable
@@ -65,14 +65,18 @@ class ParameterMemory(ParameterSlices):
         self._arena: Arena | None = None
         shapes = [reducer.bucket_shape(bucket) for bucket in range(reducer.bucket_count)]
         sizes = [offset + numel * itemsize_of(dtype) for offset, numel, dtype, _ in shapes]
+        outcome_bytes = OUTCOME_BYTES * group.world_size
+        self._outcomes: Outcomes | None = None
         try:
-            self._arena = group.comm.arena(max(sizes), f"parameters of {label}", of_hosts=True)
+            self._arena = group.comm.arena(max(sizes) + outcome_bytes, f"parameters of {label}", of_hosts=True)
         except MemoryError as error:  # the same on every rank
             if shared:
                 raise
             self.reason = str(error)
         if shared and self._copies:  # each is made out of what its first rank has
             group.broadcast(table.parameters, 0, f"parameters of {label}")
+        if self._arena is not None and not slicing.is_replicated:  # else a rank may not see all others'
+            self._outcomes = Outcomes(self._arena, max(sizes), group.rank, group.world_size, self._home)
         moving = [index for index, parameter in enumerate(table.parameters) if parameter.requires_grad or shared]
         if self._arena is not None and group.rank == self._home:
             populate(self._arena, map(self._bucket_range, {reducer.place(index)[0] for index in moving}))
@@ -125,23 +129,27 @@ class ParameterMemory(ParameterSlices):
             return self._group.rank
         return self._group.home_of(self._slicing)
 
-    def publish(self) -> None:
-        """Every rank has updated its slices: makes them everybody's. Collective.
+    def publish(self, *, failed: bool | None = None) -> list[int] | None:
+        """Every rank has updated its slices: make them visible to all. Return which ranks said `failed`; None if that does not travel
+        along. Collective.
 
         Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier. Over hosts, each sends the
         others what its ranks have updated, once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
+        outcomes = [] if self._outcomes is None or failed is None else [self._outcomes.put(failed)]
         if self.shared and (not self._group.is_apart(self._slicing) or not self._stepped):
             comm.barrier(label)
+            outcomes *= not self._group.is_apart(self._slicing)
         elif self._arena is not None:
-            ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)]
+            ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)] + outcomes
             comm.all_gather(self._arena, ranges, label, one_copy=self.shared, slices=self._slicing.for_engine())
         else:
             for root in map(self._slicing.first_owner, range(self._slicing.count)):
                 ranges = self._ranges_of(root)
                 if ranges:
                     comm.broadcast(ranges, root, label)
+        return self._outcomes.read() if self._outcomes is not None and outcomes else None
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:

@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch.utils.dlpack import from_dlpack
+
 from .gradients import dense_strides
 from .slicing import Slicing
 from .table import ParameterTable
 
 if TYPE_CHECKING:
     from ._engine import Arena, Reducer
+
+
+#: cuts lie on such boundaries (csrc/tensor/layout.h)
+_SLICE_BYTES = 128
+#: that Outcomes takes a rank
+OUTCOME_BYTES = 2 * _SLICE_BYTES
 
 
 class SliceRuns:
@@ -104,6 +112,39 @@ class ParameterSlices(SliceRuns):
     def _bucket_range(self, bucket: int) -> tuple[int, int]:
         offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         return offset, numel * itemsize_of(dtype)
+
+
+class Outcomes:
+    """A byte a rank, at the end of an arena of parameters: whether its step failed. It travels with what publishes the step.
+
+    There are two sets, for two steps in turn: a rank writes one while a slower rank still reads the other.
+
+    Parameters
+    ----------
+    arena : Arena
+    offset : int
+        Behind the parameters; OUTCOME_BYTES a rank are free there.
+    rank, world_size : int
+    part : int
+        The rank in whose part of the arena they lie.
+    """
+
+    def __init__(self, arena: Arena, offset: int, rank: int, world_size: int, part: int) -> None:
+        self._offset, self._rank = offset, rank
+        self._bytes = from_dlpack(arena.tensor(offset, "uint8", [2, world_size, _SLICE_BYTES], None, part))
+        self._turn = 0
+
+    def put(self, failed: bool) -> tuple[int, int]:
+        """Write this rank's; return (first byte, bytes) of the set, of which each rank has a slice."""
+        self._turn ^= 1
+        self._bytes[self._turn, self._rank, 0] = failed
+        size = self._bytes[0].numel()
+        return self._offset + self._turn * size, size
+
+    def read(self) -> list[int]:
+        """Return every rank's, once they were published."""
+        found: list[int] = self._bytes[self._turn, :, 0].tolist()
+        return found
 
 
 def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:

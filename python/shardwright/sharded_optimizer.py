@@ -71,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.partition = partition
         self._inner = optimizer
         self.replica = self._replica = replica
+        self._memory: Any = replica.parameters()
         self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}
         self._masters = None if has_own_masters(optimizer) else Masters()
         self._without_master = {id(parameter) for parameter in without_master}
@@ -124,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def slice_of(self, index: int) -> torch.Tensor | None:
         """This rank's slice of a parameter: the tensor that the user's optimizer steps on and keys its state by."""
-        memory = self._replica.parameters()
+        memory = self._memory
         if index in self._slices and not (index in self._unmoved and memory.is_moved(index)):
             return self._slices[index]
         old = self._slices.get(index)
@@ -138,11 +139,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return piece
 
     def _make_piece(self, index: int) -> torch.Tensor | None:
-        return self._replica.parameters().slice(index)
+        return self._memory.slice(index)
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """[begin, end) of the elements of a parameter, in memory order, that `rank` updates."""
-        return self._replica.parameters().run(index, rank)
+        return self._memory.run(index, rank)
 
     @contextlib.contextmanager
     def _on_slices(self) -> Iterator[list[torch.Tensor]]:
@@ -206,8 +207,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _complete_gradients(self) -> None:
         """What is left to do when all ranks are known to step."""
 
-    def _publish(self) -> None:
-        self._replica.parameters().publish()
+    def _publish(self, failed: bool) -> list[int] | None:
+        """Make this rank's slices visible to all. Return which ranks failed; None if it takes an exchange of its own to say so."""
+        return self._memory.publish(failed=failed)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on this rank's slices; then every rank has every update. Collective.
@@ -254,12 +256,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._agree(refusal)
         with self._replica.writing():
             failure = self._step_on_slices()
-            self._publish()  # after a failure too: whatever the slices are now, all ranks have the same
+            outcomes = self._publish(failure is not None)  # after a failure too: all ranks then have the same slices
         self._count_writes(stepped)
-        self._tell(failure)
+        if outcomes is None or any(outcomes):
+            self._tell(failure)
 
     def _tell(self, failure: Exception | None) -> None:
-        """Raises what failed in this rank's step, or that another's did: all ranks raise, and the next step is a step as any other."""
+        """Raise what failed in this rank's step, or that another's did: all ranks raise, and the next step is a step as any other."""
         mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
         said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
         if failure is not None:

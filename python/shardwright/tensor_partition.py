@@ -143,7 +143,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         if chunk:
             yield chunk
 
-    def _publish(self) -> None:
+    def _publish(self, failed: bool) -> None:
         memory, comm = self._replica.parameters(), self._replica.group.comm
         if isinstance(memory, UnitMemory):
             for index, flat in self._held_whole():

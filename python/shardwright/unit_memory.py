@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ._engine import Arena, Reducer, Units, block_encode, block_record_bytes
 from .gradients import dense_strides, dtype_name
-from .parameter_slices import SliceRuns, itemsize_of, memory_order, populate
+from .parameter_slices import OUTCOME_BYTES, Outcomes, SliceRuns, itemsize_of, memory_order, populate
 from .process_group import HostGroup
 from .released_parameters import ReleasedParameters
 from .slicing import Slicing
@@ -78,7 +78,10 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         self._home = group.home_of(slicing)
         self._plan_slices()
         what = f"slices of the parameters of {label}"
-        self._arena = group.comm.arena(max(self._part_bytes, _ALIGNMENT), what, of_hosts=True)
+        self._arena = group.comm.arena(self._part_bytes + OUTCOME_BYTES * group.world_size, what, of_hosts=True)
+        self._outcomes: Outcomes | None = None
+        if group.host_count == 1 and not slicing.is_replicated:  # else a barrier carries nothing
+            self._outcomes = Outcomes(self._arena, self._part_bytes, group.rank, group.world_size, 0)
         self._populate()
         self._codes = self._make_codes() if coded else None
         group.broadcast(table.parameters, 0, f"parameters of {label}")
@@ -253,14 +256,17 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         for low, high, piece in self._owned(index):
             piece.copy_(flat[low:high])
 
-    def publish(self, *, sliced: bool = True) -> None:
-        """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Collective.
-        `sliced`: hosts lack one another's updates still.
+    def publish(self, *, sliced: bool = True, failed: bool | None = None) -> list[int] | None:
+        """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Return which ranks
+        said `failed`; None if that does not travel along. Collective. `sliced`: hosts lack one another's updates still.
 
         Cost: one barrier, two with records, and the bytes of what is never released. Over hosts, each sends the others what its
         ranks have updated, once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
+        outcomes = self._outcomes if failed is not None else None
+        if outcomes is not None:
+            outcomes.put(bool(failed))
         self.schedule.release_all()
         if self._codes is not None:
             comm.barrier(f"updated slices of {self._label}")  # whoever's they are
@@ -271,6 +277,7 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         else:
             comm.barrier(label)
         self._refresh()
+        return outcomes.read() if outcomes is not None else None
 
     def _bucket_range(self, bucket: int) -> tuple[int, int]:
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)

@@ -50,6 +50,8 @@ class Unit:
         When each forward that is running began.
     opened : list of (int, int)
         Of each backward that has begun: when its forward began, and its graph task.
+    is_whole : bool
+        Set by the schedule as it gathers and releases; nobody asks the engine.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Unit:
         self.running: list[int] = []
         self.opened: list[tuple[int, int]] = []
         self.pin = Pin.NONE
+        self.is_whole = False
         self._make_placeholders()
         self.note_versions()
 
@@ -115,8 +118,13 @@ class Unit:
         with _hooks.unguarded():
             return list(map(torch.Tensor.data_ptr, self.parameters))
 
-    def addresses(self, is_whole: bool) -> list[int]:
-        return self._whole_addresses if is_whole else self._addresses
+    def addresses(self) -> list[int]:
+        """Where the data of each parameter should be now."""
+        return self._whole_addresses if self.is_whole else self._addresses
+
+    def all_addresses(self) -> set[int]:
+        """Where it may be, whole or released."""
+        return {*self._whole_addresses, *self._addresses}
 
     def take_written(self) -> str | None:
         """The name of a parameter whose placeholder somebody wrote to or replaced while it was released; it is released again."""
@@ -249,16 +257,14 @@ class UnitSchedule:
 
     # gathering and releasing --------------------------------------------------------------------------------------
 
-    def is_whole(self, unit: Unit) -> bool:
-        return self._units.state(unit.number) == "unsharded"
-
     def _gather(self, unit: Unit) -> None:
-        if not self.is_whole(unit):
+        if not unit.is_whole:
             self._check_released(unit)
             if self._coded and not self._keepers:
                 self._units.gather_codes(unit.number)
             else:
                 self._units.gather(unit.number)
+            unit.is_whole = True
             unit.show_whole()
             unit.note_versions()
 
@@ -278,13 +284,14 @@ class UnitSchedule:
         raise Error(message)
 
     def _release(self, unit: Unit) -> None:
-        if self.is_whole(unit):
+        if unit.is_whole:
             written = unit.find_written()
             listener = self.on_release()
             if listener is not None:
                 listener(unit.parameters)
             unit.show_released()
             self._units.release(unit.number)
+            unit.is_whole = False
             if written is not None:
                 self._refuse_write(written, "was written to while it was whole for the time of its unit's run only")
 
@@ -346,12 +353,13 @@ class UnitSchedule:
         self.detach()
         units, self.units = self.units, []
         for unit in units:
-            if self._coded and self.is_whole(unit):
+            if self._coded and unit.is_whole:
                 self._units.release(unit.number)
-            if not self.is_whole(unit):
+                unit.is_whole = False
+            if not unit.is_whole:
                 self._units.gather(unit.number)
             unit.give_up()
-            ours = {*unit.addresses(True), *unit.addresses(False)}
+            ours = unit.all_addresses()
             for parameter, whole in zip(unit.parameters, unit.whole):
                 if parameter.data_ptr() in ours:
                     parameter.data = whole.clone(memory_format=torch.preserve_format)
@@ -368,15 +376,11 @@ class UnitSchedule:
     def holds_whole(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter can be read now."""
         unit = self._unit_of.get(id(parameter))
-        return unit is None or self.is_whole(unit)
+        return unit is None or unit.is_whole
 
     def addresses(self) -> dict[int, int]:
         """Number of each parameter that can be released -> where its data should be now."""
-        return {
-            index: address
-            for unit in self.units
-            for index, address in zip(unit.indices, unit.addresses(self.is_whole(unit)))
-        }
+        return {index: address for unit in self.units for index, address in zip(unit.indices, unit.addresses())}
 
     def stats(self) -> dict[str, Any]:
         return {"units": len(self.units), **self._units.stats()}
@@ -388,13 +392,9 @@ class UnitSchedule:
             self.arrange_hooks()
         unit.running.append(next(self._clock))
         if _hooks.graph_task_id() == _NO_TASK:
-            self._end_broken_tasks()
+            if self._tasks:  # no backward runs: those that have not ended were broken off by an exception
+                self._end_tasks(self._tasks.copy())
         self._gather(unit)
-
-    def _end_broken_tasks(self) -> None:
-        """No backward runs: those that have not ended were broken off by an exception."""
-        if self._tasks:
-            self._end_tasks(self._tasks.copy())
 
     def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not unit.running:
@@ -451,7 +451,7 @@ class UnitSchedule:
 
     def _before_holder(self, unit: Unit, *_: Any) -> None:
         """A module is called, in its unit's forward or outside of it. Then its pages, which are kept in any case, are filled until the step."""
-        if not self.is_whole(unit):
+        if not unit.is_whole:
             self._gather(unit)
             unit.pin = Pin.UNTIL_STEP if unit.pin is Pin.NONE else unit.pin
 
@@ -460,7 +460,7 @@ class UnitSchedule:
 
     def refuse(self, unit: Unit, what: str) -> None:
         """Error if `unit` is released."""
-        if not self.is_whole(unit):
+        if not unit.is_whole:
             raise Error(_COPY.format(what=what))
 
 

@@ -57,7 +57,9 @@ def counting() -> Iterator[Counts]:
             return
         name = file[len(_PACKAGE) + 1 :]
         if event == "call":
-            counts.calls[f"{name}:{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name}"] += 1
+            counts.calls[
+                f"{name}:{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name}"
+            ] += 1
             caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
             counts.hops += caller.startswith(_PACKAGE) and caller != file
         elif event == "c_call" and _is_engine(argument):
