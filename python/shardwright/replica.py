@@ -226,11 +226,16 @@ class Replica:
 
     def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
         memory = self._parameters
-        if kind is None or not isinstance(memory, ParameterMemory):
+        if kind is None or not isinstance(memory, ParameterMemory) or not memory.shared:
             return None
-        if kind == "samples":
+        if kind != "read-only":
             return SampledParameters(memory, self.table.names, self.group.comm)
         return ReadOnlyParameters(memory)
+
+    @property
+    def write_guard(self) -> str | None:
+        """For describe()."""
+        return None if self._guard is None else self._guard.kind
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Around what writes to parameters by right. All ranks are past a barrier as it ends."""
@@ -384,6 +389,11 @@ class Replica:
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
         self.reducer.forward(synchronises)
+
+    def before_evaluation(self) -> None:
+        """Called before each forward without gradients."""
+        if self._guard is not None:
+            self._guard.check("before a forward")
 
     def after_forward(self) -> None:
         """Called after each forward with gradients that ended without an exception."""
@@ -539,6 +549,8 @@ class Replica:
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """See full_parameters."""
+        if self._guard is not None:
+            self._guard.check("before all parameters are read")
         return (
             self._parameters.whole() if isinstance(self._parameters, ReleasedParameters) else contextlib.nullcontext()
         )

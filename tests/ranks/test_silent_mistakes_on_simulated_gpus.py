@@ -20,6 +20,7 @@ QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 _SLICES = "test_slices_of_an_optimizer_are_not_saved_as_whole"
 _OPTIMIZERS = "test_an_optimizer_is_its_modules_and_the_same_on_all_ranks"
+_AVERAGES = "test_averages_of_weights_at_every_stage"
 _READS = "test_released_parameters_are_not_read"
 #: (module, test without "test_", arguments)
 LAWS: list[tuple[str, str, dict[str, Any]]] = [
@@ -28,6 +29,9 @@ LAWS: list[tuple[str, str, dict[str, Any]]] = [
     (_SLICES, "one_rank_has_the_whole_until_the_next_step", {"stage": "1 whole tensors"}),
     (_OPTIMIZERS, "what_differs_as_it_is_given_is_named", {"zero": 0}),
     (_OPTIMIZERS, "another_classs_state_is_not_loaded", {"zero": 2}),
+    (_AVERAGES, "parameters_of_each_rank_are_swapped_as_in_one_process", {"kind": "exchange", "stage": "2"}),
+    (_AVERAGES, "where_all_have_whole_parameters_every_stage_is_right", {"kind": "store and restore", "stage": "3 private"}),
+    (_AVERAGES, "released_parameters_are_not_swapped", {"kind": "store and restore"}),
     (_READS, "a_read_is_an_error_with_the_name", {}),
     (_READS, "what_needs_no_values_answers", {}),
     (_READS, "modules_of_the_outermost_unit_may_be_called_by_themselves", {}),
