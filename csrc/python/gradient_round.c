@@ -51,13 +51,32 @@ static int copy_gradient(reducer_object *self, size_t index, PyObject *view, PyO
     return result ? 0 : -1;
 }
 
+static void *address_of(reducer_object *self, PyObject *tensor)
+{
+    tensor_view seen;
+    if (sw_py_tensor_view_get(self->exchange, tensor, &seen))
+        return seen.data;
+    PyObject *number = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    void *address = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    PyErr_Clear();
+    return address;
+}
+
+/* Whether a view lies in our memory still: `p.grad.data = x` gives the same object other memory. */
+static bool is_in_place(reducer_object *self, size_t index, PyObject *view)
+{
+    return sw_reducer_layout(self->reducer)->place[index].numel == 0 ||
+           address_of(self, view) == sw_reducer_address(self->reducer, index);
+}
+
 /* The view of a parameter, about to be overwritten while `.grad` is something else. Where somebody
  * kept the old gradient (the view is in other hands), it keeps its values: it moves to memory of
  * its own, and a new view is made. Borrowed. */
 static PyObject *writable_view(reducer_object *self, size_t index)
 {
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    if (!view || Py_REFCNT(view) == 1)
+    if (!view || (Py_REFCNT(view) == 1 && is_in_place(self, index, view)))
         return view;
     PyObject *position = PyLong_FromSize_t(index);
     PyObject *result = position ? PyObject_CallFunctionObjArgs(self->renew, position, NULL) : NULL;
@@ -170,7 +189,8 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
     PyObject *grad = PyObject_GetAttr(param, self->grad_name);
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
     int failed = !grad || !view;
-    if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && grad != view) {
+    bool ours = !failed && grad == view && is_in_place(self, index, view);
+    if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && !ours) {
         view = writable_view(self, index);
         failed = !view || copy_gradient(self, index, view, grad) < 0 ||
                  PyObject_SetAttr(param, self->grad_name, view) < 0;
@@ -202,7 +222,8 @@ static int fill(reducer_object *self)
         PyObject *grad =
             PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)i), self->grad_name);
         PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)i);
-        if (grad && grad != view)
+        bool ours = grad && view && grad == view && is_in_place(self, i, view);
+        if (grad && !ours)
             view = writable_view(self, i);
         int failed = !grad || !view;
         if (!failed && grad == Py_None) {
@@ -210,7 +231,7 @@ static int fill(reducer_object *self)
                            sw_dtype_size_bytes(layout->bucket[layout->place[i].bucket].dtype);
             if (bytes)
                 memset(sw_reducer_address(self->reducer, i), 0, bytes);
-        } else if (!failed && grad != view) {
+        } else if (!failed && !ours) {
             failed = copy_gradient(self, i, view, grad) < 0;
         }
         Py_XDECREF(grad);

@@ -295,7 +295,7 @@ class DeviceRounds:
 
     def _writable_view(self, index: int) -> torch.Tensor:
         """The view, about to be overwritten while `.grad` is something else: who kept it keeps its values."""
-        if sys.getrefcount(self.views[index]) > 2:
+        if sys.getrefcount(self.views[index]) > 2 or not self._is_in_place(index):
             kept = self.views[index]
             assert kept is not None
             kept.data = kept.detach().clone(memory_format=torch.preserve_format)
@@ -303,6 +303,13 @@ class DeviceRounds:
         view = self.views[index]
         assert view is not None
         return view
+
+    def _is_in_place(self, index: int) -> bool:
+        """Whether a view lies in its bucket still: `p.grad.data = x` gives the same object other memory."""
+        view, flat = self.views[index], self._bucket_of(index).flat
+        _, begin, numel = self._places[index]
+        assert view is not None and flat is not None
+        return not numel or view.data_ptr() == flat.data_ptr() + begin * flat.element_size()
 
     def _bucket_of(self, index: int) -> Bucket:
         return self._buckets[self._places[index][0]]
@@ -459,7 +466,7 @@ class DeviceRounds:
             for index in bucket.members:
                 parameter = self._parameters[index]
                 gradient = parameter.grad
-                if gradient is not None and gradient is self.views[index]:
+                if gradient is not None and gradient is self.views[index] and self._is_in_place(index):
                     if not self._used[index]:  # if no rank used it, it stays as it is
                         self._kept[index] = gradient.clone(memory_format=torch.preserve_format)
                     continue
@@ -559,8 +566,23 @@ class DeviceRounds:
         if self._announced is not None:  # an exception left the backward open, and the caller steps all the same
             self._announced = None
             self._abandon()
-        if not self.pending_forward or self._state is not _State.CLOSED:
-            return
+        if self.pending_forward and self._state is _State.CLOSED:
+            self._run_outside()
+
+    def average(self) -> None:
+        """A whole round outside a backward: what stands in `.grad` are the contributions, and every parameter that has one is used."""
+        if self._task_id() >= 0 or self._state is not _State.CLOSED:
+            raise Error("gradients are averaged by an explicit call outside of a backward only")
+        for index, parameter in enumerate(self._parameters):
+            if self._bucket_of(index).flat is not None and self._holds_contribution(index, parameter.grad):
+                self._used[index] = 1
+        self._run_outside()
+
+    def _holds_contribution(self, index: int, gradient: torch.Tensor | None) -> bool:
+        return gradient is not None
+
+    def _run_outside(self) -> None:
+        """A round that no backward announced."""
         self._announced, self._announced_sync = -1, True
         self._streams.clear()
         self._arrive(self._link.current_stream())

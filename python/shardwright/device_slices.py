@@ -108,6 +108,9 @@ class SlicedDeviceRounds(DeviceRounds):
         view = self.views[index]
         return isinstance(view, ShardedGradient) and self._parameters[index].grad is view and not view._cleared
 
+    def _holds_contribution(self, index: int, gradient: torch.Tensor | None) -> bool:
+        return gradient is not None and (gradient is not self.views[index] or gradient._pending is not None)  # type: ignore[attr-defined]
+
     def _enqueue(self, bucket: Bucket, stream: int) -> None:
         flat = self._take_place(bucket, stream)
         copies: list[tuple[int, int, int]] = []

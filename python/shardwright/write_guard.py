@@ -50,7 +50,9 @@ class SampledParameters:
             first += taken
             stride += [step] * len(taken)
             of += [index] * len(taken)
-        self._first, self._stride, self._of = torch.tensor(first), torch.tensor(stride), of
+        self._first = torch.tensor(first, dtype=torch.int64, device="cpu")
+        self._stride = torch.tensor(stride, dtype=torch.int64, device="cpu")
+        self._of = of  # the parameter of each sample
         self._phase = 0
         self._take()
 
