@@ -61,12 +61,31 @@ int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyO
     return reducer_raise(self, sw_reducer_write(self->reducer, index, from, add, &err), &err);
 }
 
+static void *address_of(reducer_object *self, PyObject *tensor)
+{
+    tensor_view seen;
+    if (sw_py_tensor_view_get(self->exchange, tensor, &seen))
+        return seen.data;
+    PyObject *number = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    void *address = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    PyErr_Clear();
+    return address;
+}
+
+/* Whether a view lies in our memory still: `p.grad.data = x` gives the same object other memory. */
+static bool is_in_place(reducer_object *self, size_t index, PyObject *view)
+{
+    return sw_reducer_layout(self->reducer)->place[index].numel == 0 ||
+           address_of(self, view) == sw_reducer_address(self->reducer, index);
+}
+
 /* Where somebody kept the old gradient (the view is in other hands), it keeps its values: it moves
  * to memory of its own, and a new view is made. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index)
 {
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    if (!view || Py_REFCNT(view) == 1)
+    if (!view || (Py_REFCNT(view) == 1 && is_in_place(self, index, view)))
         return view;
     PyObject *position = PyLong_FromSize_t(index);
     PyObject *result = position ? PyObject_CallFunctionObjArgs(self->renew, position, NULL) : NULL;
@@ -127,8 +146,9 @@ int sw_py_gradient_place(reducer_object *self, size_t index)
     PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
     PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    bool ours = grad && grad == view && is_in_place(self, index, view);
     int failed = !grad ? -1 : 0;
-    if (grad && grad != view)
+    if (grad && !ours)
         failed = take_other(self, index, grad);
     else if (grad && !sw_reducer_is_used(self->reducer, index))
         failed = sw_py_gradient_keep(self, index); /* if no rank used it, it stays as it is */

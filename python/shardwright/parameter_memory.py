@@ -65,10 +65,11 @@ class ParameterMemory(ParameterSlices):
         self._arena: Arena | None = None
         shapes = [reducer.bucket_shape(bucket) for bucket in range(reducer.bucket_count)]
         sizes = [offset + numel * itemsize_of(dtype) for offset, numel, dtype, _ in shapes]
+        self._nbytes = max(sizes)
         outcome_bytes = OUTCOME_BYTES * group.world_size
         self._outcomes: Outcomes | None = None
         try:
-            self._arena = group.comm.arena(max(sizes) + outcome_bytes, f"parameters of {label}", of_hosts=True)
+            self._arena = group.comm.arena(self._nbytes + outcome_bytes, f"parameters of {label}", of_hosts=True)
         except MemoryError as error:  # the same on every rank
             if shared:
                 raise
@@ -76,7 +77,7 @@ class ParameterMemory(ParameterSlices):
         if shared and self._copies:  # each is made out of what its first rank has
             group.broadcast(table.parameters, 0, f"parameters of {label}")
         if self._arena is not None and not slicing.is_replicated:  # else a rank may not see all others'
-            self._outcomes = Outcomes(self._arena, max(sizes), group.rank, group.world_size, self._home)
+            self._outcomes = Outcomes(self._arena, self._nbytes, group.rank, group.world_size, self._home)
         moving = [index for index, parameter in enumerate(table.parameters) if parameter.requires_grad or shared]
         if self._arena is not None and group.rank == self._home:
             populate(self._arena, map(self._bucket_range, {reducer.place(index)[0] for index in moving}))
@@ -113,6 +114,20 @@ class ParameterMemory(ParameterSlices):
             parameter = self._table.parameters[index]
             if parameter.data_ptr() == self._flat[index].data_ptr():
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def words(self) -> torch.Tensor:
+        """All memory that parameters were moved to, as words of 4 bytes."""
+        if self._arena is None:
+            return torch.empty(0, dtype=torch.int32, device="cpu")
+        return from_dlpack(self._arena.tensor(0, "int32", [self._nbytes // 4], None, self._home))
+
+    def span(self, index: int) -> tuple[int, int]:
+        """(first, count) of the words that a parameter lies in; it fills all of them, but for the last one of halves or bytes."""
+        bucket, begin, numel = self._reducer.place(index)
+        offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
+        if index not in self._flat:
+            return 0, 0
+        return (offset + begin * itemsize_of(dtype)) // 4, -(-numel * itemsize_of(dtype) // 4)
 
     def protect(self, *, writable: bool) -> None:
         """Whether this process may write to the memory that parameters were moved to."""

@@ -93,6 +93,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = optimizer.state
         for parameter, state in whole.items():
             self._take_state(self._index[id(parameter)], state)
+        #: how many rounds there were when it stepped last
+        self.rounds_at_step = 0
         self._position = replica.serve(self)
 
     def _check_members(self, parameters: Any, position: int) -> None:
@@ -102,6 +104,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     on_meta(parameter, position) if is_meta else not_of(self._replica.label, parameter, position)
                 )
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether it steps on a parameter."""
+        index = self._index.get(id(parameter))
+        return index is not None and index in self._group_of
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
@@ -254,6 +261,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank's slices
             refusal = error
         self._agree(refusal)
+        self.rounds_at_step = self._replica.reducer.stats()["rounds"]
         with self._replica.writing():
             failure = self._step_on_slices()
             outcomes = self._publish(failure is not None)  # after a failure too: all ranks then have the same slices

@@ -344,6 +344,24 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return wrapped._engine().full_gradients()
 
 
+def average_gradients(module: torch.nn.Module) -> None:
+    """Average what stands in `.grad` over ranks, for gradients that no backward of the module brings. Collective.
+
+    Each rank contributes the `.grad` of every parameter that has one; afterwards `.grad` is the mean, as after a synchronised backward. For
+    gradients of torch.autograd.grad that are set by hand, and pipelines that add to weight.grad past all hooks (zero-bubble schedules): run
+    their forwards inside no_sync(), or not, and call this once before the step. What is averaged already is averaged again.
+
+    Raises
+    ------
+    Error
+        The module is not wrapped; inside a backward.
+    """
+    wrapped = wrapper_of(module)
+    if wrapped is None:
+        raise Error("average_gradients needs a wrapped module, or the outermost one that was fully sharded")
+    wrapped._engine().average_gradients()
+
+
 @contextlib.contextmanager
 def full_parameters(module: torch.nn.Module, *, writable: bool = False) -> Iterator[None]:
     """Inside, every rank has whole parameters. Collective.

@@ -7,10 +7,12 @@ import importlib
 from typing import Any
 
 import pytest
+import test_gradients_that_nobody_averaged_are_refused as gradients
 import test_units_are_whole_only_while_they_run as units
 import torch
 from harness import at_least_two, gather
-from models import Mlp
+from models import Heads, Mlp
+from oracle.fold import bits_equal
 from peer import PEER, batch
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from test_units_on_simulated_gpus import OnGpuByHand
@@ -20,6 +22,8 @@ QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 _SLICES = "test_slices_of_an_optimizer_are_not_saved_as_whole"
 _OPTIMIZERS = "test_an_optimizer_is_its_modules_and_the_same_on_all_ranks"
+_AVERAGES = "test_averages_of_weights_at_every_stage"
+_GRADIENTS = "test_gradients_that_nobody_averaged_are_refused"
 _READS = "test_released_parameters_are_not_read"
 #: (module, test without "test_", arguments)
 LAWS: list[tuple[str, str, dict[str, Any]]] = [
@@ -28,6 +32,15 @@ LAWS: list[tuple[str, str, dict[str, Any]]] = [
     (_SLICES, "one_rank_has_the_whole_until_the_next_step", {"stage": "1 whole tensors"}),
     (_OPTIMIZERS, "what_differs_as_it_is_given_is_named", {"zero": 0}),
     (_OPTIMIZERS, "another_classs_state_is_not_loaded", {"zero": 2}),
+    (_AVERAGES, "parameters_of_each_rank_are_swapped_as_in_one_process", {"kind": "exchange", "stage": "2"}),
+    (_AVERAGES, "where_all_have_whole_parameters_every_stage_is_right", {"kind": "store and restore", "stage": "3 private"}),
+    (_AVERAGES, "released_parameters_are_not_swapped", {"kind": "store and restore"}),
+    (_GRADIENTS, "what_nobody_averaged_is_not_stepped_on", {"stage": "1", "how": "by hand"}),
+    (_GRADIENTS, "what_nobody_averaged_is_not_stepped_on", {"stage": "2", "how": "bubbles"}),
+    *[
+        (_GRADIENTS, "an_explicit_call_has_the_bits_of_a_backward", {"stage": stage, "how": "by hand", "to_none": to_none})
+        for stage, to_none in (("0", False), ("1", True), ("2", True), ("3 private", True))
+    ],
     (_READS, "a_read_is_an_error_with_the_name", {}),
     (_READS, "what_needs_no_values_answers", {}),
     (_READS, "modules_of_the_outermost_unit_may_be_called_by_themselves", {}),
@@ -47,6 +60,38 @@ def keep_law(gpus: SimulatedGpus, rank: int, world_size: int, module: str, name:
         for each in (found, units):
             patch.setattr(each, "sw", OnGpuByHand(gpus))
         getattr(found, f"test_{name}").body(rank, world_size, **given)
+
+
+@pytest.mark.parametrize("change", gradients.CHANGES)
+def test_changes_between_backward_and_step_are_stepped_on(
+    teams: Any, world_size: int, paths: dict[str, str], change: Any
+) -> None:
+    run(teams, world_size, paths, changed_gradients, change.__name__)
+
+
+def changed_gradients(gpus: SimulatedGpus, rank: int, world_size: int, change: str) -> None:
+    for to_none in (True, False):
+        arguments = rank, getattr(gradients, change), to_none
+        with gpus.torch_on_cpu():
+            expected = gradients.changing(*gradients.wrap("0", Heads), *arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gradients, "sw", OnGpuByHand(gpus))
+            for stage in ("0", "1"):
+                found = gradients.changing(*gradients.wrap(stage, Heads), *arguments)
+                assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True)), stage
+    gather(None)
+
+
+@at_least_two
+def test_what_one_rank_alone_set_is_told_to_all(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, set_on_one_rank, policy="on demand")
+
+
+def set_on_one_rank(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    gpus.watch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "sw", OnGpuByHand(gpus))
+        gradients.test_what_one_rank_alone_set_is_told_to_all.body(rank, world_size, stage="0")
 
 
 @at_least_two
