@@ -491,7 +491,8 @@ class Replica:
         parameter = self.table.parameters[index]
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
-            return gradient.averaged_piece()
+            plain = gradient._pending is None and not gradient._cleared
+            return gradient.piece if plain else gradient.averaged_piece()
         if gradient is None:
             return None
         if self.reducer.is_used(index):

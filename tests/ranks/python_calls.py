@@ -1,9 +1,9 @@
 """How many Python calls a step makes inside of the package: a profile of one step of a small module, phase by phase.
 
-    python tests/ranks/python_calls.py
+    python -m pytest -rP tests/ranks/test_a_step_makes_few_python_calls.py
 
-prints the table for each stage, on the host and on simulated GPUs. Words: a *call* is a frame of the package's, a *hop* one whose
-caller is a frame of another file of the package's, an *engine call* a call of the C module by such a frame.
+prints calls/files/hops/engine calls of each stage, on the host and on simulated GPUs. Words: a *call* is a frame of the package's, a
+*hop* one whose caller is a frame of another file of the package's, an *engine call* a call of the C module by such a frame.
 """
 
 from __future__ import annotations

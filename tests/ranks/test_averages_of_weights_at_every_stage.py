@@ -154,7 +154,8 @@ def test_where_all_have_whole_parameters_every_stage_is_right(rank, world_size, 
 @on_every_rank(spoils=True)
 def test_shared_parameters_are_not_swapped(rank, world_size, kind, build):
     with pytest.raises(
-        engine.Error, match=r"parameter '.*' was written to outside of the step.*full_parameters\(module, writable=True\).*EMA, SWA"
+        engine.Error,
+        match=r"parameter '.*' was written to outside of the step.*full_parameters\(module, writable=True\).*EMA, SWA",
     ):
         train(rank, kind, "3 shared", nothing, build)
 
@@ -170,7 +171,10 @@ def test_one_rank_that_swaps_is_named_on_all(rank, world_size):
     if rank == world_size - 1:
         Ema(module.parameters()).parameters[2].data.mul_(2)
     gather(None)
-    with torch.no_grad(), pytest.raises(engine.Error, match=r"parameter '2\.weight' was written to outside of the step"):
+    with (
+        torch.no_grad(),
+        pytest.raises(engine.Error, match=r"parameter '2\.weight' was written to outside of the step"),
+    ):
         model(batch(rank, 6, 7))
         sw.full_state_dict(model)
     gather(None)
