@@ -28,8 +28,16 @@ static int current_task(reducer_object *self, int64_t *task)
  * communicators, with a sentence for all ranks, and raises it. */
 static int end_communicators(reducer_object *self, const sw_error *err)
 {
-    PyObject *by_steps = sw_reducer_take_unlike_steps(self->reducer) ? Py_True : Py_False;
-    PyObject *result = PyObject_CallMethod((PyObject *)self, "_end", "sO", err->message, by_steps);
+    PyObject *reason = PyUnicode_FromString(err->message);
+    if (sw_reducer_take_unlike_steps(self->reducer) && self->describe != Py_None && reason) {
+        PyObject *said = PyObject_CallFunctionObjArgs(self->describe, NULL);
+        PyObject *longer = said ? PyUnicode_Concat(reason, said) : NULL;
+        Py_XDECREF(said);
+        Py_DECREF(reason);
+        reason = longer;
+    }
+    PyObject *result = reason ? PyObject_CallMethod((PyObject *)self, "_end", "O", reason) : NULL;
+    Py_XDECREF(reason);
     Py_XDECREF(result);
     if (result)
         PyErr_SetString(reducer_state_of(self)->error, err->message);

@@ -27,10 +27,11 @@ typedef struct reducer_object {
     PyObject *layouts; /* owned list of tensors laid out as gradients are, where parameters are not
                           always; or None */
     PyObject *copy, *open, *renew, *task_id; /* owned callables or NULL */
-    PyObject *unlike;          /* owned callable: ranks have noted different steps; or None */
-    PyObject *stream;          /* owned callable: torch's current stream; NULL on the host */
-    PyObject *order;           /* owned callable: a digest that ranks must agree on; or NULL */
-    PyObject *announcer;       /* owned callable, told what stands as a round opens; or NULL */
+    PyObject *unlike, *describe; /* owned callables, or None: ranks have noted different steps; on a
+                                    GPU, what this one has */
+    PyObject *stream;            /* owned callable: torch's current stream; NULL on the host */
+    PyObject *order;             /* owned callable: a digest that ranks must agree on; or NULL */
+    PyObject *announcer;         /* owned callable, told what stands as a round opens; or NULL */
     PyObject *held;            /* owned list: gradients until their copies are launched. On a GPU */
     PyObject *bucket_callback; /* owned, or NULL: what averages a bucket, in place of the engine */
     PyObject *bucket_wait;     /* owned, or NULL: waits for what bucket_callback has begun. With it

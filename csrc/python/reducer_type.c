@@ -148,6 +148,7 @@ static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->task_id);
     Py_VISIT(self->layouts);
     Py_VISIT(self->unlike);
+    Py_VISIT(self->describe);
     Py_VISIT(self->bucket_callback);
     Py_VISIT(self->bucket_wait);
     Py_VISIT(self->stream);
@@ -169,6 +170,7 @@ static void clear_tensors(reducer_object *self)
     ENGINE_CLEAR(self->task_id);
     ENGINE_CLEAR(self->layouts);
     ENGINE_CLEAR(self->unlike);
+    ENGINE_CLEAR(self->describe);
     ENGINE_CLEAR(self->stream);
 }
 
@@ -413,16 +415,16 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
 
 static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"parameters", "views",   "copy",   "open",   "renew",
-                            "task_id",    "layouts", "unlike", "stream", NULL};
+    static char *names[] = {"parameters", "views",  "copy",     "open",   "renew", "task_id",
+                            "layouts",    "unlike", "describe", "stream", NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *params, *views, *copy = Py_None, *open = Py_None, *renew = Py_None,
                               *task_id = Py_None, *layouts = Py_None, *unlike = Py_None,
-                              *stream = Py_None;
+                              *describe = Py_None, *stream = Py_None;
     if (reducer_check_made(self) < 0 ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$OOOOOOO:attach", names, &params,
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$OOOOOOOO:attach", names, &params,
                                      &PyList_Type, &views, &copy, &open, &renew, &task_id, &layouts,
-                                     &unlike, &stream))
+                                     &unlike, &describe, &stream))
         return NULL;
     PyObject *param_list = PySequence_List(params);
     Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;
@@ -443,6 +445,7 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     keep(&self->task_id, task_id);
     keep(&self->layouts, layouts);
     keep(&self->unlike, unlike);
+    keep(&self->describe, describe);
     keep(&self->stream, stream);
     if (attach_shapes(self, count) < 0)
         return NULL;
@@ -502,6 +505,15 @@ static PyObject *reducer_forget_steps(PyObject *op, PyObject *unused)
         return NULL;
     sw_reducer_forget_steps(((reducer_object *)op)->reducer);
     Py_RETURN_NONE;
+}
+
+static PyObject *reducer_has_memory(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    return PyBool_FromLong(!self->gpu || sw_reducer_takes_part(self->reducer, index));
 }
 
 static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
@@ -706,6 +718,8 @@ static PyMethodDef reducer_methods[] = {
      "shadow(standing=())\n--\n\nA whole round without contributing. `standing`, on a GPU: a byte "
      "a "
      "parameter, whether the other ranks' contributions are on top of the mean that stands."},
+    {"has_memory", reducer_has_memory, METH_O,
+     "has_memory(index)\n--\n\nWhether its gradient has memory: on a GPU once it trains."},
     {"average", sw_py_round_average, METH_NOARGS,
      "average()\n--\n\nA whole round over what stands in .grad."},
     {"count_step", reducer_count_step, METH_NOARGS,

@@ -612,6 +612,8 @@ class Reducer:
         their memory)."""
     def bucket_parameters(self, bucket: int) -> list[int]:
         """Parameter indices of a bucket, in memory order."""
+    def has_memory(self, index: int) -> bool:
+        """Whether the gradient of a parameter has memory: on a GPU, once it trains."""
     def is_used(self, index: int) -> bool:
         """Whether a backward of this rank touched a parameter since the last synchronised one."""
     def result(self, index: int) -> Any:
@@ -632,6 +634,7 @@ class Reducer:
         task_id: Callable[[], int],
         layouts: list[torch.Tensor] | None,
         unlike: Callable[[], None] | None = None,
+        describe: Callable[[], str] | None = None,
         stream: Callable[[], int] | None = None,
     ) -> None:
         """Binds tensors. `views[i]` is the gradient view over memory(i), None where its bucket has no memory; the list itself is kept, and must

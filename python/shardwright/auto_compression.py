@@ -29,7 +29,7 @@ def begin_auto(wrapped: DistributedDataParallel) -> None:
     """What wrap(compress="auto") does. What comes of it is said in one line on rank 0."""
     replica = wrapped._engine()
     group = replica.group
-    if replica.link is not None:
+    if not replica.backend.capabilities.sends_beside_backward:
         _say(group.rank, "none, because between GPUs nothing is measured: see docs/design/gpu.md")
     elif group.host_count == 1:
         _say(

@@ -412,7 +412,7 @@ class DistributedDataParallel(TorchDDP):
         replica = self._engine()
         mine = bytes([trains, required])
         said = replica.group.comm.all_gather_bytes(mine, "whether this backward synchronises")
-        if replica.link is not None:  # on the host the round itself says who contributes
+        if not replica.backend.capabilities.tells_standing:  # else the round itself says which ranks contribute
             replica.reducer.set_active(b"".join(each[:1] for each in said))
         return any(each[1] for each in said)
 
@@ -480,7 +480,7 @@ class DistributedDataParallel(TorchDDP):
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
         verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
-        if replica.link is not None and replica.reducer.wire is not None:  # the reducer's own
+        if getattr(replica.reducer, "wire", None) is not None:  # the reducer's own
             replica.compression = (repr(compress), None)
             return
         levels, lease = replica.levels(compress)

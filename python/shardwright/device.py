@@ -272,7 +272,7 @@ class DeviceLink:
                 self.comm.abort(self._failure or "the communicator of the group's GPUs was closed")
         elif not self.host.is_alive:
             self._end(self._failure or self.host.end_reason or "a rank of the group has left")
-        elif any(row.comm.has_failed for row in self._live_rows()):
+        elif self._rows and any(row.comm.has_failed for row in self._live_rows()):
             self._end(self._failure or self.host.end_reason or _OTHER_FAILED)
         if not self.comm.is_alive:
             self._tell_lender()

@@ -80,8 +80,6 @@ class DeviceReducer(Reducer):
         self._has_hook = False
         self._adopted: set[int] = set()
         self._kept: dict[int, torch.Tensor] = {}
-        #: what this rank's optimizer stepped with last, in words
-        self.describe_step: Callable[[], str] = str
         self._registration: Registration | None = None
         self._registered: list[torch.Tensor] = []  # memory of what travels, in order
         self._ring: list[torch.Tensor] = []  # where buckets travel, in turn
@@ -162,10 +160,6 @@ class DeviceReducer(Reducer):
             parameters, views, renew=renew, stream=device.runtime.stream_reader(self._link.ordinal), **others
         )
 
-    def has_memory(self, index: int) -> bool:
-        """Whether a parameter's bucket takes part."""
-        return self.place(index)[0] in self._adopted
-
     def mark_unfrozen(self, index: int) -> None:
         """Its bucket takes part from the next round on."""
         bucket = self.place(index)[0]
@@ -235,9 +229,9 @@ class DeviceReducer(Reducer):
         )
         return gradient.data_ptr() if is_alike else 0
 
-    def _end(self, reason: str, by_steps: bool) -> None:
-        """End the communicators on every rank, and raise the reason. `by_steps`: ranks have stepped with different hyperparameters."""
-        self._link.fail(reason + self.describe_step() if by_steps else reason)
+    def _end(self, reason: str) -> None:
+        """End the communicators on every rank, and raise the reason."""
+        self._link.fail(reason)
         self._link.check()
 
     # what was chosen ------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch
 
 from . import device
 from .device import DeviceLink
-from .device_parameters import DeviceParameters
 from .device_units import DeviceUnitMemory
 from .parameter_slices import itemsize_of
 from .tensor_partition import TensorPartitionedOptimizer
@@ -28,7 +27,6 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     each rank; at zero >= 2 the gradients' bytes before it, at zero=3 those of the parameters too.
     """
 
-    _memory: DeviceParameters
     _room: torch.Tensor | None = None
     #: of parameters that this step changes and that are released: this rank's slices
     _released: Mapping[int, torch.Tensor] = {}
@@ -83,7 +81,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
         self, slices: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, dict[int, tuple[int, int]]]]:
         """As _by_bucket, with everybody's slices of these tensors in it. Collective."""
-        row = self._memory.row
+        row = self._replica.backend.row
         for whole, places in self._by_bucket(slices):
             self._copy((self._own_part(whole, i, begin), slices[i]) for i, (begin, _) in places.items())
             dtype = str(whole.dtype).removeprefix("torch.")

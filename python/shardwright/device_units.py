@@ -3,7 +3,7 @@
 A unit's buckets hold nothing but its parameters, so gathering it is one all-gather a bucket, out of slices into a place: memory
 that units share. The outermost unit and those that stay whole after their forward have a place each; of the others, those
 inside equally many units take turns with two. A released parameter's data is one NaN, its own, expanded to its shape. What is
-never released lies as at zero=2 (DeviceParameters).
+never released lies as at zero=2 (ParameterMemory).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -19,15 +19,18 @@ from torch.utils.dlpack import from_dlpack
 from . import device
 from ._engine import DeviceUnits, Reducer, device_tensor
 from .device import DeviceLink
-from .device_parameters import DeviceParameters
 from .device_unit_schedule import DeviceUnitSchedule, Places
 from .gradients import dense_strides, dtype_name
+from .parameter_memory import ParameterMemory
 from .parameter_slices import itemsize_of, memory_order
 from .released_parameters import ReleasedParameters
-from .slicing import Slicing
 from .table import ParameterTable
 from .unit_memory import can_be_released
 from .units import UnitPlan
+
+if TYPE_CHECKING:
+    from .backend_base import Request
+    from .backend_cuda import CudaBackend
 
 
 def rows_in_groups(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[tuple[str, int, str, bool, int]]:
@@ -62,21 +65,18 @@ def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
     return places
 
 
-class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
+class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
     """Slices the parameters of a table on the GPU and releases them. Making it is collective; values are rank 0's.
 
     Parameters
     ----------
-    link : DeviceLink
+    backend : CudaBackend
     row : DeviceLink
         Inside which a unit is gathered.
     reducer : Reducer
         Made with rows_in_groups().
-    table : ParameterTable
-    plans : sequence of UnitPlan
-    label : str
-        Of the model, in messages.
-    slicing : Slicing
+    request : Request
+        With plans of units.
 
     Notes
     -----
@@ -85,23 +85,17 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
 
     schedule: DeviceUnitSchedule
 
-    def __init__(
-        self,
-        link: DeviceLink,
-        row: DeviceLink,
-        reducer: Reducer,
-        table: ParameterTable,
-        plans: Sequence[UnitPlan],
-        label: str,
-        slicing: Slicing,
-    ) -> None:
+    def __init__(self, backend: CudaBackend, row: DeviceLink, reducer: Reducer, request: Request) -> None:
+        plans, table, link = request.plans, request.table, backend.link
+        assert plans is not None
         members = [[i for i in plan.indices if can_be_released(table.parameters[i])] for plan in plans]
+        self._link, self._row = link, row
         self._released = {index for each in members for index in each}
         self._pieces: dict[int, torch.Tensor] = {}  # a bucket's slice
         self._stepped_slices: set[int] = set()  # buckets with parameters that are released and train, or have
         self._whole = {}
         link.broadcast(table.parameters, 0)
-        super().__init__(link, row, reducer, table, label, slicing)
+        super().__init__(backend, reducer, request, shared=False)
         for index in self._released:
             parameter = table.parameters[index]
             if dense_strides(parameter) is None:

@@ -6,8 +6,9 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +20,80 @@ from .table import ParameterTable
 
 if TYPE_CHECKING:
     from ._engine import Arena, Reducer
+    from .precision import PrecisionPlan
 
 
 #: cuts lie on such boundaries (csrc/tensor/layout.h)
 _SLICE_BYTES = 128
 #: that Outcomes takes a rank
 OUTCOME_BYTES = 2 * _SLICE_BYTES
+
+
+class Storage:
+    """Parameters as the rest of the package sees them, whichever memory they lie in: at zero=0 just this, whole on each rank.
+
+    Attributes
+    ----------
+    reason : str
+        Why slices are broadcast instead of gathered; empty if they are not.
+    shared : bool
+        A host has one copy.
+    releases : bool
+        Parameters are whole only while they are used, in units that a schedule gathers.
+    """
+
+    reason = ""
+    shared = releases = one_copy = False
+    bytes_held = 0
+    _table: ParameterTable
+
+    def __init__(self, table: ParameterTable) -> None:
+        self._table = table
+
+    def like(self, index: int) -> torch.Tensor:
+        """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""
+        return self._table.parameters[index]
+
+    def layouts(self) -> list[torch.Tensor] | None:
+        """like() of every parameter, where parameters do not have it themselves at all times."""
+        return None
+
+    def places(self) -> Callable[[], list[int]] | None:
+        """What tells where the data of every parameter should be now, if it moves."""
+        return None
+
+    def adopt(self, index: int) -> None:
+        """A parameter trains from now on."""
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, all parameters are whole."""
+        return contextlib.nullcontext()
+
+    def plan(self) -> dict[str, Any]:
+        """For describe()."""
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of what was gathered."""
+        return {}
+
+    def accept_writes(self) -> None:
+        """Parameters were written where that is allowed, or by the engine."""
+
+    def arrange_hooks(self) -> None:
+        """Parameters are whole in all hooks of the user's modules, whenever they were registered."""
+
+    def follow(self, precision: PrecisionPlan) -> None:
+        """Low-precision copies are made while parameters are whole."""
+
+    def announce_units(self, announce: Callable[[int], None] | None) -> None:
+        """Inside a join: what is called with a unit before it is gathered, where ranks that joined must gather it, too."""
+
+    def gather_anew(self) -> None:
+        """At the end of a join: units are as after a step, whatever each rank has gathered. Collective where gathering is."""
+
+    def give_back(self, together: bool = False) -> None:
+        """The parameters are this rank's own again. `together`: all ranks call it at once."""
 
 
 class SliceRuns:
@@ -59,7 +128,7 @@ class SliceRuns:
         return self._runs[index]
 
 
-class ParameterSlices(SliceRuns):
+class ParameterSlices(Storage, SliceRuns):
     """Parameters that lie in buckets, and their slices.
 
     Parameters
@@ -72,13 +141,8 @@ class ParameterSlices(SliceRuns):
         Of the model, in messages.
     """
 
-    #: why slices are not gathered out of the buckets; empty if they are
-    reason = ""
-    #: whether a host has one copy
-    shared = False
-
     def __init__(self, reducer: Reducer, table: ParameterTable, slicing: Slicing, label: str) -> None:
-        super().__init__(reducer, slicing)
+        SliceRuns.__init__(self, reducer, slicing)
         self._table, self._label = table, label
         self._moved: set[int] = set()  # buckets
         self._flat: dict[int, torch.Tensor] = {}  # of a parameter, where it lies now
@@ -105,7 +169,7 @@ class ParameterSlices(SliceRuns):
         return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
 
     @property
-    def bytes_held(self) -> int:
+    def bytes_held(self) -> int:  # type: ignore[override]
         """Of parameters, on this rank; where they are shared, on the host."""
         return sum(self._bucket_range(bucket)[1] for bucket in self._moved)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .table import ParameterTable
+from .parameter_slices import Storage
 from .unit_schedule import UnitSchedule
 from .units import UnitPlan, mark_of
 
+if TYPE_CHECKING:
+    from .precision import PrecisionPlan
 
-class ReleasedParameters:
+
+class ReleasedParameters(Storage):
     """Parameters in units, which a schedule gathers and releases.
 
     Attributes
@@ -21,11 +25,8 @@ class ReleasedParameters:
     schedule : UnitSchedule
     """
 
-    shared = False
-    reason = ""
-    one_copy = False
+    releases = True
     schedule: UnitSchedule
-    _table: ParameterTable
     #: tensors of parameters that can be released, where they lie when they are whole
     _whole: dict[int, torch.Tensor]
 
@@ -47,14 +48,26 @@ class ReleasedParameters:
         """like() of every parameter."""
         return [self.like(index) for index in range(len(self._table.parameters))]
 
+    def places(self) -> Callable[[], list[int]]:
+        return self.addresses
+
     def addresses(self) -> list[int]:
         """Where the data of every parameter should be now."""
         expected = self.schedule.addresses()
         return [expected.get(i, p.data_ptr()) for i, p in enumerate(self._table.parameters)]
 
-    def plan(self) -> dict[str, Any]:
-        """For describe(); `unit_bytes` is what units take when they are whole."""
-        raise NotImplementedError
+    def stats(self) -> dict[str, Any]:
+        return self.schedule.stats()
+
+    def accept_writes(self) -> None:
+        self.schedule.accept_writes()
+
+    def arrange_hooks(self) -> None:
+        self.schedule.arrange_hooks()
+
+    def follow(self, precision: PrecisionPlan) -> None:
+        precision.follow(self.schedule.holds_whole)
+        self.schedule.on_release = weakref.WeakMethod(precision.forget)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:

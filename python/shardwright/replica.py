@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -17,32 +18,29 @@ from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from . import _hooks
-from ._engine import Error, Reducer, norm_sum
+from ._engine import Error, Reducer
+from .backend_base import Backend, Capabilities, Request, backend_class
 from .comm_hook import HookRunner, SlicedHookRunner, Wanted
 from .compress import Compressor
-from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
-from .gradients import as_real, copy_gradient, gradient_view, norm_over_ranks
-from .levels import Lease, Levels, leased_levels, levels_of
+from .gradients import copy_gradient, gradient_view, norm_over_ranks
+from .levels import Lease, Levels
 from .optimizer_agreement import StepNotes
 from .options import Options
 from .parameter_memory import ParameterMemory
-from .parameter_slices import memory_order
+from .parameter_slices import Storage, memory_order
 from .process_group import HostGroup
-from .released_parameters import ReleasedParameters
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .slicing import Slicing
 from .table import ParameterTable, verify
-from .unit_memory import UnitMemory
-from .units import UnitPlan, cut
+from .units import cut
 from .write_guard import ReadOnlyParameters, SampledParameters
 
 if TYPE_CHECKING:
     from .auto_compression import AutoCompression
+    from .device import DeviceLink
     from .device_offload import HostStateStore
-    from .device_parameters import DeviceParameters
-    from .device_units import DeviceUnitMemory
     from .join import Announcer
     from .offload import StateStore
     from .precision import PrecisionPlan
@@ -50,11 +48,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardwright")
 _serials = itertools.count()
-#: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
-_SLICED_CAP_BYTES = 8 << 20
-#: between hosts the wire is what takes time: it starts with the first bucket, which is therefore small, and stands still for
-#: up to 4 ms between batches. Compressed buckets that leave at the end of the backward (zero >= 2) are best few and large
-_HOSTS_CAP_BYTES, _HOSTS_FIRST_CAP_BYTES = 8 << 20, 1 << 20
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
     "stepping, clipping or reading gradients"
@@ -111,16 +104,8 @@ class Replica:
         refusal = None
         try:
             self.table = ParameterTable.of(module, ignored)
-            if self.table.is_on_gpu:
-                from .device_options import check_borrowing, check_options, wire_of
-
-                check_options(zero, options)
-                check_borrowing(module, options, group)
-                self._wire = wire_of(compress, self.table)
-            elif options.communicator != "own":
-                raise NotImplementedError(
-                    f"communicator={options.communicator!r} is of GPUs, and {self.label} is on the CPU"
-                )
+            self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
+            backend_class(self.table).check_request(module, self._request, group)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
@@ -128,16 +113,19 @@ class Replica:
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
-        self.link: DeviceLink | None = None
-        self.deterministic = options.deterministic or not self.table.is_on_gpu
+        make_backend = backend_class(self.table)
         plans = None
-        if zero == 3 and (self.table.is_on_gpu or options.share_parameters is False):
+        if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
-        self.reducer = self._make_reducer(options, plans, sends_early=compress is None or self.overlaps_compression)
-        self._parameters: ParameterMemory | UnitMemory | DeviceParameters | None = None
+        sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
+        self._request = request = dataclasses.replace(self._request, plans=plans, sends_early=sends_early)
+        self.backend: Backend = make_backend(group, request)
+        self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
+        self.reducer: Any = self.backend.reducer(request)
         self._board: GradientBoard | None = None
-        if zero:
-            self._parameters = self._make_parameters(options, plans)
+        self._storage = self._make_storage(request)
+        #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
+        self.arrange_hooks: Callable[[], None] = self._storage.arrange_hooks
         self._guard = self._make_guard(options.write_guard)
         self.step_notes = StepNotes()
         try:
@@ -163,79 +151,21 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
-    def _make_reducer(self, options: Options, plans: list[UnitPlan] | None, sends_early: bool) -> Any:
-        """A Reducer, or on a GPU what has its methods there. `plans`: of the units, if there are any."""
-        over_hosts = self.group.host_count > 1 and sends_early
-        cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.zero, over_hosts)
-        if self.table.is_on_gpu:
-            from .device_reducer import DeviceReducer
-            from .device_units import rows_in_groups
+    def _make_storage(self, request: Request) -> Any:
+        if not self.zero:
+            return Storage(self.table)
+        if request.plans is not None:
+            return self.backend.unshard_store(self.reducer, request)
+        return ParameterMemory(self.backend, self.reducer, request, shared=self.zero == 3)
 
-            borrows = options.communicator == "borrow"
-            self.link = device_link(self.group, self.table.parameters[0], options.timeout_s, borrows=borrows)
-            return DeviceReducer(
-                self.link,
-                self.table.rows() if plans is None else rows_in_groups(self.table, plans),
-                self.table.parameters[0],
-                bucket_cap_bytes=options.bucket_cap_bytes,
-                reduce=options.reduce,
-                deterministic=options.deterministic,
-                label=self.label,
-                sliced=self.zero >= 2,
-                slicing=self.slicing,
-                wire=self._wire,
-                registers=options.communicator == "register",
-            )
-        return Reducer(
-            self.group.comm,
-            self.table.rows(),
-            bucket_cap_bytes=cap_bytes,
-            transport=options.chosen_transport,
-            reduce=options.reduce,
-            sliced=self.zero >= 2,
-            slices=self.slicing.for_engine() if self.zero else None,
-            label=self.label,
-            first_cap_bytes=_HOSTS_FIRST_CAP_BYTES if over_hosts else 0,
-        )
-
-    def _make_parameters(
-        self, options: Options, plans: list[UnitPlan] | None
-    ) -> ParameterMemory | UnitMemory | DeviceParameters:
-        if self.link is not None:
-            return self._make_device_parameters(self.link, options, plans)
-        if plans is None:
-            return ParameterMemory(
-                self.group, self.reducer, self.table, self.label, slicing=self.slicing, shared=self.zero == 3
-            )
-        coded = options.gather == "int8"
-        if coded and (self.group.host_count > 1 or self.slicing.is_replicated):
-            raise NotImplementedError(
-                f"gather='int8' runs inside one host and without a mesh of two dimensions; {self.label} is over {self.group.host_count} "
-                f"hosts, and slices are kept {'by each replica' if self.slicing.is_replicated else 'once'}"
-            )
-        return UnitMemory(self.group, self.reducer, self.table, plans, self.label, self.slicing, coded=coded)
-
-    def _make_device_parameters(
-        self, link: DeviceLink, options: Options, plans: list[UnitPlan] | None
-    ) -> DeviceParameters:
-        from .device_parameters import DeviceParameters
-        from .device_units import DeviceUnitMemory
-
-        row = link
-        if plans is not None or self.slicing.is_replicated:
-            # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
-            rows = self.slicing.rows()
-            row = device_link(self.group, self.table.parameters[0], options.timeout_s, rows, link.borrows)
-        if plans is None:
-            registers = options.communicator == "register"
-            return DeviceParameters(link, row, self.reducer, self.table, self.label, self.slicing, registers)
-        memory = DeviceUnitMemory(link, row, self.reducer, self.table, plans, self.label, self.slicing)
-        self.reducer.set_order(_digest_of(weakref.ref(memory)))
-        return memory
+    @property
+    def link(self) -> DeviceLink | None:
+        """Of a GPU."""
+        return self.backend.link
 
     def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
-        memory = self._parameters
-        if kind is None or not isinstance(memory, ParameterMemory) or not memory.shared:
+        memory = self._storage
+        if kind is None or not memory.shared:
             return None
         if kind != "read-only":
             return SampledParameters(memory, self.table.names, self.group.comm)
@@ -250,22 +180,16 @@ class Replica:
         """Around what writes to parameters by right. All ranks are past a barrier as it ends."""
         return self._guard.writing() if self._guard is not None else contextlib.nullcontext()
 
-    def _places(self) -> Callable[[], list[int]] | None:
-        """What tells where data should be, if it moves."""
-        return self._parameters.addresses if isinstance(self._parameters, ReleasedParameters) else None
-
     def layout_of(self, index: int) -> torch.Tensor:
         """A tensor with the strides of a parameter, which itself may be released. Not to be read."""
-        memory = self._parameters
-        return memory.like(index) if isinstance(memory, ReleasedParameters) else self.table.parameters[index]
+        like: torch.Tensor = self._storage.like(index)
+        return like
 
     def _attach(self, synchronises: Callable[[], bool]) -> None:
         if self.zero >= 2:
             self._board = GradientBoard(self.group.comm, self.reducer, self.label, speaks=self.slicing.speaks)
         count = len(self.table.parameters)
-        self.views = [
-            self._make_view(i) if self.link is None or self.reducer.has_memory(i) else None for i in range(count)
-        ]
+        self.views = [self._make_view(i) if self.reducer.has_memory(i) else None for i in range(count)]
         self.reducer.attach(
             self.table.parameters,
             self.views,
@@ -273,12 +197,10 @@ class Replica:
             open=_opener(weakref.ref(self), synchronises),
             renew=_renewer(weakref.ref(self)),
             task_id=_hooks.graph_task_id,
-            layouts=self._parameters.layouts() if isinstance(self._parameters, ReleasedParameters) else None,
+            layouts=self._storage.layouts(),
             unlike=_explainer(weakref.ref(self)),
+            describe=_describer(weakref.ref(self)),
         )
-        if self.link is not None:
-            notes, rank = self.step_notes, self.group.rank
-            self.reducer.describe_step = lambda: f" (rank {rank}: {notes.describe()})"
         self._handles: list[Any] = []
         self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         for index, parameter in enumerate(self.table.parameters):
@@ -293,26 +215,18 @@ class Replica:
         held = gradient_view(like, self.reducer, index) if self.reducer.transport == "staged" else None
         return ShardedGradient(like, from_dlpack(self.reducer.result(index)), self._board, held)
 
+    def _overlaps_compression(self, capabilities: Capabilities) -> bool:
+        """Whether compressed buckets cross while the backward goes on: between hosts, where the network is the bottleneck, not a core;
+        at zero >= 2 buckets share slots, and leave at its end."""
+        return capabilities.sends_beside_backward and self.group.host_count > 1 and self.zero < 2
+
     @property
     def overlaps_compression(self) -> bool:
-        """Whether compressed buckets cross while the backward goes on: between hosts, where a wire takes time that no core does;
-        at zero >= 2 buckets share slots, and leave at its end."""
-        return self.group.host_count > 1 and self.zero < 2 and not self.table.is_on_gpu
+        return self._overlaps_compression(self.backend.capabilities)
 
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
         """Over what a compressor's hook exchanges, leased where that is a thread's of its own. Collective at first use across hosts."""
-        if self.overlaps_compression:
-            return leased_levels(self.group)
-        if self.link is None:
-            return levels_of(self.group), None
-        from .device_exchange import DeviceExchange
-        from .device_options import wire_of
-
-        if wire_of(compress, self.table) is not None:
-            raise NotImplementedError(
-                f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
-            )
-        return Levels(DeviceExchange(self.link, self.layout_of(0))), None
+        return self.backend.exchange(compress, self._request, self.layout_of(0))
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
         """What calls a communication hook for every bucket. One of ours gives the mean over all ranks, and may leave what is
@@ -362,8 +276,10 @@ class Replica:
         The wrapper keeps it. The end of the wrapper calls retire(): whatever held the module from here would hold the hooks of its
         submodules too, which may hold the wrapper, and nothing would end.
         """
-        shared = self._parameters is not None and self._parameters.shared
-        drift = DriftCheck(module, self.table, ignored, pinned=bool(self.zero), shared=shared, places=self._places())
+        storage = self._storage
+        drift = DriftCheck(
+            module, self.table, ignored, pinned=bool(self.zero), shared=storage.shared, places=storage.places()
+        )
         self._drift = weakref.ref(drift)
         return drift
 
@@ -372,11 +288,10 @@ class Replica:
 
     def _unfreeze(self, index: int) -> None:
         self.reducer.mark_unfrozen(index)
-        if self._parameters is not None:
-            self._parameters.adopt(index)
-            drift = self._drift_check()
-            if drift is not None:
-                drift.forget_address(index)
+        self._storage.adopt(index)
+        drift = self._drift_check()
+        if self.zero and drift is not None:
+            drift.forget_address(index)
         self._hook(index)
 
     def before_forward(self, synchronises: bool) -> None:
@@ -388,8 +303,7 @@ class Replica:
             self._guard.check("before a forward")
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
-        if self.link is not None:
-            self.link.check()
+        self.backend.check()
         self.reducer.forward(synchronises)
 
     def before_evaluation(self) -> None:
@@ -425,31 +339,24 @@ class Replica:
 
     def _abort(self, reason: str) -> None:
         """The others, which would wait for this rank, get the sentence too."""
-        if self.link is not None and self.link.comm.is_alive:
-            self.link.fail(reason)
-        elif self.group.comm.is_alive:
-            self.group.comm.abort(reason)
+        self.backend.abort(reason)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is in the table."""
         return id(parameter) in self._identities
 
-    def parameters(self) -> ParameterMemory | UnitMemory | DeviceParameters:
-        """Where the parameters lie; at zero >= 1 only."""
-        assert self._parameters is not None
-        return self._parameters
+    def parameters(self) -> Any:
+        """Where the parameters lie."""
+        return self._storage
 
     def parameter_plan(self) -> dict[str, Any]:
         """For describe()."""
-        if self._parameters is None:
+        storage = self._storage
+        if not self.zero:
             return {}
-        units = self._parameters if isinstance(self._parameters, ReleasedParameters) else None
-        on_host = units.one_copy if units is not None else self._parameters.shared
-        plan: dict[str, Any] = {
-            "shared_parameter_bytes" if on_host else "parameter_bytes": self._parameters.bytes_held,
-            **(units.plan() if units is not None else {}),
-        }
-        return {**plan, "parameters_reason": self._parameters.reason} if self._parameters.reason else plan
+        key = "shared_parameter_bytes" if storage.shared or storage.one_copy else "parameter_bytes"
+        plan: dict[str, Any] = {key: storage.bytes_held, **storage.plan()}
+        return {**plan, "parameters_reason": storage.reason} if storage.reason else plan
 
     def stats(self) -> dict[str, Any]:
         """The reducer's counts, those of units, and what this rank has sent to others: in all, a step and a bucket of the last round.
@@ -457,9 +364,7 @@ class Replica:
         A compressor's bytes are counted where they are handed over; plain buckets fold in place, of which a rank's share is
         W - 1 slices read (and at zero 0 and 1 as many written).
         """
-        counts = self.reducer.stats()
-        if isinstance(self._parameters, ReleasedParameters):
-            counts = {**counts, **self._parameters.schedule.stats()}
+        counts = {**self.reducer.stats(), **self._storage.stats()}
         name, exchange = self.compression or ("", None)
         if exchange is None:
             halves = self.compression is not None  # between GPUs: in place of what is wider
@@ -482,9 +387,7 @@ class Replica:
     def norm_of(self, slices: Iterable[torch.Tensor | None]) -> float:
         """The exact 2-norm of what all ranks hold together, this one `slices`. Collective."""
         held = [each for each in slices if each is not None] if self.slicing.speaks else []
-        if self.link is None:
-            return norm_over_ranks(self.group.comm, norm_sum([as_real(piece) for piece in held]), self.label)
-        return norm_over_ranks(self.group.comm, b"".join(self.link.norm_sums(held)), self.label)
+        return norm_over_ranks(self.group.comm, self.backend.norm_sums(held), self.label)
 
     def gradient_slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
@@ -579,42 +482,34 @@ class Replica:
     def writable_parameters(self) -> Iterator[None]:
         """See full_parameters."""
         self.before_writes()
-        if self._parameters is None:
+        if not self.zero:
             try:
                 yield
             finally:
                 self.broadcast_state(0, ())
             return
         try:
-            with self.writing(), self._parameters.writable():
+            with self.writing(), self._storage.writable():
                 yield
         finally:
             self.count_writes(self.table.parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
         """Where parameters are released, low-precision copies are made while they are whole."""
-        if isinstance(self._parameters, ReleasedParameters):
-            schedule = self._parameters.schedule
-            precision.follow(schedule.holds_whole)
-            schedule.on_release = weakref.WeakMethod(precision.forget)
+        self._storage.follow(precision)
 
     @property
     def releases_parameters(self) -> bool:
         """Whether parameters are whole only while they are used."""
-        return isinstance(self._parameters, ReleasedParameters)
-
-    def arrange_hooks(self) -> None:
-        """Parameters are whole in all hooks of the user's modules, whenever they were registered."""
-        if isinstance(self._parameters, ReleasedParameters):
-            self._parameters.schedule.arrange_hooks()
+        releases: bool = self._storage.releases
+        return releases
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """See full_parameters."""
         if self._guard is not None:
             self._guard.check("before all parameters are read")
-        return (
-            self._parameters.whole() if isinstance(self._parameters, ReleasedParameters) else contextlib.nullcontext()
-        )
+        whole: contextlib.AbstractContextManager[None] = self._storage.whole()
+        return whole
 
     def gradient_factors(self) -> list[list[Any]]:
         """What sliced gradients were scaled by since the last round."""
@@ -629,13 +524,13 @@ class Replica:
             self._board.announce = self.announce if announcer is not None else lambda *_: None
         if self.announces_rounds:
             self.reducer.set_announcer(announcer.announce_round if announcer is not None else None)
-        if self.link is not None and isinstance(self._parameters, ReleasedParameters):
-            self._parameters.announce_units(announcer.announce_unit if announcer is not None else None)
+        if not self.backend.capabilities.free_unit_order:
+            self._storage.announce_units(announcer.announce_unit if announcer is not None else None)
 
     @property
     def announces_rounds(self) -> bool:
         """Whether a rank that has joined must be told of a round as it opens."""
-        return self.link is not None and self.zero >= 2
+        return self.zero >= 2 and not self.backend.capabilities.tells_standing
 
     def gather_beside(self, unit: int) -> None:
         """Of a rank that has joined, on GPUs: its part in a gathering of the others."""
@@ -643,8 +538,7 @@ class Replica:
 
     def gather_anew(self) -> None:
         """At the end of a join: units are as after a step, whatever each rank has gathered. Collective on GPUs at zero=3."""
-        if self.link is not None and isinstance(self._parameters, ReleasedParameters):
-            self._parameters.gather_anew()
+        self._storage.gather_anew()
 
     @property
     def is_joining(self) -> bool:
@@ -693,8 +587,7 @@ class Replica:
         drift = self._drift_check()
         if drift is not None:
             drift.accept_writes()
-        if isinstance(self._parameters, ReleasedParameters):
-            self._parameters.schedule.accept_writes()
+        self._storage.accept_writes()
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
@@ -780,10 +673,7 @@ class Replica:
 
     def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
         """Values of rank `root` to all. Collective."""
-        if self.link is not None:
-            self.link.broadcast(tensors, root)
-        else:
-            self.group.broadcast(tensors, root, label)
+        self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:
         """Takes the hooks off the parameters. Gradients stay where they are. `together`: all ranks do so at once, which is what
@@ -793,32 +683,15 @@ class Replica:
         for parameter in self.table.parameters if self.zero >= 2 else ():
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
-        if self._parameters is not None:
-            self._parameters.give_back(together)
+        self._storage.give_back(together)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
-def _cap_bytes(asked: int, zero: int, over_hosts: bool) -> int:
-    """Of a bucket. The bits of a gradient do not depend on it."""
-    limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * over_hosts
-    return min(asked, *limits) if limits else asked
-
-
 def live_replicas() -> list[Replica]:
     """Every wrapped module of this process that has an engine, in order of wrapping."""
     return sorted(_live, key=lambda replica: replica.serial)
-
-
-def _digest_of(memory: weakref.ref[DeviceUnitMemory]) -> Callable[[], int]:
-    """What the reducer asks for the order of units. Weak: the memory holds the reducer."""
-
-    def digest() -> int:
-        alive = memory()
-        return 0 if alive is None else alive.digest
-
-    return digest
 
 
 def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> Callable[[], bool]:
@@ -844,6 +717,16 @@ def _explainer(replica: weakref.ref[Replica]) -> Callable[[], None]:
             alive.step_notes.explain(alive.group.comm.all_gather_bytes)
 
     return explain
+
+
+def _describer(replica: weakref.ref[Replica]) -> Callable[[], str]:
+    """Return what tells what this rank's optimizer stepped with last."""
+
+    def describe() -> str:
+        alive = replica()
+        return "" if alive is None else f" (rank {alive.group.rank}: {alive.step_notes.describe()})"
+
+    return describe
 
 
 def _writer(replica: weakref.ref[Replica]) -> Callable[[int, torch.Tensor, bool], None]:

@@ -255,8 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._consolidated = None
         refusal: Exception | None = None
         try:
-            if self._replica.link is not None:
-                self._replica.link.refuse_capture("an optimizer's step")
+            self._replica.backend.refuse_capture("an optimizer's step")
             self._take_gradients(gradient_of)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank's slices
             refusal = error

@@ -72,7 +72,7 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         *,
         coded: bool = False,
     ) -> None:
-        super().__init__(reducer, slicing)
+        SliceRuns.__init__(self, reducer, slicing)
         self._group, self._table, self._label = group, table, label
         self.one_copy = group.is_apart(slicing)
         self._home = group.home_of(slicing)

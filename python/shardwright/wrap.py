@@ -25,7 +25,6 @@ from .precision import PrecisionPlan
 from .process_group import HostGroup, host_group, resolve_group
 from .replica import Replica
 from .sharded_optimizer import ShardedOptimizer, check_sliceable
-from .tensor_partition import TensorPartitionedOptimizer
 
 if TYPE_CHECKING:
     from .device_offload import HostStateStore
@@ -229,13 +228,7 @@ def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, p
 
 
 def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
-    if partition != "tensor":
-        return ShardedOptimizer
-    if replica.link is None:
-        return TensorPartitionedOptimizer
-    from .device_tensor_partition import DeviceTensorPartitionedOptimizer
-
-    return DeviceTensorPartitionedOptimizer
+    return replica.backend.whole_tensors() if partition == "tensor" else ShardedOptimizer
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None) -> None:
@@ -256,24 +249,22 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
     folder, replica = offload_folder(wrapped._offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
     in_file = isinstance(earlier, StateStore)  # of an earlier wrapping: the state is there
-    on_gpu = replica.link is not None and (wrapped._offload is not None or earlier is not None)
-    if folder is None and not on_gpu and not in_file:
+    moves = not replica.backend.capabilities.state_is_there and (wrapped._offload is not None or earlier is not None)
+    if folder is None and not moves and not in_file:
         if earlier is not None:  # the module has left its GPU, and the state is where it is
             inner.keep_in(None)
         return
     store: StateStore | HostStateStore
     try:
-        route = None
-        if replica.link is not None:  # an earlier one's link may be gone
-            from .device_offload import HostStateStore, make_route
-
-            route = make_route(replica.group, replica.link, replica.label)
+        route = replica.backend.optimizer_target(replica.label)  # anew: an earlier one's link may be gone
         if in_file:
             store = earlier
         elif folder is not None:
             nbytes = _state_bytes(replica, optimizer, inner, rounded_bytes)
             store = make_store(replica.group, folder, replica.label, nbytes)
         else:
+            from .device_offload import HostStateStore
+
             assert route is not None
             store = HostStateStore(route, _state_bytes(replica, optimizer, inner))
         if isinstance(store, StateStore):

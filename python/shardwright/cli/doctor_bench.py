@@ -18,7 +18,10 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 #: bytes of float32 a rank
 SIZES = tuple(1 << shift for shift in range(14, 27, 2))
