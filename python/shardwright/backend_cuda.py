@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from . import device
-from ._engine import Reducer, device_tensor
+from ._engine import Reducer
 from .backend_base import Capabilities, Request
 from .compress import Bf16, Compressor, Fp16
 from .device import DeviceLink, device_link
@@ -21,7 +20,6 @@ from .device_exchange import DeviceExchange
 from .device_reducer import DeviceReducer
 from .device_registration import Registration
 from .device_units import DeviceUnitMemory, rows_in_groups
-from .gradients import dense_strides
 from .levels import Lease, Levels
 from .parameter_slices import Storage, itemsize_of
 from .process_group import HostGroup
@@ -171,9 +169,7 @@ class CudaBuckets:
             )
             self._memory[bucket] = made.view(getattr(torch, dtype))
         flat = self._memory[bucket]
-        ordinal = -1 if flat.device.type == "cpu" else self._row.ordinal
-        address = flat.data_ptr() + begin * itemsize_of(dtype)
-        return from_dlpack(device_tensor(ordinal, flat, address, dtype, list(like.shape), dense_strides(like)))
+        return device.alias(self._row, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
 
     def publish(
         self,

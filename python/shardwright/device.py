@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from . import _hooks, device_transport
-from ._engine import DeviceComm, Error, nccl_unique_id, norm_value, slot_part_bytes
-from .gradients import as_real, dtype_name
+from ._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from .gradients import as_real, dense_strides, dtype_name
 from .lender import Lender
 from .process_group import HostGroup, comm_error
 
@@ -148,6 +149,16 @@ def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
     if found is None:
         found = runtime.kernels[ordinal] = DeviceComm(ordinal, **runtime.libraries())
     return found, runtime.current_stream(ordinal)
+
+
+def alias(
+    link: DeviceLink, owner: Any, address: int, dtype: str, shape: Sequence[int], like: torch.Tensor
+) -> torch.Tensor:
+    """Return a tensor over memory of `owner`, which it keeps, with a storage of exactly its bytes and the strides of `like`, if those
+    are dense and of that shape. `like` is on the memory's device, too."""
+    ordinal = link.ordinal if like.is_cuda else -1  # simulated GPUs are the CPU
+    strides = dense_strides(like) if like.shape == torch.Size(shape) else None
+    return from_dlpack(device_tensor(ordinal, owner, address, dtype, list(shape), strides))
 
 
 def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:

@@ -12,7 +12,6 @@ import torch
 
 from . import device
 from .device import DeviceLink
-from .device_units import DeviceUnitMemory
 from .parameter_slices import itemsize_of
 from .tensor_partition import TensorPartitionedOptimizer
 
@@ -38,7 +37,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
         return link
 
     def _is_released(self, index: int) -> bool:
-        return isinstance(self._memory, DeviceUnitMemory) and self._memory.is_released(index)
+        return self._memory.releases and bool(self._memory.is_released(index))
 
     def _make_piece(self, index: int) -> torch.Tensor | None:
         if self._owners.get(index) != self._replica.slicing.own:
@@ -120,7 +119,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
         self._released = {}
         for root, owned in self._owned():
             self._broadcast(root, [self._memory.flat(i) for i in owned if not self._is_released(i)])
-        if isinstance(self._memory, DeviceUnitMemory):
+        if self._memory.releases:
             self._memory.publish(sliced=False)
 
     def _broadcast(self, root: int, flats: list[torch.Tensor]) -> None:

@@ -176,8 +176,7 @@ class DeviceUnitSchedule(UnitSchedule):
 
     # gathering and releasing --------------------------------------------------------------------------------------
 
-    def _gather(self, unit: Unit) -> None:
-        assert isinstance(unit, DeviceUnit)
+    def _gather(self, unit: Any) -> None:
         if unit.is_whole:
             if not (unit.needs_place and unit.number in self._units.apart):
                 return
@@ -216,8 +215,7 @@ class DeviceUnitSchedule(UnitSchedule):
             )
         return False
 
-    def _release(self, unit: Unit) -> None:
-        assert isinstance(unit, DeviceUnit)
+    def _release(self, unit: Any) -> None:
         try:
             super()._release(unit)
         finally:
@@ -281,24 +279,21 @@ class DeviceUnitSchedule(UnitSchedule):
         if is_released and self._units.holder(following.place) is None:
             self._units.begin(following.number)
 
-    def _before_forward(self, unit: Unit, *arguments: Any) -> None:
-        assert isinstance(unit, DeviceUnit)
+    def _before_forward(self, unit: Any, *arguments: Any) -> None:
         super()._before_forward(unit, *arguments)
         if _hooks.graph_task_id() == _NO_TASK:
             if unit is self.units[0]:
                 self._before["forward"] = None
             self._look_ahead("forward", unit)
 
-    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
-        assert isinstance(unit, DeviceUnit)
+    def _after_forward(self, unit: Any, module: torch.nn.Module, args: Any, output: Any) -> None:
         if unit.running and unit.number in self._units.apart:
             unit.ran_apart.add(unit.running[-1])
         super()._after_forward(unit, module, args, output)
         if unit is self.units[0] and not unit.running and _hooks.graph_task_id() == _NO_TASK:
             self._units.drop_coming()
 
-    def _before_backward(self, unit: Unit, begin: int, end: int) -> None:
-        assert isinstance(unit, DeviceUnit)
+    def _before_backward(self, unit: Any, begin: int, end: int) -> None:
         if not self._tasks:
             self._before["backward"] = None
         unit.needs_place = begin not in unit.ran_apart

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from . import device
-from ._engine import DeviceUnits, Reducer, device_tensor
+from ._engine import DeviceUnits, Reducer
 from .device import DeviceLink
 from .device_unit_schedule import DeviceUnitSchedule, Places
 from .gradients import dense_strides, dtype_name
@@ -166,10 +165,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             data = self._table.parameters[index].data if index not in self._whole else self._whole[index]
             bucket, begin, _ = self._reducer.place(index)
             address = memory.data_ptr() + self._at[unit][bucket] + begin * data.element_size()
-            ordinal = -1 if memory.device.type == "cpu" else self._link.ordinal
-            strides = dense_strides(data)
-            capsule = device_tensor(ordinal, memory, address, dtype_name(data.dtype), list(data.shape), strides)
-            found.append(from_dlpack(capsule))
+            found.append(device.alias(self._link, memory, address, dtype_name(data.dtype), data.shape, data))
         return found
 
     def _make_apart(self, unit: int) -> tuple[int, list[torch.Tensor]]:

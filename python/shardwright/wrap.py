@@ -248,13 +248,13 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
     """The state of `inner`, which steps for `optimizer`, is put where offload= says. Collective then."""
     folder, replica = offload_folder(wrapped._offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
-    in_file = isinstance(earlier, StateStore)  # of an earlier wrapping: the state is there
+    in_file = getattr(earlier, "file", None) is not None  # of an earlier wrapping: the state is there
     moves = not replica.backend.capabilities.state_is_there and (wrapped._offload is not None or earlier is not None)
     if folder is None and not moves and not in_file:
         if earlier is not None:  # the module has left its GPU, and the state is where it is
             inner.keep_in(None)
         return
-    store: StateStore | HostStateStore
+    store: Any
     try:
         route = replica.backend.optimizer_target(replica.label)  # anew: an earlier one's link may be gone
         if in_file:
@@ -267,8 +267,7 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
 
             assert route is not None
             store = HostStateStore(route, _state_bytes(replica, optimizer, inner))
-        if isinstance(store, StateStore):
-            store.route = route
+        store.route = route
     except (OSError, MemoryError, ValueError, Error):
         replica.retire(together=True)  # the module is as it was
         raise
