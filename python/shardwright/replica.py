@@ -193,13 +193,13 @@ class Replica:
         self.reducer.attach(
             self.table.parameters,
             self.views,
-            copy=copy_gradient if self.zero < 2 else _writer(weakref.ref(self)),
+            copy=copy_gradient if self.zero < 2 else _weakly(self._write_contribution),
             open=_opener(weakref.ref(self), synchronises),
-            renew=_renewer(weakref.ref(self)),
+            renew=_weakly(self.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
-            unlike=_explainer(weakref.ref(self)),
-            describe=_describer(weakref.ref(self)),
+            unlike=_weakly(self._explain_steps),
+            describe=_weakly(self._describe_steps, ""),
         )
         self._handles: list[Any] = []
         self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
@@ -664,6 +664,24 @@ class Replica:
             kept.data = kept.detach().clone(memory_format=torch.preserve_format)
         self.views[index] = self._make_view(index)
 
+    def _write_contribution(self, index: int, gradient: torch.Tensor, add: bool) -> None:
+        """Write a gradient that the engine cannot read by itself (other strides, sparse), at zero >= 2."""
+        memory = gradient_view(self.layout_of(index), self.reducer, index)
+        if add:
+            whole = torch.empty_like(memory)
+            copy_gradient(whole, gradient)
+            memory.add_(whole)
+        else:
+            copy_gradient(memory, gradient)
+
+    def _explain_steps(self) -> None:
+        """Raise an error that names the hyperparameters that differ between ranks. Collective."""
+        self.step_notes.explain(self.group.comm.all_gather_bytes)
+
+    def _describe_steps(self) -> str:
+        """Return what this rank's optimizer stepped with last, for the end of a sentence."""
+        return f" (rank {self.group.rank}: {self.step_notes.describe()})"
+
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Parameters and `buffers` of rank `root` to all. Collective."""
         parameters = (
@@ -708,54 +726,15 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
     return open_round
 
 
-def _explainer(replica: weakref.ref[Replica]) -> Callable[[], None]:
-    """Return what the reducer calls where ranks have stepped with different hyperparameters."""
+def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+    """Return `method` without its object, which the reducer must not hold: `otherwise` once that is gone."""
+    reference = weakref.WeakMethod(method)
 
-    def explain() -> None:
-        alive = replica()
-        if alive is not None:
-            alive.step_notes.explain(alive.group.comm.all_gather_bytes)
+    def call(*arguments: Any) -> Any:
+        alive = reference()
+        return otherwise if alive is None else alive(*arguments)
 
-    return explain
-
-
-def _describer(replica: weakref.ref[Replica]) -> Callable[[], str]:
-    """Return what tells what this rank's optimizer stepped with last."""
-
-    def describe() -> str:
-        alive = replica()
-        return "" if alive is None else f" (rank {alive.group.rank}: {alive.step_notes.describe()})"
-
-    return describe
-
-
-def _writer(replica: weakref.ref[Replica]) -> Callable[[int, torch.Tensor, bool], None]:
-    """What the reducer calls at zero >= 2 with a gradient that it cannot read by itself: of other strides, sparse, ..."""
-
-    def write(index: int, gradient: torch.Tensor, add: bool) -> None:
-        alive = replica()
-        if alive is None:
-            return
-        memory = gradient_view(alive.layout_of(index), alive.reducer, index)
-        if add:
-            whole = torch.empty_like(memory)
-            copy_gradient(whole, gradient)
-            memory.add_(whole)
-        else:
-            copy_gradient(memory, gradient)
-
-    return write
-
-
-def _renewer(replica: weakref.ref[Replica]) -> Callable[[int], None]:
-    """What the reducer calls before it overwrites a view that is in other hands."""
-
-    def renew(index: int) -> None:
-        alive = replica()
-        if alive is not None:
-            alive.renew_view(index)
-
-    return renew
+    return call
 
 
 def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:

@@ -134,7 +134,7 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
     from .. import device
 
     like = torch.zeros(nbytes // 4, dtype=torch.float32, device=torch.device("cuda", rank))
-    run_round = make_round(device.device_link(group, like, _LIMIT_S), like)
+    run_round = make_round(device.device_link(group, like, _LIMIT_S), torch.nn.Parameter(like))
 
     def work() -> None:
         run_round()
@@ -143,20 +143,17 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
     return work
 
 
-def make_round(link: Any, like: torch.Tensor) -> Callable[[], None]:
-    """Return what enqueues a round over one bucket as large as `like`, whose gradient lies in it already."""
-    import torch
-
+def make_round(link: Any, parameter: torch.nn.Parameter) -> Callable[[], None]:
+    """Return what enqueues a round over one bucket, in which the gradient of `parameter` lies already."""
     from ..device_reducer import DeviceReducer
     from ..gradients import copy_gradient, gradient_view
     from ..slicing import Slicing
 
-    parameter = torch.nn.Parameter(like)
     reducer = DeviceReducer(
         link,
-        [("doctor", like.numel(), "float32", True)],
-        like,
-        bucket_cap_bytes=like.nbytes,
+        [("doctor", parameter.numel(), "float32", True)],
+        parameter,
+        bucket_cap_bytes=parameter.nbytes,
         reduce="mean",
         deterministic=False,
         label="doctor",
