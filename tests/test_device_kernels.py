@@ -204,7 +204,7 @@ def test_images_are_made_ahead_of_time(
         with pytest.raises(SystemExit) as usage:
             main(["kernels", *wrong])
         assert usage.value.code == 2
-    assert "no GPU is seen here" in capsys.readouterr().err
+    assert "no GPU was found" in capsys.readouterr().err
 
 
 def text_program(builder: Builder) -> Path:
