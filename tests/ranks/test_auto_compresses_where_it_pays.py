@@ -161,7 +161,7 @@ def test_misuse_is_named(rank, world_size):
         sw.headroom(model, lambda: None, repeat=1)
     with pytest.raises(ValueError, match="bandwidth must be above 0 bytes a second, got 0"):
         sw.headroom(model, lambda: None, bandwidth=0)
-    with pytest.raises(sw.Error, match="a model that sw.wrap made"):
+    with pytest.raises(sw.Error, match="a model that sw.wrap returned"):
         sw.headroom(torch.nn.Linear(1, 1), lambda: None)
     with pytest.raises(sw.Error, match="has a compressor"):
         sw.headroom(made(compress=sw.Fp16()), lambda: None)

@@ -271,7 +271,7 @@ def test_a_host_whose_exchange_fails_says_so_to_all_its_ranks(rank, world_size):
     state = model.compression_state.state_dict()
     model.compression_state.load_state_dict({**state, "parameters": {"other.weight": {"error": torch.zeros(3)}}})
     start = time.monotonic()
-    with pytest.raises(sw.Error, match="the state that was loaded is another model's") as caught:
+    with pytest.raises(sw.Error, match="the loaded state belongs to another model") as caught:
         backward(model, rank, 0)
     assert time.monotonic() - start < 15
     if host_of.index(host_of[rank]) != rank:

@@ -146,7 +146,7 @@ def test_replicas_train_with_the_same_bits_and_resume(rank, world_size):
 @on_every_rank(exactly=4)
 def test_misuse_is_named(rank, world_size):
     mesh = mesh_of_four()
-    with pytest.raises(sw.Error, match="no module here was given to torch's fully_shard"):
+    with pytest.raises(sw.Error, match="torch's fully_shard was called on no module here"):
         sw.hooks.compress_all_reduce(Mlp(), sw.Bf16(), mesh["replicate"])
     native = Mlp()
     fsdp.fully_shard(native, mesh=mesh)

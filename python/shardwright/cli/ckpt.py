@@ -276,7 +276,7 @@ def _leaves(node: Any, name: str) -> dict[str, Any]:
 
 
 def _plain_values(folder: Any) -> dict[str, Any]:
-    """Return the values that are no tensors: options and counts of the optimizer, state of scheduler, scaler and user, `extra`."""
+    """Return the values that are no tensors: of optimizer, scheduler, scaler, user state and `extra`."""
     from ..checkpoint import tree
 
     found: dict[str, Any] = {}

@@ -12,7 +12,7 @@ _PAIRS_SHOWN = 4
 
 
 def topology_findings(machine: Machine) -> Iterator[Finding]:
-    """Report NVIDIA's PCI functions with their NUMA nodes, the links between GPUs, and InfiniBand ports with their state."""
+    """Report NVIDIA's PCI functions and their NUMA nodes, the links between GPUs, and InfiniBand ports."""
     gpus = switches = 0
     pci = machine.sys_root / "bus" / "pci" / "devices"
     for device in sorted(pci.iterdir()) if pci.is_dir() else []:
