@@ -189,7 +189,7 @@ def test_images_are_made_ahead_of_time(
     assert re.fullmatch(r"sm_90: written, \d+ bytes of machine code\n", capsys.readouterr().out)
     assert main(["kernels", "--json", "--arch", "sm_90", "--to", str(folder), "--nvrtc", "/nowhere.so"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["ok"] and said["images"][0]["detail"].startswith("there already")
+    assert said["ok"] and said["images"][0]["detail"].startswith("exists already")
     monkeypatch.setenv("SHARDWRIGHT_KERNELS", str(folder))  # programs, on machines that have nothing else
     places = CudaRuntime().libraries() | {"nvrtc": None}
     assert _engine.device_kernel_image(9, 0, **places)[0] == "packaged"

@@ -264,7 +264,7 @@ BAD = {
     "fragments": (9, ValueError, r"fragments must be an integer in \[1, 4\], got 9"),
     "wire": ("fp8", ValueError, "wire must be one of float32, bf16, int8, got 'fp8'"),
     "timeout_s": (-1, ValueError, "timeout_s must be above 0 and at most 1e.09 seconds, got -1"),
-    "outer": (lambda parameters: None, TypeError, "outer must give a torch.optim.Optimizer, and gave NoneType"),
+    "outer": (lambda parameters: None, TypeError, "outer must return a torch.optim.Optimizer, got NoneType"),
     "inner": (None, TypeError, "inner_optimizer must be an optimizer, got NoneType"),
 }
 

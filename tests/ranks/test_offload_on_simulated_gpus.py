@@ -271,7 +271,7 @@ def no_store(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     module, optimizer = build(OPTIMIZERS["AdamW"])
     wrap(gpus, (module, None))  # the link is there
     device_offload.SLOT_BYTES = 100 if rank == 1 else 1 << 10
-    with pytest.raises((sw.Error, ValueError), match="must be a multiple of 256, above 0, not 100"):
+    with pytest.raises((sw.Error, ValueError), match="must be a positive multiple of 256, not 100"):
         wrap(gpus, (module, optimizer), offload="cpu")
     small()
     model, optimizer = wrap(gpus, (module, optimizer), offload="cpu")  # the same module, again

@@ -265,7 +265,7 @@ def test_misuse_is_named(fresh_ranks):
         "wrapped over ranks [0, 1, 2, 3], but this rank's row of device_mesh is",
         "inner_optimizer must be the optimizer that sw.wrap(model, optimizer, zero=2, ...) returned, got SGD",
         "process_group and device_mesh were both given",
-        "Odd, which is not known to treat each element by itself",
+        "Odd, which is not known to be elementwise",
         "cannot run at zero=2 between all ranks",
         "order all of its rows alike",
     )
