@@ -1,5 +1,5 @@
-"""Law: headroom() says the same on every rank, its parts add up, and it asks for a compressor only where the network is slow;
-compress="auto" on one host is no compression, in one line."""
+"""Law: headroom() returns the same on every rank, its parts add up, and it names a compressor only on a slow network.
+On one host compress="auto" is no compression, reported in one line."""
 
 import logging
 
@@ -65,7 +65,7 @@ def test_auto_on_one_host_is_none_and_says_so_in_one_line(rank, world_size):
 
 
 class Lines(logging.Handler):
-    """What the library says while it is entered."""
+    """A handler that collects the library's log while it is entered."""
 
     def __init__(self):
         super().__init__()

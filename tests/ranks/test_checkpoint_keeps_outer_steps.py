@@ -1,5 +1,5 @@
-"""Law: DiLoCo saved where its ranks have exchanged goes on with the very bits of one that was not stopped, at the same world size;
-another number of ranks goes on from the same parameters, anchors and outer momentum."""
+"""Law: a DiLoCo saved when its ranks have exchanged continues with the bits of an uninterrupted one at the same world
+size. At another world size it continues from the same parameters, anchors and outer momentum."""
 
 import pytest
 import torch

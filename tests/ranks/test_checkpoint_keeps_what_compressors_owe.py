@@ -1,5 +1,5 @@
-"""Law: what a compressor owes is in the checkpoint: a restored training has the very losses of one that was not stopped at
-the same world size, and at another the sum of what all ranks owe stays what it was."""
+"""Law: the checkpoint holds a compressor's error. A restored training has the losses of an uninterrupted one at the
+same world size; at another one the sum of all ranks' errors stays the same."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_another_compressor_begins_with_nothing_owed(rank, world_size):
 
 @on_every_rank(at_least=2)
 def test_one_rank_alone_takes_over_what_all_owed(rank, world_size):
-    """At W = 1: the mean over one rank is what that rank owes."""
+    """At W = 1 the mean over one rank has that rank's error."""
     folder = shared_folder(rank)
     compress = sw.Int4(error_feedback=True)
     model, optimizer, checkpoints = training(folder, 0, compress, 0)
@@ -82,7 +82,7 @@ def test_one_rank_alone_takes_over_what_all_owed(rank, world_size):
 
 
 class Branches(torch.nn.Module):
-    """Whose second layer is used on demand."""
+    """A model whose second layer is used on demand."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,6 @@
-"""Law: what compressors promise at zero=2 and 3 between CPUs (test_compressed_gradients_at_every_stage, body for body) they keep between
-GPUs: the naive compressor's bits, of a standing average too; and over meshes of two dimensions the bits of zero=0."""
+"""Law: compressors keep the promises of zero=2 and 3 between GPUs, too (test_compressed_gradients_at_every_stage, body
+for body): the naive compressor's bits, also on a standing mean. Over meshes of two dimensions they have the bits of
+zero=0."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def test_rows_of_a_mesh(teams: Any, world_size: int, paths: dict[str, str], zero
 
 
 def rows(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
-    """A slice has two owners then."""
+    """Train on a mesh, where a slice has two owners."""
     for compress in (sw.Int8(block=32), sw.PowerSGD(2, min_compression_rate=1)):
         with gpus.torch_on_cpu():
             expected = Trained(gpus, rank, compress, steps)

@@ -1,6 +1,6 @@
-"""Over several hosts: the fold inside a host is plain, and what a compressor makes of the hosts' sums is what every rank gets.
+"""Over several hosts the fold inside a host is plain, and every rank gets the compressor's mean of the hosts' sums.
 
-Ranks of this machine are told which host they are on, as in test_hosts_fold_in_two_steps.py.
+Ranks of this machine are told their host, as in test_hosts_fold_in_two_steps.py.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def made(host_of, compress, module=Mlp, **options):
 
 
 def host_sums(contributions, host_of):
-    """Float32, ranks in order, times hosts over ranks."""
+    """Return float32 sums of each host's ranks in order, times hosts over ranks."""
     share, sums = torch.tensor((max(host_of) + 1) / len(host_of)), {}
     for host, contribution in zip(host_of, contributions):
         sums[host] = sums[host] + contribution.float() if host in sums else contribution.float()
@@ -64,7 +64,7 @@ def backward(model, rank, step):
 
 
 def gradients_of_all(model, rank, step):
-    """Each rank's own, by parameter."""
+    """Return each rank's own gradients, by parameter."""
     model.zero_grad()
     with model.no_sync():
         backward(model, rank, step)
@@ -206,7 +206,7 @@ def test_unused_parameters_keep_their_bits_and_go_on_owing(rank, world_size):
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank(at_least=3)
 def test_two_hosts_swap_small_messages_with_the_same_bits(rank, world_size, name):
-    """Each has then both messages, and folds what the owners of slices would: as many bytes in half the messages."""
+    """Each host has both messages and folds what the owners of slices would: as many bytes in half the messages."""
     after, sent = [], []
     for swaps in (True, False):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -260,7 +260,7 @@ def test_headroom_measures_between_hosts(rank, world_size):
     numel = sum(p.numel() for p in model.module.parameters())
     assert (
         sizes["Bf16()"] == 2 * numel and found.choice != "none"
-    )  # two hosts: what a host sends, once there and once back
+    )  # two hosts: a host's bytes, once there and once back
     assert len(set(gather((found.choice, found.step_s)))) == 1
 
 
@@ -280,7 +280,7 @@ def test_a_host_whose_exchange_fails_says_so_to_all_its_ranks(rank, world_size):
 
 @on_every_rank(at_least=3)
 def test_ranks_may_be_in_different_numbers_of_groups(rank, world_size):
-    dist.new_group([0, 1])  # torch's own names would differ from here on
+    dist.new_group([0, 1])  # from here on torch's own names of groups would differ
     model = made(hosts_of("2+1", world_size), sw.Fp16())
     backward(model, rank, 0)
     assert same_everywhere([p.grad for p in model.module.parameters()])

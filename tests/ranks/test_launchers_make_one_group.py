@@ -1,4 +1,4 @@
-"""Laws of launching: ranks on two hosts that know only what Open MPI or SLURM set form the group that these meant."""
+"""Law of launching: ranks on two hosts form the intended group from the variables of Open MPI or SLURM alone."""
 
 import os
 

@@ -1,5 +1,5 @@
-"""Law: DiLoCo is H local steps, then an outer step on the mean of what changed, fragment by fragment; ranks are bitwise equal
-where they have exchanged."""
+"""Law: DiLoCo is H local steps, then an outer step on the mean change, fragment by fragment. Ranks are bitwise equal
+when they have exchanged."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ def steps(model, trainer, rank, first, count):
 
 
 class Naive:
-    """All parameters in one fragment, by gathering; an outer Nesterov step written out."""
+    """A naive DiLoCo: all parameters in one fragment, by gathering; an outer Nesterov step written out."""
 
     def __init__(self, every, mean):
         torch.manual_seed(0)
@@ -110,13 +110,13 @@ def test_it_resumes_with_the_same_bits(rank, world_size):
     assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(whole.parameters(), again.parameters()))
     with pytest.raises(sw.Error, match="another model"):
         trainer.load_state_dict({**state, "anchors": {}})
-    with pytest.raises(ValueError):  # and nothing is taken of a state that does not fit
+    with pytest.raises(ValueError):  # and nothing of a wrong state is loaded
         trainer.load_state_dict({**state, "steps": 3, "inner": {"state": {}, "param_groups": []}})
     assert trainer.steps == 8
 
 
 class NaiveOverlap(Naive):
-    """Two fragments, by gathering; what came is applied `overlap` steps after it was taken."""
+    """A naive DiLoCo of two fragments; a mean is applied `overlap` steps after its exchange began."""
 
     def __init__(self, every, mean, overlap, fragments):
         super().__init__(every, mean)
@@ -166,7 +166,7 @@ def test_it_resumes_with_an_exchange_under_way(rank, world_size, saved_after):
     steps(first, trainer, rank, 0, saved_after)
     model, state = copy.deepcopy(first.state_dict()), copy.deepcopy(trainer.state_dict())
     assert ("pending" in state) == (saved_after != 5)
-    steps(first, trainer, rank, saved_after, 1)  # who saves goes on
+    steps(first, trainer, rank, saved_after, 1)  # training continues after a save
     again, trainer = made(6, **options)
     again.load_state_dict(model)
     trainer.load_state_dict(state)
@@ -180,7 +180,7 @@ def test_it_resumes_with_an_exchange_under_way(rank, world_size, saved_after):
 
 @on_every_rank(at_least=2)
 def test_later_steps_do_not_wait_for_an_exchange(rank, world_size):
-    """The last rank comes to the exchange half a second late; the others have taken their next step by then."""
+    """The last rank reaches the exchange half a second late; the others have taken their next step by then."""
     model, trainer = made(2, overlap=1)
     steps(model, trainer, rank, 0, 1)
     gather(None)
@@ -201,7 +201,9 @@ def test_what_is_not_finite_is_the_same_news_everywhere(rank, world_size):
     steps(model, trainer, rank, 0, 1)
     if rank == world_size - 1:
         next(model.parameters()).data[0, 0] = math.inf
-    with pytest.raises(sw.Error, match=r"the change of the fragment of '0.weight' is not finite on some rank after 2 steps"):
+    with pytest.raises(
+        sw.Error, match=r"the change of the fragment of '0.weight' is not finite on some rank after 2 steps"
+    ):
         steps(model, trainer, rank, 1, 1)
 
 
@@ -242,7 +244,7 @@ def test_misuse_is_named(rank, world_size):
 
 
 class Counted(torch.nn.Module):
-    """With a buffer of each rank's own."""
+    """A model with a buffer that differs between ranks."""
 
     def __init__(self, rank):
         super().__init__()
@@ -283,7 +285,7 @@ def test_what_is_wrong_on_one_rank_is_said_on_all_at_once(rank, world_size, name
         sw.DiLoCo(model, inner, **arguments)
     assert time.monotonic() - begin < 10
     assert rank == wrong or str(caught.value).startswith(f"rank {wrong} could not begin DiLoCo: {kind.__name__}: ")
-    trainer = sw.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)  # nobody is out of step
+    trainer = sw.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)  # all ranks are still in step
     steps(model, trainer, rank, 0, 1)
     assert same_everywhere([*model.parameters()])
 

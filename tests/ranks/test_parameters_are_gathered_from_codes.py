@@ -1,5 +1,5 @@
-"""Law: with gather="int8" what runs at zero=3 sees float32 parameters as blocks of 8-bit integers say, and it is plain training
-but for that: slices, the optimizer's steps, whole and saved parameters are exact."""
+"""Law: with gather="int8" computation at zero=3 reads float32 parameters as blocks of 8-bit integers. All else is plain
+training: slices, the optimizer's steps, and whole and saved parameters are exact."""
 
 import pytest
 import torch
@@ -21,9 +21,9 @@ def wrap(gather="int8", make=Blocks, **options):
 
 
 def rounded(parameter):
-    """What records say: blocks from the parameter's start."""
+    """Return the parameter decoded from records: blocks from the parameter's start."""
     if parameter.numel() * 4 <= 128 or parameter.dtype != torch.float32:
-        return parameter.clone()  # never released, or not coded
+        return parameter.clone()  # never released, or not encoded
     flat = torch.nn.functional.pad(parameter.flatten(), (0, -parameter.numel() % BLOCK)).view(-1, BLOCK)
     most = flat.abs().amax(1, keepdim=True)
     scale = most / 127
@@ -32,7 +32,7 @@ def rounded(parameter):
 
 
 class Naive:
-    """Whole float32 masters; forwards and backwards on rounded copies; the engine's own AdamW."""
+    """A naive form: whole float32 masters; forwards and backwards on rounded copies; the engine's own AdamW."""
 
     def __init__(self, make=Blocks):
         torch.manual_seed(0)

@@ -1,5 +1,6 @@
-"""Law of mixed precision: under a policy the forward computes in low precision on float32 masters; losses, parameters and optimizer state
-have the bits of stage 0 at every stage, and stage 0 those of the naive loop that casts every parameter by hand."""
+"""Law of mixed precision: under a policy the forward computes in low precision on float32 masters. Losses, parameters
+and optimizer state have the bits of stage 0 at every stage. Stage 0 has the bits of a naive loop that casts every
+parameter by hand."""
 
 import copy
 
@@ -32,7 +33,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Two blocks, a norm, and a head that is tied to the embedding and used outside of its module's forward."""
+    """A GPT of two blocks and a norm, with a head tied to the embedding and used outside of its module's forward."""
 
     def __init__(self, recompute=None):
         super().__init__()
@@ -100,7 +101,7 @@ def assert_same(found, expected, what=None):
 
 
 def stages():
-    """Above 0; the last with parameters that are released between their uses."""
+    """Return the stages above 0; the last one releases parameters between their uses."""
     return [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}]
 
 
@@ -129,7 +130,7 @@ def test_many_steps_have_the_bits_of_stage_0(rank, world_size, training, policy)
 
 
 class CastByHand(nn.Module):
-    """The law: every parameter is cast, whatever then happens to it is autograd's."""
+    """The law: every parameter is cast, and autograd does the rest."""
 
     def __init__(self, module, dtype):
         super().__init__()
@@ -204,7 +205,7 @@ def test_modules_see_what_their_policy_says(rank, world_size):
         assert output.dtype == torch.float64
         assert seen["blocks.0"] == (torch.bfloat16, torch.bfloat16, False)
         assert seen["blocks.0.mix"][:2] == (torch.bfloat16, torch.bfloat16)
-        assert seen["blocks.1"] == (torch.bfloat16, torch.float32, True)  # cast after this hook, which came first
+        assert seen["blocks.1"] == (torch.bfloat16, torch.float32, True)  # cast after this hook, which runs first
         assert seen["blocks.1.norm"][:2] == (torch.float32, torch.float32)
         assert seen["norm"][:2] == (torch.bfloat16, torch.bfloat16)
         seen.clear()
@@ -276,7 +277,7 @@ def test_released_parameters_have_no_copies_without_gradients(rank, world_size):
     model = sw.wrap(module, zero=3, share_parameters=False, precision="bf16")
     tokens, alive = torch.arange(8).view(1, 8), []
 
-    def look(*_):  # in the last norm: the blocks are over
+    def look(*_):  # in the last norm, after the blocks
         held = [each.attention.weight for each in module.blocks] + [module.embedding.weight]
         alive.append([each.dtype for each in held])
 
@@ -404,7 +405,7 @@ def test_recurrent_layers_and_structured_outputs(rank, world_size):
 
 
 class Rows(nn.Module):
-    """Sparse gradients, of rows that come up more than once."""
+    """A model with sparse gradients, of rows that occur more than once."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Law: behind torch's FSDP2 on a mesh of two dimensions, what replicas exchange is compressed: each slice becomes the naive
-compressor's mean over replicas of the mean over the shards, and replicas stay bitwise equal."""
+"""Law: with torch's FSDP2 on a mesh of two dimensions, the all-reduce of replicas is compressed. Each slice becomes the
+naive compressor's mean over replicas of the mean over the shards, and replicas stay bitwise equal."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def backward(model, rank, step):
 
 
 def gradients_of_all(model, rank, step):
-    """Each rank's own of the whole model with these parameters, by parameter."""
+    """Return each rank's gradients of the whole model with these parameters, by parameter."""
     plain = Mlp()
     plain.load_state_dict({n: p.detach().full_tensor() for n, p in model.named_parameters()})
     backward(plain, rank, step)
