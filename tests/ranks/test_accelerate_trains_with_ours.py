@@ -191,7 +191,7 @@ def files_of(folder):
 
 @on_every_rank()
 @launches
-def test_save_state_goes_from_any_stage_to_any_other(rank, world_size):
+def test_save_state_loads_from_any_stage_at_any_other(rank, world_size):
     found = []
     root = gather(tempfile.mkdtemp() if rank == 0 else None)[0]
     for zero in (0, 1, 2, 3):
@@ -250,7 +250,7 @@ def test_fp16_scales_the_loss_and_skips_where_any_rank_overflowed(rank, world_si
 
 @on_every_rank()
 @launches
-def test_an_accelerator_that_was_made_already_becomes_ours(rank, world_size):
+def test_an_existing_accelerator_becomes_ours(rank, world_size):
     """For programs that create their accelerator themselves, like transformers' Trainer."""
     found = []
     for zero in (None, 1, 3):
@@ -355,7 +355,7 @@ def test_a_compression_handler_serves_the_stock_class_and_ours(rank, world_size,
 
 @on_every_rank()
 @launches
-def test_what_cannot_be_is_a_sentence(rank, world_size):
+def test_unsupported_options_are_a_sentence(rank, world_size):
     with pytest.raises(ValueError, match="zero must be 0, 1, 2 or 3, got 4"):
         fresh(4)
     with pytest.raises(ValueError, match="compress was given more than once"):

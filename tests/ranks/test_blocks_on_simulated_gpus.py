@@ -64,7 +64,7 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
     compare_stages(gpus, rank, COMPRESSORS[name](), scene, options, stages, by_bucket=by_bucket)
 
 
-def test_what_is_owed_is_saved_and_goes_to_the_cpu_and_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_the_error_is_saved_and_moves_to_the_cpu_and_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, travelling_errors, policy="late")
 
 
@@ -78,7 +78,7 @@ def travelling_errors(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         Trained(gpus, rank, sw.Int4(block=32), resumed_from(found.owed))
 
 
-def test_what_does_not_work_there_is_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_unsupported_options_are_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, refusals)
 
 
@@ -108,7 +108,7 @@ def test_a_pass_is_one_launch(teams: Any, world_size: int, paths: dict[str, str]
 
 
 def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """Count launches: a bucket of 30 parameters takes as many as one of three; a launch covers 100 parts, or 64 copies."""
+    """A bucket of 30 parameters takes as many launches as one of three; one covers 100 parts, or 64 copies."""
     for compress in COMPRESSORS.values():
         few, some, many = (launched(gpus, rank, count, compress(), 0) for count in (3, 30, 120))
         owes, slots = compress().error_feedback, os.environ[VARIABLE] != "nccl"  # with slots a sum is a launch

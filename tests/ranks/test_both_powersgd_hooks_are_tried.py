@@ -1,4 +1,4 @@
-"""Law: benchmarks/powersgd_promises.py finds every law kept by our hook, with the gradients that torch's hook gets, too."""
+"""Law: benchmarks/powersgd_promises.py finds every law kept by our hook, on the gradients of torch's hook."""
 
 import re
 import sys

@@ -23,7 +23,7 @@ def training(folder, rank, **options):
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @on_every_rank()
-def test_outer_steps_go_on(rank, world_size, wire):
+def test_outer_steps_continue(rank, world_size, wire):
     folder = shared_folder(rank)
     model, trainer, checkpoints = training(folder, rank, wire=wire)
     with checkpoints:
@@ -54,7 +54,7 @@ def test_outer_steps_go_on(rank, world_size, wire):
 
 
 @on_every_rank()
-def test_it_is_no_optimizer_that_ranks_share(rank, world_size):
+def test_it_is_not_an_optimizer_that_ranks_share(rank, world_size):
     folder = shared_folder(rank)
     model, trainer = made(2, rank=rank)
     for call in (lambda: sw.Checkpointer(folder, model, trainer), lambda: sw.save(f"{folder}/a", model, trainer)):

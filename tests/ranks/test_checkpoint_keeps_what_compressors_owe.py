@@ -34,7 +34,7 @@ def run(rank, model, optimizer, checkpoints, begin, end):
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank()
-def test_a_restored_compressor_goes_on(rank, world_size, name, zero):
+def test_a_restored_compressor_continues(rank, world_size, name, zero):
     folder = shared_folder(rank)
     model, optimizer, checkpoints = training(folder, 0, COMPRESSORS[name], zero)
     with checkpoints:
@@ -48,7 +48,7 @@ def test_a_restored_compressor_goes_on(rank, world_size, name, zero):
 
 
 @on_every_rank(at_least=2)
-def test_another_compressor_begins_with_nothing_owed(rank, world_size):
+def test_another_compressor_begins_without_error(rank, world_size):
     folder = shared_folder(rank)
     model, optimizer, checkpoints = training(folder, 0, COMPRESSORS["powersgd"], 0)
     with checkpoints:
@@ -62,7 +62,7 @@ def test_another_compressor_begins_with_nothing_owed(rank, world_size):
 
 
 @on_every_rank(at_least=2)
-def test_one_rank_alone_takes_over_what_all_owed(rank, world_size):
+def test_one_rank_takes_over_the_error_of_all(rank, world_size):
     """At W = 1 the mean over one rank has that rank's error."""
     folder = shared_folder(rank)
     compress = sw.Int4(error_feedback=True)
@@ -97,7 +97,7 @@ class Branches(torch.nn.Module):
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank()
-def test_a_parameter_that_nobody_used_yet_begins_with_nothing_owed(rank, world_size, name, zero, steps):
+def test_a_parameter_that_no_rank_used_begins_without_error(rank, world_size, name, zero, steps):
     folder = shared_folder(rank)
 
     def make():
@@ -127,7 +127,7 @@ def test_a_parameter_that_nobody_used_yet_begins_with_nothing_owed(rank, world_s
 
 
 @on_every_rank()
-def test_a_restore_without_a_compressors_state_forgets_what_was_owed(rank, world_size):
+def test_a_restore_without_a_compressors_state_clears_the_error(rank, world_size):
     folder = shared_folder(rank)
     model, optimizer = sw.wrap(*build(Small))
     with sw.Checkpointer(folder, model, optimizer) as checkpoints:

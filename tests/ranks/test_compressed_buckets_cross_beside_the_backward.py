@@ -105,8 +105,8 @@ def test_the_bits_are_those_of_buckets_that_wait(rank, world_size, name, zero):
 
 @pytest.mark.parametrize("name", ["bf16", "int4", "powersgd in turns"])
 @on_every_rank(at_least=3)
-def test_ranks_may_hand_over_different_buckets(rank, world_size, name):
-    """A parameter that a rank left out waits for the end of the backward; one that no rank used keeps its bits and its error."""
+def test_ranks_may_pass_on_different_buckets(rank, world_size, name):
+    """A parameter that a rank left out waits for the end; one that no rank used keeps its bits and its error."""
     skips = lambda step: rank == step % world_size or step == 3  # noqa: E731
     after = []
     for waits in (True, False):
@@ -141,7 +141,7 @@ def test_sums_on_standing_averages_and_local_ones_are_the_same(rank, world_size,
 
 
 @on_every_rank(at_least=3)
-def test_a_backward_that_talks_itself_goes_on_beside(rank, world_size):
+def test_a_backward_that_communicates_itself_overlaps(rank, world_size):
     after = []
     for waits in (True, False):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -157,7 +157,7 @@ def test_a_backward_that_talks_itself_goes_on_beside(rank, world_size):
 
 @pytest.mark.parametrize("name", ["bf16", "int4", "powersgd", "powersgd in turns"])
 @on_every_rank(at_least=3)
-def test_a_backward_that_raises_leaves_all_in_step(rank, world_size, name):
+def test_a_backward_that_raises_leaves_all_ranks_in_step(rank, world_size, name):
     model, optimizer = made(rank, "2+1", world_size, COMPRESSORS[name])
     train(rank, model, optimizer, steps=2)
     before, victim = early(model), world_size - 1
@@ -203,7 +203,7 @@ def test_joined_ranks_take_part(rank, world_size, initial):
 
 
 @on_every_rank(at_least=3)
-def test_a_hook_that_fails_is_heard_at_the_end_of_the_backward_and_no_thread_stays(rank, world_size):
+def test_a_hook_that_fails_raises_at_the_end_of_the_backward_and_no_thread_stays(rank, world_size):
     model, optimizer = made(rank, "1+1+1", world_size, COMPRESSORS["int4"])
     train(rank, model, optimizer, steps=1)
     state = model.compression_state
@@ -219,7 +219,7 @@ def test_a_hook_that_fails_is_heard_at_the_end_of_the_backward_and_no_thread_sta
 
 
 @on_every_rank(at_least=3)
-def test_what_wrappers_leased_is_used_again(rank, world_size):
+def test_leased_communicators_are_reused(rank, world_size):
     torch.manual_seed(0)
     count = lambda: sum(thread.name == "shardwright buckets" for thread in threading.enumerate())  # noqa: E731
     gc.collect()

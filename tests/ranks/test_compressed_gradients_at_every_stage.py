@@ -144,7 +144,7 @@ def test_a_standing_average_is_not_compressed_again(rank, world_size, name):
 
 
 @on_every_rank(at_least=2)
-def test_a_rank_that_cleared_its_gradients_takes_its_share_away(rank, world_size):
+def test_a_rank_that_cleared_its_gradients_removes_its_part_of_the_mean(rank, world_size):
     wrapped, _ = made(2, "bf16")
     wrapped(batch(rank, 8, 7)).square().mean().backward()
     first = {key: value.clone() for key, value in sw.full_gradients(wrapped).items()}
@@ -177,7 +177,7 @@ def test_local_sums_and_unused_parameters_are_as_at_stage_0(rank, world_size, na
 
 @pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd"])
 @on_every_rank()
-def test_what_is_not_finite_leaves_no_trace(rank, world_size, name):
+def test_values_that_are_not_finite_leave_no_trace(rank, world_size, name):
     wrapped, optimizer = made(2, name)
     train(wrapped, optimizer, rank, 4)
     before = wrapped.compression_state.state_dict()

@@ -136,7 +136,7 @@ NAMES = ["fp16", "bf16", "int8", "int8 with feedback", "int4", *POWERSGD, "power
 
 
 def fronts_and_caps(names):
-    """Return (front, cap, name): all, or in the quick form each name with two that have all four settings between them."""
+    """Return (front, cap, name): all, or in the quick form two a name that cover all four settings."""
     for number, name in enumerate(names):
         for at, front in enumerate(("stock", "ours")):
             for cap in (0.001, 25) if LONG else ((0.001, 25)[(number + at) % 2],):
@@ -180,7 +180,7 @@ def test_full_rank_is_the_all_reduce(rank, world_size, front):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @on_every_rank()
-def test_halves_are_rounded_twice_whatever_the_world_size(rank, world_size, dtype):
+def test_halves_are_rounded_twice_at_any_world_size(rank, world_size, dtype):
     for hook, unit, least in ((fp16_compress_hook, 2.0**-11, 2.0**-25), (bf16_compress_hook, 2.0**-8, 0.0)):
         gradients = [g.to(dtype) for g in gradients_of(rank, 0)]
         result = run(hook, None, parameters(), gradients)
@@ -245,7 +245,7 @@ def powersgd_errors(state, owners):
 
 @pytest.mark.parametrize("name", ["int8 with feedback", "int4", *POWERSGD])
 @on_every_rank()
-def test_what_is_left_out_is_owed(rank, world_size, name):
+def test_the_error_is_fed_back(rank, world_size, name):
     owners = parameters()
     state, hook, _ = cases(name)
     applied = torch.zeros(sum(p.numel() for p in owners), dtype=torch.float64)
@@ -296,7 +296,7 @@ def test_half_factors_are_the_naive_ones(rank, world_size, dtype):
 @pytest.mark.parametrize("name", ["int8 with feedback", "int4", *POWERSGD])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @on_every_rank()
-def test_what_is_not_finite_leaves_no_trace(rank, world_size, name, bad):
+def test_values_that_are_not_finite_leave_no_trace(rank, world_size, name, bad):
     owners = parameters()
     state, hook, _ = cases(name)
     for step in range(5):
@@ -339,7 +339,7 @@ def test_a_resumed_state_goes_on_with_the_same_bits(rank, world_size, name):
 
 @pytest.mark.parametrize("name", ["int4", *POWERSGD])
 @on_every_rank()
-def test_a_run_of_another_size_pays_what_was_owed(rank, world_size, name):
+def test_a_run_of_another_size_feeds_back_the_error(rank, world_size, name):
     owners = parameters()
     state, hook, _ = cases(name)
     applied = torch.zeros(sum(p.numel() for p in owners), dtype=torch.float64)
@@ -366,7 +366,7 @@ def test_a_run_of_another_size_pays_what_was_owed(rank, world_size, name):
 
 @pytest.mark.parametrize("name", ["int8 with feedback", "int4", *POWERSGD])
 @on_every_rank()
-def test_a_scaled_loss_scales_what_is_owed(rank, world_size, name):
+def test_a_scaled_loss_scales_the_error(rank, world_size, name):
     owners, twin_owners = parameters(), parameters()
     state, hook, _ = cases(name)
     twin = cases(name)[0]
@@ -464,7 +464,7 @@ def test_first_results_are_torchs_from_the_same_basis(rank, world_size):
 
 
 @on_every_rank()
-def test_hard_matrices_stay_finite_and_are_paid(rank, world_size):
+def test_hard_matrices_stay_finite_and_are_fed_back(rank, world_size):
     owners = [torch.nn.Parameter(torch.zeros(40, 30))]
     column, row = torch.arange(40.0) - 7, torch.arange(30.0) * 0.1 - 1
     inputs = [
@@ -484,7 +484,7 @@ def test_hard_matrices_stay_finite_and_are_paid(rank, world_size):
 
 
 @on_every_rank()
-def test_a_matrix_that_decays_is_finite_and_owed(rank, world_size):
+def test_a_decaying_matrix_is_finite_and_fed_back(rank, world_size):
     generator = torch.Generator().manual_seed(5)
     left, right = (torch.linalg.qr(torch.randn(n, 30, generator=generator)).Q for n in (40, 30))
     matrix = (left * 10.0 ** -torch.arange(30.0)) @ right.T
@@ -500,7 +500,7 @@ def test_a_matrix_that_decays_is_finite_and_owed(rank, world_size):
 
 
 @on_every_rank()
-def test_sums_that_leave_the_range_do_not_stay(rank, world_size):
+def test_overflowing_sums_do_not_stay(rank, world_size):
     owners = [torch.nn.Parameter(torch.zeros(40, 30))]
     state = PowerSGDState(None, 2, start_powerSGD_iter=0)
     huge = torch.zeros(40, 30)
@@ -556,7 +556,7 @@ def test_misuse_is_named(rank, world_size):
 
 @pytest.mark.parametrize("name", ["int4", "powersgd"])
 @on_every_rank()
-def test_what_no_rank_used_goes_on_owing(rank, world_size, name):
+def test_unused_parameters_keep_their_error(rank, world_size, name):
     compress = sw.Int4() if name == "int4" else sw.PowerSGD(rank=1, min_compression_rate=0)
     torch.manual_seed(0)
     wrapped = sw.wrap(Heads(), compress=compress)

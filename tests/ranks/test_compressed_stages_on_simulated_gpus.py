@@ -148,7 +148,7 @@ def rows(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
         found.assert_equals(expected, f"{compress} zero={zero}", same_bytes=False)
 
 
-def test_auto_is_none_and_says_so(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_auto_is_none_and_logs_it(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, auto)
 
 

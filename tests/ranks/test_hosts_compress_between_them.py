@@ -94,7 +94,7 @@ def test_it_is_the_naive_compressor_of_the_hosts_sums(rank, world_size, shape, n
 @pytest.mark.parametrize("transport", ["auto", "staged"])
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank(at_least=3)
-def test_what_hosts_owe_and_what_came_is_what_there_was(rank, world_size, name, transport):
+def test_results_and_the_hosts_errors_add_up(rank, world_size, name, transport):
     host_of = hosts_of("2+1", world_size)
     model = made(host_of, COMPRESSORS[name], bucket_cap_mb=0.001, transport=transport)
     parameters = dict(model.module.named_parameters())
@@ -182,7 +182,7 @@ def test_complex_gradients_are_pairs(rank, world_size):
 
 
 @on_every_rank(at_least=3)
-def test_unused_parameters_keep_their_bits_and_go_on_owing(rank, world_size):
+def test_unused_parameters_keep_their_bits_and_their_error(rank, world_size):
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -265,7 +265,7 @@ def test_headroom_measures_between_hosts(rank, world_size):
 
 
 @on_every_rank(at_least=3)
-def test_a_host_whose_exchange_fails_says_so_to_all_its_ranks(rank, world_size):
+def test_a_failed_exchange_of_a_host_is_raised_on_all_its_ranks(rank, world_size):
     host_of = hosts_of("2+1", world_size)
     model = made(host_of, sw.Int4(block=32))
     state = model.compression_state.state_dict()

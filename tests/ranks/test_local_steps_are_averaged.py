@@ -143,7 +143,7 @@ class NaiveOverlap(Naive):
 
 @pytest.mark.parametrize("wire", list(MEANS))
 @on_every_rank()
-def test_an_exchange_beside_later_steps_is_the_naive_one(rank, world_size, wire):
+def test_an_exchange_that_overlaps_later_steps_is_the_naive_one(rank, world_size, wire):
     model, trainer = made(4, fragments=2, wire=wire, overlap=1)
     naive = NaiveOverlap(4, MEANS[wire], 1, trainer._fragments)
     for step in range(11):
@@ -158,7 +158,7 @@ def test_an_exchange_beside_later_steps_is_the_naive_one(rank, world_size, wire)
 
 @pytest.mark.parametrize("saved_after", [4, 5, 6])
 @on_every_rank()
-def test_it_resumes_with_an_exchange_under_way(rank, world_size, saved_after):
+def test_it_resumes_with_an_exchange_in_flight(rank, world_size, saved_after):
     options = {"fragments": 2, "wire": "int8", "overlap": 2}
     whole, trainer = made(6, **options)
     steps(whole, trainer, rank, 0, 10)
@@ -196,7 +196,7 @@ def test_later_steps_do_not_wait_for_an_exchange(rank, world_size):
 
 
 @on_every_rank()
-def test_what_is_not_finite_is_the_same_news_everywhere(rank, world_size):
+def test_a_change_that_is_not_finite_is_the_same_error_everywhere(rank, world_size):
     model, trainer = made(2)
     steps(model, trainer, rank, 0, 1)
     if rank == world_size - 1:
@@ -273,7 +273,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", list(BAD))
 @on_every_rank(at_least=2)
-def test_what_is_wrong_on_one_rank_is_said_on_all_at_once(rank, world_size, name):
+def test_an_error_of_one_rank_is_raised_on_all_at_once(rank, world_size, name):
     value, kind, sentence = BAD[name]
     model = Mlp()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -138,7 +138,7 @@ def test_every_elementwise_optimizer_steps_on_masters(rank, world_size, name):
 
 
 @on_every_rank()
-def test_a_policy_may_say_no_and_sw_optim_decides_for_itself(rank, world_size):
+def test_a_policy_may_deny_masters_and_sw_optim_decides_for_itself(rank, world_size):
     no = {"body": sw.Precision(param_dtype=torch.bfloat16, master=False)}
     for options in STAGES:
         model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"]), precision=no, **options)
@@ -159,7 +159,7 @@ def test_a_policy_may_say_no_and_sw_optim_decides_for_itself(rank, world_size):
 
 
 @on_every_rank()
-def test_masters_follow_who_writes_and_grow_out_of_earlier_state(rank, world_size):
+def test_masters_follow_writes_and_widen_earlier_state(rank, world_size):
     found = []
     for options in STAGES:
         module, optimizer = build(OPTIMIZERS["AdamW"])
@@ -208,7 +208,7 @@ def test_whole_states_carry_masters_between_stages(rank, world_size, first, seco
 
 
 @on_every_rank()
-def test_what_was_wrapped_is_wrapped_again_at_another_stage(rank, world_size):
+def test_a_wrapped_module_is_wrapped_again_at_another_stage(rank, world_size):
     make = OPTIMIZERS["AdamW"]
     model, optimizer = sw.wrap(*build(make), **STAGES[0])
     losses = train(model, optimizer, rank)
@@ -291,7 +291,7 @@ def test_an_optimizer_at_stage_0_is_copied_and_a_failed_step_leaves_it_whole(ran
 
 
 @on_every_rank()
-def test_memory_that_ends_before_a_step_loses_no_state(rank, world_size):
+def test_a_failed_allocation_before_a_step_loses_no_state(rank, world_size):
     """If the float32 gradient cannot be allocated, momentum and masters stay, and the next step uses them."""
     found = []
     for fails in (False, True):

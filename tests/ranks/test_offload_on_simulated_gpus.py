@@ -151,7 +151,7 @@ def described(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("zero", "kind"), some(itertools.product(ALL, ("cpu", "nvme")), 5))
-def test_states_go_in_and_out(teams: Any, world_size: int, paths: dict[str, str], zero: int, kind: str) -> None:
+def test_states_are_saved_and_loaded(teams: Any, world_size: int, paths: dict[str, str], zero: int, kind: str) -> None:
     run(teams, world_size, paths, in_and_out, zero, kind)
 
 
@@ -264,7 +264,9 @@ def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int, kind
 
 
 @at_least_two
-def test_a_rank_whose_store_cannot_be_made_is_named_on_all(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_a_rank_whose_store_cannot_be_created_is_named_on_all(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
     run(teams, world_size, paths, no_store)
 
 
@@ -280,7 +282,7 @@ def no_store(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert same_everywhere([p.detach() for p in module.parameters()])
 
 
-def test_what_is_not_there_is_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_missing_features_are_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, refusals)
 
 

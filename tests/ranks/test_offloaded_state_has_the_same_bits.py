@@ -38,7 +38,7 @@ STAGES = [
 
 
 class Mixed(nn.Module):
-    """A model with float32 and bfloat16 parameters, a transposed one, and one large enough for several buffers of 64 KiB."""
+    """A model with float32 and bfloat16 parameters, a transposed one, and one of several buffers of 64 KiB."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def test_every_stage_has_the_bits_of_no_offload(rank, world_size, name):
 
 @pytest.mark.parametrize("first", [0, 2, 4])
 @on_every_rank(at_least=3)
-def test_states_go_in_and_out(rank, world_size, first):
+def test_states_are_saved_and_loaded(rank, world_size, first):
     small_buffers()
     make, offload = OPTIMIZERS["Adam amsgrad"], f"nvme:{folder_of(rank)}"
     model, optimizer = sw.wrap(*build(make), **STAGES[first])
@@ -300,7 +300,7 @@ def test_cpu_is_accepted_and_does_nothing(rank, world_size):
 
 
 @on_every_rank()
-def test_a_folder_that_is_not_there_is_one_error_on_every_rank(rank, world_size):
+def test_a_missing_folder_is_one_error_on_every_rank(rank, world_size):
     folder = folder_of(rank)
     for zero in (0, 2, 3):
         module, optimizer = build(OPTIMIZERS["AdamW"])
@@ -315,7 +315,7 @@ def test_a_folder_that_is_not_there_is_one_error_on_every_rank(rank, world_size)
 
 
 @on_every_rank(at_least=2)
-def test_ranks_that_disagree_about_the_offload_are_told(rank, world_size):
+def test_ranks_that_disagree_about_the_offload_get_an_error(rank, world_size):
     module, optimizer = build(OPTIMIZERS["AdamW"])
     with pytest.raises(sw.Error, match="offload"):
         sw.wrap(module, optimizer, zero=2, offload=f"nvme:{folder_of(rank)}" if rank else None)

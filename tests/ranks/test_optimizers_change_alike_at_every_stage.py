@@ -52,7 +52,7 @@ def takes_names():
 
 @pytest.mark.parametrize("form", ["generator", "names", "one"])
 @on_every_rank()
-def test_groups_are_added_in_every_form_that_torch_takes(rank, world_size, form):
+def test_groups_are_added_in_every_form_that_torch_accepts(rank, world_size, form):
     if form == "names" and not takes_names():
         return
     expected = None
@@ -97,7 +97,7 @@ class Small(nn.Sequential):
 @pytest.mark.parametrize("partition", ["auto", "tensor"])
 @pytest.mark.parametrize("at", ["between steps", "before the first step"])
 @on_every_rank()
-def test_what_is_frozen_later_is_stepped_on_while_it_has_a_gradient(rank, world_size, at, partition):
+def test_parameters_frozen_later_are_stepped_on_while_they_have_a_gradient(rank, world_size, at, partition):
     """Like torch: momentum and weight decay continue while zero_grad leaves zeros."""
     expected = None
     for options in STAGES:
@@ -159,7 +159,7 @@ class Shared(nn.Module):
 
 
 @on_every_rank()
-def test_parameters_over_the_same_memory_are_refused_and_those_beside_each_other_are_not(rank, world_size):
+def test_parameters_over_the_same_memory_are_refused_and_adjacent_ones_are_not(rank, world_size):
     """Moved to separate memory they would silently become two parameters and train differently from zero=0."""
     expected = None
     for options in STAGES:
@@ -271,8 +271,8 @@ def load_older(rank, make, kind):
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
 @on_every_rank()
-def test_scalars_beside_masters_are_loaded_as_they_were(rank, world_size, make):
-    """Loading a state that was just saved changes nothing; torch's own loading would round it to the parameters' dtype."""
+def test_scalars_beside_masters_are_loaded_unchanged(rank, world_size, make):
+    """Loading a state just saved changes nothing; torch's own loading would round it to the parameters' dtype."""
     for options in FEW:
         found = []
         for reloads in (False, True):
@@ -291,7 +291,7 @@ def test_scalars_beside_masters_are_loaded_as_they_were(rank, world_size, make):
 @pytest.mark.parametrize("what", ["optimizer first", "model first", "optimizer alone"])
 @pytest.mark.parametrize("name", ["torch", "masters"])
 @on_every_rank()
-def test_going_back_is_alike_at_every_stage_and_whole_states_are_copies(rank, world_size, name, what):
+def test_loading_an_older_state_is_alike_at_every_stage_and_full_states_are_copies(rank, world_size, name, what):
     expected = None
     for options in STAGES:
         module = low()
@@ -377,7 +377,7 @@ def test_a_learning_rate_in_a_tensor_belongs_to_the_optimizer_alone(rank, world_
 
 
 @on_every_rank()
-def test_hooks_of_states_and_steps_are_called_at_every_stage(rank, world_size):
+def test_hooks_of_states_and_steps_run_at_every_stage(rank, world_size):
     """Hooks of the wrapper's optimizer run; step hooks also if they were registered before wrapping."""
     for options in STAGES:
         module, called = low(), []

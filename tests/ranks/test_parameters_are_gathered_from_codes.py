@@ -70,7 +70,7 @@ def test_it_is_the_naive_one(rank, world_size, reshard_after_forward):
 
 
 @on_every_rank()
-def test_what_is_read_inside_full_parameters_is_exact_and_rounded_again_after(rank, world_size):
+def test_full_parameters_reads_exact_values_that_are_rounded_again_after(rank, world_size):
     model, _ = wrap()
     torch.manual_seed(0)
     plain, seen = Blocks(), Blocks()
@@ -107,7 +107,7 @@ def test_a_third_of_the_bytes_is_read(rank, world_size):
 
 
 @on_every_rank()
-def test_other_dtypes_travel_as_they_are(rank, world_size):
+def test_other_dtypes_travel_unchanged(rank, world_size):
     make = lambda: torch.nn.Sequential(torch.nn.Linear(40, 24, dtype=torch.bfloat16))  # noqa: E731
     model, optimizer = wrap(make=make)
     other, plain = wrap(None, make)
@@ -118,7 +118,7 @@ def test_other_dtypes_travel_as_they_are(rank, world_size):
 
 
 @on_every_rank(at_least=2)
-def test_what_is_not_finite_is_seen_everywhere(rank, world_size):
+def test_values_that_are_not_finite_reach_every_rank(rank, world_size):
     model, _ = wrap()
     with sw.full_parameters(model, writable=True), torch.no_grad():
         next(p for p in model.parameters() if p.numel() > 32).view(-1)[3] = float("inf")

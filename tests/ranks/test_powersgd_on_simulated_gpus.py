@@ -182,7 +182,7 @@ def test_a_pass_is_one_launch(teams: Any, world_size: int, paths: dict[str, str]
 
 
 def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """Count launches: a bucket of up to 46 matrices takes as many as one matrix, except for the copies of 64 gradients."""
+    """A bucket of up to 46 matrices takes as many launches as one, except for the copies of 64 gradients."""
     for options in ({}, {"alternate": True}):
         found = []
         for count in (1, 30):
@@ -221,7 +221,7 @@ def warm_up(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert equal == [True, True, True, False], equal
 
 
-def test_what_is_kept_goes_to_the_cpu_and_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_the_state_moves_to_the_cpu_and_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, travelling_state, policy="late")
 
 
@@ -237,7 +237,7 @@ def travelling_state(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         Trained(gpus, rank, powersgd(name), resumed_from(found.owed)).assert_equals(again, "and back")
 
 
-def test_a_checkpoint_holds_what_is_kept(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_a_checkpoint_holds_the_state(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, checkpointed, policy="on demand")
 
 
@@ -269,7 +269,7 @@ def checkpointed(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     gather(None)
 
 
-def test_what_is_left_out_is_owed(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_the_error_is_fed_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, telescoping)
 
 

@@ -185,7 +185,7 @@ def test_a_scaler_of_torch_runs_unchanged_in_fp16(rank, world_size):
 
 
 @on_every_rank()
-def test_modules_see_what_their_policy_says(rank, world_size):
+def test_modules_compute_as_their_policy_says(rank, world_size):
     low = sw.Precision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     policies = {"": low, "blocks.1": "fp32"}
     for zero in (0, 3):
@@ -224,7 +224,7 @@ def test_recomputed_activations_have_the_same_bits(rank, world_size, recompute):
 
 
 @on_every_rank()
-def test_after_an_exception_parameters_are_in_their_places(rank, world_size):
+def test_after_an_exception_parameters_are_back_in_their_slots(rank, world_size):
     torch.manual_seed(0)
     module = Gpt(recompute=False)
     before = list(module.parameters())
@@ -250,7 +250,7 @@ def test_after_an_exception_parameters_are_in_their_places(rank, world_size):
 
 
 @on_every_rank()
-def test_low_precision_parameters_get_masters_unless_told_otherwise(rank, world_size):
+def test_low_precision_parameters_get_masters_unless_denied(rank, world_size):
     for zero in (0, 2):
         for master in (True, False):
             torch.manual_seed(0)
@@ -303,7 +303,7 @@ def test_released_low_parameters_can_be_wrapped_again(rank, world_size):
 
 
 @on_every_rank(at_least=2)
-def test_what_could_not_be_wrapped_is_as_it_was(rank, world_size):
+def test_a_module_that_could_not_be_wrapped_is_unchanged(rank, world_size):
     module = Mlp().to(torch.bfloat16)
     before = [p.detach().clone() for p in module.parameters()]
     with pytest.raises(sw.Error, match="bucket_cap_mb"):
@@ -361,7 +361,7 @@ def test_the_bare_module_evaluates_generates_and_is_averaged_outside_of_the_wrap
 
 
 @on_every_rank()
-def test_what_holds_nothing_to_cast_is_passed_on_itself(rank, world_size):
+def test_a_container_without_a_tensor_to_cast_is_passed_on_itself(rank, world_size):
     class Caching(nn.Linear):
         def forward(self, x, cache, *, options):
             cache.append(x.dtype)
@@ -436,7 +436,7 @@ def test_sparse_gradients_are_made_dense(rank, world_size, name):
 
 
 @on_every_rank()
-def test_reduce_dtype_is_what_travels(rank, world_size):
+def test_gradients_travel_in_reduce_dtype(rank, world_size):
     for stage in ({"zero": 0}, *stages()):
         policy = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         found = run(rank, precision=policy, **stage)
@@ -491,7 +491,7 @@ def test_a_compiled_wrapper_computes_the_same(rank, world_size):
 
 
 @on_every_rank()
-def test_what_cannot_be_is_a_sentence(rank, world_size):
+def test_unsupported_options_are_a_sentence(rank, world_size):
     for precision, kind, words in [
         ("bf8", ValueError, "precision.* must be None, 'bf16'"),
         ({"": "bf16", "4x": "fp32"}, ValueError, "no module is called '4x', did you mean '4'"),
@@ -519,7 +519,7 @@ def test_what_cannot_be_is_a_sentence(rank, world_size):
 
 
 @on_every_rank(at_least=2)
-def test_ranks_that_disagree_are_told(rank, world_size):
+def test_ranks_that_disagree_get_an_error(rank, world_size):
     with pytest.raises(sw.Error, match="precision"):
         sw.wrap(Mlp(), precision="bf16" if rank else "fp16")
     gather(None)

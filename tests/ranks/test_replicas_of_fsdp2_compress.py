@@ -90,7 +90,7 @@ def test_it_is_the_naive_compressor_of_the_slices(rank, world_size, name):
 
 @pytest.mark.parametrize("name", ["int4", "powersgd", "powersgd of halves"])
 @on_every_rank(exactly=4)
-def test_what_is_left_out_is_owed(rank, world_size, name):
+def test_the_error_is_fed_back(rank, world_size, name):
     model, compression = made(COMPRESSORS[name])
     parameters = dict(model.named_parameters())
     got = {n: torch.zeros(p.to_local().shape, dtype=torch.float64) for n, p in parameters.items()}
