@@ -1,4 +1,4 @@
-"""The arms of bench_ddp and bench_zero: a module, the wrapper that makes it train with other ranks, and AdamW(fused=True)."""
+"""The arms of bench_ddp and bench_zero: a module, the wrapper that averages its gradients, and AdamW(fused=True)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 CPU.
 
 Both arms of a hook case are the whole hook on a group of one rank, so nothing travels and neither side folds. A bucket
-enters as it left the turn before: result plus error stay the same, so every turn does the same work. tests/ranks shows
-that first results agree to 1e-5 from the same basis; here each arm's result plus its error must be its first input.
+enters as it left the turn before: result plus error stay the same, so every turn does the same work. Here each arm's
+result plus its error must be its first input. First results agree to 1e-5 from the same basis, as tests/ranks shows.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def half_hook_arms(dtype: torch.dtype) -> Arms:
 
 
 def half_codec_arms(dtype: torch.dtype) -> Arms:
-    """Run the codec alone, scale and cast in one pass and the way back, against torch's whole hook, which does that work."""
+    """Run the codec alone, encode and decode, against torch's whole hook, which does the same work."""
     source, out = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)), torch.empty(NUMEL)
     wire, name = torch.empty(NUMEL, dtype=dtype), str(dtype).removeprefix("torch.")
 

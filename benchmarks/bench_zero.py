@@ -41,7 +41,7 @@ DEEPSPEED_TOLERANCE = 5e-3
 
 
 def verify(trainers: dict[str, Trainer | DeepSpeedTrainer]) -> None:
-    """Check that three steps from equal weights give all arms the same losses, but not the arm without communication."""
+    """Check that three steps from equal weights give the same losses, except without communication."""
     losses = {arm: torch.stack([trainer.step() for _ in range(VERIFIED_STEPS)]) for arm, trainer in trainers.items()}
     reference = next(arm for arm in losses if arm.startswith("torch"))
     for arm, found in losses.items():

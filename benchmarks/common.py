@@ -345,7 +345,7 @@ class Report:
         print(f"none {case:<44} {reason}", flush=True)
 
     def _save(self) -> None:
-        """Write one object a row after a head with the machine, after each row, so that an interrupted run keeps its rows."""
+        """Write a head with the machine, then one object a row. An interrupted run keeps its rows."""
         if self.json_path:
             head = {"bench": self.bench, "machine": machine(), "command": command()}
             self.json_path.parent.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ class Given(torch.nn.Module):
 
 
 def powersgd_arms(where: Where, rank: int, group: Any, matrices: Sequence[tuple[int, int]]) -> Arms:
-    """Return backwards through low rank, ours and torch's, and a plain one, after a check that rank-one gradients are exact."""
+    """Return low-rank backwards, ours and torch's, and a plain one. Check that rank-one gradients are exact."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
     generator = torch.Generator().manual_seed(rank)

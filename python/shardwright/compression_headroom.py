@@ -158,7 +158,7 @@ def headroom(
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """The cost of a compressor for a whole model: arithmetic of the slowest rank in seconds, and bytes that a rank sends."""
+    """The cost of a compressor for a whole model: seconds of the slowest rank, and bytes that a rank sends."""
 
     compress: Compressor
     codec_s: float

@@ -104,7 +104,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
         passes.expand([_row(m, right=q, out=right.data_ptr()) for m, q, right in zip(matrices, means, rights)])
         passes.orthonormalize([m.basis_from(q) for m, q in zip(matrices, means)])
 
-    # alternating: see powersgd_in_turns.py -------------------------------------------------------------------------------
+    # alternating: see powersgd_in_turns.py ----------------------------------------------------------------------------
 
     def _exchange_turn_of_p(
         self, factors: FactorExchange, passes: _Passes, matrices: list[Matrix], small: list[torch.Tensor]

@@ -1,9 +1,9 @@
 /* test_kernel_text.c - the .cu text, compiled by the host's compiler, has the bits of the host
  * kernels.
  *
- * Law: for every kernel and dtype, sizes 0, 1, odd tails and several blocks, and grids other than
- * the launch's, the memory after the text ran equals the memory after the contract's reference ran,
- * guard bytes included, and only declared bytes changed. */
+ * Law: the memory after the text ran equals the memory after the contract's reference ran, guard
+ * bytes included, and only declared bytes changed. It holds for every kernel and dtype, for sizes 0,
+ * 1, odd tails and several blocks, and for grids other than the launch's. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -103,7 +103,7 @@ def _print(options: argparse.Namespace, found: Any, lines: Sequence[str]) -> Non
 
 
 def _printable(line: str) -> str:
-    """Escape characters of a name that would steer a terminal; anyone may have chosen the name."""
+    """Escape characters of a name that would steer a terminal; the name is not ours."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
