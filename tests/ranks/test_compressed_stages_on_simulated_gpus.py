@@ -39,7 +39,7 @@ PROMISES: list[tuple[str, dict[str, Any]]] = [
     ("a_resumed_state_goes_on_with_the_same_bits", {"name": "powersgd in turns", "zero": 3}),
     ("a_standing_average_is_not_compressed_again", {"name": "int4"}),
     *(("local_sums_and_unused_parameters_are_as_at_stage_0", {"name": n}) for n in ("int8", "powersgd")),
-    *(("what_is_not_finite_leaves_no_trace", {"name": n}) for n in ("int4", "powersgd")),
+    *(("values_that_are_not_finite_leave_no_trace", {"name": n}) for n in ("int4", "powersgd")),
     *(("norms_and_low_precision_are_as_at_stage_0", {"name": n}) for n in ("int8", "powersgd")),
     *(
         ("complex_gradients_are_compressed_as_pairs", {"name": n, "dtype": torch.complex64})
