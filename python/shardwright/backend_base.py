@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """What one backend can do and the other cannot.
+    """Differences between backends, each with a name.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Capabilities:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a wrapper asks a backend for.
+    """A wrapper's request to a backend.
 
     Attributes
     ----------
@@ -137,13 +137,13 @@ class Backend(Protocol):
         """Return what a compressor's hook exchanges over, leased where that is a thread's of its own. Collective at first use."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
-        """Values of rank `root` to all. Collective."""
+        """Broadcast the values of rank `root`. Collective."""
 
     def norm_sums(self, tensors: Iterable[torch.Tensor]) -> bytes:
         """Return the exact sums of squares of this rank's tensors, as global_norm() adds them up."""
 
     def fence(self, label: str) -> None:
-        """All ranks' writes come before what any rank reads next. Collective."""
+        """Order the writes of all ranks before what any rank reads next. Collective."""
 
     def whole_tensors(self) -> type[ShardedOptimizer]:
         """Return the class of optimizers for partition="tensor"."""

@@ -76,8 +76,7 @@ class HostBackend:
                 f"gather='int8' runs inside one host and without a mesh of two dimensions; {label} is over {self.group.host_count} "
                 f"hosts, and slices are kept {'by each replica' if slicing.is_replicated else 'once'}"
             )
-        assert request.plans is not None
-        return UnitMemory(self.group, reducer, request.table, request.plans, label, slicing, coded=coded)
+        return UnitMemory(self, reducer, request, coded=coded)
 
     def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
         if self.group.host_count > 1 and request.zero < 2:

@@ -1,8 +1,8 @@
 """The reducer of a GPU: torch's memory behind the engine's buckets, registered with NCCL where that is asked for.
 
-Rounds are the engine's, as on the host (docs/design/reduce.md). This class allocates buckets (at zero >= 2 this rank's slices
-of the means, and the two places in which buckets travel), and has the few things of torch's that a round asks for when it is no
-plain one: methods with an underscore are called by csrc/python.
+Rounds are the engine's, as on the host (docs/design/reduce.md). This class allocates the buckets; at zero >= 2 it
+allocates this rank's slices of the means and the two places in which buckets travel. csrc/python calls the methods with an underscore
+for the steps of a round that need torch.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DeviceReducer(Reducer):
         return numel * _itemsize(dtype)
 
     def _register(self, trainable: Sequence[int], lent: list[int]) -> None:
-        """All that the engine passes to NCCL in a round, but use bytes, comes to lie in one region. Collective."""
+        """Register one region for all that the engine passes to NCCL in a round, except use bytes. Collective."""
         travelling: list[int] = []
         if self.wire is None:
             travelling = self._sizes_of_places(trainable) if self._sliced else list(map(self._nbytes, trainable))
@@ -109,7 +109,7 @@ class DeviceReducer(Reducer):
             self.lend(tuple(buffers[: len(lent)] or (zeros(size, torch.uint8, self._like) for size in lent)))
 
     def _lent_sizes(self) -> list[int]:
-        """Of what others send, where the fold is the engine's or may become so, and of what `wire` makes of a bucket."""
+        """Return the sizes of memory for the others' contributions, where the engine folds or may fold, and for a bucket in `wire`."""
         buckets = range(self.bucket_count)
         sizes = [max(map(self._nbytes, buckets), default=1)]
         if self.wire is not None:
@@ -118,7 +118,7 @@ class DeviceReducer(Reducer):
         return [max(size, 1) for size in sizes]
 
     def _adopt(self, bucket: int) -> None:
-        """Memory for a bucket that takes part from now on; one without elements has an address too."""
+        """Allocate memory for a bucket that takes part from now on. A bucket without elements has an address, too."""
         _, numel, name, _ = self.bucket_shape(bucket)
         dtype: torch.dtype = getattr(torch, name)
         if self._registered and not self._sliced:
@@ -129,7 +129,7 @@ class DeviceReducer(Reducer):
         self._adopted.add(bucket)
 
     def _sizes_of_places(self, buckets: Sequence[int]) -> list[int]:
-        """Two take turns; where a hook averages, buckets follow one another on torch's stream, in one."""
+        """Return the sizes of the places: two take turns. With a hook, buckets follow one another on torch's stream, in one."""
         return heapq.nlargest(1 if self._has_hook else 2, map(self._nbytes, buckets))
 
     def _make_places(self) -> None:
@@ -144,7 +144,7 @@ class DeviceReducer(Reducer):
         self.set_places(tuple(self._ring))
 
     def _end_registration(self, reason: str) -> None:
-        """What travels from now on is not all in the region. On all ranks, between two rounds."""
+        """End the registration: not all that travels from now on lies in the region. On all ranks, between two rounds."""
         if self._registration is None or not self._registration.nbytes:
             return
         try:
@@ -154,14 +154,14 @@ class DeviceReducer(Reducer):
             raise
 
     def attach(self, parameters: Any, views: Any, *, renew: Callable[[int], None], **others: Any) -> None:
-        """As Reducer's; torch's current stream is read before what is enqueued. `renew(i)` makes views[i] where there is none, too."""
+        """Attach as Reducer does, and read torch's current stream before each enqueue. `renew(i)` also makes a missing views[i]."""
         self._views, self._renew = views, renew
         super().attach(
             parameters, views, renew=renew, stream=device.runtime.stream_reader(self._link.ordinal), **others
         )
 
     def mark_unfrozen(self, index: int) -> None:
-        """Its bucket takes part from the next round on."""
+        """Let the bucket of a parameter take part from the next round on."""
         bucket = self.place(index)[0]
         if bucket not in self._adopted:
             self._end_registration(f"bucket {bucket} was frozen at first")
@@ -174,7 +174,7 @@ class DeviceReducer(Reducer):
     # rounds ---------------------------------------------------------------------------------------------------------
 
     def set_bucket_callback(self, callback: Any, wait: Any = None) -> None:
-        """From now on `callback(bucket, is_last, is_early)` averages the buckets, at the end of a backward, on torch's current stream.
+        """Let `callback(bucket, is_last, is_early)` average the buckets at the end of a backward, on torch's current stream.
 
         The engine keeps what is left: which parameters were used, whether ranks are at the same step, and no bucket.
         """
@@ -185,17 +185,17 @@ class DeviceReducer(Reducer):
         self._make_places()
 
     def set_divide_by(self, active_only: bool) -> None:
-        """Whether means divide by the ranks that still train, of which set_active() tells."""
+        """Set whether means divide by the number of ranks that still train, which set_active() gives."""
         super().set_divide_by(active_only)
         self.set_active(bytes([1] * self._link.world_size))
 
     def shadow(self, standing: Sequence[int] = ()) -> None:
-        """A whole round without contributing, in which this rank has no say; it goes on averaging its slices."""
+        """Run a round without contributing. This rank goes on averaging its slices."""
         self._link.check()
         super().shadow(standing)
 
     def _target(self, index: int) -> torch.Tensor:
-        """Where the mean of a parameter comes to lie."""
+        """Return the memory that receives the mean of a parameter."""
         view = self._views[index]
         return view.piece if self._sliced else view
 
@@ -205,7 +205,7 @@ class DeviceReducer(Reducer):
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """What no rank used stays as it was."""
+        """Restore the gradients that no rank used."""
         kept, self._kept = self._kept, {}
         for index, before in kept.items():
             if not self.used_by_any(index):
@@ -218,7 +218,7 @@ class DeviceReducer(Reducer):
         _fill_with_nothing(from_dlpack(self.bucket(bucket)))
 
     def _locate(self, like: torch.Tensor, gradient: torch.Tensor) -> int:
-        """The address of a gradient whose bytes are those of `like`, to be copied as they are; else 0."""
+        """Return the address of a gradient whose layout is that of `like`, so that its bytes can be copied; else 0."""
         is_alike = (
             gradient.layout is torch.strided
             and gradient.dtype is like.dtype
@@ -238,7 +238,7 @@ class DeviceReducer(Reducer):
 
     @property
     def transport(self) -> str:  # type: ignore[override]
-        """What carries the bytes: "nccl", or "shm" or "ipc", slots in memory of the host or of the GPUs."""
+        """Return the carrier of the bytes: "nccl", or "shm" or "ipc" for slots in memory of the host or of the GPUs."""
         carrier: str = self._link.comm.describe()["transport"]
         return carrier
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,12 +19,11 @@ from . import device
 from ._engine import DeviceUnits, Reducer
 from .device import DeviceLink
 from .device_unit_schedule import DeviceUnitSchedule, Places
-from .gradients import dense_strides, dtype_name
+from .gradients import dtype_name
 from .parameter_memory import ParameterMemory
-from .parameter_slices import itemsize_of, memory_order
-from .released_parameters import ReleasedParameters
+from .parameter_slices import itemsize_of, make_dense
+from .released_parameters import ReleasedParameters, releasable
 from .table import ParameterTable
-from .unit_memory import can_be_released
 from .units import UnitPlan
 
 if TYPE_CHECKING:
@@ -34,12 +33,7 @@ if TYPE_CHECKING:
 
 def rows_in_groups(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[tuple[str, int, str, bool, int]]:
     """Of a reducer whose buckets hold the parameters of one unit each, or such as are never released."""
-    groups = {
-        index: number
-        for number, plan in enumerate(plans, 1)
-        for index in plan.indices
-        if can_be_released(table.parameters[index])
-    }
+    groups = {index: number for number, members in enumerate(releasable(table, plans), 1) for index in members}
     return [(*row, groups.get(index, 0)) for index, row in enumerate(table.rows())]
 
 
@@ -87,7 +81,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
     def __init__(self, backend: CudaBackend, row: DeviceLink, reducer: Reducer, request: Request) -> None:
         plans, table, link = request.plans, request.table, backend.link
         assert plans is not None
-        members = [[i for i in plan.indices if can_be_released(table.parameters[i])] for plan in plans]
+        members = releasable(table, plans)
         self._link, self._row = link, row
         self._released = {index for each in members for index in each}
         self._pieces: dict[int, torch.Tensor] = {}  # a bucket's slice
@@ -96,16 +90,14 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         link.broadcast(table.parameters, 0)
         super().__init__(backend, reducer, request, shared=False)
         for index in self._released:
-            parameter = table.parameters[index]
-            if dense_strides(parameter) is None:
-                parameter.data = parameter.data.contiguous()
+            make_dense(table.parameters[index])
         self._slices = {index: self._slice(index) for index in sorted(self._released)}
         self._write_slices()
         engine = self._make_units(plans, members)
         self._places = Places(engine, link.current_stream, weakref.WeakMethod(self._make_apart))
         self._places.update()
         self.schedule = DeviceUnitSchedule(
-            self._places, plans, [self._members(each) for each in members], _fail(link), places=self._numbers
+            self._places, plans, [self._members(each) for each in members], backend.abort, places=self._numbers
         )
         self._tell_marks(plans)
 
@@ -113,23 +105,12 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
 
     def _slice(self, index: int) -> torch.Tensor:
         """This rank's elements of a parameter; may be empty."""
-        bucket, begin, _ = self._reducer.place(index)
-        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        width = numel // self._slicing.count
+        bucket, first, count = self.run_in_slice(index, self._slicing.rank)
         if bucket not in self._pieces:
+            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
             like = self._table.parameters[index].data
-            self._pieces[bucket] = device.runtime.zeros(width, getattr(torch, dtype), like)
-        low, high = self.own_run(index)
-        first = max(begin + low - self._slicing.own * width, 0) if low < high else 0
-        return self._pieces[bucket][first : first + high - low]
-
-    def _write_slices(self) -> None:
-        """From whole parameters to what this rank owns of them."""
-        for index, piece in self._slices.items():
-            low, high = self.own_run(index)
-            if low < high:
-                data = self._table.parameters[index].data
-                piece.copy_(memory_order(data, data)[low:high])
+            self._pieces[bucket] = device.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
+        return self._pieces[bucket][first : first + count]
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
         self._at: list[dict[int, int]] = []  # of each unit: bucket -> first byte
@@ -142,20 +123,20 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self._at.append(at)
             self._sizes.append(size)
         self._unit_members = members
-        self._names = [plan.name or self._label for plan in plans]
+        self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, self._sizes)]
         self._numbers = choose_places(plans, self._sizes)
         spans = [0] * (max(self._numbers) + 1)
         for place, size in zip(self._numbers, self._sizes):
             spans[place] = max(spans[place], size)
-        self._spans = spans
+        self._unit_bytes = sum(spans)
         like = self._table.parameters[0].data
         memory = [device.runtime.zeros(span, torch.uint8, like) for span in spans]
         specs = []
-        for number, (name, place, at) in enumerate(zip(self._names, self._numbers, self._at)):
+        for number, (plan, place, at) in enumerate(zip(plans, self._numbers, self._at)):
             for index, tensor in zip(members[number], self._tensors(number, memory[place])):
                 self._whole[index] = tensor
             runs = [(self._pieces[b].data_ptr(), first, self._pieces[b].nbytes) for b, first in at.items()]
-            specs.append((name, place, memory[place].data_ptr(), runs))
+            specs.append((plan.name or self._label, place, memory[place].data_ptr(), runs))
         return DeviceUnits(self._row.comm, len(spans), specs)
 
     def _tensors(self, unit: int, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -251,37 +232,6 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         """Of slices, and of what is never released."""
         return super().bytes_held + sum(piece.nbytes for piece in self._pieces.values())
 
-    def plan(self) -> dict[str, Any]:
-        return {
-            "units": [f"{name}: {size} bytes" for name, size in zip(self._names, self._sizes)],
-            "unit_bytes": sum(self._spans),
-        }
-
-    @contextlib.contextmanager
-    def writable(self) -> Iterator[None]:
-        """Inside, each rank has whole parameters of its own to write to; afterwards all have rank 0's. Collective.
-
-        Cost: the parameters' bytes a rank, and a broadcast.
-        """
-        with self.schedule.everything():
-            try:
-                yield
-            finally:
-                self._link.broadcast(self._table.parameters, 0)
-                self._write_slices()
-                self.schedule.accept_writes()
-        self.schedule.release_all()
-        self._places.update()
-        self.schedule.gather_pinned()
-
     def give_back(self, together: bool = False) -> None:
         """The parameters become this rank's own again: whole where all ranks do it, else as they are."""
         self.schedule.surrender(together)
-
-
-def _fail(link: DeviceLink) -> Callable[[str], None]:
-    def fail(reason: str) -> None:
-        if link.comm.is_alive:
-            link.fail(reason)
-
-    return fail

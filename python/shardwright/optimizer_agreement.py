@@ -1,8 +1,8 @@
-"""What ranks must agree on about an optimizer, and what an optimizer's saved state must have to be its own.
+"""Checks that ranks agree about an optimizer, and that a saved state belongs to the optimizer that loads it.
 
 Hyperparameters decide, beside averaged gradients, what a step does: ranks whose learning rates differ have parameters that differ from then
-on, and nothing else would tell. They are compared when the optimizer is given to wrap, and at each step: at zero >= 1 before it, in the
-exchange that it begins with; at zero=0, where a step exchanges nothing, a digest travels with the next round's use bits.
+on, and nothing else would tell. They are compared when the optimizer is given to wrap, and at each step. At zero >= 1 the exchange that a step begins with compares
+them; at zero=0, where a step exchanges nothing, a digest travels with the next round's use bits.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def given_rows(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]
 
 
 class StepNotes:
-    """What the optimizers of one module have stepped with at zero=0: a digest for the ranks to compare, and the values to explain it."""
+    """Hyperparameters that the optimizers of one module have stepped with at zero=0: a digest to compare, and values to explain it."""
 
     def __init__(self) -> None:
         self._groups: list[dict[str, Any]] = []
@@ -150,7 +150,7 @@ def _are_equal(before: dict[str, Any], values: dict[str, Any]) -> bool:
 
 
 def _readable(group: dict[str, Any]) -> dict[str, Any]:
-    """As hyperparameters(), without what lies on a GPU: reading that would make the host wait."""
+    """Return hyperparameters() without tensors on a GPU, since reading those would make the host wait."""
     there = {key for key, value in group.items() if isinstance(value, torch.Tensor) and value.device.type != "cpu"}
     return hyperparameters({key: value for key, value in group.items() if key not in there})
 
@@ -233,7 +233,7 @@ def check_saved(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, 
 
 
 def check_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """As check_saved(), as a hook of torch's load_state_dict()."""
+    """Call check_saved() as a hook of torch's load_state_dict()."""
     check_saved(optimizer, state_dict.get("param_groups", ()))
 
 

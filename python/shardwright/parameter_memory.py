@@ -15,8 +15,7 @@ import torch
 
 from ._engine import Reducer
 from .backend_base import Backend, Request
-from .gradients import dense_strides
-from .parameter_slices import ParameterSlices, itemsize_of
+from .parameter_slices import ParameterSlices, itemsize_of, make_dense
 
 
 class ParameterMemory(ParameterSlices):
@@ -64,8 +63,7 @@ class ParameterMemory(ParameterSlices):
             self._stepped.add(bucket)
         moved = self._buckets.tensor(bucket, begin, parameter)
         if moved is None:
-            if dense_strides(parameter) is None:
-                parameter.data = parameter.data.contiguous()
+            make_dense(parameter)
             return
         if self._buckets.is_home:
             moved.copy_(parameter.data)

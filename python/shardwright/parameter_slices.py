@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 from torch.utils.dlpack import from_dlpack
 
 from .gradients import dense_strides
@@ -121,6 +120,14 @@ class SliceRuns:
         bucket, begin, numel = self._reducer.place(index)
         return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
 
+    def run_in_slice(self, index: int, rank: int) -> tuple[int, int, int]:
+        """Return (bucket, first element in the rank's slice of it, count) of the elements of a parameter that `rank` owns."""
+        bucket, begin, _ = self._reducer.place(index)
+        low, high = self.run(index, rank)
+        width = self._reducer.bucket_shape(bucket)[1] // self._slicing.count
+        first = begin + low - self._slicing.of_rank[rank] * width if low < high else 0
+        return bucket, first, high - low
+
     def own_run(self, index: int) -> tuple[int, int]:
         """run(index, this rank), kept."""
         if index not in self._runs:
@@ -228,6 +235,12 @@ def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
 def itemsize_of(dtype: str) -> int:
     """Bytes of an element."""
     return getattr(torch, dtype).itemsize
+
+
+def make_dense(parameter: torch.Tensor) -> None:
+    """Make a parameter contiguous where its strides overlap or leave gaps."""
+    if dense_strides(parameter) is None:
+        parameter.data = parameter.data.contiguous()
 
 
 def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

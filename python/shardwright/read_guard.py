@@ -82,7 +82,7 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Guarded(torch.nn.Parameter):
-    """What the class of a released parameter inherits from."""
+    """Base of the class of a released parameter."""
 
     _shardwright_guard: ReadGuard
 

@@ -1,4 +1,4 @@
-"""What memories of parameters that are whole only while they are used have in common, on the host and on GPUs."""
+"""Parameters that are whole only while they are used: the part that the host and GPUs share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .parameter_slices import Storage
+from .parameter_slices import SliceRuns, Storage, memory_order
 from .unit_schedule import UnitSchedule
 from .units import UnitPlan, mark_of
 
 if TYPE_CHECKING:
+    from .backend_base import Backend
     from .precision import PrecisionPlan
+    from .table import ParameterTable
+
+#: parameters of at most this many bytes are never released: a gather costs more than the memory is worth
+_SMALL_BYTES = 128
 
 
-class ReleasedParameters(Storage):
+class ReleasedParameters(Storage, SliceRuns):
     """Parameters in units, which a schedule gathers and releases.
 
     Attributes
@@ -27,8 +32,16 @@ class ReleasedParameters(Storage):
 
     releases = True
     schedule: UnitSchedule
+    _backend: Backend
+    _label: str
     #: tensors of parameters that can be released, where they lie when they are whole
     _whole: dict[int, torch.Tensor]
+    #: this rank's elements of parameters, which may be none
+    _slices: dict[int, torch.Tensor]
+    #: (name, bytes) of each unit
+    _unit_sizes: list[tuple[str, int]]
+    #: bytes of the memory that units share
+    _unit_bytes: int
 
     def _members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
         return [(i, self._table.names[i], self._table.parameters[i], self._whole[i]) for i in indices]
@@ -69,6 +82,43 @@ class ReleasedParameters(Storage):
         precision.follow(self.schedule.holds_whole)
         self.schedule.on_release = weakref.WeakMethod(precision.forget)
 
+    def plan(self) -> dict[str, Any]:
+        """For describe()."""
+        return {
+            "units": [f"{name or self._label}: {size} bytes" for name, size in self._unit_sizes],
+            "unit_bytes": self._unit_bytes,
+        }
+
+    def _write_slices(self) -> None:
+        """Copy this rank's elements out of whole parameters."""
+        for index, piece in self._slices.items():
+            low, high = self.own_run(index)
+            if low < high:
+                data = self._table.parameters[index].data
+                piece.copy_(memory_order(data, data)[low:high])
+
+    def _gather_pinned_anew(self) -> None:
+        """Gather the units that stay whole. Collective where gathering is."""
+        self.schedule.gather_pinned()
+
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Give each rank whole parameters to write to inside; afterwards all have rank 0's. Collective.
+
+        Cost: the parameters' bytes on each rank, and a broadcast.
+        """
+        backend, label = self._backend, f"written parameters of {self._label}"
+        with self.schedule.everything():
+            backend.fence(label)  # all ranks have read the slices before any rank writes them
+            try:
+                yield
+            finally:
+                backend.broadcast(self._table.parameters, 0, label)
+                self._write_slices()
+                self.schedule.accept_writes()
+        backend.fence(label)
+        self._gather_pinned_anew()
+
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, all parameters are whole."""
@@ -77,3 +127,14 @@ class ReleasedParameters(Storage):
                 yield
         finally:
             self.schedule.gather_pinned()
+
+
+def releasable(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[list[int]]:
+    """Return the parameters that each unit releases."""
+    return [[index for index in plan.indices if _can_be_released(table.parameters[index])] for plan in plans]
+
+
+def _can_be_released(parameter: torch.Tensor) -> bool:
+    """Return whether releasing saves memory, and a NaN can take the parameter's place meanwhile."""
+    floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
+    return floating and parameter.numel() * parameter.element_size() > _SMALL_BYTES
