@@ -552,6 +552,11 @@ def mesh_rows(device_mesh: Any, group: Any) -> list[list[int]]:
     return [[dist.get_group_rank(group, rank) for rank in row] for row in device_mesh.mesh.tolist()]
 
 
+def group_ranks(group: Any) -> list[int]:
+    """The global numbers of the ranks of torch's `group`; None: one rank."""
+    return [0] if group is None else list(dist.get_process_group_ranks(group))
+
+
 def _join(launch: Launch) -> None:
     """Makes the default process group."""
     if not launch.master_addr:

@@ -29,13 +29,13 @@ from .optimizer_agreement import StepNotes
 from .options import Options
 from .parameter_memory import ParameterMemory
 from .parameter_slices import memory_order
-from .process_group import HostGroup
+from .process_group import HostGroup, group_ranks
 from .released_parameters import ReleasedParameters
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .slicing import Slicing
 from .table import ParameterTable, verify
 from .unit_memory import UnitMemory
-from .units import UnitPlan, cut
+from .units import UnitPlan, check_inner, cut
 from .write_guard import ReadOnlyParameters, SampledParameters
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ class Replica:
             self._supersede(module)
             if zero:
                 self.table.check_apart()
+            check_inner(module, _ranks_of(options, group), ignored)
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
@@ -803,6 +804,14 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
+    """Global numbers of the ranks that slice the module: one list, or one of rows."""
+    if options.device_mesh is not None:
+        ranks: list[Any] = options.device_mesh.mesh.tolist()
+        return ranks
+    return group_ranks(group.torch_group)
 
 
 def _cap_bytes(asked: int, zero: int, over_hosts: bool) -> int:
