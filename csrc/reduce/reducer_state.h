@@ -77,7 +77,8 @@ struct sw_reducer {
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
     uint32_t stepped; /* digest of what was stepped with, since ranks last began from equal ones */
-    bool stepped_unlike; /* in the last round contributing ranks had different ones */
+    uint32_t noted, notes; /* since the last round, to be mixed into it: a sum, and how many */
+    bool stepped_unlike;   /* in the last round contributing ranks had different ones */
     uint32_t parity;
     uint32_t marks; /* gradients taken, to poll now and then */
     bool contributes, abandoned, divide_by_active;

@@ -132,7 +132,7 @@ class DeviceRounds:
         self._finished = False
         self._consumer = 0
         self._step = self._round = 0
-        self._stepped = 0  # digest of what optimizers have stepped with
+        self._stepped = self._noted = 0  # digest of what optimizers have stepped with; and since the last round, a sum
         self._averaged_in = [0] * len(rows)
         self._streams: set[int] = set()
         self._counts = dict.fromkeys(
@@ -502,6 +502,9 @@ class DeviceRounds:
                 for index in bucket.members:
                     used[index] = 1  # nobody asks
         self._round += 1
+        if self._noted:
+            self._stepped = zlib.crc32(self._noted.to_bytes(16, "little"), self._stepped)
+            self._noted = 0
         self._end(used, self._tag())
         self._used_by_any = self._engine.used_by_any()
         if self._callback is not None:
@@ -615,11 +618,11 @@ class DeviceRounds:
 
     def note_step(self, digest: int) -> None:
         """Adds what the next step uses to what ranks compare in each round: it travels with the round's tag."""
-        self._stepped = zlib.crc32(digest.to_bytes(4, "little"), self._stepped)
+        self._noted += digest  # several optimizers may step in any order between two rounds
 
     def forget_steps(self) -> None:
         """Counts from 0 again; on all ranks."""
-        self._step = self._round = self._stepped = 0
+        self._step = self._round = self._stepped = self._noted = 0
 
     def _compare_steps(self) -> None:
         """Raises if, in a round before, ranks were at different steps or backwards. Known a step later, on all ranks."""

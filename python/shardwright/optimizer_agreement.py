@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import numbers
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +43,9 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(type(value))
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return repr(value) if isinstance(value, numbers.Number) else repr(type(value))
 
 
 def agree(gather: _Gather, rows: Iterable[Row], refusal: Exception | None, label: str) -> None:

@@ -117,6 +117,10 @@ class HostGroup:
         rank = self.rank if rank is None else rank
         return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
 
+    def ranks_beside(self, slicing: Slicing) -> int:
+        """How many ranks share the host's copy of what `slicing` slices, this one among them."""
+        return sum(self.host_of[rank] == self.host_of[self.rank] for rank in slicing.replica())
+
     def is_apart(self, slicing: Slicing) -> bool:
         """Whether some replica's slices are updated on several hosts."""
         return self.host_count > 1 and (not slicing.is_replicated or slicing.crosses(self.host_of))

@@ -25,13 +25,41 @@ __all__ = ["ReadGuard"]
 _VALUES = ("data", "H", "T", "imag", "mH", "mT", "real", "__cuda_array_interface__", "_cdata")
 _METHODS = (
     *("_is_view", "_use_count", "data_ptr", "dim", "dim_order", "element_size", "get_device", "is_complex", "is_conj"),
-    *("is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_set_to", "is_shared"),
-    *("is_signed", "ndimension", "nelement", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "numel"),
+    *(
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "is_neg",
+        "is_pinned",
+        "is_same_size",
+        "is_set_to",
+        "is_shared",
+    ),
+    *(
+        "is_signed",
+        "ndimension",
+        "nelement",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "numel",
+    ),
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset"),
     *("stride", "untyped_storage", "__len__"),
 )
 _FUNCTIONS = (
-    *("empty_like", "full_like", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "is_same_size"),
+    *(
+        "empty_like",
+        "full_like",
+        "is_complex",
+        "is_conj",
+        "is_floating_point",
+        "is_inference",
+        "is_neg",
+        "is_same_size",
+    ),
     *("is_signed", "numel", "ones_like", "rand_like", "randint_like", "randn_like", "result_type", "zeros_like"),
 )
 #: that go through autograd's graph, in which this parameter is gathered when it is used
@@ -88,7 +116,7 @@ class _Guarded(torch.nn.Parameter):
         with unguarded():
             _gradient.__delete__(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter {_name_of(self)!r} of shape {tuple(self.shape)}, {self.dtype}, released"
 
     def __format__(self, spec: str) -> str:

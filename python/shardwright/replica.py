@@ -237,6 +237,8 @@ class Replica:
         memory = self._parameters
         if kind is None or not isinstance(memory, ParameterMemory) or not memory.shared:
             return None
+        if kind == "auto" and self.group.ranks_beside(self.slicing) == 1:
+            return None  # nobody shares them
         if kind != "read-only":
             return SampledParameters(memory, self.table.names, self.group.comm)
         return ReadOnlyParameters(memory)

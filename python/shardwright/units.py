@@ -157,7 +157,9 @@ def cut(
         mark = mark_of(each)
         reshards = mark.reshard_after_forward if mark is not None else reshard_after_forward
         reshards = reshards and each is not module
-        beside = tuple(pair for pair in module.named_modules() if pair[1] is not each and first.get(id(pair[1])) is each)
+        beside = tuple(
+            pair for pair in module.named_modules() if pair[1] is not each and first.get(id(pair[1])) is each
+        )
         plans.append(UnitPlan(name, each, tuple(members.get(id(each), ())), reshards, beside))
     return plans
 

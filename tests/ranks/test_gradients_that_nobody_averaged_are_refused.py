@@ -89,7 +89,9 @@ def test_what_nobody_averaged_is_not_stepped_on(rank, world_size, stage, how):
     plain(model, optimizer, rank)
     before = sw.full_state_dict(model)
     MADE[how](model, rank, 1)
-    with pytest.raises(engine.Error, match=r"parameter '0\.weight' has a gradient that no backward.*sw\.average_gradients") as raised:
+    with pytest.raises(
+        engine.Error, match=r"parameter '0\.weight' has a gradient that no backward.*sw\.average_gradients"
+    ) as raised:
         optimizer.step()
     assert same_everywhere(str(raised.value))
     if stage != "0":  # where the step itself told all ranks, training goes on
@@ -119,7 +121,9 @@ def test_what_one_rank_alone_set_is_told_to_all(rank, world_size, stage):
     model, optimizer = wrap(stage)
     plain(model, optimizer, rank)
     odd = rank == world_size - 1
-    with pytest.raises(engine.Error, match=r"parameter '0\.weight' has a gradient that no backward.*sw\.average_gradients"):  # noqa: PT012
+    with pytest.raises(
+        engine.Error, match=r"parameter '0\.weight' has a gradient that no backward.*sw\.average_gradients"
+    ):  # noqa: PT012
         loss = loss_of(model, rank)
         if odd:
             parameters = list(model.parameters())

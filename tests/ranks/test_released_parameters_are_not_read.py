@@ -78,7 +78,13 @@ def test_what_needs_no_values_answers(rank, world_size):
     x = batch(rank, 6, 7)
     for (name, w), like in zip(model.module.named_parameters(), whole.parameters(), strict=True):
         assert isinstance(w, nn.Parameter) and w.shape == like.shape and w.size(0) == like.size(0)
-        assert (w.dtype, w.device, w.layout, w.ndim, w.numel()) == (like.dtype, like.device, like.layout, like.ndim, like.numel())
+        assert (w.dtype, w.device, w.layout, w.ndim, w.numel()) == (
+            like.dtype,
+            like.device,
+            like.layout,
+            like.ndim,
+            like.numel(),
+        )
         assert w.is_leaf and w.grad_fn is None and w.grad is None and w.requires_grad and not w.is_sparse
         assert w.nbytes == like.nbytes and w.element_size() == 4 and len(w) == len(like) and hash(w) == id(w)
         assert torch.zeros_like(w).shape == w.new_zeros(3).new_empty(w.shape).shape and torch.is_floating_point(w)
@@ -177,8 +183,16 @@ def test_modules_of_the_outermost_unit_may_be_called_by_themselves(rank, world_s
 def _llama(transformers):
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97,
-            max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=None, pad_token_id=0,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=97,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            eos_token_id=None,
+            pad_token_id=0,
         )  # fmt: skip
     )
 
@@ -186,7 +200,14 @@ def _llama(transformers):
 def _t5(transformers):
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=97, decoder_start_token_id=0, eos_token_id=None,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=97,
+            decoder_start_token_id=0,
+            eos_token_id=None,
             pad_token_id=0,
         )  # fmt: skip
     )

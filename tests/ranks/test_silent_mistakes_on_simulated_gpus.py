@@ -32,14 +32,23 @@ LAWS: list[tuple[str, str, dict[str, Any]]] = [
     (_SLICES, "one_rank_has_the_whole_until_the_next_step", {"stage": "3 private"}),
     (_SLICES, "one_rank_has_the_whole_until_the_next_step", {"stage": "1 whole tensors"}),
     (_OPTIMIZERS, "what_differs_as_it_is_given_is_named", {"zero": 0}),
+    (_OPTIMIZERS, "several_optimizers_step_in_any_order", {"zero": 0}),
     (_OPTIMIZERS, "another_classs_state_is_not_loaded", {"zero": 2}),
     (_AVERAGES, "parameters_of_each_rank_are_swapped_as_in_one_process", {"kind": "exchange", "stage": "2"}),
-    (_AVERAGES, "where_all_have_whole_parameters_every_stage_is_right", {"kind": "store and restore", "stage": "3 private"}),
+    (
+        _AVERAGES,
+        "where_all_have_whole_parameters_every_stage_is_right",
+        {"kind": "store and restore", "stage": "3 private"},
+    ),
     (_AVERAGES, "released_parameters_are_not_swapped", {"kind": "store and restore"}),
     (_GRADIENTS, "what_nobody_averaged_is_not_stepped_on", {"stage": "1", "how": "by hand"}),
     (_GRADIENTS, "what_nobody_averaged_is_not_stepped_on", {"stage": "2", "how": "bubbles"}),
     *[
-        (_GRADIENTS, "an_explicit_call_has_the_bits_of_a_backward", {"stage": stage, "how": "by hand", "to_none": to_none})
+        (
+            _GRADIENTS,
+            "an_explicit_call_has_the_bits_of_a_backward",
+            {"stage": stage, "how": "by hand", "to_none": to_none},
+        )
         for stage, to_none in (("0", False), ("1", True), ("2", True), ("3 private", True))
     ],
     (_UNITS, "a_list_of_modules_is_one_unit", {"reshard_after_forward": True, "tied": True}),

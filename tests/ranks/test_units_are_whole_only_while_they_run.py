@@ -191,7 +191,9 @@ def parameters_of(model):
 def assert_released(model):
     for name, p in model.named_parameters():
         if p.numel() * p.element_size() > 128:
-            with pytest.raises(engine.Error, match="is released, so that this rank keeps a slice of it, and isnan needs"):
+            with pytest.raises(
+                engine.Error, match="is released, so that this rank keeps a slice of it, and isnan needs"
+            ):
                 torch.isnan(p)
             assert p.untyped_storage().nbytes() < 4096, name
 
@@ -466,7 +468,10 @@ def test_a_write_to_a_released_parameter_is_an_error_at_its_line_and_nothing_is_
             lambda: torch.mul(torch.ones(2), 2, out=weight),
         ):
             if model._zero and rank == world_size - 1:
-                with torch.no_grad(), pytest.raises(engine.Error, match=r"parameter 'blocks\.1\.wide\.weight' is released"):
+                with (
+                    torch.no_grad(),
+                    pytest.raises(engine.Error, match=r"parameter 'blocks\.1\.wide\.weight' is released"),
+                ):
                     write()
         return losses + steps(model, optimizer, rank, 2)
 
