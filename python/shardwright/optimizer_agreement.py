@@ -1,8 +1,9 @@
 """What ranks must agree on about an optimizer, and what an optimizer's saved state must have to be its own.
 
 Hyperparameters decide, beside averaged gradients, what a step does: ranks whose learning rates differ have parameters that differ from then
-on, and nothing else would tell. They are compared when the optimizer is given to wrap, and at each step: at zero >= 1 before it, in the
-exchange that it begins with; at zero=0, where a step exchanges nothing, a digest travels with the next round's use bits.
+on, and nothing else would tell. They are compared when the optimizer is given to wrap, and at each step. At zero >= 1 the
+comparison is part of the exchange with which a step begins. At zero=0 a step exchanges nothing: a digest travels with the next round's
+use bits.
 """
 
 from __future__ import annotations
