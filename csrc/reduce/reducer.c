@@ -146,12 +146,21 @@ void sw_reducer_forget_steps(sw_reducer *reducer)
 {
     reducer->step = 0;
     reducer->rounds = 0;
-    reducer->stepped = 0;
+    reducer->stepped = reducer->noted = reducer->notes = 0;
 }
 
 void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest)
 {
-    reducer->stepped = (reducer->stepped ^ digest) * DIGEST_PRIME + 1;
+    reducer->noted += digest; /* several optimizers may step in any order between two rounds */
+    reducer->notes++;
+}
+
+/* Mix what was noted since the last round into the digest. */
+static void count_noted(sw_reducer *reducer)
+{
+    if (reducer->notes)
+        reducer->stepped = (reducer->stepped ^ reducer->noted) * DIGEST_PRIME + reducer->notes;
+    reducer->noted = reducer->notes = 0;
 }
 
 bool sw_reducer_take_unlike_steps(sw_reducer *reducer)
@@ -259,6 +268,7 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
         reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].standing = 0;
     if (!synchronised)
         return SW_OK;
+    count_noted(reducer);
     reducer->rounds++;
     reducer->unplaced_bytes = 0;
     reducer->stats.unplaced_bytes_peak = 0;

@@ -150,7 +150,8 @@ void sw_reducer_count_step(sw_reducer *reducer);
 /* Counts from 0 again: on all ranks, where some have taken steps without others (join). */
 void sw_reducer_forget_steps(sw_reducer *reducer);
 /* Adds what the next step uses (`digest`, of its hyperparameters) to what contributing ranks
- * compare in each round. No message is added for it: it travels with the use bits. */
+ * compare in each round, whatever the order of the steps between two rounds. No message is added
+ * for it: it travels with the use bits. */
 void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest);
 /* After a round: whether contributing ranks had noted different steps, which every rank finds
  * alike. Said once: steps are compared anew from here on. */

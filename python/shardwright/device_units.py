@@ -43,7 +43,7 @@ def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
     shared: dict[int, list[int]] = {}  # by how many units are around: the places, and whose turn it is
     count = 0
     for plan, size in zip(plans, sizes):
-        depth = sum(plan.name.startswith(f"{other.name}.") for other in plans[1:])
+        depth = sum(any(plan.name.startswith(f"{name}.") for name in other.names) for other in plans[1:])
         turns = shared.setdefault(depth, [])
         if not plan.reshard_after_forward or not size:
             places.append(count)

@@ -1,14 +1,16 @@
 """Checks that ranks agree about an optimizer, and that a saved state belongs to the optimizer that loads it.
 
 Hyperparameters decide, beside averaged gradients, what a step does: ranks whose learning rates differ have parameters that differ from then
-on, and nothing else would tell. They are compared when the optimizer is given to wrap, and at each step. At zero >= 1 the exchange that a step begins with compares
-them; at zero=0, where a step exchanges nothing, a digest travels with the next round's use bits.
+on, and nothing else would tell. They are compared when the optimizer is given to wrap, and at each step. At zero >= 1 the
+comparison is part of the exchange with which a step begins. At zero=0 a step exchanges nothing: a digest travels with the next round's
+use bits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import numbers
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +44,9 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(type(value))
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return repr(value) if isinstance(value, numbers.Number) else repr(type(value))
 
 
 def agree(gather: _Gather, rows: Iterable[Row], refusal: Exception | None, label: str) -> None:

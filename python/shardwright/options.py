@@ -73,7 +73,7 @@ class Options:
     write_guard : {"auto", "samples", "read-only", None}
         Of zero=3 with shared parameters: how a write outside of the step is found that versions do not tell of, as one through `.data` (averages of
         weights, EMA and SWA, are swapped in and out by such). "samples": 8 words of each are compared before and after each forward
-        and before each step; "auto" is that where parameters are shared. "read-only", for debugging: a write gets a SIGSEGV at its line. None:
+        and before each step; "auto" is that where several ranks share them. "read-only", for debugging: a write gets a SIGSEGV at its line. None:
         versions alone are compared.
 
     Raises

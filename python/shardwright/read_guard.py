@@ -116,7 +116,7 @@ class _Guarded(torch.nn.Parameter):
         with unguarded():
             _gradient.__delete__(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter {_name_of(self)!r} of shape {tuple(self.shape)}, {self.dtype}, released"
 
     def __format__(self, spec: str) -> str:

@@ -30,11 +30,11 @@ from .optimizer_agreement import StepNotes
 from .options import Options
 from .parameter_memory import ParameterMemory
 from .parameter_slices import Storage, memory_order
-from .process_group import HostGroup
+from .process_group import HostGroup, group_ranks
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .slicing import Slicing
 from .table import ParameterTable, verify
-from .units import cut
+from .units import check_inner, cut
 from .write_guard import ReadOnlyParameters, SampledParameters
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class Replica:
             self._supersede(module)
             if zero:
                 self.table.check_apart()
+            check_inner(module, _ranks_of(options, group), ignored)
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
@@ -167,6 +168,8 @@ class Replica:
         memory = self._storage
         if kind is None or not memory.shared:
             return None
+        if kind == "auto" and self.group.ranks_beside(self.slicing) == 1:
+            return None  # no rank shares them
         if kind != "read-only":
             return SampledParameters(memory, self.table.names, self.group.comm)
         return ReadOnlyParameters(memory)
@@ -705,6 +708,14 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
+    """Return the global numbers of the ranks that slice the module: one list, or a list of rows."""
+    if options.device_mesh is not None:
+        ranks: list[Any] = options.device_mesh.mesh.tolist()
+        return ranks
+    return group_ranks(group.torch_group)
 
 
 def live_replicas() -> list[Replica]:

@@ -207,7 +207,8 @@ class UnitSchedule:
         for unit in self.units:
             unit.show_released()
         for unit, plan in zip(self.units, plans):
-            self._hook_forward(unit, plan.module)
+            for module in plan.modules:
+                self._hook_forward(unit, module)
         self._hook_states(plans[0].module)
         self._hook_holders(plans[0].module)
 

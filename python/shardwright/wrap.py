@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -18,16 +18,13 @@ from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .fully_shard import wrapper_of
 from .masters import MasterOptimizer, has_own_masters, without_masters
-from .offload import StateStore, make_store, offload_folder, offload_kind, rounded_bytes
+from .offload import make_store, offload_folder, offload_kind, rounded_bytes
 from .optimizer_agreement import agree, check_members, given_rows, watch_loading
 from .options import Options, check_zero
 from .precision import PrecisionPlan
 from .process_group import HostGroup, host_group, resolve_group
 from .replica import Replica
 from .sharded_optimizer import ShardedOptimizer, check_sliceable
-
-if TYPE_CHECKING:
-    from .device_offload import HostStateStore
 
 
 @overload

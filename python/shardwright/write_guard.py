@@ -43,7 +43,9 @@ class SampledParameters:
         self._names, self._comm = names, comm
         self._words = memory.words()
         spans = [memory.span(index) for index in range(len(names))]
-        first, stride, of = [], [], []
+        first: list[int] = []
+        stride: list[int] = []
+        of: list[int] = []
         for index, (begin, count) in enumerate(spans):
             step = max(count // _SAMPLES, 1)
             taken = range(begin, begin + count, step)[:_SAMPLES]

@@ -669,16 +669,18 @@ static void steps_are_compared(rank_context *self)
     for (size_t p = 0; p < FROZEN; ++p)
         check(sw_reducer_averaged_in(reducer, p) == (half.used[p] ? 2 : 1), "parameter %zu", p);
     sw_reducer_note_step(reducer, (uint32_t)self->rank);
+    one_round(self, reducer, &half, 2, "unlike, and nobody asks");
     sw_reducer_note_step(reducer, 7);
-    one_round(self, reducer, &all, 2, "unlike");
+    one_round(self, reducer, &all, 3, "unlike still");
     check(sw_reducer_take_unlike_steps(reducer) == (self->world_size > 1), "an earlier difference");
     check(!sw_reducer_take_unlike_steps(reducer), "told once");
-    sw_reducer_note_step(reducer, 0);
-    one_round(self, reducer, &all, 3, "alike again");
-    check(!sw_reducer_take_unlike_steps(reducer), "anew");
+    sw_reducer_note_step(reducer, self->rank == 0 ? 3 : 4);
+    sw_reducer_note_step(reducer, self->rank == 0 ? 4 : 3);
+    one_round(self, reducer, &all, 4, "alike in another order");
+    check(!sw_reducer_take_unlike_steps(reducer), "the order between rounds");
     sw_reducer_note_step(reducer, (uint32_t)self->rank);
     sw_reducer_forget_steps(reducer);
-    one_round(self, reducer, &all, 4, "forgotten");
+    one_round(self, reducer, &all, 5, "forgotten");
     check(!sw_reducer_take_unlike_steps(reducer), "forgotten");
     end_reducer(self, reducer);
 }

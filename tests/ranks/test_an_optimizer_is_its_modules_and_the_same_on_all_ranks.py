@@ -5,6 +5,7 @@ import copy
 import os
 import tempfile
 
+import numpy
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
@@ -114,6 +115,10 @@ def test_what_differs_as_it_is_given_is_named(rank, world_size, zero):
             lambda p: torch.optim.Adam(p) if last else torch.optim.AdamW(p),
             "it has class=torch.optim.adamw.AdamW on rank 0",
         ),
+        (
+            lambda p: sgd(p, lr=numpy.float32(0.5 if last else 0.25)),
+            rf"group 0 has lr=(np.float32\()?0.25\)? on rank 0, lr=(np.float32\()?0.5\)? on rank {world_size - 1}",
+        ),
         (lambda p: sgd(reversed(list(p)) if last else list(p)), "group 0 holds other parameters on rank 0 and rank"),
         (lambda p: sgd([{"params": [each]} for each in p] if last else p), "group 0 holds other parameters"),
     ]:
@@ -151,6 +156,33 @@ def test_a_learning_rate_that_comes_to_differ_is_named(rank, world_size, zero, g
     optimizer.zero_grad()
     train(model, optimizer, rank)  # each difference is told once
     gather(None)
+
+
+@one_copy
+@on_every_rank(at_least=2)
+def test_several_optimizers_step_in_any_order(rank, world_size, zero):
+    model = sw.wrap(Mlp())
+    members = list(model.parameters())
+    optimizers = [sgd(members[:2], lr=0.1), sgd(members[2:], lr=0.2)]
+    for step in range(3):
+        backward(model, rank, step)
+        for each in optimizers if rank else reversed(optimizers):
+            each.step()
+            each.zero_grad()
+    assert same_everywhere([p.detach() for p in members])
+    gather(None)
+
+
+@one_copy
+@on_every_rank(at_least=2)
+def test_a_difference_of_one_of_several_optimizers_is_named(rank, world_size, zero):
+    model = sw.wrap(Mlp())
+    members = list(model.parameters())
+    optimizers = [sgd(members[:2], lr=0.1), sgd(members[2:], lr=0.2 + 0.1 * rank)]
+    backward(model, rank)
+    for each in optimizers:
+        each.step()
+    refused(lambda: backward(model, rank), r"ranks disagree about the optimizer: group 0 has lr=0.2 on rank 0, lr=0.3")
 
 
 @one_copy

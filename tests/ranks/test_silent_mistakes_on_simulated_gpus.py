@@ -24,6 +24,7 @@ _SLICES = "test_slices_of_an_optimizer_are_not_saved_as_whole"
 _OPTIMIZERS = "test_an_optimizer_is_its_modules_and_the_same_on_all_ranks"
 _AVERAGES = "test_averages_of_weights_at_every_stage"
 _GRADIENTS = "test_gradients_that_nobody_averaged_are_refused"
+_UNITS = "test_fully_shard_composes_zero_3_in_place"
 _READS = "test_released_parameters_are_not_read"
 #: (module, test without "test_", arguments)
 LAWS: list[tuple[str, str, dict[str, Any]]] = [
@@ -31,6 +32,7 @@ LAWS: list[tuple[str, str, dict[str, Any]]] = [
     (_SLICES, "one_rank_has_the_whole_until_the_next_step", {"stage": "3 private"}),
     (_SLICES, "one_rank_has_the_whole_until_the_next_step", {"stage": "1 whole tensors"}),
     (_OPTIMIZERS, "what_differs_as_it_is_given_is_named", {"zero": 0}),
+    (_OPTIMIZERS, "several_optimizers_step_in_any_order", {"zero": 0}),
     (_OPTIMIZERS, "another_classs_state_is_not_loaded", {"zero": 2}),
     (_AVERAGES, "parameters_of_each_rank_are_swapped_as_in_one_process", {"kind": "exchange", "stage": "2"}),
     (
@@ -49,6 +51,8 @@ LAWS: list[tuple[str, str, dict[str, Any]]] = [
         )
         for stage, to_none in (("0", False), ("1", True), ("2", True), ("3 private", True))
     ],
+    (_UNITS, "a_list_of_modules_is_one_unit", {"reshard_after_forward": True, "tied": True}),
+    (_UNITS, "an_inner_module_with_a_mesh_of_its_own_is_refused_on_all_ranks", {"odd": "last"}),
     (_READS, "a_read_is_an_error_with_the_name", {}),
     (_READS, "what_needs_no_values_answers", {}),
     (_READS, "modules_of_the_outermost_unit_may_be_called_by_themselves", {}),

@@ -39,7 +39,9 @@ class OnGpuByHand(OnGpu):
     """And whose fully_shard() does."""
 
     def fully_shard(self, module: Any, **options: Any) -> Any:
-        return sw.fully_shard(self._gpus.adopt_module(module), **{"deterministic": True, **options})
+        for each in module if isinstance(module, list) else [module]:
+            self._gpus.adopt_module(each)
+        return sw.fully_shard(module, **{"deterministic": True, **options})
 
 
 @contextlib.contextmanager
