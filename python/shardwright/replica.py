@@ -119,7 +119,7 @@ class Replica:
         if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
         sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
-        self._request = request = dataclasses.replace(self._request, plans=plans, sends_early=sends_early)
+        request = dataclasses.replace(self._request, plans=plans, sends_early=sends_early)
         self.backend: Backend = make_backend(group, request)
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
         self.reducer: Any = self.backend.reducer(request)
