@@ -24,11 +24,17 @@ enum {
     SW_FABRIC_SLOT_BYTES = 128 * 1024, /* a chunk of W ranks stays in the L2 cache */
 };
 
+typedef enum sw_fabric_join {
+    SW_FABRIC_NOT_JOINED = 0,
+    SW_FABRIC_JOINED,     /* pid and host are written, the sign of life is given */
+    SW_FABRIC_ALL_JOINED, /* of the first rank */
+} sw_fabric_join;
+
 typedef struct sw_control { /* zeroed at first; world_size of them, one behind the other */
     _Alignas(128) _Atomic uint32_t posted; /* futex words; release by the owner, acquire by peers */
     _Alignas(128) _Atomic uint32_t done;
     _Alignas(128) _Atomic uint32_t waiters; /* peers asleep on either word; by the sleepers */
-    _Atomic uint32_t has_joined; /* released: pid and host are written, its sign of life is given */
+    _Atomic uint32_t has_joined; /* sw_fabric_join; a futex word, released by its owner */
     int32_t pid;
     char host[64];
     sw_ending ending; /* by its owner's threads */

@@ -10,11 +10,13 @@
 
 #include "comm/agree.h"
 #include "comm/fabric.h"
-#include "comm/star.h"
-#include "comm/wait.h"
+#include "comm/star_messages.h"
+#include "platform/futex.h"
 #include "platform/limits.h"
 #include "platform/memory.h"
 #include "platform/process.h"
+
+static const int64_t slice_ns = 20 * 1000 * 1000;
 
 typedef struct shm_arena {
     sw_arena arena; /* first */
@@ -265,7 +267,36 @@ static sw_status appear(shm_comm *shm, sw_error *err)
                 comm->rank, sw_comm_name(comm, comm->rank));
     SW_TRY(sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, (sw_control *)(void *)pages,
                           err));
-    atomic_store(&own->has_joined, 1);
+    atomic_store(&own->has_joined, SW_FABRIC_JOINED);
+    return SW_OK;
+}
+
+static void describe_missing(void *context, sw_wait_text *text)
+{
+    const shm_comm *shm = context;
+    const sw_comm *comm = &shm->fabric.comm;
+    size_t used = 0;
+    snprintf(text->what, sizeof text->what, "%s", SW_STAR_JOINING);
+    for (int r = 0; r < comm->world_size && used + 1 < sizeof text->missing; ++r) {
+        if (atomic_load(&shm->fabric.control[r].has_joined))
+            continue;
+        text->rank = text->rank < 0 ? sw_comm_name(comm, r) : text->rank;
+        int wrote = snprintf(text->missing + used, sizeof text->missing - used, "%srank %d",
+                             used ? ", " : "", sw_comm_name(comm, r));
+        used += wrote > 0 ? (size_t)wrote : 0;
+    }
+}
+
+/* Nobody goes on before the first rank has heard from all. */
+static sw_status wait_for_all(shm_comm *shm, sw_error *err)
+{
+    _Atomic uint32_t *word = &shm->fabric.control[0].has_joined;
+    sw_star_wait wait = sw_star_wait_begin(&shm->star, shm, describe_missing);
+    bool unused;
+    while (atomic_load(word) != SW_FABRIC_ALL_JOINED) {
+        sw_futex_wait(word, SW_FABRIC_JOINED, slice_ns);
+        SW_TRY(sw_star_look(&wait, &unused, err));
+    }
     return SW_OK;
 }
 
@@ -277,7 +308,10 @@ static sw_status join_as_first(shm_comm *shm, const char *const *addresses, cons
     SW_TRY(sw_memfd_create_parts(sizeof(sw_control), comm->world_size, "host communicator",
                                  &shm->control_fd, err));
     SW_TRY(appear(shm, err));
-    return sw_star_admit(&shm->star, addresses, secret, &gift, shm->control_fd, err);
+    SW_TRY(sw_star_admit(&shm->star, addresses, secret, &gift, shm->control_fd, err));
+    atomic_store(&shm->fabric.control[0].has_joined, SW_FABRIC_ALL_JOINED);
+    sw_futex_wake_all(&shm->fabric.control[0].has_joined);
+    return SW_OK;
 }
 
 static sw_status join_another(shm_comm *shm, const char *const *addresses, const uint8_t *secret,
@@ -298,7 +332,7 @@ static sw_status join_another(shm_comm *shm, const char *const *addresses, const
         status = appear(shm, &cause);
     (void)!sw_star_answer(&shm->star, gift.serial, status, &cause, NULL);
     if (status == SW_OK)
-        return SW_OK;
+        return wait_for_all(shm, err);
     return sw_error_set(err, cause.status, cause.detail, "joining the ranks of this host: %.400s",
                         cause.message);
 }
