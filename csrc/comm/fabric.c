@@ -21,6 +21,7 @@ sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control
     fabric->comm.world_size = world_size;
     fabric->control = control;
     fabric->asked = (uint32_t)rank;
+    atomic_store(&fabric->is_open, true);
     fabric->spin_count = world_size <= sw_process_cores() ? SPIN_WITH_SPARE_CORES : 0;
     fabric->source = calloc(count, sizeof *fabric->source);
     fabric->destination = calloc(count, sizeof *fabric->destination);
@@ -52,12 +53,19 @@ void sw_control_end(sw_control *control, int world_size, int rank, sw_member_sta
     }
 }
 
-/* First this rank's own threads are told: one that goes on to its own end has this reason then. */
+/* First this rank's own threads are told, and one that goes on to its own end has this reason then;
+ * then the peers, also by who comes second: the first may have come before there were pages. */
 static sw_status end(sw_fabric *fabric, sw_member_state how, const sw_error *reason, sw_error *err)
 {
-    if (sw_ending_say(&fabric->ending, how, reason) && fabric->control && !fabric->is_foreign)
-        sw_control_end(fabric->control, fabric->comm.world_size, fabric->comm.rank, how, reason);
-    return sw_ending_await(&fabric->ending, err);
+    sw_error first;
+    sw_ending_say(&fabric->ending, how, reason);
+    sw_status status = sw_ending_await(&fabric->ending, &first);
+    if (atomic_load(&fabric->is_open) && !fabric->is_foreign)
+        sw_control_end(fabric->control, fabric->comm.world_size, fabric->comm.rank,
+                       sw_ending_state(&fabric->ending), &first);
+    if (err)
+        *err = first;
+    return status;
 }
 
 sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err)
@@ -128,11 +136,11 @@ int sw_fabric_find_dead(sw_fabric *fabric, int budget, const sw_fabric_awaited *
 sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
-    if (!fabric->control) /* not joined yet */
-        return SW_OK;
-    int gone = sw_fabric_find_dead(fabric, DEATHS_A_LOOK, NULL);
     if (sw_ending_state(&fabric->ending) == SW_MEMBER_ENDED)
         return sw_ending_read(&fabric->ending, err);
+    if (!atomic_load(&fabric->is_open)) /* not joined yet */
+        return SW_OK;
+    int gone = sw_fabric_find_dead(fabric, DEATHS_A_LOOK, NULL);
     for (int r = 0; r < comm->world_size; ++r) /* what was said comes before what is seen */
         if (sw_ending_state(&fabric->control[r].ending) == SW_MEMBER_ENDED)
             return sw_ending_read(&fabric->control[r].ending, err);

@@ -54,6 +54,7 @@ typedef struct sw_fabric {
     sw_control *control; /* borrowed from the transport: world_size blocks */
     bool (*peer_ended)(struct sw_fabric *fabric,
                        int rank); /* transport's: whether the process is gone */
+    _Atomic bool is_open;         /* control is there: for threads beside the one that joins */
     bool is_foreign;              /* a forked child's copy, which says nothing to the peers */
     int spin_count;
     uint32_t posted, done;              /* own counters, as published */

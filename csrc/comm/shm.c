@@ -128,7 +128,7 @@ static sw_status pass(shm_comm *shm, shm_arena *made, const char *label, sw_stat
     if (gift.serial != arena->serial || gift.size_bytes != arena->size_bytes)
         SW_FAIL(err, SW_E_STATE, "%s: got %llu bytes of shared memory %u, expected %zu of %u", what,
                 (unsigned long long)gift.size_bytes, gift.serial, arena->size_bytes, arena->serial);
-    return sw_star_answer(&shm->star, arena->serial, SW_OK, NULL, err);
+    return sw_star_answer(&shm->star, what, arena->serial, SW_OK, NULL, err);
 }
 
 static sw_status map(shm_arena *made, sw_error *err)
@@ -330,19 +330,22 @@ static sw_status join_another(shm_comm *shm, const char *const *addresses, const
                               (size_t)comm->world_size * sizeof(sw_control));
     if (status == SW_OK)
         status = appear(shm, &cause);
-    (void)!sw_star_answer(&shm->star, gift.serial, status, &cause, NULL);
+    (void)!sw_star_answer(&shm->star, SW_STAR_JOINING, gift.serial, status, &cause, NULL);
     if (status == SW_OK)
         return wait_for_all(shm, err);
     return sw_error_set(err, cause.status, cause.detail, "joining the ranks of this host: %.400s",
                         cause.message);
 }
 
-/* Those that have joined already go on to wait for this rank. */
+/* Those that have joined already wait for this rank; they hear what it has met with, whoever's it
+ * is. */
 static void tell_that_it_failed(shm_comm *shm, const sw_error *cause)
 {
-    sw_error reason;
+    sw_error reason = *cause;
     int name = sw_comm_name(&shm->fabric.comm, shm->fabric.comm.rank);
-    sw_error_set(&reason, SW_E_COMM, name, "rank %d could not join: %.400s", name, cause->message);
+    if (cause->status != SW_E_COMM || cause->detail < 0 || cause->detail == name)
+        sw_error_set(&reason, SW_E_COMM, name, "rank %d could not join: %.400s", name,
+                     cause->message);
     sw_fabric_end(&shm->fabric, &reason, NULL);
 }
 
@@ -356,6 +359,8 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
                 SW_COMM_MAX_WORLD, comm->world_size);
     sw_status status = comm->rank == 0 ? join_as_first(shm, addresses, secret, &cause)
                                        : join_another(shm, addresses, secret, &cause);
+    if (status == SW_OK) /* another thread may have ended it meanwhile */
+        status = sw_ending_read(&shm->fabric.ending, &cause);
     if (status != SW_OK)
         tell_that_it_failed(shm, &cause); /* before any socket of it closes */
     sw_socket_close(&shm->star.listener);

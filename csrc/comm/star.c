@@ -61,6 +61,16 @@ sw_status sw_star_look(sw_star_wait *wait, bool *is_due, sw_error *err)
     return comm->ops->look(comm, true, err);
 }
 
+sw_status sw_star_name_lost(const sw_star *star, int rank, const char *label, sw_error *err)
+{
+    sw_comm *comm = star->comm;
+    char peer[SW_COMM_PEER_BYTES];
+    SW_TRY(comm->ops->look(comm, true, err));
+    comm->ops->peer(comm, rank, peer);
+    return sw_error_set(err, SW_E_COMM, sw_comm_name(comm, rank),
+                        "%s died, exited or left before its part of %s", peer, label);
+}
+
 /* Says that the first rank is missing, in what. */
 typedef struct call_wait {
     const sw_star *star;
@@ -195,24 +205,21 @@ sw_status sw_star_call(sw_star *star, const char *const *addresses, const uint8_
 
 sw_status sw_star_take(sw_star *star, const char *label, sw_gift *gift, int *fd, sw_error *err)
 {
-    sw_comm *comm = star->comm;
     sw_error cause;
-    char peer[SW_COMM_PEER_BYTES];
     call_wait context = {.star = star};
     snprintf(context.what, sizeof context.what, "%.100s", label);
     sw_star_wait wait = sw_star_wait_begin(star, &context, describe);
     sw_status status = receive(&wait, star->link[0], gift, sizeof *gift, fd, &cause);
-    if (status == SW_OK)
-        return SW_OK;
-    if (status != SW_E_COMM || comm->ops->look(comm, true, &cause) != SW_OK)
-        return sw_error_set(err, cause.status, cause.detail, "%s", cause.message);
-    comm->ops->peer(comm, 0, peer);
-    return sw_error_set(err, SW_E_COMM, sw_comm_name(comm, 0),
-                        "%s died, exited or left before its part of %s", peer, label);
+    if (status == SW_E_COMM && cause.detail < 0) /* the connection, not what a peer has said */
+        return sw_star_name_lost(star, 0, label, err);
+    return status == SW_OK ? SW_OK
+                           : sw_error_set(err, cause.status, cause.detail, "%s", cause.message);
 }
 
-sw_status sw_star_answer(sw_star *star, uint32_t serial, sw_status status, const sw_error *reason,
-                         sw_error *err)
+sw_status sw_star_answer(sw_star *star, const char *label, uint32_t serial, sw_status status,
+                         const sw_error *reason, sw_error *err)
 {
-    return answer(star->link[0], serial, status, reason, err);
+    return answer(star->link[0], serial, status, reason, NULL) == SW_OK
+               ? SW_OK
+               : sw_star_name_lost(star, 0, label, err);
 }

@@ -59,7 +59,7 @@ SW_MUST_USE sw_status sw_star_give(sw_star *star, const sw_gift *gift, int fd, c
 SW_MUST_USE sw_status sw_star_take(sw_star *star, const char *label, sw_gift *gift, int *fd,
                                    sw_error *err);
 /* `status` SW_OK: taken. Else the reason why this rank cannot go on. */
-SW_MUST_USE sw_status sw_star_answer(sw_star *star, uint32_t serial, sw_status status,
-                                     const sw_error *reason, sw_error *err);
+SW_MUST_USE sw_status sw_star_answer(sw_star *star, const char *label, uint32_t serial,
+                                     sw_status status, const sw_error *reason, sw_error *err);
 
 #endif

@@ -198,19 +198,6 @@ static sw_status look_for_callers(reception *r, sw_error *err)
 /* Ranks
  * ------------------------------------------------------------------------------------------ */
 
-/* A linked rank is gone: what it has said of it, or what its peers see, comes first. */
-static sw_status name_lost_rank(const reception *r, int rank, sw_error *err)
-{
-    sw_comm *comm = r->star->comm;
-    sw_error seen;
-    char peer[SW_COMM_PEER_BYTES];
-    if (comm->ops->look(comm, true, &seen) != SW_OK)
-        return sw_error_set(err, seen.status, seen.detail, "%s", seen.message);
-    comm->ops->peer(comm, rank, peer);
-    return sw_error_set(err, SW_E_COMM, name_of(r, rank),
-                        "%s died, exited or left before its part of %s", peer, r->label);
-}
-
 /* As many as may be in flight. */
 static sw_status give(reception *r, sw_error *err)
 {
@@ -220,7 +207,7 @@ static sw_status give(reception *r, sw_error *err)
         if (r->step[k] != LINKED)
             continue;
         if (sw_socket_send(r->star->link[k], r->gift, sizeof *r->gift, r->fd, &sent, NULL) != SW_OK)
-            return name_lost_rank(r, k, err);
+            return sw_star_name_lost(r->star, k, r->label, err);
         if (!sent)
             break;
         r->step[k] = GIVEN;
@@ -244,7 +231,7 @@ static sw_status hear_rank(reception *r, int rank, sw_error *err)
     bool received;
     if (sw_socket_receive(r->star->link[rank], &answer, sizeof answer, NULL, &received, NULL) !=
         SW_OK)
-        return name_lost_rank(r, rank, err);
+        return sw_star_name_lost(r->star, rank, r->label, err);
     if (!received)
         return SW_OK;
     answer.message[sizeof answer.message - 1] = '\0';

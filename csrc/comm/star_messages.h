@@ -26,4 +26,7 @@ sw_star_wait sw_star_wait_begin(const sw_star *star, void *context,
 /* *is_due tells whether it looked. An interrupted wait ends the communicator. */
 SW_MUST_USE sw_status sw_star_look(sw_star_wait *wait, bool *is_due, sw_error *err);
 
+/* A linked rank has hung up: what has been said of the end, or is seen, comes first. An error. */
+sw_status sw_star_name_lost(const sw_star *star, int rank, const char *label, sw_error *err);
+
 #endif

@@ -229,3 +229,11 @@ sw_status sw_limits_check_descriptors(unsigned count, const char *label, sw_erro
                 label, count, limit, open_now);
     return SW_OK;
 }
+
+sw_status sw_limits_fail_descriptors(const char *what, int cause, sw_error *err)
+{
+    return sw_error_set(err, SW_E_MEMORY, cause,
+                        "%s: this process may open no more descriptors (ulimit -n is %" PRIu64
+                        "): %s",
+                        what, read_rlimit(RLIMIT_NOFILE), strerror(cause));
+}

@@ -43,4 +43,7 @@ SW_MUST_USE sw_status sw_limits_check_file(size_t size_bytes, const char *label,
  * the need. */
 SW_MUST_USE sw_status sw_limits_check_descriptors(unsigned count, const char *label, sw_error *err);
 
+/* The sentence where the system has refused one more (EMFILE, ENFILE): always SW_E_MEMORY. */
+sw_status sw_limits_fail_descriptors(const char *what, int cause, sw_error *err);
+
 #endif

@@ -37,10 +37,11 @@ static const int64_t collapse_budget_ns = INT64_C(2000000000);
 static sw_status create(size_t size_bytes, const char *label, int *fd, sw_error *err)
 {
     int made = (int)syscall(SYS_memfd_create, "shardwright", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (made < 0 && (errno == EMFILE || errno == ENFILE))
+        return sw_limits_fail_descriptors(label, errno, err);
     if (made < 0)
-        return sw_error_set(err, errno == EMFILE || errno == ENFILE ? SW_E_MEMORY : SW_E_OS, errno,
-                            "%s: memfd_create of %zu bytes failed: %s", label, size_bytes,
-                            strerror(errno));
+        return sw_error_set(err, SW_E_OS, errno, "%s: memfd_create of %zu bytes failed: %s", label,
+                            size_bytes, strerror(errno));
     if (ftruncate(made, (off_t)size_bytes) != 0 || fcntl(made, F_ADD_SEALS, SIZE_SEALS) != 0) {
         int cause = errno;
         close(made);

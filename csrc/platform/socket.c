@@ -5,11 +5,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+#include "platform/limits.h"
 
 sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *err)
 {
@@ -17,16 +18,6 @@ sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *err)
         return sw_error_set(err, SW_E_OS, errno, "getrandom of %zu bytes failed: %s", size_bytes,
                             strerror(errno));
     return SW_OK;
-}
-
-/* EMFILE and the like, for the sentence of an error: what a user can change. */
-static sw_status fail_for_descriptors(const char *what, int cause, sw_error *err)
-{
-    struct rlimit limit = {.rlim_cur = 0};
-    (void)getrlimit(RLIMIT_NOFILE, &limit);
-    return sw_error_set(err, SW_E_MEMORY, cause,
-                        "%s: this process may open no more descriptors (ulimit -n is %llu): %s",
-                        what, (unsigned long long)limit.rlim_cur, strerror(cause));
 }
 
 static socklen_t make_address(const char *name, struct sockaddr_un *address)
@@ -55,7 +46,7 @@ sw_status sw_socket_listen(int backlog, char name[SW_SOCKET_NAME_BYTES], int *fd
              (unsigned long)geteuid());
     int made = make_socket();
     if (made < 0 && (errno == EMFILE || errno == ENFILE))
-        return fail_for_descriptors("host socket", errno, err);
+        return sw_limits_fail_descriptors("host socket", errno, err);
     if (made < 0)
         return sw_error_set(err, SW_E_OS, errno, "socket failed: %s", strerror(errno));
     socklen_t length = make_address(name, &address);
@@ -130,7 +121,7 @@ sw_status sw_socket_call(const char *name, int *fd, sw_error *err)
         return sw_error_set(err, SW_E_COMM, -1, "nobody listens at %s on this host: %s", name,
                             strerror(cause));
     if (cause == EMFILE || cause == ENFILE)
-        return fail_for_descriptors("calling a peer", cause, err);
+        return sw_limits_fail_descriptors("calling a peer", cause, err);
     return sw_error_set(err, SW_E_OS, cause, "calling %s on this host failed: %s", name,
                         strerror(cause));
 }
@@ -141,7 +132,7 @@ sw_status sw_socket_accept(int listener, int *fd, sw_error *err)
     if (*fd >= 0 || errno == EAGAIN || errno == EINTR || errno == ECONNABORTED)
         return SW_OK;
     if (errno == EMFILE || errno == ENFILE)
-        return fail_for_descriptors("taking a peer's call", errno, err);
+        return sw_limits_fail_descriptors("taking a peer's call", errno, err);
     return sw_error_set(err, SW_E_OS, errno, "accept failed: %s", strerror(errno));
 }
 
@@ -222,7 +213,7 @@ sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *passed,
     }
     if (passed && (message.msg_flags & MSG_CTRUNC)) {
         sw_socket_close(passed);
-        return fail_for_descriptors("receiving a descriptor from a peer", EMFILE, err);
+        return sw_limits_fail_descriptors("receiving a descriptor from a peer", EMFILE, err);
     }
     return SW_OK;
 }
