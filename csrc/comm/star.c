@@ -10,14 +10,16 @@
 #include "comm/star_messages.h"
 #include "platform/clock.h"
 
-enum { LOOK_MS = 100, QUEUE_MS = 2, CALLS_MAX = 100, CALL_AGAIN_MS = 20 };
+enum { LOOK_MS = 100, QUEUE_MIN = 1024, CALLS_MAX = 100, CALL_AGAIN_MS = 20 };
 
 sw_status sw_star_open(sw_star *star, sw_comm *comm, char address[SW_SOCKET_NAME_BYTES],
                        sw_error *err)
 {
+    int queue = comm->world_size > QUEUE_MIN / 2 ? 2 * comm->world_size : QUEUE_MIN;
     star->comm = comm;
-    /* Every peer may probe, and then join; the kernel cuts it to net.core.somaxconn. */
-    return sw_socket_listen(2 * comm->world_size, address, &star->listener, err);
+    /* Every peer may probe, and then join, and strangers take places, too; the kernel cuts it to
+     * net.core.somaxconn. */
+    return sw_socket_listen(queue, address, &star->listener, err);
 }
 
 void sw_star_close(sw_star *star)
@@ -119,7 +121,6 @@ static sw_status connect(sw_star_wait *wait, const char *name, int *socket, sw_e
         SW_TRY(sw_socket_call(name, socket, err));
         if (*socket >= 0)
             return SW_OK;
-        (void)poll(NULL, 0, QUEUE_MS);
         SW_TRY(sw_star_look(wait, &unused, err));
     }
 }

@@ -2,15 +2,19 @@
 #include "platform/socket.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include "platform/limits.h"
+
+enum { PLACE_MS = 50 };
 
 sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *err)
 {
@@ -73,15 +77,20 @@ bool sw_socket_uid_is_of(long uid, const char *name)
     return uid >= 0 && (uid == (long)geteuid() || (suffix && uid == strtol(suffix + 1, NULL, 10)));
 }
 
-/* A connected socket; -1 with errno: EAGAIN where the listener's queue is full. */
-static int call_once(const char *name)
+/* A connected socket; -1 with errno: EAGAIN where the listener's queue is full. With `patience` it
+ * waits for a place there, in the kernel's queue: whoever tried again and again instead would find
+ * the place taken by others that wait. */
+static int call_once(const char *name, const struct timeval *patience)
 {
     struct sockaddr_un address;
     socklen_t length = make_address(name, &address);
-    int made = make_socket();
+    int made = patience ? socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0) : make_socket();
     if (made < 0)
         return -1;
-    if (connect(made, (struct sockaddr *)&address, length) == 0)
+    if (patience)
+        (void)setsockopt(made, SOL_SOCKET, SO_SNDTIMEO, patience, sizeof *patience);
+    if (connect(made, (struct sockaddr *)&address, length) == 0 &&
+        (!patience || fcntl(made, F_SETFL, fcntl(made, F_GETFL) | O_NONBLOCK) == 0))
         return made;
     int cause = errno;
     close(made);
@@ -96,7 +105,7 @@ static bool nobody_listens(int cause)
 
 bool sw_socket_listens(const char *name)
 {
-    int made = call_once(name), cause = errno;
+    int made = call_once(name, NULL), cause = errno;
     if (made < 0)
         return !nobody_listens(cause);
     bool is_ours = sw_socket_uid_is_of(sw_socket_peer_uid(made), name);
@@ -106,7 +115,8 @@ bool sw_socket_listens(const char *name)
 
 sw_status sw_socket_call(const char *name, int *fd, sw_error *err)
 {
-    int made = call_once(name), cause = errno;
+    static const struct timeval patience = {.tv_usec = PLACE_MS * 1000};
+    int made = call_once(name, &patience), cause = errno;
     long uid = made >= 0 ? sw_socket_peer_uid(made) : -1;
     *fd = -1;
     if (made >= 0 && !sw_socket_uid_is_of(uid, name)) {

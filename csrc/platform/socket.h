@@ -1,5 +1,5 @@
-/* socket.h - abstract Unix sockets that carry a few bytes and a file descriptor. No call waits:
- * whoever does polls the sockets.
+/* socket.h - abstract Unix sockets that carry a few bytes and a file descriptor. No function waits,
+ * but sw_socket_call for a moment: whoever does polls the sockets.
  *
  * Abstract names live in the network namespace and vanish with their socket: nothing is left
  * behind. Every process of the namespace can read and call them, so a name ends with the listener's
@@ -30,8 +30,8 @@ long sw_socket_peer_uid(int fd);
 /* Whether it is this process's own, or the one that `name` ends with. */
 bool sw_socket_uid_is_of(long uid, const char *name);
 
-/* A connection; *fd is -1 where the listener's queue is full. SW_E_COMM: nobody listens there
- * (another host or another network namespace), or a process of another user does. */
+/* A connection; *fd is -1 where the listener's queue has stayed full for 50 ms. SW_E_COMM: nobody
+ * listens there (another host or another network namespace), or a process of another user does. */
 SW_MUST_USE sw_status sw_socket_call(const char *name, int *fd, sw_error *err);
 
 /* Whether the one who made `name` still listens; true also where this process cannot find out. To

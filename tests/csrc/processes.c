@@ -34,20 +34,30 @@ void process_meet(process_rank *self)
         sw_futex_wait(&board->met, seen, SLICE_NS);
 }
 
-sw_status process_join(process_rank *self, int64_t timeout_ns)
+sw_status process_listen(process_rank *self, int64_t timeout_ns)
 {
-    const char **all = malloc((size_t)self->world_size * sizeof *all);
     sw_status status = sw_shm_comm_create(self->rank, self->world_size, "here", &self->comm,
                                           self->board->address[self->rank], self->err);
-    process_meet(self);
-    for (int r = 0; r < self->world_size; ++r)
-        all[r] = self->board->address[r];
-    if (status == SW_OK) {
+    if (status == SW_OK)
         self->comm->timeout_ns = timeout_ns;
-        status = sw_shm_comm_connect(self->comm, all, secret, self->err);
-    }
+    process_meet(self);
+    return status;
+}
+
+sw_status process_connect(process_rank *self)
+{
+    const char **all = malloc((size_t)self->world_size * sizeof *all);
+    for (int r = 0; all && r < self->world_size; ++r)
+        all[r] = self->board->address[r];
+    sw_status status = all ? sw_shm_comm_connect(self->comm, all, secret, self->err) : SW_E_MEMORY;
     free(all);
     return status;
+}
+
+sw_status process_join(process_rank *self, int64_t timeout_ns)
+{
+    SW_TRY(process_listen(self, timeout_ns));
+    return process_connect(self);
 }
 
 static void run_rank(const process_job *job, process_board *board, int rank)

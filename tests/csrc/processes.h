@@ -57,7 +57,10 @@ bool processes_can_change_user(void);
 
 /* Waits for all ranks of the job. */
 void process_meet(process_rank *self);
-/* Creates the communicator, and joins once all have: the status of the second. */
+/* Creates the communicator, and waits until all have. */
+sw_status process_listen(process_rank *self, int64_t timeout_ns);
+sw_status process_connect(process_rank *self);
+/* Both. */
 sw_status process_join(process_rank *self, int64_t timeout_ns);
 
 #endif

@@ -134,10 +134,16 @@ static void join_reduce_and_die(process_rank *self)
     self->err->status = SW_OK;
 }
 
-/* Under a machine's other load the wall clock says nothing: then what the processors did counts. */
-static bool is_within(double wall_s, double cpu_s, double limit_s)
+/* What other programs run takes its share: the limit holds for a machine with two idle cores. */
+static double loaded(double limit_s)
 {
-    return wall_s < limit_s || cpu_s < limit_s;
+    int running = 1;
+    FILE *file = fopen("/proc/loadavg", "r");
+    if (file && fscanf(file, "%*f %*f %*f %d", &running) != 1)
+        running = 1;
+    if (file)
+        fclose(file);
+    return limit_s * (1 + running / 2.0);
 }
 
 static double highest(const process_board *board, int world_size, figure which)
@@ -151,7 +157,7 @@ static double highest(const process_board *board, int world_size, figure which)
 static void test_crowd(int world_size, long open_files, int victim)
 {
     crowd given = {.victim = victim};
-    double wall_s, cpu_s;
+    double wall_s, cpu_s, join_limit_s = loaded(3), name_limit_s = loaded(1);
     process_job job = {.world_size = world_size,
                        .uid = processes_can_change_user() ? PROCESSES_NOBODY : 0,
                        .open_files = open_files,
@@ -171,11 +177,11 @@ static void test_crowd(int world_size, long open_files, int victim)
         check(victim < 0 || o->figure[NAMED_RANK] == victim, "%d ranks, rank %d heard of: %s",
               world_size, r, o->err.message);
     }
-    check(is_within(joined_s, cpu_s, 3), "%d ranks joined after %.2f s (%.2f s of processors)",
-          world_size, joined_s, cpu_s);
+    check(joined_s < join_limit_s, "%d ranks joined after %.2f s, not %.2f", world_size, joined_s,
+          join_limit_s);
     double named_s = highest(board, world_size, NAMED_S);
-    check(is_within(named_s, cpu_s, 1), "of %d ranks the last named the dead one after %.2f s",
-          world_size, named_s);
+    check(named_s < name_limit_s, "of %d ranks the last named the dead one after %.2f s, not %.2f",
+          world_size, named_s, name_limit_s);
     printf("%d ranks, uid %d, ulimit -n %ld: joined after %.2f s, named after %.2f s; %.2f s in "
            "all, %.2f s of processors\n",
            world_size, job.uid, open_files, joined_s, named_s, wall_s, cpu_s);
@@ -200,7 +206,7 @@ static void test_too_many(void)
     for (int r = 1; r < MANY; ++r)
         check(board->outcome[r].err.status == SW_E_COMM && board->outcome[r].err.detail == 0,
               "rank %d: %s", r, board->outcome[r].err.message);
-    check(wall_s < 10, "they all knew after %.1f s", wall_s);
+    check(wall_s < loaded(10), "they all knew after %.1f s", wall_s);
     processes_free(board);
 }
 
@@ -220,18 +226,11 @@ static void leave_open(int more)
 /* Room for the connection, and none for what comes through it. */
 static void join_without_room(process_rank *self)
 {
-    const char *all[FEW];
-    static const uint8_t secret[SW_SHM_SECRET_BYTES] = "any";
-    if (sw_shm_comm_create(self->rank, self->world_size, "here", &self->comm,
-                           self->board->address[self->rank], self->err) != SW_OK)
+    if (process_listen(self, timeout_ns) != SW_OK)
         return;
-    process_meet(self);
     if (self->rank == 2)
         leave_open(1);
-    for (int r = 0; r < FEW; ++r)
-        all[r] = self->board->address[r];
-    self->comm->timeout_ns = timeout_ns;
-    (void)!sw_shm_comm_connect(self->comm, all, secret, self->err);
+    (void)!process_connect(self);
 }
 
 static void create_arena_without_room(process_rank *self)
@@ -268,7 +267,7 @@ static void test_no_room(void)
                      : err->status == SW_E_COMM && (names || is_late),
               "joining without room for a gift, rank %d: %s", r, err->message);
     }
-    check(wall_s < 5, "all ranks knew after %.1f s", wall_s);
+    check(wall_s < loaded(5), "all ranks knew after %.1f s", wall_s);
     processes_free(board);
     for (int poor = 0; poor < FEW; poor += 2) {
         job = (process_job){
@@ -289,23 +288,26 @@ typedef struct death {
     bool joins; /* while it joins; else while arenas are made */
 } death;
 
+static void die_soon(const process_rank *self, bool joins)
+{
+    const death *given = self->given;
+    if (self->rank != given->victim || given->joins != joins || fork() != 0)
+        return;
+    pid_t parent = getppid();
+    (void)usleep((useconds_t)given->after_us);
+    (void)kill(parent, SIGKILL);
+    _exit(0);
+}
+
 static void die_at_a_moment(process_rank *self)
 {
     const death *given = self->given;
     sw_arena *arena;
-    if (self->rank == given->victim && given->joins && fork() == 0) {
-        pid_t parent = getppid();
-        (void)usleep((useconds_t)given->after_us);
-        (void)kill(parent, SIGKILL);
-        _exit(0);
-    }
-    sw_status status = process_join(self, timeout_ns);
-    if (status == SW_OK && self->rank == given->victim && !given->joins && fork() == 0) {
-        pid_t parent = getppid();
-        (void)usleep((useconds_t)given->after_us);
-        (void)kill(parent, SIGKILL);
-        _exit(0);
-    }
+    sw_status status = process_listen(self, timeout_ns);
+    die_soon(self, true);
+    if (status == SW_OK)
+        status = process_connect(self);
+    die_soon(self, false);
     int64_t begun_ns = sw_clock_now_ns();
     while (status == SW_OK && seconds_since(begun_ns) < 20) {
         status = self->comm->ops->arena_create(self->comm, 8192, "again", &arena, self->err);
@@ -337,7 +339,7 @@ static void test_deaths(void)
                     check(o->has_ended && names, "rank %d died after %d us, rank %d heard: %s",
                           given.victim, given.after_us, r, o->err.message);
             }
-            check(wall_s < 15, "a death after %d us: %.1f s", given.after_us, wall_s);
+            check(wall_s < loaded(10), "a death after %d us: %.1f s", given.after_us, wall_s);
             processes_free(board);
         }
 }
