@@ -696,7 +696,7 @@ static PyObject *comm_get_alive(PyObject *op, void *unused)
     comm_object *self = (comm_object *)op;
     (void)unused;
     return PyBool_FromLong(self->comm && !self->closed && self->connected &&
-                           self->comm->ops->is_alive(self->comm));
+                           (is_own(self) || self->group) && self->comm->ops->is_alive(self->comm));
 }
 
 static PyObject *comm_get_end_reason(PyObject *op, void *unused)
