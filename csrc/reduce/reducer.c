@@ -385,22 +385,6 @@ static sw_status wait_all(sw_reducer *reducer, sw_error *err)
 }
 
 /* Spreads the buckets' use bits to the parameters, and ends the round. */
-static void collect(sw_reducer *reducer)
-{
-    for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
-        const bucket *b = &reducer->buckets[i];
-        const sw_layout_bucket *shape = &reducer->layout.bucket[i];
-        for (size_t k = 0; k < shape->count; ++k) {
-            param_state *state = &reducer->params[reducer->layout.order[shape->first + k]];
-            state->used_by_any = b->takes_part && sw_bit_is_set(b->any, k);
-            if (b->takes_part)
-                state->used = 0;
-        }
-    }
-    reducer->state = SW_ROUND_CLOSED;
-    reducer->stats.rounds++;
-}
-
 /* The rank that abandoned this round in some bucket, or -1. */
 static int abandoned_by(sw_reducer *reducer)
 {
@@ -410,6 +394,24 @@ static int abandoned_by(sw_reducer *reducer)
                 sw_bucket_tail(&reducer->buckets[i], r)->abandoned)
                 return r;
     return -1;
+}
+
+/* What was used is so until it is averaged: an abandoned round averages nothing. */
+static void collect(sw_reducer *reducer)
+{
+    bool averaged = abandoned_by(reducer) < 0;
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
+        const bucket *b = &reducer->buckets[i];
+        const sw_layout_bucket *shape = &reducer->layout.bucket[i];
+        for (size_t k = 0; k < shape->count; ++k) {
+            param_state *state = &reducer->params[reducer->layout.order[shape->first + k]];
+            state->used_by_any = b->takes_part && sw_bit_is_set(b->any, k);
+            if (b->takes_part && averaged)
+                state->used = 0;
+        }
+    }
+    reducer->state = SW_ROUND_CLOSED;
+    reducer->stats.rounds++;
 }
 
 static sw_status check_abandoned(sw_reducer *reducer, sw_error *err)
