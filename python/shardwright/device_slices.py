@@ -270,7 +270,7 @@ class SlicedDeviceRounds(DeviceRounds):
                 view = self.views[index]
                 assert isinstance(view, ShardedGradient)
                 if self._used_by_any[index]:
-                    view._cleared = False
+                    view._cleared, view._pending = False, None
                     self._parameters[index].grad = view
                 self._used[index] = 0
         self._restore_unused()
