@@ -65,7 +65,7 @@ class SlicedDeviceRounds(DeviceRounds):
         self._make_ring(like)
         for index in bucket.members:
             low, high = self._run(bucket, index)
-            self.views[index] = ShardedGradient(_dense(self._layouts[index]), bucket.flat[low:high], self.board)
+            self.views[index] = ShardedGradient(index, _dense(self._layouts[index]), bucket.flat[low:high], self.board)
 
     def _travelling_sizes(self, adopted: Sequence[Bucket]) -> list[int]:
         return sorted(map(nbytes_of, adopted), reverse=True)[: self._places_wanted()]

@@ -13,13 +13,14 @@ import contextlib
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ._engine import Error
-from .join import exchange_slices
+from .answers import gather_answers
+from .join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
 from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
 from .parameter_slices import memory_order
 from .replica import Replica
@@ -212,22 +213,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._replica.announce("step", self._position, [_hyperparameters(group) for group in self.param_groups])
         if self._replica.zero == 1 and self._replica.is_joining:
             exchange_slices(self._replica, self.run)
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self._step_together(self._own_gradient, stepped)
+        states = {p: state_of(p.grad) for group in self.param_groups for p in group["params"]}
+        self._step_together(self._own_gradient, states)
         return loss
 
-    def shadow_step(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None]) -> None:
+    def shadow_step(
+        self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None], states: Sequence[int]
+    ) -> None:
         """A step of the others, of a rank that ran out of inputs (join): on its slices, with hyperparameters and gradients that it
-        was told. Collective."""
+        was told. `states`: see state_of, of every parameter of the module. Collective."""
         self._replica.before_writes()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
         check_groups(self, self._inner)
-        members = [p for group in self.param_groups for p in group["params"]]
-        stepped = [p for p in members if gradients[self._index[id(p)]] is not None]
-        self._step_together(gradients.__getitem__, stepped)
+        told = {p: states[self._index[id(p)]] for group in self.param_groups for p in group["params"]}
+        self._step_together(gradients.__getitem__, told)
 
-    def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None], stepped: list[torch.Tensor]) -> None:
+    def _step_together(
+        self, gradient_of: Callable[[int], torch.Tensor | None], states: Mapping[torch.Tensor, int]
+    ) -> None:
+        """`states`: see state_of, of this optimizer's parameters."""
         refusal: Exception | None = None
         try:
             if self._replica.link is not None:
@@ -235,11 +240,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_gradients(gradient_of)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank's slices
             refusal = error
-        self._agree(refusal)
+        self._agree(refusal, states)
         with self._replica.writing():
             failure = self._step_on_slices()
             self._publish()  # after a failure too: whatever the slices are now, all ranks have the same
-        self._count_writes(stepped)
+        self._count_writes([parameter for parameter, state in states.items() if state != NO_GRADIENT])
         self._tell(failure)
 
     def _tell(self, failure: Exception | None) -> None:
@@ -278,26 +283,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._replica.count_writes(stepped)
         self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
         """What ranks must agree on before a step, beside the groups."""
-        return {"factors that gradients were scaled by": self._replica.gradient_factors()}
+        names = self._replica.table.names
+        without = [(names[self._index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
+        return {
+            "factors that gradients were scaled by": self._replica.gradient_factors(),
+            "parameters without a gradient": [name for name, state in without if state == NO_GRADIENT],
+            "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
+        }
 
-    def _agree(self, refusal: Exception | None) -> None:
+    def _agree(self, refusal: Exception | None, states: Mapping[torch.Tensor, int]) -> None:
         """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
         groups: list[Any] = [
             [[self._index[id(p)] for p in group["params"]], _hyperparameters(group)] for group in self.param_groups
         ]
-        groups.append([[], self._facts()])
+        groups.append([[], self._facts(states)])
         encoded = json.dumps(groups, sort_keys=True, separators=(",", ":")).encode()
-        gather = self._replica.group.comm.all_gather_bytes
-        mine = b"\1" + str(refusal).encode() if refusal else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
-        digests = gather(mine, "hyperparameters of a step")
-        refused = next((digest for digest in digests if digest[:1] == b"\1"), None)
-        if refused is not None:
-            raise Error(refused[1:].decode())
+        comm = self._replica.group.comm
+
+        def answer() -> bytes:
+            if refusal is not None:
+                raise refusal
+            return hashlib.blake2b(encoded, digest_size=16).digest()
+
+        digests = gather_answers(comm, answer, "hyperparameters of a step")
         if all(digest == digests[0] for digest in digests):
+            self._replica.accept_factors()
             return
-        tables = [json.loads(data) for data in gather(encoded, "hyperparameters")]
+        tables = [json.loads(data) for data in comm.all_gather_bytes(encoded, "hyperparameters")]
         raise Error(_difference(tables))
 
     # state --------------------------------------------------------------------------------------------------------
@@ -600,6 +614,10 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(type(value))
 
 
+def _some(items: list[Any]) -> str:
+    return ", ".join(map(str, items[:3])) + (f" and {len(items) - 3} more" if len(items) > 3 else "") or "none"
+
+
 def _difference(tables: list[Any]) -> str:
     other = next(rank for rank, table in enumerate(tables) if table != tables[0])
     for position, (ours, theirs) in enumerate(zip(tables[0], tables[other])):
@@ -607,8 +625,12 @@ def _difference(tables: list[Any]) -> str:
             return f"ranks disagree about the optimizer: group {position} holds other parameters on rank 0 and rank {other}"
         for key in sorted({*ours[1], *theirs[1]}):
             a, b = ours[1].get(key), theirs[1].get(key)
-            if a != b:
-                return f"ranks disagree about the optimizer: group {position} has {key}={a} on rank 0, {key}={b} on rank {other}"
+            if a == b:
+                continue
+            if position == len(tables[0]) - 1:  # facts, which are lists
+                mine, others = [item for item in a if item not in b], [item for item in b if item not in a]
+                return f"ranks disagree about the gradients of a step: {key}: {_some(mine)} on rank 0 alone, {_some(others)} on rank {other} alone"
+            return f"ranks disagree about the optimizer: group {position} has {key}={a} on rank 0, {key}={b} on rank {other}"
     return (
         f"ranks disagree about the optimizer: {len(tables[0])} groups on rank 0, {len(tables[other])} on rank {other}"
     )
