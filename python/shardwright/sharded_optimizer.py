@@ -263,6 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What was raised in between, if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
+            self._replica.parameters().take_writes()
             self._complete_gradients()
             with self._on_slices() as low:
                 with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
