@@ -32,6 +32,7 @@ import torch.distributed as dist
 from . import _hooks
 from ._engine import CommError, HostComm, forked
 from .launch import Launch, read_launch
+from .memory import check_sendable
 from .slicing import Slicing
 
 _logger = logging.getLogger("shardwright")
@@ -292,6 +293,7 @@ class HostGroup:
 
         Cost: the bytes of `tensors`, once; tensors that are not contiguous go through a copy.
         """
+        check_sendable(tensors, label)
         plain = [tensor.data for tensor in tensors if tensor.numel()]
         dense = [t if t.is_contiguous() and not t.is_conj() and not t.is_neg() else _row_major(t) for t in plain]
         ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in dense]

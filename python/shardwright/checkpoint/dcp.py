@@ -45,7 +45,7 @@ from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from . import tree
 from .content import Group
 from .files import MAX_FILE_BYTES, check_step, why_not_there
-from .names import plain
+from .names import check_savable, plain
 from .partial import PartialLock, of_saves
 from .retention import find
 from .slices import Sliced, box_ranges
@@ -176,14 +176,16 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                         )
                     results.append(WriteResult(item.index, 0, node))
                     continue
-                memory = plain(planner.resolve_data(item))
+                tensor = planner.resolve_data(item)
+                check_savable(item.index.fqn, tensor)
+                memory = plain(tensor)
                 path, begin = places[item.index.fqn]
                 data = item.tensor_data
                 ranges = _ranges(
                     tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
                 )
                 results.append(WriteResult(item.index, memory.nbytes, files.write(path, begin, ranges, memory)))
-                del memory  # it may be a copy: one at a time
+                del memory, tensor  # it may be a copy: one at a time
             files.close(sync=True)
         except BaseException:
             self._layout = None
