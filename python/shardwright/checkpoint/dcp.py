@@ -121,6 +121,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         self._step = step
         self._max_file_bytes = max_file_bytes
         self._overwrite = overwrite
+        self._replaces = ""
         self._layout: _Layout | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -139,6 +140,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._layout = None  # of a save that failed on another rank: its folder goes with it
+        self._replaces = CheckpointFolder.identity(self._folder()) if is_coordinator else ""
         refusal = why_not_there(self._folder(), self._overwrite) if is_coordinator else ""
         if refusal:  # on all ranks: torch tells the others
             raise CheckpointError(refusal)
@@ -206,7 +208,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                 parts += each.storage_data
             else:
                 objects[each.index.fqn] = each.storage_data
-        self._layout.commit(parts, objects, self._step, len(results))
+        self._layout.commit(parts, objects, self._step, len(results), self._replaces)
         self._layout = None
 
 
@@ -397,7 +399,7 @@ class _Layout:
             failure.errno = error.errno
             raise failure from error
 
-    def commit(self, parts: list[Part], objects: Mapping[str, Any], step: int, world_size: int) -> None:
+    def commit(self, parts: list[Part], objects: Mapping[str, Any], step: int, world_size: int, replaces: str) -> None:
         texts = {"state.json": tree.dumps(self._state(objects, step))}
         if any(group.stem == "optimizer" for group in self._groups):
             texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
@@ -418,8 +420,8 @@ class _Layout:
             if self.lock is not None:
                 self.lock.release()
             plan.commit(
-                partial=self.partial, folder=self.folder, nonce=self.nonce, step=step, world_size=world_size,
-                checksums=checksums,
+                partial=self.partial, folder=self.folder, replaces=replaces, nonce=self.nonce, step=step,
+                world_size=world_size, checksums=checksums,
             )  # fmt: skip
         except BaseException:
             shutil.rmtree(self.partial, ignore_errors=True)
