@@ -66,7 +66,13 @@ def fake(tensor):
 
 
 KINDS = {"wrapper": lambda tensor: Codes.of(tensor), "freed": freed, "fake": fake}
-STAGES = [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False, "units": nn.Linear}]
+STAGES = [
+    {"zero": 0},
+    {"zero": 1},
+    {"zero": 2},
+    {"zero": 3},
+    {"zero": 3, "share_parameters": False, "units": nn.Linear},
+]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_stage = pytest.mark.parametrize("options", STAGES, ids=["0", "1", "2", "3", "private"])
 
@@ -152,12 +158,16 @@ def test_two_of_them_are_left_as_they_are_by_ignored_params(rank, world_size, op
         lambda: sw.load_full_state_dict(model, sw.full_state_dict(model)),
         f"load_full_state_dict: 'base.weight' is a .*{WITHOUT_MEMORY}",
     )
-    mine = {name: value for name, value in sw.full_state_dict(model).items() if name not in ("base.weight", "first.weight")}
+    mine = {
+        name: value for name, value in sw.full_state_dict(model).items() if name not in ("base.weight", "first.weight")
+    }
     assert len(sw.load_full_state_dict(model, mine, strict=False).missing_keys) == 2
     with tempfile.TemporaryDirectory() as folder:
         place = gather(folder)[0]
         named(
-            lambda: sw.save(f"{place}/a", model, optimizer, step=1), f"first.weight.*{WITHOUT_MEMORY}", engine.CheckpointError
+            lambda: sw.save(f"{place}/a", model, optimizer, step=1),
+            f"first.weight.*{WITHOUT_MEMORY}",
+            engine.CheckpointError,
         )
         gather(None)
 
