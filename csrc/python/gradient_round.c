@@ -51,13 +51,32 @@ static int copy_gradient(reducer_object *self, size_t index, PyObject *view, PyO
     return result ? 0 : -1;
 }
 
+static void *address_of(reducer_object *self, PyObject *tensor)
+{
+    tensor_view seen;
+    if (sw_py_tensor_view_get(self->exchange, tensor, &seen))
+        return seen.data;
+    PyObject *number = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    void *address = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    PyErr_Clear();
+    return address;
+}
+
+/* Whether a view lies in our memory still: `p.grad.data = x` gives the same object other memory. */
+static bool is_in_place(reducer_object *self, size_t index, PyObject *view)
+{
+    return sw_reducer_layout(self->reducer)->place[index].numel == 0 ||
+           address_of(self, view) == sw_reducer_address(self->reducer, index);
+}
+
 /* The view of a parameter, about to be overwritten while `.grad` is something else. Where somebody
  * kept the old gradient (the view is in other hands), it keeps its values: it moves to memory of
  * its own, and a new view is made. Borrowed. */
 static PyObject *writable_view(reducer_object *self, size_t index)
 {
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    if (!view || Py_REFCNT(view) == 1)
+    if (!view || (Py_REFCNT(view) == 1 && is_in_place(self, index, view)))
         return view;
     PyObject *position = PyLong_FromSize_t(index);
     PyObject *result = position ? PyObject_CallFunctionObjArgs(self->renew, position, NULL) : NULL;
@@ -170,7 +189,8 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
     PyObject *grad = PyObject_GetAttr(param, self->grad_name);
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
     int failed = !grad || !view;
-    if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && grad != view) {
+    bool ours = !failed && grad == view && is_in_place(self, index, view);
+    if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && !ours) {
         view = writable_view(self, index);
         failed = !view || copy_gradient(self, index, view, grad) < 0 ||
                  PyObject_SetAttr(param, self->grad_name, view) < 0;
@@ -202,7 +222,8 @@ static int fill(reducer_object *self)
         PyObject *grad =
             PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)i), self->grad_name);
         PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)i);
-        if (grad && grad != view)
+        bool ours = grad && view && grad == view && is_in_place(self, i, view);
+        if (grad && !ours)
             view = writable_view(self, i);
         int failed = !grad || !view;
         if (!failed && grad == Py_None) {
@@ -210,7 +231,7 @@ static int fill(reducer_object *self)
                            sw_dtype_size_bytes(layout->bucket[layout->place[i].bucket].dtype);
             if (bytes)
                 memset(sw_reducer_address(self->reducer, i), 0, bytes);
-        } else if (!failed && grad != view) {
+        } else if (!failed && !ours) {
             failed = copy_gradient(self, i, view, grad) < 0;
         }
         Py_XDECREF(grad);
@@ -233,6 +254,17 @@ static int publish(reducer_object *self)
             return -1;
     }
     return 0;
+}
+
+/* After a round: ranks whose optimizers stepped with different hyperparameters say so, all of them.
+ */
+static int compare_steps(reducer_object *self)
+{
+    if (!sw_reducer_take_unlike_steps(self->reducer) || !self->unlike)
+        return 0;
+    PyObject *result = PyObject_CallFunctionObjArgs(self->unlike, NULL);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
 }
 
 /* Waits for what the hook has begun. An exception that is set already stays the one. */
@@ -332,7 +364,7 @@ static int finish_round(reducer_object *self)
     sw_py_comm_leave(self->comm);
     if (!failed && self->bucket_callback)
         failed = finish_with_callback(self) < 0;
-    return failed || publish(self) < 0 ? -1 : 0;
+    return failed || publish(self) < 0 ? -1 : compare_steps(self);
 }
 
 static int abandon(reducer_object *self)
@@ -460,6 +492,54 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
     return none_or_null(finish_round(self));
 }
 
+/* Whether `.grad` holds what no round has averaged, as far as can be seen: a tensor, but not a
+ * standing mean of which this rank has a slice alone. 1, 0, or -1 with an exception. */
+static int holds_contribution(reducer_object *self, size_t index)
+{
+    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
+    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    int result = !grad ? -1 : grad != Py_None;
+    if (result > 0 && self->sliced && grad == view) {
+        PyObject *pending = PyObject_GetAttrString(view, "_pending");
+        result = !pending ? -1 : pending != Py_None;
+        Py_XDECREF(pending);
+    }
+    Py_XDECREF(grad);
+    return result;
+}
+
+/* A round that no backward announced: what stands in `.grad` are the contributions. */
+PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    sw_error err;
+    int64_t task;
+    bool advance;
+    (void)unused;
+    if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
+        return NULL;
+    if (task >= 0 || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED) {
+        PyErr_SetString(reducer_state_of(self)->error,
+                        "gradients are averaged by an explicit call outside of a backward only");
+        return NULL;
+    }
+    size_t count = sw_reducer_layout(self->reducer)->param_count;
+    for (size_t i = 0; i < count; ++i) {
+        int holds = sw_reducer_takes_part(self->reducer, i) ? holds_contribution(self, i) : 0;
+        if (holds < 0)
+            return NULL;
+        if (holds &&
+            reducer_raise(self, sw_reducer_mark_ready(self->reducer, i, task, &advance, &err),
+                          &err) < 0)
+            return NULL;
+    }
+    self->pending_forward = false;
+    if (reducer_raise(self, sw_reducer_open(self->reducer, -1, true, &err), &err) < 0)
+        return NULL;
+    return none_or_null(finish_round(self));
+}
+
 PyObject *sw_py_round_shadow(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
@@ -477,5 +557,6 @@ PyObject *sw_py_round_shadow(PyObject *op, PyObject *unused)
         return NULL;
     if (reducer_raise(self, status, &err) < 0)
         return NULL;
-    return none_or_null(self->bucket_callback ? shadow_callbacks(self) : 0);
+    return none_or_null(self->bucket_callback && shadow_callbacks(self) < 0 ? -1
+                                                                            : compare_steps(self));
 }

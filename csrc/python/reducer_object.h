@@ -19,6 +19,7 @@ typedef struct reducer_object {
     PyObject *layouts; /* owned list of tensors laid out as gradients are, where parameters are not
                           always; or None */
     PyObject *copy, *open, *renew, *task_id; /* owned callables or NULL */
+    PyObject *unlike;          /* owned callable or NULL: ranks have noted different steps */
     PyObject *bucket_callback; /* owned, or NULL: what averages a bucket, in place of the engine */
     PyObject *bucket_wait;     /* owned, or NULL: waits for what bucket_callback has begun. With it
                                   buckets are given as soon as they are complete */
@@ -87,6 +88,7 @@ PyObject *sw_py_round_announce(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_close(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_fail(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused);
+PyObject *sw_py_round_average(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_shadow(PyObject *op, PyObject *unused);
 
 #endif

@@ -109,6 +109,7 @@ static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->copy);
     Py_VISIT(self->open);
     Py_VISIT(self->task_id);
+    Py_VISIT(self->unlike);
     Py_VISIT(self->layouts);
     Py_VISIT(self->bucket_callback);
     Py_VISIT(self->bucket_wait);
@@ -125,6 +126,7 @@ static int reducer_clear(PyObject *op)
     ENGINE_CLEAR(self->copy);
     ENGINE_CLEAR(self->open);
     ENGINE_CLEAR(self->task_id);
+    ENGINE_CLEAR(self->unlike);
     ENGINE_CLEAR(self->layouts);
     ENGINE_CLEAR(self->bucket_callback);
     ENGINE_CLEAR(self->bucket_wait);
@@ -323,13 +325,14 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
 
 static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"parameters", "views",   "copy",    "open",
-                            "renew",      "task_id", "layouts", NULL};
+    static char *names[] = {"parameters", "views",   "copy",   "open", "renew",
+                            "task_id",    "layouts", "unlike", NULL};
     reducer_object *self = (reducer_object *)op;
-    PyObject *params, *views, *copy, *open, *renew, *task_id, *layouts;
+    PyObject *params, *views, *copy, *open, *renew, *task_id, *layouts, *unlike;
     if (reducer_check_made(self) < 0 ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOOO:attach", names, &params, &PyList_Type,
-                                     &views, &copy, &open, &renew, &task_id, &layouts))
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOOOO:attach", names, &params,
+                                     &PyList_Type, &views, &copy, &open, &renew, &task_id, &layouts,
+                                     &unlike))
         return NULL;
     PyObject *param_list = PySequence_List(params);
     Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;
@@ -349,6 +352,7 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     keep(&self->renew, renew);
     keep(&self->task_id, task_id);
     keep(&self->layouts, layouts);
+    keep(&self->unlike, unlike);
     if (attach_shapes(self, count) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -387,6 +391,15 @@ static PyObject *reducer_count_step(PyObject *op, PyObject *unused)
     if (reducer_check_made((reducer_object *)op) < 0)
         return NULL;
     sw_reducer_count_step(((reducer_object *)op)->reducer);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_note_step(PyObject *op, PyObject *digest)
+{
+    unsigned long value = PyLong_AsUnsignedLong(digest);
+    if (PyErr_Occurred() || reducer_check_made((reducer_object *)op) < 0)
+        return NULL;
+    sw_reducer_note_step(((reducer_object *)op)->reducer, (uint32_t)value);
     Py_RETURN_NONE;
 }
 
@@ -471,6 +484,35 @@ static PyObject *reducer_is_used(PyObject *op, PyObject *position)
     return PyBool_FromLong(sw_reducer_is_used(self->reducer, index));
 }
 
+static PyObject *reducer_averaged_in(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    return PyLong_FromUnsignedLongLong(sw_reducer_averaged_in(self->reducer, index));
+}
+
+/* Indices of the parameters whose `.grad` is a tensor other than our view. */
+static PyObject *reducer_foreign(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    (void)unused;
+    PyObject *found = reducer_check_ready(self) < 0 ? NULL : PyList_New(0);
+    size_t count = found ? sw_reducer_layout(self->reducer)->param_count : 0;
+    for (size_t i = 0; found && i < count; ++i) {
+        PyObject *grad =
+            PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)i), self->grad_name);
+        bool ours = grad == Py_None || (grad && grad == PyList_GetItem(self->views, (Py_ssize_t)i));
+        PyObject *item = grad && !ours ? PyLong_FromSize_t(i) : NULL;
+        if (!grad || (!ours && (!item || PyList_Append(found, item) < 0)))
+            ENGINE_CLEAR(found);
+        Py_XDECREF(item);
+        Py_XDECREF(grad);
+    }
+    return found;
+}
+
 static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
@@ -553,8 +595,12 @@ static PyMethodDef reducer_methods[] = {
      "close_pending()\n--\n\nA whole round, if a forward has none."},
     {"shadow", sw_py_round_shadow, METH_NOARGS,
      "shadow()\n--\n\nA whole round without contributing."},
+    {"average", sw_py_round_average, METH_NOARGS,
+     "average()\n--\n\nA whole round over what stands in .grad."},
     {"count_step", reducer_count_step, METH_NOARGS,
      "count_step()\n--\n\nA step of the optimizer; ranks compare."},
+    {"note_step", reducer_note_step, METH_O,
+     "note_step(digest)\n--\n\nWhat the step uses; ranks compare it in the next round."},
     {"forget_steps", reducer_forget_steps, METH_NOARGS,
      "forget_steps()\n--\n\nCounts from 0 again."},
     {"set_divide_by", reducer_set_divide_by, METH_O,
@@ -571,6 +617,10 @@ static PyMethodDef reducer_methods[] = {
      "standing_ranks(index)\n--\n\nRanks that contribute on top of the standing mean."},
     {"is_used", reducer_is_used, METH_O,
      "is_used(index)\n--\n\nWhether this rank used it since the last round."},
+    {"averaged_in", reducer_averaged_in, METH_O,
+     "averaged_in(index)\n--\n\nNumber of the last round in which some rank used it, from 1."},
+    {"foreign", reducer_foreign, METH_NOARGS,
+     "foreign()\n--\n\nIndices of the parameters whose .grad is no view of ours."},
     {"mark_unfrozen", reducer_mark_unfrozen, METH_O,
      "mark_unfrozen(index)\n--\n\nLets its bucket take part."},
     {"stats", reducer_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},

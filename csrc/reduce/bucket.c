@@ -147,6 +147,7 @@ void sw_bucket_write_tail(bucket *b)
     t->contributes = reducer->contributes;
     t->abandoned = reducer->abandoned;
     t->handed_over = b->state == BUCKET_HANDED_OVER;
+    t->stepped = reducer->stepped;
     for (size_t i = 0; reducer->contributes && i < shape->count; ++i) {
         const param_state *state = &reducer->params[reducer->layout.order[shape->first + i]];
         t->bits[i / 32] |= (uint32_t)state->used << (i % 32);

@@ -20,6 +20,7 @@ enum {
     ABANDONED_UNDER_WAY = 32, /* fewer than a communicator takes without waiting */
     ABANDON_POLL_NS = 1000000,
     HOLD_POLL_NS = 100000,
+    DIGEST_PRIME = 0x01000193, /* FNV's */
 };
 
 const sw_layout *sw_reducer_layout(const sw_reducer *reducer)
@@ -111,6 +112,30 @@ void sw_reducer_forget_steps(sw_reducer *reducer)
 {
     reducer->step = 0;
     reducer->rounds = 0;
+    reducer->stepped = reducer->noted = reducer->notes = 0;
+}
+
+void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest)
+{
+    reducer->noted += digest; /* several optimizers may step in any order between two rounds */
+    reducer->notes++;
+}
+
+/* What was noted since the last round counts from now on. */
+static void count_noted(sw_reducer *reducer)
+{
+    if (reducer->notes)
+        reducer->stepped = (reducer->stepped ^ reducer->noted) * DIGEST_PRIME + reducer->notes;
+    reducer->noted = reducer->notes = 0;
+}
+
+bool sw_reducer_take_unlike_steps(sw_reducer *reducer)
+{
+    bool unlike = reducer->stepped_unlike;
+    reducer->stepped_unlike = false;
+    if (unlike)
+        reducer->stepped = 0;
+    return unlike;
 }
 
 void sw_reducer_divide_by_active(sw_reducer *reducer, bool active_only)
@@ -148,6 +173,11 @@ bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param)
     return reducer->params[param].used_by_any;
 }
 
+uint64_t sw_reducer_averaged_in(const sw_reducer *reducer, size_t param)
+{
+    return reducer->params[param].averaged_in;
+}
+
 sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, sw_error *err)
 {
     if (reducer->state != SW_ROUND_CLOSED)
@@ -162,6 +192,7 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
         reducer->ring_bytes = sw_reducer_lay_ring(reducer, false);
         reducer->unfrozen = false;
     }
+    count_noted(reducer);
     reducer->parity ^= 1;
     reducer->rounds++;
     reducer->unplaced_bytes = 0;
@@ -384,7 +415,6 @@ static sw_status wait_all(sw_reducer *reducer, sw_error *err)
     return SW_OK;
 }
 
-/* Spreads the buckets' use bits to the parameters, and ends the round. */
 /* The rank that abandoned this round in some bucket, or -1. */
 static int abandoned_by(sw_reducer *reducer)
 {
@@ -396,22 +426,44 @@ static int abandoned_by(sw_reducer *reducer)
     return -1;
 }
 
-/* What was used is so until it is averaged: an abandoned round averages nothing. */
+/* Whether contributing ranks have noted different steps: the first bucket's tails say so. */
+static bool stepped_unlike(const sw_reducer *reducer)
+{
+    const bucket *b = reducer->buckets;
+    const tail *first = NULL;
+    size_t i = 0;
+    while (i < reducer->layout.bucket_count && !b[i].takes_part)
+        ++i;
+    for (int r = 0; i < reducer->layout.bucket_count && r < reducer->comm->world_size; ++r) {
+        const tail *t = sw_bucket_tail(&b[i], r);
+        if (!t->contributes)
+            continue;
+        if (first && first->stepped != t->stepped)
+            return true;
+        first = t;
+    }
+    return false;
+}
+
+/* Spreads the buckets' use bits to the parameters, and ends the round. */
 static void collect(sw_reducer *reducer)
 {
-    bool averaged = abandoned_by(reducer) < 0;
+    bool folded = abandoned_by(reducer) < 0;
+    reducer->stats.rounds++;
+    reducer->stepped_unlike = stepped_unlike(reducer);
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         const bucket *b = &reducer->buckets[i];
         const sw_layout_bucket *shape = &reducer->layout.bucket[i];
         for (size_t k = 0; k < shape->count; ++k) {
             param_state *state = &reducer->params[reducer->layout.order[shape->first + k]];
             state->used_by_any = b->takes_part && sw_bit_is_set(b->any, k);
-            if (b->takes_part && averaged)
+            if (state->used_by_any && folded)
+                state->averaged_in = reducer->stats.rounds;
+            if (b->takes_part && folded) /* an abandoned round averages nothing */
                 state->used = 0;
         }
     }
     reducer->state = SW_ROUND_CLOSED;
-    reducer->stats.rounds++;
 }
 
 static sw_status check_abandoned(sw_reducer *reducer, sw_error *err)

@@ -81,6 +81,13 @@ void sw_reducer_unfreeze(sw_reducer *reducer, size_t param);
 void sw_reducer_count_step(sw_reducer *reducer);
 /* Counts from 0 again: on all ranks, where some have taken steps without others (join). */
 void sw_reducer_forget_steps(sw_reducer *reducer);
+/* Adds what the next step uses (`digest`, of its hyperparameters) to what contributing ranks
+ * compare in each round, whatever the order of the steps between two rounds. No message is added
+ * for it: it travels with the use bits. */
+void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest);
+/* After a round: whether contributing ranks had noted different steps, which every rank finds
+ * alike. Said once: steps are compared anew from here on. */
+bool sw_reducer_take_unlike_steps(sw_reducer *reducer);
 
 /* Opens a round for graph task `task`. The state must be CLOSED. */
 SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised,
@@ -176,6 +183,8 @@ bool sw_reducer_is_used(const sw_reducer *reducer, size_t param);
 bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param);
 /* After sw_reducer_exchange_use(): how many ranks the mean is to be over. */
 size_t sw_reducer_divisor(const sw_reducer *reducer);
+/* The number, from 1, of the last round in which some rank used `param`; 0: none. */
+uint64_t sw_reducer_averaged_in(const sw_reducer *reducer, size_t param);
 /* The mean is over the contributing ranks (true) or over the world size (false, the start). */
 void sw_reducer_divide_by_active(sw_reducer *reducer, bool active_only);
 

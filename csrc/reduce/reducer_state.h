@@ -3,7 +3,8 @@
  * for others.
  *
  * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it
- * abandoned the round, whether a hook has the bucket already, and two bits a parameter. Tails are
+ * abandoned the round, whether a hook has the bucket already, a digest of the hyperparameters of
+ * its steps, and two bits a parameter. Tails are
  * doubled by the round's parity: a rank may post the next round while a peer still reads this
  * one's, but not the one after, because that needs the peer's done.
  *
@@ -17,6 +18,7 @@
 typedef struct tail {
     uint32_t contributes, abandoned;
     uint32_t handed_over; /* to a hook, before the end of the backward */
+    uint32_t stepped;     /* digest of what the rank's optimizers have stepped with */
     uint32_t bits[]; /* use bits of the bucket's parameters, in memory order; then standing bits */
 } tail;
 
@@ -47,9 +49,10 @@ typedef struct bucket {
     bool crosses; /* some rank handed it over early in this round */
 } bucket;
 
-typedef struct param_state { /* since when: the last synchronisation, but these three: this round */
-    uint8_t used, used_by_any;
-    uint8_t ready, placed, standing;
+typedef struct param_state {
+    uint64_t averaged_in; /* number of the last round in which some rank used it, from 1; 0: none */
+    uint8_t used, used_by_any;       /* since the last synchronisation */
+    uint8_t ready, placed, standing; /* in this round */
 } param_state;
 
 struct sw_reducer {
@@ -73,6 +76,9 @@ struct sw_reducer {
     sw_round_state state;
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
+    uint32_t stepped; /* digest of what was stepped with, since ranks last began from equal ones */
+    uint32_t noted, notes; /* since the last round, to be mixed into it: a sum, and how many */
+    bool stepped_unlike;   /* in the last round contributing ranks had different ones */
     uint32_t parity;
     uint32_t marks; /* gradients taken, to poll now and then */
     bool contributes, abandoned, divide_by_active;

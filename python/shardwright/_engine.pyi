@@ -688,6 +688,7 @@ class Reducer:
         renew: Callable[[int], None],
         task_id: Callable[[], int],
         layouts: list[torch.Tensor] | None,
+        unlike: Callable[[], None],
     ) -> None:
         """Binds tensors. `views[i]` is the gradient view over memory(i); the list itself is kept, and must hold the only
         reference to each view.
@@ -696,13 +697,16 @@ class Reducer:
         a round: it arranges that close() runs at the end of the outermost graph task and returns whether this
         backward synchronises. `renew(i)` replaces views[i], before it is overwritten, when somebody else holds it: the
         old one must keep its values. `task_id()` is torch's current graph task id. `layouts[i]`, if sliced, has the strides
-        that gradients have, where the parameter itself does not always (it may be released).
+        that gradients have, where the parameter itself does not always (it may be released). `unlike()` is called on every rank
+        after a round in which ranks had noted different steps; it raises.
         """
     def watch_hooks(self, index: int, table: dict[int, Any]) -> None:
         """`table` is where torch keeps the gradient hooks of a parameter, ours the last of them. Once there are more, the
         gradient is taken at the end of the backward, after all of them."""
     def count_step(self) -> None:
         """A step of the optimizer. Ranks compare steps, and rounds since the last one, in every round."""
+    def note_step(self, digest: int) -> None:
+        """Adds what the next step uses (32 bits, a digest of hyperparameters) to what ranks compare in every round."""
     def forget_steps(self) -> None:
         """Counts from 0 again; on all ranks."""
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -722,6 +726,12 @@ class Reducer:
         """The backward of an open round has ended in an exception: tells the peers, in 10 s at most."""
     def close_pending(self) -> None:
         """A whole round outside a backward, with the gradients as they stand, if pending_forward; else nothing."""
+    def average(self) -> None:
+        """A whole round outside a backward: what stands in `.grad` are the contributions, and every parameter that has one is used."""
+    def averaged_in(self, index: int) -> int:
+        """The number, from 1, of the last round in which some rank used the parameter; 0: none."""
+    def foreign(self) -> list[int]:
+        """Indices of the parameters whose `.grad` is a tensor other than our view."""
     def shadow(self) -> None:
         """A whole round in which this rank takes part without contributing (torch's Join)."""
     def set_divide_by(self, active_only: bool) -> None:

@@ -321,6 +321,8 @@ class DistributedDataParallel(TorchDDP):
             self._agree_on_sync(training and self.require_backward_grad_sync)
         if training:
             replica.before_forward(self.require_backward_grad_sync)
+        else:
+            replica.before_evaluation()
 
     def _after_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():

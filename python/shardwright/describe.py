@@ -123,7 +123,7 @@ def _model(replica: Any) -> dict[str, Any]:
         **replica.parameter_plan(),
         **memory_plan(replica),
         **_offload(replica),
-        **({"write_guard": replica.settings["write_guard"]} if replica.settings["write_guard"] else {}),
+        **({"write_guard": replica.write_guard} if replica.write_guard else {}),
         **({"deterministic": replica.deterministic} if replica.link is not None else {}),
         "transport": reducer.transport,
         "transport_reason": reducer.transport_reason,

@@ -13,7 +13,9 @@ from .table import ParameterTable
 def check_options(zero: int, options: Options) -> None:
     """Raises NotImplementedError for what the host alone has."""
     if zero == 3 and (
-        options.share_parameters is True or options.gather is not None or options.write_guard is not None
+        options.share_parameters is True
+        or options.gather is not None
+        or options.write_guard in ("samples", "read-only")
     ):
         raise NotImplementedError(
             "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"

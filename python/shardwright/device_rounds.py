@@ -12,6 +12,7 @@ import enum
 import functools
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,10 @@ from .device_registration import Registration
 from .gradients import copy_gradient, dense_strides
 from .memory import address_of
 from .slicing import Slicing
+
+
+#: bits of a round's tag that count steps and backwards; the rest is a digest
+NUMBERS = 0xFFFFFFFF
 
 
 class _State(enum.Enum):
@@ -128,11 +133,15 @@ class DeviceRounds:
         self._finished = False
         self._consumer = 0
         self._step = self._round = 0
+        self._stepped = self._noted = 0  # digest of what optimizers have stepped with; and since the last round, a sum
+        self._averaged_in = [0] * len(rows)
         self._streams: set[int] = set()
         self._counts = dict.fromkeys(
             ("rounds", "local_rounds", "abandoned", "buckets_sent", "buckets_early", "copies", "bytes"), 0
         )
         self.pending_forward = False
+        #: what this rank's optimizer stepped with last, in words
+        self.describe_step: Callable[[], str] = str
 
     # what was chosen ------------------------------------------------------------------------------------------------
 
@@ -287,7 +296,7 @@ class DeviceRounds:
 
     def _writable_view(self, index: int) -> torch.Tensor:
         """The view, about to be overwritten while `.grad` is something else: who kept it keeps its values."""
-        if sys.getrefcount(self.views[index]) > 2:
+        if sys.getrefcount(self.views[index]) > 2 or not self._is_in_place(index):
             kept = self.views[index]
             assert kept is not None
             kept.data = kept.detach().clone(memory_format=torch.preserve_format)
@@ -295,6 +304,13 @@ class DeviceRounds:
         view = self.views[index]
         assert view is not None
         return view
+
+    def _is_in_place(self, index: int) -> bool:
+        """Whether a view lies in its bucket still: `p.grad.data = x` gives the same object other memory."""
+        view, flat = self.views[index], self._bucket_of(index).flat
+        _, begin, numel = self._places[index]
+        assert view is not None and flat is not None
+        return not numel or view.data_ptr() == flat.data_ptr() + begin * flat.element_size()
 
     def _bucket_of(self, index: int) -> Bucket:
         return self._buckets[self._places[index][0]]
@@ -323,6 +339,15 @@ class DeviceRounds:
     def is_used(self, index: int) -> bool:
         """Whether a backward of this rank touched a parameter since the last synchronised one."""
         return bool(self._used[index])
+
+    def averaged_in(self, index: int) -> int:
+        """The number, from 1, of the last round in which some rank used the parameter; 0: none."""
+        return self._averaged_in[index]
+
+    def foreign(self) -> list[int]:
+        """Indices of the parameters whose `.grad` is a tensor other than our view."""
+        pairs = zip(self._parameters, self.views)
+        return [i for i, (p, view) in enumerate(pairs) if p.grad is not None and p.grad is not view]
 
     def used_by_any(self, index: int) -> bool:
         """After a round: whether some rank used the parameter in it."""
@@ -442,7 +467,7 @@ class DeviceRounds:
             for index in bucket.members:
                 parameter = self._parameters[index]
                 gradient = parameter.grad
-                if gradient is not None and gradient is self.views[index]:
+                if gradient is not None and gradient is self.views[index] and self._is_in_place(index):
                     if not self._used[index]:  # if no rank used it, it stays as it is
                         self._kept[index] = gradient.clone(memory_format=torch.preserve_format)
                     continue
@@ -478,6 +503,9 @@ class DeviceRounds:
                 for index in bucket.members:
                     used[index] = 1  # nobody asks
         self._round += 1
+        if self._noted:
+            self._stepped = zlib.crc32(self._noted.to_bytes(16, "little"), self._stepped)
+            self._noted = 0
         self._end(used, self._tag())
         self._used_by_any = self._engine.used_by_any()
         if self._callback is not None:
@@ -485,6 +513,9 @@ class DeviceRounds:
         self._publish()
         self._state = _State.CLOSED
         self._counts["rounds"] += 1
+        for index, used_by_any in enumerate(self._used_by_any):
+            if used_by_any:
+                self._averaged_in[index] = self._counts["rounds"]
 
     def _send_rest(self) -> None:
         for bucket in self._buckets[self._next :]:
@@ -512,7 +543,7 @@ class DeviceRounds:
 
     def _tag(self) -> int:
         """What must be equal on all ranks in a round."""
-        return (self._step & 0xFFFF) << 16 | self._round & 0xFFFF
+        return self._stepped << 32 | (self._step & 0xFFFF) << 16 | self._round & 0xFFFF
 
     def _publish(self) -> None:
         for bucket in self._buckets:
@@ -539,8 +570,23 @@ class DeviceRounds:
         if self._announced is not None:  # an exception left the backward open, and the caller steps all the same
             self._announced = None
             self._abandon()
-        if not self.pending_forward or self._state is not _State.CLOSED:
-            return
+        if self.pending_forward and self._state is _State.CLOSED:
+            self._run_outside()
+
+    def average(self) -> None:
+        """A whole round outside a backward: what stands in `.grad` are the contributions, and every parameter that has one is used."""
+        if self._task_id() >= 0 or self._state is not _State.CLOSED:
+            raise Error("gradients are averaged by an explicit call outside of a backward only")
+        for index, parameter in enumerate(self._parameters):
+            if self._bucket_of(index).flat is not None and self._holds_contribution(index, parameter.grad):
+                self._used[index] = 1
+        self._run_outside()
+
+    def _holds_contribution(self, index: int, gradient: torch.Tensor | None) -> bool:
+        return gradient is not None
+
+    def _run_outside(self) -> None:
+        """A round that no backward announced."""
         self._announced, self._announced_sync = -1, True
         self._streams.clear()
         self._arrive(self._link.current_stream())
@@ -571,9 +617,13 @@ class DeviceRounds:
         self._consumer = self._link.current_stream()
         self._step, self._round = self._step + 1, 0
 
+    def note_step(self, digest: int) -> None:
+        """Adds what the next step uses to what ranks compare in each round: it travels with the round's tag."""
+        self._noted += digest  # several optimizers may step in any order between two rounds
+
     def forget_steps(self) -> None:
         """Counts from 0 again; on all ranks."""
-        self._step = self._round = 0
+        self._step = self._round = self._stepped = self._noted = 0
 
     def _compare_steps(self) -> None:
         """Raises if, in a round before, ranks were at different steps or backwards. Known a step later, on all ranks."""
@@ -584,6 +634,11 @@ class DeviceRounds:
 
     def _explain(self, tag: int, unlike: int) -> str:
         step, number = tag >> 16 & 0xFFFF, tag & 0xFFFF
+        if not unlike & NUMBERS:
+            return (
+                f"ranks disagree about the optimizer of {self._label}: before backward {number} after step {step} they have stepped with different "
+                f"hyperparameters, so that their parameters differ{self.describe_step()}: begin again from a checkpoint, with the same on every rank"
+            )
         return (
             f"ranks ran different numbers of backwards or optimizer steps of {self._label}: their gradients were averaged while "
             f"rank {self._link.rank} was in backward {number} after step {step}, and others were not; the average, and what was "

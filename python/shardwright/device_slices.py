@@ -18,11 +18,9 @@ from typing import Any
 import torch
 
 from . import device
-from .device_rounds import Bucket, DeviceRounds, _State, fill_with_nothing, lies_alike, nbytes_of
+from .device_rounds import NUMBERS, Bucket, DeviceRounds, _State, fill_with_nothing, lies_alike, nbytes_of
 from .gradients import copy_gradient, dense_strides
 from .sharded_gradient import GradientBoard, ShardedGradient
-
-_NUMBERS = 0xFFFFFFFF  # of a tag: the rest is the digest
 
 
 class SlicedDeviceRounds(DeviceRounds):
@@ -109,6 +107,9 @@ class SlicedDeviceRounds(DeviceRounds):
         """Whether the contribution is on top of the mean that stands in the slice."""
         view = self.views[index]
         return isinstance(view, ShardedGradient) and self._parameters[index].grad is view and not view._cleared
+
+    def _holds_contribution(self, index: int, gradient: torch.Tensor | None) -> bool:
+        return gradient is not None and (gradient is not self.views[index] or gradient._pending is not None)  # type: ignore[attr-defined]
 
     def _enqueue(self, bucket: Bucket, stream: int) -> None:
         flat = self._take_place(bucket, stream)
@@ -256,7 +257,7 @@ class SlicedDeviceRounds(DeviceRounds):
         return super()._tag() | zlib.crc32(self._standing, self.order()) << 32
 
     def _explain(self, tag: int, unlike: int) -> str:
-        if unlike & _NUMBERS:
+        if unlike & NUMBERS:
             return super()._explain(tag, unlike)
         return (
             f"ranks cleared different gradients of {self._label} (zero_grad, or .grad = None, on some ranks only), or at zero=3 ran different "

@@ -153,10 +153,10 @@ class DeviceUnit(Unit):
 
     def take_written(self) -> str | None:
         """The name of a parameter whose data was replaced while it was released; what was written into it is not seen."""
-        found = [p.data_ptr() for p in self.parameters]
+        found = self.data_pointers()
         if found == self._addresses:
             return None
-        self.show(self.placeholders)
+        self.show_released()
         return next(name for name, now, address in zip(self.names, found, self._addresses) if now != address)
 
 
@@ -192,7 +192,7 @@ class DeviceUnitSchedule(UnitSchedule):
             self._units.gather(unit.number)
         else:
             unit.lie_in(self._units.gather_apart(unit.number))
-        unit.show(unit.whole)
+        unit.show_whole()
         unit.note_versions()
 
     def _may_lie_in_place(self, unit: DeviceUnit) -> bool:
@@ -262,8 +262,9 @@ class DeviceUnitSchedule(UnitSchedule):
         self.detach()
         units, self.units = self.units, []
         for unit in units:
+            unit.give_up(whole=False)
             if self._units.state(unit.number) == "unsharded":
-                unit.show(unit.placeholders)
+                unit.show_released()
                 with contextlib.suppress(Error):
                     self._units.release(unit.number)
 

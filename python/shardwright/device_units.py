@@ -48,7 +48,7 @@ def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
     shared: dict[int, list[int]] = {}  # by how many units are around: the places, and whose turn it is
     count = 0
     for plan, size in zip(plans, sizes):
-        depth = sum(plan.name.startswith(f"{other.name}.") for other in plans[1:])
+        depth = sum(any(plan.name.startswith(f"{name}.") for name in other.names) for other in plans[1:])
         turns = shared.setdefault(depth, [])
         if not plan.reshard_after_forward or not size:
             places.append(count)
@@ -180,7 +180,7 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         return found
 
     def _make_apart(self, unit: int) -> tuple[int, list[torch.Tensor]]:
-        memory = device.runtime.zeros(self._sizes[unit], torch.uint8, self._table.parameters[0].data)
+        memory = device.runtime.zeros(self._sizes[unit], torch.uint8, next(iter(self._pieces.values())))
         return memory.data_ptr(), self._tensors(unit, memory)
 
     @property

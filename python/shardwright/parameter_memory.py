@@ -65,8 +65,9 @@ class ParameterMemory(ParameterSlices):
         self._arena: Arena | None = None
         shapes = [reducer.bucket_shape(bucket) for bucket in range(reducer.bucket_count)]
         sizes = [offset + numel * itemsize_of(dtype) for offset, numel, dtype, _ in shapes]
+        self._nbytes = max(sizes)
         try:
-            self._arena = group.comm.arena(max(sizes), f"parameters of {label}", of_hosts=True)
+            self._arena = group.comm.arena(self._nbytes, f"parameters of {label}", of_hosts=True)
         except MemoryError as error:  # the same on every rank
             if shared:
                 raise
@@ -109,6 +110,20 @@ class ParameterMemory(ParameterSlices):
             parameter = self._table.parameters[index]
             if parameter.data_ptr() == self._flat[index].data_ptr():
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def words(self) -> torch.Tensor:
+        """All memory that parameters were moved to, as words of 4 bytes."""
+        if self._arena is None:
+            return torch.empty(0, dtype=torch.int32, device="cpu")
+        return from_dlpack(self._arena.tensor(0, "int32", [self._nbytes // 4], None, self._home))
+
+    def span(self, index: int) -> tuple[int, int]:
+        """(first, count) of the words that a parameter lies in; it fills all of them, but for the last one of halves or bytes."""
+        bucket, begin, numel = self._reducer.place(index)
+        offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
+        if index not in self._flat:
+            return 0, 0
+        return (offset + begin * itemsize_of(dtype)) // 4, -(-numel * itemsize_of(dtype) // 4)
 
     def protect(self, *, writable: bool) -> None:
         """Whether this process may write to the memory that parameters were moved to."""

@@ -118,6 +118,10 @@ class HostGroup:
         rank = self.rank if rank is None else rank
         return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
 
+    def ranks_beside(self, slicing: Slicing) -> int:
+        """How many ranks share the host's copy of what `slicing` slices, this one among them."""
+        return sum(self.host_of[rank] == self.host_of[self.rank] for rank in slicing.replica())
+
     def is_apart(self, slicing: Slicing) -> bool:
         """Whether some replica's slices are updated on several hosts."""
         return self.host_count > 1 and (not slicing.is_replicated or slicing.crosses(self.host_of))
@@ -552,6 +556,11 @@ def _group_of_mesh(device_mesh: Any) -> Any:
 def mesh_rows(device_mesh: Any, group: Any) -> list[list[int]]:
     """The ranks of `group` in each row of a mesh of two dimensions, which is made of them."""
     return [[dist.get_group_rank(group, rank) for rank in row] for row in device_mesh.mesh.tolist()]
+
+
+def group_ranks(group: Any) -> list[int]:
+    """The global numbers of the ranks of torch's `group`; None: one rank."""
+    return [0] if group is None else list(dist.get_process_group_ranks(group))
 
 
 def _join(launch: Launch) -> None:

@@ -35,9 +35,10 @@ class ReleasedParameters:
     def _tell_marks(self, plans: Sequence[UnitPlan]) -> None:
         """What fully_shard was called on knows its unit from now on."""
         for number, plan in enumerate(plans):
-            mark = mark_of(plan.module)
-            if mark is not None:
-                mark.join(self.schedule, number)
+            for module in plan.modules:
+                mark = mark_of(module)
+                if mark is not None:
+                    mark.join(self.schedule, number)
 
     def like(self, index: int) -> torch.Tensor:
         """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""

@@ -27,16 +27,17 @@ from .drift import DriftCheck
 from .exchange import Exchange
 from .gradients import as_real, copy_gradient, gradient_view, norm_over_ranks
 from .levels import Lease, Levels, leased_levels, levels_of
+from .optimizer_agreement import StepNotes
 from .options import Options
 from .parameter_memory import ParameterMemory
 from .parameter_slices import memory_order
-from .process_group import HostGroup
+from .process_group import HostGroup, group_ranks
 from .released_parameters import ReleasedParameters
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .slicing import Slicing
 from .table import ParameterTable, verify
 from .unit_memory import UnitMemory
-from .units import UnitPlan, cut
+from .units import UnitPlan, check_inner, cut
 from .write_guard import ReadOnlyParameters, SampledParameters
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
     "stepping, clipping or reading gradients"
 )
+_BY_HAND = (
+    "parameter {name!r} has a gradient that no backward of the module brought (torch.autograd.grad, or weight.grad += ... past the hooks), so that it "
+    "is this rank's alone: call sw.average_gradients(module) before the step"
+)
+_BY_HAND_AT_0 = ", or run such forwards inside no_sync() where each rank is to step on its own"
 _UNENDED_FORWARD = (
     "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks pair "
     "their backwards by counting them: unless the other ranks leave this batch out too, or it is repeated here, they average it with "
@@ -120,6 +126,7 @@ class Replica:
             self._supersede(module)
             if zero:
                 self.table.check_apart()
+            check_inner(module, _ranks_of(options, group), ignored)
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
@@ -135,6 +142,7 @@ class Replica:
         if zero:
             self._parameters = self._make_parameters(options, plans)
         self._guard = self._make_guard(options.write_guard)
+        self.step_notes = StepNotes()
         try:
             self._attach(synchronises)
         except BaseException as error:  # of this rank alone: the others must not wait for it
@@ -148,6 +156,9 @@ class Replica:
         self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
         self.announcer: Announcer | None = None
         self.watcher: AutoCompression | None = None
+        self._closed_without_backward = False  # the last round: of a forward that no backward followed
+        self._stepped_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         self._steppers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
@@ -226,11 +237,18 @@ class Replica:
 
     def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
         memory = self._parameters
-        if kind is None or not isinstance(memory, ParameterMemory):
+        if kind is None or not isinstance(memory, ParameterMemory) or not memory.shared:
             return None
-        if kind == "samples":
+        if kind == "auto" and self.group.ranks_beside(self.slicing) == 1:
+            return None  # nobody shares them
+        if kind != "read-only":
             return SampledParameters(memory, self.table.names, self.group.comm)
         return ReadOnlyParameters(memory)
+
+    @property
+    def write_guard(self) -> str | None:
+        """For describe()."""
+        return None if self._guard is None else self._guard.kind
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Around what writes to parameters by right. All ranks are past a barrier as it ends."""
@@ -256,6 +274,8 @@ class Replica:
                 layouts=self._parameters.layouts() if released else None,
             )
             self._board = self.reducer.board if self.zero >= 2 else None
+            notes, rank = self.step_notes, self.group.rank
+            self.reducer.describe_step = lambda: f" (rank {rank}: {notes.describe()})"
         else:
             self.views = self._make_views()
             self.reducer.attach(
@@ -266,9 +286,10 @@ class Replica:
                 renew=_renewer(weakref.ref(self)),
                 task_id=_hooks.graph_task_id,
                 layouts=self._parameters.layouts() if isinstance(self._parameters, ReleasedParameters) else None,
+                unlike=_explainer(weakref.ref(self)),
             )
         self._handles: list[Any] = []
-        self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
                 self._hook(index)
@@ -375,12 +396,18 @@ class Replica:
     def before_forward(self, synchronises: bool) -> None:
         """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
         self._notice_unended_forward()
+        self._closed_without_backward = False
         drift = self._check_drift()
         if self._guard is not None:
             self._guard.check("before a forward")
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
         self.reducer.forward(synchronises)
+
+    def before_evaluation(self) -> None:
+        """Called before each forward without gradients."""
+        if self._guard is not None:
+            self._guard.check("before a forward")
 
     def after_forward(self) -> None:
         """Called after each forward with gradients that ended without an exception."""
@@ -403,10 +430,17 @@ class Replica:
         try:
             drift.check(module)
         except Error as error:
-            if self.releases_parameters and self.group.comm.is_alive:  # on this rank alone, perhaps
-                self.group.comm.abort(str(error))
+            if self.releases_parameters:  # on this rank alone, perhaps
+                self._abort(str(error))
             raise
         return drift
+
+    def _abort(self, reason: str) -> None:
+        """The others, which would wait for this rank, get the sentence too."""
+        if self.link is not None and self.link.comm.is_alive:
+            self.link.fail(reason)
+        elif self.group.comm.is_alive:
+            self.group.comm.abort(reason)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is in the table."""
@@ -487,23 +521,74 @@ class Replica:
             return gradient.averaged_piece()
         if gradient is None:
             return None
-        if self.zero >= 2 or self.reducer.is_used(index):
+        if self.reducer.is_used(index):
             raise Error(_NOT_AVERAGED)
         if not self.parameters().is_stepped(index):
             raise Error(
                 f"parameter {self.table.names[index]!r} is frozen and has a gradient that was there before the module was wrapped, so that "
                 "a step would change it on this rank alone: zero_grad() before the step"
             )
+        if self.zero >= 2 or not self._is_averaged(index, gradient, self._last_step_on(parameter)):
+            raise Error(_BY_HAND.format(name=self.table.names[index]))
         low, high = self.parameters().own_run(index)
         if gradient is self.views[index]:
-            kept = self._gradient_slices.get(index)
-            if (
-                kept is None or kept[0]() is not gradient
-            ):  # weak: a view that somebody holds is taken for kept by the user
+            kept, address = self._gradient_slices.get(index), gradient.data_ptr()
+            if kept is None or kept[0]() is not gradient or kept[1] != address:
                 own = memory_order(gradient.detach(), parameter)[low:high]
-                kept = self._gradient_slices[index] = (weakref.ref(gradient), own)
-            return kept[1]
+                # weak: a view that somebody holds is taken for kept by the user
+                kept = self._gradient_slices[index] = (weakref.ref(gradient), address, own)
+            return kept[2]
         return memory_order(gradient.detach(), parameter)[low:high]
+
+    # gradients that users set ----------------------------------------------------------------------------------------
+
+    def _is_averaged(self, index: int, gradient: torch.Tensor, since: int) -> bool:
+        """Whether a whole gradient is what a round left, or what the user made of it: as far as can be known. `since`: the number of rounds
+        at the last step on the parameter.
+
+        What a round left is our view, and its values may be changed in place (clipping, noise). Another tensor is one that the user made of it if
+        some round since the last step averaged the parameter; or it was stepped on before; or it is zero. A view is what a round left unless a
+        forward was followed by no backward: then it is looked at as another tensor is.
+        """
+        if self.group.world_size == 1:
+            return True
+        averaged = self.reducer.averaged_in(index) > since
+        if gradient is self.views[index] and not self._closed_without_backward:
+            return True
+        if averaged:
+            self._accepted[index] = weakref.ref(gradient)
+        kept = self._accepted.get(index)
+        return (kept is not None and kept() is gradient) or not bool(gradient.any())
+
+    def _last_step_on(self, parameter: torch.Tensor) -> int:
+        """The number of rounds when the optimizer of a parameter stepped last."""
+        holders = (each for each in self.optimizers() if each is not None and each.holds(parameter))
+        return max((each.rounds_at_step for each in holders), default=0)
+
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Error at zero=0 for a gradient that nobody averaged, where a forward of this step was to synchronise. Inside no_sync() alone each rank
+        steps on its own, as it was asked to."""
+        rounds, since = self.reducer.stats()["rounds"], self._stepped_in.get(optimizer, 0)
+        self._stepped_in[optimizer] = rounds
+        if rounds == since or self.group.world_size == 1:
+            return
+        suspects = range(len(self.views)) if self._closed_without_backward else self.reducer.foreign()
+        if not suspects:
+            return
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for index in suspects:
+            parameter = self.table.parameters[index]
+            gradient = parameter.grad if id(parameter) in members and parameter.requires_grad else None
+            if gradient is not None and not self._is_averaged(index, gradient, since):
+                message = _BY_HAND.format(name=self.table.names[index]) + _BY_HAND_AT_0
+                self._abort(message)
+                raise Error(message)
+
+    def average_gradients(self) -> None:
+        """A round over what stands in `.grad`. Collective."""
+        self._check_drift()
+        self._end_round(self.reducer.average)
+        self._in_forward = False
 
     def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
         """`hook()` is called before parameters are written by another way than a step of this rank: full_parameters(writable=True), and
@@ -551,6 +636,8 @@ class Replica:
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """See full_parameters."""
+        if self._guard is not None:
+            self._guard.check("before all parameters are read")
         return (
             self._parameters.whole() if isinstance(self._parameters, ReleasedParameters) else contextlib.nullcontext()
         )
@@ -685,7 +772,9 @@ class Replica:
         self.accept_factors()
 
     def _describe_factors(self, factors: list[list[Any]]) -> str:
-        return ", ".join(f"{name}({factor:g}) of {self.table.names[i]!r}" for i, name, factor in factors[:3]) or "nothing"
+        return (
+            ", ".join(f"{name}({factor:g}) of {self.table.names[i]!r}" for i, name, factor in factors[:3]) or "nothing"
+        )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the step of an optimizer that holds one of our parameters."""
@@ -704,6 +793,10 @@ class Replica:
         if self._guard is not None:
             self._guard.check("before a step")
         self.close_pending()
+        if not self.zero:
+            self._check_gradients(optimizer)
+        if not self.zero and self.group.world_size > 1:
+            self.reducer.note_step(self.step_notes.note(optimizer))
         self.reducer.count_step()
         self._in_forward = False  # a step has its round, whatever became of the forward
 
@@ -715,7 +808,10 @@ class Replica:
 
     def close_pending(self) -> None:
         """A synchronised forward that no backward followed: before gradients are used."""
+        was_pending = self.reducer.pending_forward
         self._end_round(self.reducer.close_pending)
+        if was_pending:
+            self._closed_without_backward = True
 
     def shadow(self, standing: Sequence[int] | None = None) -> None:
         """Of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
@@ -762,6 +858,14 @@ class Replica:
         self._handles.clear()
 
 
+def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
+    """Global numbers of the ranks that slice the module: one list, or one of rows."""
+    if options.device_mesh is not None:
+        ranks: list[Any] = options.device_mesh.mesh.tolist()
+        return ranks
+    return group_ranks(group.torch_group)
+
+
 def _cap_bytes(asked: int, zero: int, over_hosts: bool) -> int:
     """Of a bucket. The bits of a gradient do not depend on it."""
     limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * over_hosts
@@ -795,6 +899,17 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
         return synchronises()
 
     return open_round
+
+
+def _explainer(replica: weakref.ref[Replica]) -> Callable[[], None]:
+    """Return what the reducer calls where ranks have stepped with different hyperparameters."""
+
+    def explain() -> None:
+        alive = replica()
+        if alive is not None:
+            alive.step_notes.explain(alive.group.comm.all_gather_bytes)
+
+    return explain
 
 
 def _writer(replica: weakref.ref[Replica]) -> Callable[[int, torch.Tensor, bool], None]:

@@ -22,6 +22,7 @@ import torch
 from . import _hooks
 from ._engine import Error
 from .memory import address_of
+from .read_guard import ReadGuard
 from .units import UnitPlan
 
 _NO_TASK = -1
@@ -63,6 +64,7 @@ class Unit:
         self.names = [name for _, name, _, _ in members]
         self.parameters = [parameter for _, _, parameter, _ in members]
         self.whole = [whole for _, _, _, whole in members]
+        self._guard = ReadGuard(self.names, self.parameters)
         self.running: list[int] = []
         self.opened: list[tuple[int, int]] = []
         self.pin = Pin.NONE
@@ -88,34 +90,58 @@ class Unit:
         address = address_of(tensor) if self.whole else 0
         return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
 
-    def show(self, data: Sequence[torch.Tensor]) -> None:
-        """Makes `data` what the parameters are."""
-        for parameter, each in zip(self.parameters, data):
+    def show_whole(self) -> None:
+        """The parameters are whole, and can be read."""
+        self._guard.lower(self.parameters)
+        for parameter, each in zip(self.parameters, self.whole):
             parameter.data = each
+
+    def show_released(self) -> None:
+        """The parameters are NaN, and whoever reads them gets an error."""
+        self._guard.lower(self.parameters)
+        for parameter, each in zip(self.parameters, self.placeholders):
+            parameter.data = each
+        self._guard.raise_(self.parameters)
+
+    def give_up(self, *, whole: bool = True) -> None:
+        """The parameters are no longer the unit's: they can be read; or are released for good."""
+        self._guard.is_orphan = True
+        if whole:
+            self._guard.lower(self.parameters)
+
+    def data_pointers(self) -> list[int]:
+        """Where each parameter's data is now."""
+        with _hooks.unguarded():
+            return list(map(torch.Tensor.data_ptr, self.parameters))
 
     def addresses(self, is_whole: bool) -> list[int]:
         return self._whole_addresses if is_whole else self._addresses
 
     def take_written(self) -> str | None:
         """The name of a parameter whose placeholder somebody wrote to or replaced while it was released; it is released again."""
-        if self._bytes == self._blank and list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
+        found = self.data_pointers()
+        if self._bytes == self._blank and found == self._addresses:
             return None
         written = [
             name
-            for name, p, placeholder, address in zip(self.names, self.parameters, self.placeholders, self._addresses)
-            if p.data_ptr() != address or not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all())
+            for name, now, placeholder, address in zip(self.names, found, self.placeholders, self._addresses)
+            if now != address or not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all())
         ]
         for dtype, blank in self._blank.items():
             self._bytes[dtype][:] = blank
-        self.show(self.placeholders)
+        self.show_released()
         return written[0] if written else None  # another NaN than ours is no write that anybody would miss
 
     def note_versions(self) -> None:
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = self._read_versions()
+
+    def _read_versions(self) -> list[int]:
+        with _hooks.unguarded():
+            return [parameter._version for parameter in self.parameters]
 
     def find_written(self) -> str | None:
         """The name of a parameter that was written to since note_versions(), unless through `.data`."""
-        versions = [parameter._version for parameter in self.parameters]
+        versions = self._read_versions()
         if versions == self._versions:
             return None
         return next(name for name, old, new in zip(self.names, self._versions, versions) if old != new)
@@ -170,10 +196,12 @@ class UnitSchedule:
         #: told which parameters are about to be released
         self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _nobody
         for unit in self.units:
-            unit.show(unit.placeholders)
+            unit.show_released()
         for unit, plan in zip(self.units, plans):
-            self._hook_forward(unit, plan.module)
+            for module in plan.modules:
+                self._hook_forward(unit, module)
         self._hook_states(plans[0].module)
+        self._hook_holders(plans[0].module)
 
     def _hook_forward(self, unit: Unit, module: torch.nn.Module) -> None:
         before = _ModuleHook(self, type(self)._before_forward, unit.number)
@@ -204,6 +232,14 @@ class UnitSchedule:
                 hook = _ModuleHook(self, UnitSchedule._before_state_dict, number)
                 self._handles.append(each.register_state_dict_pre_hook(hook))
 
+    def _hook_holders(self, module: torch.nn.Module) -> None:
+        """Modules whose own parameters are the outermost unit's may be called by themselves: an encoder before its decoder (generate())."""
+        members = {id(p) for p in self.units[0].parameters}
+        for each in module.modules():
+            if each is not module and any(id(p) in members for p in each.parameters(recurse=False)):
+                hook = _ModuleHook(self, UnitSchedule._before_holder, 0)
+                self._handles.append(each.register_forward_pre_hook(hook, prepend=True))
+
     def detach(self) -> None:
         """Takes the hooks off the modules."""
         for handle in self._handles:
@@ -223,7 +259,7 @@ class UnitSchedule:
                 self._units.gather_codes(unit.number)
             else:
                 self._units.gather(unit.number)
-            unit.show(unit.whole)
+            unit.show_whole()
             unit.note_versions()
 
     def _check_released(self, unit: Unit) -> None:
@@ -247,7 +283,7 @@ class UnitSchedule:
             listener = self.on_release()
             if listener is not None:
                 listener(unit.parameters)
-            unit.show(unit.placeholders)
+            unit.show_released()
             self._units.release(unit.number)
             if written is not None:
                 self._refuse_write(written, "was written to while it was whole for the time of its unit's run only")
@@ -314,6 +350,7 @@ class UnitSchedule:
                 self._units.release(unit.number)
             if not self.is_whole(unit):
                 self._units.gather(unit.number)
+            unit.give_up()
             ours = {*unit.addresses(True), *unit.addresses(False)}
             for parameter, whole in zip(unit.parameters, unit.whole):
                 if parameter.data_ptr() in ours:
@@ -411,6 +448,12 @@ class UnitSchedule:
             if unit.opened:
                 unit.opened = [each for each in unit.opened if each[1] not in ended]
                 self._release_if_idle(unit)
+
+    def _before_holder(self, unit: Unit, *_: Any) -> None:
+        """A module is called, in its unit's forward or outside of it. Then its pages, which are kept in any case, are filled until the step."""
+        if not self.is_whole(unit):
+            self._gather(unit)
+            unit.pin = Pin.UNTIL_STEP if unit.pin is Pin.NONE else unit.pin
 
     def _before_state_dict(self, unit: Unit, *_: Any) -> None:
         self.refuse(unit, "take the state_dict")

@@ -20,10 +20,12 @@ from .fully_shard import wrapper_of
 from .masters import MasterOptimizer, has_own_masters, without_masters
 from .memory import has_memory, without_memory
 from .offload import StateStore, make_store, offload_folder, offload_kind, rounded_bytes
+from .optimizer_agreement import agree, check_members, given_rows, watch_loading
 from .options import Options, check_zero
 from .precision import PrecisionPlan
+from .process_group import HostGroup, host_group, resolve_group
 from .replica import Replica
-from .sharded_optimizer import ShardedOptimizer, check_sliceable, not_of
+from .sharded_optimizer import ShardedOptimizer, check_sliceable
 from .tensor_partition import TensorPartitionedOptimizer
 
 if TYPE_CHECKING:
@@ -118,30 +120,21 @@ def wrap(
     check_compressor(compress, options.get("reduce", "mean"))
     if partition not in ("auto", "flat", "tensor"):
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
-    Options.from_keywords(options, also_known=("zero", "partition", "compress", "precision", "offload"))
+    given = Options.from_keywords(options, also_known=("zero", "partition", "compress", "precision", "offload"))
     _check_clip(clip_grad_norm, optimizer)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
     if unwrap(module) is not module and isinstance(_original(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
-    if zero and optimizer is not None:
-        check_sliceable(without_masters(optimizer), partition)
-        _check_members(module, optimizer)
-    if optimizer is not None or not zero:
-        _check_offload(module, offload, optimizer)
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
+    _agree_on_optimizer(_group_of(module, given), module, optimizer, zero, partition, offload)
     wrapped = DistributedDataParallel(
         module, zero=zero, precision=precision, offload=offload, compress=compress, **options
     )
     if optimizer is None:
         return wrapped
-    if zero:
-        optimizer = shard_optimizer(wrapped, optimizer, partition=partition)
-    else:
-        optimizer = keep_optimizer(wrapped, optimizer)
+    optimizer = (_shard if zero else _keep)(wrapped, optimizer, partition)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
     return wrapped, optimizer
@@ -188,9 +181,47 @@ def shard_optimizer(
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, or the outermost one that was fully sharded"
         )
+    group = wrapped._engine().group
+    _agree_on_optimizer(group, wrapped.module, optimizer, wrapped._zero, partition, wrapped._offload)
+    return _shard(wrapped, optimizer, partition)
+
+
+def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
+    """Return the communicator that the module's wrapper will have."""
+    first = next(module.parameters(), None)
+    device = torch.device("cpu") if first is None else first.device
+    return host_group(resolve_group(options.process_group, options.device_mesh), options.timeout_s, device)
+
+
+def _agree_on_optimizer(
+    group: HostGroup,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    zero: int,
+    partition: str,
+    offload: Any,
+) -> None:
+    """Raise, the same sentence on every rank, for an optimizer that cannot step on the module, or that ranks have made differently.
+    Collective."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    refusal: Exception | None = None
+    try:
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+        if optimizer is not None and zero:
+            check_sliceable(without_masters(optimizer), partition)
+        if optimizer is not None:
+            check_members(type(module).__name__, names, optimizer, all_of_them=bool(zero))
+        if optimizer is not None or not zero:
+            _check_offload(module, offload, optimizer)
+    except (TypeError, ValueError, Error) as error:  # the others are told, before they wait for this rank
+        refusal = error
+    rows = [] if refusal else given_rows(optimizer, names, partition if zero else "")
+    agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {type(module).__name__}")
+
+
+def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
-    check_sliceable(optimizer, partition)
-    _check_offload(wrapped.module, wrapped._offload, optimizer)
     made = _sliced_class(partition, wrapped._engine())(
         optimizer, wrapped._engine(), partition, _without_master(wrapped)
     )
@@ -274,9 +305,15 @@ def _state_bytes(
 
 def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """What steps at zero=0: the optimizer itself, or on float32 masters where parameters of it are low-precision, it keeps none
-    and no policy says no; as at zero >= 1, where they are slices. Its state is where offload= says. Collective then."""
-    _check_offload(wrapped.module, wrapped._offload, optimizer)
+    and no policy says no; as at zero >= 1, where they are slices. Its state is where offload= says. Collective."""
+    group = wrapped._engine().group
+    _agree_on_optimizer(group, wrapped.module, optimizer, 0, "", wrapped._offload)
+    return _keep(wrapped, optimizer)
+
+
+def _keep(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, _: str = "") -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
+    watch_loading(optimizer)
     if not has_own_masters(optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
         made = MasterOptimizer(optimizer, _without_master(wrapped))
         members = (p for group in optimizer.param_groups for p in group["params"])
@@ -306,6 +343,24 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     if wrapped is None:
         raise Error("full_gradients needs a wrapped module, or the outermost one that was fully sharded")
     return wrapped._engine().full_gradients()
+
+
+def average_gradients(module: torch.nn.Module) -> None:
+    """Average what stands in `.grad` over ranks, for gradients that no backward of the module brings. Collective.
+
+    Each rank contributes the `.grad` of every parameter that has one; afterwards `.grad` is the mean, as after a synchronised backward. For
+    gradients of torch.autograd.grad that are set by hand, and pipelines that add to weight.grad past all hooks (zero-bubble schedules): run
+    their forwards inside no_sync(), or not, and call this once before the step. What is averaged already is averaged again.
+
+    Raises
+    ------
+    Error
+        The module is not wrapped; inside a backward.
+    """
+    wrapped = wrapper_of(module)
+    if wrapped is None:
+        raise Error("average_gradients needs a wrapped module, or the outermost one that was fully sharded")
+    wrapped._engine().average_gradients()
 
 
 @contextlib.contextmanager
@@ -443,12 +498,3 @@ def _check_clip(max_norm: Any, optimizer: Any) -> None:
         raise TypeError(f"clip_grad_norm must be a number or None, got {max_norm!r}")
     if optimizer is None or not max_norm > 0:
         raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {max_norm!r}")
-
-
-def _check_members(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Before the module is wrapped; what is ignored is found when the optimizer is sliced."""
-    members = {id(parameter) for parameter in module.parameters()}
-    for position, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in members:
-                raise ValueError(not_of(type(module).__name__, parameter, position))

@@ -653,6 +653,38 @@ static void rounds_are_counted(rank_context *self)
     end_reducer(self, reducer);
 }
 
+/* What ranks have stepped with is compared in each round, without a word if it is the same; each
+ * difference is told once, on every rank. Which round averaged a parameter last is known. */
+static void steps_are_compared(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    round_plan all = everyone_uses_all(self->world_size), half = all;
+    for (size_t p = 0; p < PARAMS; p += 2)
+        half.used[p] = 0;
+    one_round(self, reducer, &all, 0, "before any step");
+    check(!sw_reducer_take_unlike_steps(reducer), "nothing was stepped with");
+    sw_reducer_note_step(reducer, 7);
+    one_round(self, reducer, &half, 1, "alike");
+    check(!sw_reducer_take_unlike_steps(reducer), "all stepped with the same");
+    for (size_t p = 0; p < FROZEN; ++p)
+        check(sw_reducer_averaged_in(reducer, p) == (half.used[p] ? 2 : 1), "parameter %zu", p);
+    sw_reducer_note_step(reducer, (uint32_t)self->rank);
+    one_round(self, reducer, &half, 2, "unlike, and nobody asks");
+    sw_reducer_note_step(reducer, 7);
+    one_round(self, reducer, &all, 3, "unlike still");
+    check(sw_reducer_take_unlike_steps(reducer) == (self->world_size > 1), "an earlier difference");
+    check(!sw_reducer_take_unlike_steps(reducer), "told once");
+    sw_reducer_note_step(reducer, self->rank == 0 ? 3 : 4);
+    sw_reducer_note_step(reducer, self->rank == 0 ? 4 : 3);
+    one_round(self, reducer, &all, 4, "alike in another order");
+    check(!sw_reducer_take_unlike_steps(reducer), "the order between rounds");
+    sw_reducer_note_step(reducer, (uint32_t)self->rank);
+    sw_reducer_forget_steps(reducer);
+    one_round(self, reducer, &all, 5, "forgotten");
+    check(!sw_reducer_take_unlike_steps(reducer), "forgotten");
+    end_reducer(self, reducer);
+}
+
 /* ---- tails outlive their round ---- */
 
 static bool nap(void *context)
@@ -780,6 +812,7 @@ int main(void)
         use_bits_alone,
         buckets_are_handed_over,
         rounds_are_counted,
+        steps_are_compared,
         tails_outlive_their_round,
         what_was_sent_is_folded_everywhere,
         two_gradients_in_the_first_round_pin,
