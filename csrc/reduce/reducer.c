@@ -459,7 +459,7 @@ static void collect(sw_reducer *reducer)
             state->used_by_any = b->takes_part && sw_bit_is_set(b->any, k);
             if (state->used_by_any && folded)
                 state->averaged_in = reducer->stats.rounds;
-            if (b->takes_part)
+            if (b->takes_part && folded) /* an abandoned round averages nothing */
                 state->used = 0;
         }
     }

@@ -806,7 +806,15 @@ class CheckpointPlan:
     def headers(self) -> list[bytes]:
         """What stands before the tensors of each file, in files()' order; b"" for a text."""
     def commit(
-        self, *, partial: str, folder: str, nonce: str, step: int, world_size: int, checksums: list[list[int]]
+        self,
+        *,
+        partial: str,
+        folder: str,
+        replaces: str | None,
+        nonce: str,
+        step: int,
+        world_size: int,
+        checksums: list[list[int]],
     ) -> None:
         """Makes `partial`, which holds every file of this plan, the checkpoint `folder`, durable when this returns;
         `checksums` has a list a file, in files()' order, with the CRC-32C of each block. An existing folder is replaced in
@@ -845,6 +853,7 @@ class CheckpointSaver:
         *,
         folder: str,
         nonce: str,
+        replaces: str | None,
         number: int,
         step: int,
         metric: float | None,
@@ -897,6 +906,9 @@ class CheckpointFolder:
     @classmethod
     def check_replaceable(cls, path: str) -> None:
         """The same for all that a save to `path` takes the place of."""
+    @classmethod
+    def identity(cls, path: str) -> str:
+        """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""
     def verify(self, first: int, end: int) -> None:
         """Checks blocks [first, end), numbered through all files. CheckpointError names the file and the bytes."""
     def tensors(self, path: str) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:

@@ -233,7 +233,7 @@ class DistributedDataParallel(TorchDDP):
     def _build(self, *, init_sync: bool, sync_buffers: bool, compress: Any = None) -> None:
         """Makes the engine. Collective."""
         options = self._options
-        self.process_group = resolve_group(options.process_group, options.device_mesh)
+        self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
         group = host_group(self.process_group, options.timeout_s, self.device)
         slicing = self._slice_over(group)
         settings = {

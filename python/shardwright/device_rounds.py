@@ -23,6 +23,7 @@ from ._engine import DeviceReducer, Error
 from .device import DeviceLink
 from .device_registration import Registration
 from .gradients import copy_gradient, dense_strides
+from .memory import address_of
 from .slicing import Slicing
 
 
@@ -721,7 +722,7 @@ def _run_hook(rounds: weakref.ref[DeviceRounds], index: int, parameter: torch.Te
 def lies_alike(gradient: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether the bytes of a gradient are those of its view, to be copied as they are."""
     return (
-        gradient.layout is torch.strided
+        address_of(gradient) != 0
         and gradient.dtype is view.dtype
         and gradient.device == view.device
         and gradient.stride() == view.stride()

@@ -63,7 +63,7 @@ class SlicedDeviceRounds(DeviceRounds):
         self._make_ring(like)
         for index in bucket.members:
             low, high = self._run(bucket, index)
-            self.views[index] = ShardedGradient(_dense(self._layouts[index]), bucket.flat[low:high], self.board)
+            self.views[index] = ShardedGradient(index, _dense(self._layouts[index]), bucket.flat[low:high], self.board)
 
     def _travelling_sizes(self, adopted: Sequence[Bucket]) -> list[int]:
         return sorted(map(nbytes_of, adopted), reverse=True)[: self._places_wanted()]
@@ -271,7 +271,7 @@ class SlicedDeviceRounds(DeviceRounds):
                 view = self.views[index]
                 assert isinstance(view, ShardedGradient)
                 if self._used_by_any[index]:
-                    view._cleared = False
+                    view._cleared, view._pending = False, None
                     self._parameters[index].grad = view
                 self._used[index] = 0
         self._restore_unused()

@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 from . import _hooks
 from ._engine import CommError, HostComm, forked
-from .launch import Launch, read_launch
+from .launch import DEFAULT_PORT, Launch, read_launch
+from .memory import check_sendable
 from .slicing import Slicing
 
 _logger = logging.getLogger("shardwright")
@@ -296,6 +297,7 @@ class HostGroup:
 
         Cost: the bytes of `tensors`, once; tensors that are not contiguous go through a copy.
         """
+        check_sendable(tensors, label)
         plain = [tensor.data for tensor in tensors if tensor.numel()]
         dense = [t if t.is_contiguous() and not t.is_conj() and not t.is_neg() else _row_major(t) for t in plain]
         ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in dense]
@@ -509,8 +511,11 @@ def live_groups() -> list[HostGroup]:
     return [group for group in (*_single.values(), *_groups.values()) if not group.is_closed]
 
 
-def resolve_group(process_group: Any, device_mesh: Any) -> Any:
-    """torch's group for these options; None for a single rank without one.
+def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
+    """Return torch's group for these options; None for a single rank without one.
+
+    `trains`: whether a module is to train over it. Without a launcher a default group of one rank is made then, as it is where a
+    launcher starts one rank, and one line says so.
 
     Raises
     ------
@@ -529,11 +534,18 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
         return None
     if not dist.is_initialized():
         launch = read_launch(os.environ)
-        if launch is None:
+        if launch is None and not trains:
             return None
-        _join(launch)
+        if launch is None:
+            _logger.warning(_ONE_RANK)
+        _join(launch or Launch("none", 0, 1, None, "", DEFAULT_PORT))
     return dist.group.WORLD
 
+
+_ONE_RANK = (
+    "no launcher has started this process (RANK, OMPI_COMM_WORLD_RANK and SLURM_PROCID are not set): it trains as one rank; "
+    "`torchrun --nproc-per-node N PROGRAM` starts N ranks"
+)
 
 #: the default group -> groups over all ranks of meshes, by these ranks
 _mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
