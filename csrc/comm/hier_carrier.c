@@ -1,10 +1,10 @@
 /* hier_carrier.c - the thread that does a host's operations: one a host, on its lowest rank.
  *
- * An operation begins when all ranks of the host have posted it. Carriers first exchange *frames*
- * (hier_frames.c); those that reduce and are there already go as one batch. Then what has data
- * moves it in blocks (hier_reduce.c, hier_gather.c). Every wait is for the oldest thing under way,
- * and no message of an operation leaves before the frames of it agree: no two carriers can wait for
- * one another crosswise.
+ * An operation begins when all ranks of the host have posted it. Carriers first agree on it by
+ * *frames* (hier_frames.c); those that reduce and are there already go as one batch. Then what has
+ * data moves it in blocks (hier_reduce.c, hier_gather.c). Every wait is for the oldest thing under
+ * way, and no message of an operation leaves before the frames of it agree: no two carriers can
+ * wait for one another crosswise.
  *
  * The thread may wait for the wire for ever; deadlines are kept by those who wait for it. It leaves
  * what the wire may still write to, and never frees it. */
@@ -108,8 +108,8 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     /* The posting thread overwrites it only after `wired` has passed it. */
     const sw_hier_pending *pending = sw_carrier_pending(carrier, *ticket);
     const sw_op *op = &pending->op;
-    SW_TRY(sw_carrier_exchange_frames(carrier, *ticket, &count, err));
-    if (sw_carrier_reduces(op))
+    SW_TRY(sw_carrier_agree(carrier, *ticket, &count, err));
+    if (sw_carrier_reduces(carrier, pending))
         SW_TRY(sw_carrier_reduce(carrier, *ticket, count, err));
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
         SW_TRY(
@@ -129,7 +129,7 @@ static void *carry(void *argument)
     void *kept = NULL;
     if (wire && wire->enter)
         wire->enter(wire->context, &kept);
-    sw_status status = sw_carrier_expect_last_words(carrier, &reason);
+    sw_status status = sw_carrier_expect_words(carrier, &reason);
     if (status == SW_OK)
         status = sw_carrier_expect_frames(carrier, &reason);
     while (status == SW_OK)
@@ -186,32 +186,41 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
     return SW_OK;
 }
 
+static sw_status allocate_hops(sw_carrier *carrier, sw_error *err)
+{
+    const sw_dissemination *spread = &carrier->hier->spread;
+    size_t hops = (size_t)spread->hop_count, peers = (size_t)spread->peer_count;
+    size_t hosts = (size_t)carrier->hier->map.host_count;
+    carrier->frame_bytes = sw_carrier_frame_bytes(carrier);
+    carrier->hops = calloc(hops + 1, sizeof *carrier->hops);
+    carrier->peers = calloc(peers + 1, sizeof *carrier->peers);
+    carrier->frames = calloc(2 * hops + 1, carrier->frame_bytes);
+    carrier->next.packs = calloc(hosts / 8 + 1, 1);
+    carrier->next.capacity = SW_HIER_INLINE_BYTES;
+    carrier->next.memory = calloc(carrier->next.capacity, 1);
+    if (!carrier->hops || !carrier->peers || !carrier->frames || !carrier->next.packs ||
+        !carrier->next.memory)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for what %zu hosts say", hosts);
+    carrier->leave = carrier->frames + 2 * hops * carrier->frame_bytes;
+    for (size_t i = 0; i < hops; ++i) {
+        carrier->hops[i].out = carrier->frames + 2 * i * carrier->frame_bytes;
+        carrier->hops[i].in = carrier->hops[i].out + carrier->frame_bytes;
+    }
+    return SW_OK;
+}
+
 static sw_status allocate(sw_carrier *carrier, sw_error *err)
 {
     const sw_host_map *map = &carrier->hier->map;
     size_t hosts = (size_t)map->host_count, ranks = (size_t)map->world_size;
-    carrier->in = calloc(hosts, sizeof *carrier->in);
-    carrier->last_words = calloc(hosts, sizeof *carrier->last_words);
-    carrier->last_in = calloc(2 * hosts, sizeof *carrier->last_in);
-    carrier->probe_out = calloc(SW_HIER_PROBES * hosts, sizeof *carrier->probe_out);
-    carrier->probes_heard = calloc(hosts, sizeof *carrier->probes_heard);
-    carrier->frame_out = calloc(5 * hosts, sizeof *carrier->frame_out);
-    carrier->heard = calloc(hosts, sizeof *carrier->heard);
-    carrier->heard_capacity = calloc(hosts, sizeof *carrier->heard_capacity);
     carrier->source = calloc(ranks, sizeof *carrier->source);
     carrier->destination = calloc(ranks, sizeof *carrier->destination);
     carrier->contributes = calloc(SW_HIER_BATCH * ranks, sizeof *carrier->contributes);
     carrier->host_contributes = calloc(SW_HIER_BATCH * hosts, sizeof *carrier->host_contributes);
-    if (!carrier->in || !carrier->last_words || !carrier->last_in || !carrier->probe_out ||
-        !carrier->probes_heard || !carrier->frame_out || !carrier->heard ||
-        !carrier->heard_capacity || !carrier->source || !carrier->destination ||
-        !carrier->contributes || !carrier->host_contributes)
+    if (!carrier->source || !carrier->destination || !carrier->contributes ||
+        !carrier->host_contributes)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
-    carrier->last_out = carrier->last_in + hosts;
-    carrier->frame_in = carrier->frame_out + hosts;
-    carrier->beside_out = carrier->frame_out + 2 * hosts;
-    carrier->beside_in = carrier->frame_out + 3 * hosts;
-    carrier->leave_out = carrier->frame_out + 4 * hosts;
+    SW_TRY(allocate_hops(carrier, err));
     return allocate_slots(carrier, err);
 }
 
@@ -225,6 +234,7 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the carrier of a host");
     }
     made->hier = hier;
+    pthread_mutex_init(&made->words_lock, NULL);
     made->bridge = (sw_bridge){.wire = wire,
                                .map = &hier->map,
                                .host = hier->host,
@@ -287,12 +297,22 @@ static void drop_all(sw_carrier *carrier, sw_transfer *transfers, size_t count)
 /* What was under way when it ended. */
 static void drop_transfers(sw_carrier *carrier)
 {
+    const sw_dissemination *spread = &carrier->hier->spread;
     size_t hosts = (size_t)carrier->hier->map.host_count;
     for (int i = 0; i < SW_HIER_SLOTS; ++i)
         drop_all(carrier, carrier->slots[i].partial_out, 6 * hosts);
-    drop_all(carrier, carrier->frame_out, 5 * hosts);
-    drop_all(carrier, carrier->last_in, 2 * hosts);
-    drop_all(carrier, carrier->probe_out, SW_HIER_PROBES * hosts);
+    for (int i = 0; carrier->hops && i < spread->hop_count; ++i) {
+        sw_carrier_hop *hop = &carrier->hops[i];
+        sw_transfer *others[] = {&hop->frame_out, &hop->frame_in, &hop->leave_out,
+                                 &hop->said_out,  &hop->said_in,  &hop->probe_in};
+        for (size_t k = 0; k < sizeof others / sizeof *others; ++k)
+            drop_all(carrier, others[k], 1);
+        drop_all(carrier, hop->probe_out, SW_HIER_PROBES);
+    }
+    for (int p = 0; carrier->peers && p < spread->peer_count; ++p) {
+        drop_all(carrier, carrier->peers[p].in, SW_HIER_WORDS);
+        drop_all(carrier, carrier->peers[p].out, SW_HIER_WORDS);
+    }
 }
 
 void sw_carrier_destroy(sw_carrier *carrier)
@@ -307,21 +327,16 @@ void sw_carrier_destroy(sw_carrier *carrier)
         free(carrier->slots[i].packet);
         free(carrier->slots[i].partial_out);
     }
-    for (int g = 0; carrier->heard && g < carrier->hier->map.host_count; ++g)
-        free(carrier->heard[g]);
     free(carrier->memory);
-    free(carrier->beside);
-    free(carrier->last_words);
-    free(carrier->last_in);
-    free(carrier->probe_out);
-    free(carrier->probes_heard);
-    free(carrier->in);
-    free(carrier->heard);
-    free(carrier->heard_capacity);
+    free(carrier->hops);
+    free(carrier->peers);
+    free(carrier->frames);
+    free(carrier->next.packs);
+    free(carrier->next.memory);
     free(carrier->opened);
     free(carrier->elements);
     free(carrier->packs);
-    free(carrier->frame_out);
+    pthread_mutex_destroy(&carrier->words_lock);
     free(carrier->source);
     free(carrier->destination);
     free(carrier->contributes);

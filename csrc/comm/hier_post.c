@@ -1,0 +1,161 @@
+/* hier_post.c - describing operations to this host's ranks. What is done with one is the carrier's
+ * (hier_carrier.c). */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "comm/hier_state.h"
+#include "platform/futex.h"
+
+/* Posting
+ * ------------------------------------------------------------------------------------------ */
+
+/* The carrier looks at them whenever it comes to a block, also when the caller has given up. */
+static void keep_slices(sw_hier *hier, uint32_t entry)
+{
+    sw_op *op = &hier->pending[entry].op;
+    size_t count = (size_t)hier->comm.world_size;
+    int *of_rank = hier->slice_numbers + entry * 2 * count;
+    if (!op->slices)
+        return;
+    memcpy(of_rank, op->slices->of_rank, count * sizeof *of_rank);
+    memcpy(of_rank + count, op->slices->replica_of_rank, count * sizeof *of_rank);
+    hier->slices[entry] = (sw_slices){
+        .count = op->slices->count, .of_rank = of_rank, .replica_of_rank = of_rank + count};
+    op->slices = &hier->slices[entry];
+}
+
+static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
+                       const sw_descriptor *descriptor, uint32_t *ticket, sw_error *err)
+{
+    sw_page *own = sw_hier_page(hier, hier->local_rank);
+    uint32_t next = hier->posted + 1;
+    SW_TRY(sw_hier_check_alive(hier, err));
+    SW_TRY(sw_hier_await(hier, next - SW_HIER_RING, err)); /* its entry is free */
+    hier->pending[next % SW_HIER_RING] = *pending;
+    keep_slices(hier, next % SW_HIER_RING);
+    own->ring[next % SW_HIER_RING] = *descriptor;
+    hier->posted = next;
+    atomic_store(&own->posted, next);
+    sw_futex_wake_all(&own->posted);
+    *ticket = next;
+    return SW_OK;
+}
+
+static void count_operation(sw_hier *hier, const sw_op *op)
+{
+    hier->comm.stats.operations[op->kind]++;
+    if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER)
+        hier->comm.stats.bytes_reduced += op->numel * sw_dtype_size_bytes(op->dtype);
+}
+
+static sw_status check_supported(const sw_hier *hier, const sw_op *op, sw_error *err)
+{
+    SW_TRY(sw_op_check(op, hier->comm.world_size, err));
+    if (op->kind == SW_OP_REDUCE_SCATTER && (!op->arena || (op->result && !op->results)))
+        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' over hosts needs memory of an arena, results too",
+                sw_op_kind_name(op->kind), op->label);
+    return SW_OK;
+}
+
+sw_status sw_hier_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    sw_descriptor descriptor;
+    SW_TRY(check_supported(hier, op, err));
+    if (!op->arena)
+        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
+                sw_op_kind_name(op->kind), op->label);
+    sw_hier_pending pending = {
+        .op = *op, .arena = (sw_arena *)(uintptr_t)op->arena, .at_bytes = op->offset_bytes};
+    sw_descriptor_fill(&descriptor, op, false);
+    count_operation(hier, op);
+    return issue(hier, &pending, &descriptor, ticket, err);
+}
+
+/* Bytes of private memory that go at a time. */
+static size_t chunk_bytes(const sw_hier *hier, sw_op_kind kind)
+{
+    return kind == SW_OP_ALL_REDUCE ? SW_HIER_CHUNK_BYTES : hier->mirror_chunk_bytes;
+}
+
+/* One chunk of private memory, to its end. Half of the memory that it goes through is this chunk's:
+ * the other may still be read by a rank that is late with the chunk before, and no rank is two
+ * behind. *memory: where it lies afterwards, *at_bytes into each part. */
+static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t count,
+                           sw_arena **memory, size_t *at_bytes, sw_error *err)
+{
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype), bytes = count * element_bytes;
+    bool reduces = op->kind == SW_OP_ALL_REDUCE;
+    sw_hier_pending pending = {.op = *op, .begin = begin};
+    sw_descriptor descriptor;
+    uint32_t ticket;
+    *memory = reduces ? hier->bounce : hier->mirror;
+    *at_bytes = (hier->chunks++ & 1) * chunk_bytes(hier, op->kind);
+    if (bytes)
+        memcpy((*memory)->base[hier->comm.rank] + *at_bytes,
+               (const uint8_t *)op->data + begin * element_bytes, bytes);
+    pending.op.numel = count;
+    if (reduces) {
+        pending.arena = *memory;
+        pending.at_bytes = *at_bytes;
+    } else if (bytes) {
+        pending.op.beside = *memory;
+        pending.op.beside_offset_bytes = *at_bytes;
+        pending.op.beside_bytes = bytes;
+    }
+    sw_descriptor_fill(&descriptor, op, true);
+    descriptor.chunk = begin * element_bytes / chunk_bytes(hier, op->kind);
+    hier->comm.stats.bytes_staged += bytes;
+    SW_TRY(issue(hier, &pending, &descriptor, &ticket, err));
+    return sw_hier_await(hier, ticket, err);
+}
+
+sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    sw_arena *memory;
+    uint32_t ticket;
+    size_t at;
+    if (op->arena) {
+        SW_TRY(sw_hier_post(comm, op, &ticket, err));
+        return sw_hier_await(hier, ticket, err);
+    }
+    SW_TRY(check_supported(hier, op, err));
+    count_operation(hier, op);
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype), begin = 0;
+    if (op->kind == SW_OP_BARRIER || op->numel == 0)
+        return run_chunk(hier, op, 0, 0, &memory, &at, err);
+    for (size_t count; begin < op->numel; begin += count) {
+        count = sw_size_min(chunk_bytes(hier, op->kind) / element_bytes, op->numel - begin);
+        SW_TRY(run_chunk(hier, op, begin, count, &memory, &at, err));
+        int from = op->kind == SW_OP_BROADCAST ? op->root : comm->rank;
+        if (op->kind == SW_OP_ALL_REDUCE || from != comm->rank)
+            memcpy((uint8_t *)op->data + begin * element_bytes, memory->base[from] + at,
+                   count * element_bytes);
+    }
+    return SW_OK;
+}
+
+sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
+                         const char *label, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    sw_arena *memory;
+    size_t at, begin = 0, count;
+    sw_op op = {.kind = SW_OP_ALL_GATHER,
+                .dtype = SW_DTYPE_UINT8,
+                .numel = size_bytes,
+                .data = (void *)(uintptr_t)mine};
+    snprintf(op.label, sizeof op.label, "%s", label);
+    SW_TRY(sw_op_check(&op, comm->world_size, err));
+    count_operation(hier, &op);
+    do {
+        count = sw_size_min(chunk_bytes(hier, op.kind), size_bytes - begin);
+        SW_TRY(run_chunk(hier, &op, begin, count, &memory, &at, err));
+        for (int r = 0; r < comm->world_size; ++r)
+            memcpy((uint8_t *)all + (size_t)r * size_bytes + begin, memory->base[r] + at, count);
+        begin += count;
+    } while (begin < size_bytes);
+    return SW_OK;
+}
