@@ -180,6 +180,12 @@ static void leave(sw_comm *comm)
 
 static void free_tables(sw_hier *hier)
 {
+    while (hier->tables) {
+        sw_hier_table *next = hier->tables->next;
+        sw_slice_table_fini(&hier->tables->table);
+        free(hier->tables);
+        hier->tables = next;
+    }
     if (hier->pages)
         hier->inside->ops->arena_destroy(hier->inside, hier->pages);
     destroy_inside(hier, hier->bounce);
@@ -189,7 +195,6 @@ static void free_tables(sw_hier *hier)
     sw_dissemination_fini(&hier->spread);
     free(hier->identity);
     free(hier->contributes);
-    free(hier->slice_numbers);
     pthread_mutex_destroy(&hier->lock);
     free(hier);
 }
@@ -282,8 +287,7 @@ static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_o
     hier->local_rank = hier->inside->rank;
     hier->identity = calloc(count, sizeof *hier->identity);
     hier->contributes = calloc(count, sizeof *hier->contributes);
-    hier->slice_numbers = calloc(SW_HIER_RING * 2 * count, sizeof *hier->slice_numbers);
-    if (!hier->identity || !hier->contributes || !hier->slice_numbers)
+    if (!hier->identity || !hier->contributes)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a group of %d ranks", world_size);
     memcpy(hier->identity, identities, count * sizeof *identities);
     if (hier->local_count != hier->inside->world_size || hier->members[hier->local_rank] != rank)

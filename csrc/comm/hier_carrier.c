@@ -146,12 +146,25 @@ static void *carry(void *argument)
     return NULL;
 }
 
+/* A block of each host is under way at a time: many hosts have smaller ones, and fewer. Nothing
+ * that is computed depends on it. */
+static void choose_blocks(sw_carrier *carrier)
+{
+    size_t hosts = (size_t)carrier->hier->map.host_count, many = sw_size_max(hosts, SW_HIER_FEW);
+    size_t bytes = SW_HIER_BLOCK_BYTES * (size_t)SW_HIER_FEW / many;
+    carrier->block_bytes =
+        sw_size_max(bytes / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES, SW_HIER_LEAST_BLOCK_BYTES);
+    carrier->ahead = sw_size_max(SW_HIER_AHEAD * (size_t)SW_HIER_FEW / many, 1);
+    carrier->slot_count = 2 * carrier->ahead + 2; /* what stands is sent one ahead */
+}
+
 static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
 {
     size_t hosts = (size_t)carrier->hier->map.host_count;
+    choose_blocks(carrier);
     /* Of blocks and packets alike. What is never written is never there. */
-    size_t room = SW_HIER_BLOCK_BYTES + SW_ALIGNMENT_BYTES;
-    size_t blocks = hosts > 1 ? (3 * SW_HIER_SLOTS + 1) * hosts : SW_HIER_SLOTS;
+    size_t room = carrier->block_bytes + SW_ALIGNMENT_BYTES;
+    size_t blocks = hosts > 1 ? (3 * carrier->slot_count + 1) * hosts : carrier->slot_count;
     uint8_t *at = carrier->memory = calloc(blocks, room);
     carrier->opened = calloc(hosts, sizeof *carrier->opened);
     carrier->elements = calloc(hosts, sizeof *carrier->elements);
@@ -160,7 +173,7 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
     for (size_t g = 0; hosts > 1 && g < hosts; ++g, at += room)
         carrier->opened[g] = at;
-    for (int i = 0; i < SW_HIER_SLOTS; ++i) {
+    for (size_t i = 0; i < carrier->slot_count; ++i) {
         sw_carrier_slot *s = &carrier->slots[i];
         s->partial = calloc(hosts, sizeof *s->partial);
         s->arrived = calloc(hosts, sizeof *s->arrived);
@@ -299,7 +312,7 @@ static void drop_transfers(sw_carrier *carrier)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     size_t hosts = (size_t)carrier->hier->map.host_count;
-    for (int i = 0; i < SW_HIER_SLOTS; ++i)
+    for (size_t i = 0; i < carrier->slot_count; ++i)
         drop_all(carrier, carrier->slots[i].partial_out, 6 * hosts);
     for (int i = 0; carrier->hops && i < spread->hop_count; ++i) {
         sw_carrier_hop *hop = &carrier->hops[i];
@@ -321,7 +334,7 @@ void sw_carrier_destroy(sw_carrier *carrier)
         return;
     const sw_wire *wire = carrier->bridge.wire;
     drop_transfers(carrier);
-    for (int i = 0; i < SW_HIER_SLOTS; ++i) {
+    for (size_t i = 0; i < carrier->slot_count; ++i) {
         free(carrier->slots[i].partial);
         free(carrier->slots[i].arrived);
         free(carrier->slots[i].packet);

@@ -15,12 +15,14 @@
 enum {
     SW_HIER_BLOCK_BYTES = 256 * 1024,      /* a message of partial sums: 2 ms at 1 Gbit/s */
     SW_HIER_AHEAD = 6,                     /* blocks sent before the first of them is folded */
-    SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 2, /* what stands is sent one ahead */
-    SW_HIER_BATCH = 8,                     /* operations that carriers agree on at once */
-    SW_HIER_INLINE_BYTES = 32 * 1024,      /* said by all hosts of a batch, inside its frames */
-    SW_HIER_SMALL_BYTES = 2048,            /* private memory that is reduced inside frames */
-    SW_HIER_PROBES = 8,                    /* that a peer has not taken in yet */
-    SW_HIER_WORDS = 4,                     /* last ones, a host */
+    SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 2, /* blocks under way at most */
+    SW_HIER_FEW = 32,                      /* hosts, up to which these hold; beyond, less */
+    SW_HIER_LEAST_BLOCK_BYTES = 4096,
+    SW_HIER_BATCH = 8,                /* operations that carriers agree on at once */
+    SW_HIER_INLINE_BYTES = 32 * 1024, /* said by all hosts of a batch, inside its frames */
+    SW_HIER_SMALL_BYTES = 2048,       /* private memory that is reduced inside frames */
+    SW_HIER_PROBES = 8,               /* that a peer has not taken in yet */
+    SW_HIER_WORDS = 4,                /* last ones, a host */
 };
 
 /* What is said beside one operation. */
@@ -106,6 +108,7 @@ struct sw_carrier {
     pthread_mutex_t words_lock; /* over words_said, and `said` up to it */
     int words_said;
 
+    size_t block_bytes, ahead, slot_count; /* of blocks: see above */
     sw_carrier_slot slots[SW_HIER_SLOTS];
     uint8_t *memory; /* owned: of the slots */
     const void **source;

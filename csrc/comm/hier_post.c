@@ -1,6 +1,7 @@
 /* hier_post.c - describing operations to this host's ranks. What is done with one is the carrier's
  * (hier_carrier.c). */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/bytes.h"
@@ -10,19 +11,31 @@
 /* Posting
  * ------------------------------------------------------------------------------------------ */
 
-/* The carrier looks at them whenever it comes to a block, also when the caller has given up. */
-static void keep_slices(sw_hier *hier, uint32_t entry)
+/* The table of op->slices, which the carrier looks at also when the caller has given up: so is what
+ * it stands for, from here on. */
+static sw_status find_table(sw_hier *hier, sw_hier_pending *pending, sw_error *err)
 {
-    sw_op *op = &hier->pending[entry].op;
-    size_t count = (size_t)hier->comm.world_size;
-    int *of_rank = hier->slice_numbers + entry * 2 * count;
+    sw_op *op = &pending->op;
     if (!op->slices)
-        return;
-    memcpy(of_rank, op->slices->of_rank, count * sizeof *of_rank);
-    memcpy(of_rank + count, op->slices->replica_of_rank, count * sizeof *of_rank);
-    hier->slices[entry] = (sw_slices){
-        .count = op->slices->count, .of_rank = of_rank, .replica_of_rank = of_rank + count};
-    op->slices = &hier->slices[entry];
+        return SW_OK;
+    sw_hier_table *found = hier->tables;
+    while (found && !sw_slice_table_is_of(&found->table, &hier->map, op->slices))
+        found = found->next;
+    if (!found) {
+        found = calloc(1, sizeof *found);
+        sw_status status =
+            found ? sw_slice_table_init(&found->table, &hier->map, op->slices, err)
+                  : sw_error_set(err, SW_E_MEMORY, -1, "no memory for who owns which slice");
+        if (status != SW_OK) {
+            free(found);
+            return sw_comm_give_up(&hier->comm, status, err, "%s", err ? err->message : "slices");
+        }
+        found->next = hier->tables;
+        hier->tables = found;
+    }
+    pending->table = &found->table;
+    op->slices = &found->table.slices;
+    return SW_OK;
 }
 
 static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
@@ -33,7 +46,7 @@ static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
     SW_TRY(sw_hier_check_alive(hier, err));
     SW_TRY(sw_hier_await(hier, next - SW_HIER_RING, err)); /* its entry is free */
     hier->pending[next % SW_HIER_RING] = *pending;
-    keep_slices(hier, next % SW_HIER_RING);
+    SW_TRY(find_table(hier, &hier->pending[next % SW_HIER_RING], err));
     own->ring[next % SW_HIER_RING] = *descriptor;
     hier->posted = next;
     atomic_store(&own->posted, next);

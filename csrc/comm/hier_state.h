@@ -20,6 +20,7 @@
 #include "comm/dissemination.h"
 #include "comm/fabric.h"
 #include "comm/hier.h"
+#include "comm/slice_table.h"
 #include "platform/thread.h"
 
 enum {
@@ -45,6 +46,7 @@ typedef struct sw_hier_pending {
     sw_arena *arena; /* all_reduce: where the contributions lie; base of this host's ranks */
     size_t at_bytes; /* into it */
     size_t begin;    /* of this chunk within the plan's elements */
+    const sw_slice_table *table; /* of op.slices, borrowed from hier->tables; NULL without */
 } sw_hier_pending;
 
 typedef struct sw_carrier sw_carrier;
@@ -54,6 +56,11 @@ typedef struct sw_hier_arena {
     sw_arena *inside;           /* owned by hier->inside */
     struct sw_hier_arena *next; /* in hier->kept */
 } sw_hier_arena;
+
+typedef struct sw_hier_table {
+    sw_slice_table table; /* first */
+    struct sw_hier_table *next;
+} sw_hier_table;
 
 typedef struct sw_hier {
     sw_comm comm;    /* first */
@@ -76,10 +83,9 @@ typedef struct sw_hier {
     pthread_mutex_t lock;
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];
-    sw_slices slices[SW_HIER_RING]; /* of pending operations, which the caller's may not outlive */
-    int *slice_numbers;             /* owned: two of world_size for each of them */
-    sw_carrier *carrier;            /* owned; NULL on ranks that do not carry */
-    sw_hier_arena *kept;            /* owned: destroyed while the wire might read them */
+    sw_hier_table *tables; /* owned: of all slices so far, of which a program has few */
+    sw_carrier *carrier;   /* owned; NULL on ranks that do not carry */
+    sw_hier_arena *kept;   /* owned: destroyed while the wire might read them */
     int owner_pid;
 } sw_hier;
 
