@@ -9,7 +9,7 @@
 #include "platform/thread.h"
 #include "python/engine.h"
 
-enum { BOUNCE_BYTES = 128 * 1024, LOOKS_AT_WHO_LEAVES = 1000 };
+enum { LOOKS_AT_WHO_LEAVES = 1000 };
 
 static bool is_interrupted(void *context)
 {
@@ -386,57 +386,10 @@ static PyObject *comm_barrier(PyObject *op, PyObject *args)
     return finish(self, status, &err);
 }
 
-typedef struct byte_range {
-    uint8_t *address;
-    size_t size_bytes;
-} byte_range;
-
-/* Small ranges share a message through `bounce`; large ones go by themselves. */
-static sw_status broadcast_ranges(sw_comm *comm, sw_op *operation, const byte_range *ranges,
-                                  size_t count, uint8_t *bounce, sw_error *err)
-{
-    size_t i = 0;
-    while (i < count) {
-        size_t end = i, used = 0;
-        while (end < count && ranges[end].size_bytes <= BOUNCE_BYTES - used)
-            used += ranges[end++].size_bytes;
-        if (end <= i + 1) {
-            operation->data = ranges[i].address;
-            operation->numel = ranges[i].size_bytes;
-            SW_TRY(comm->ops->run(comm, operation, err));
-            i++;
-            continue;
-        }
-        size_t at = 0;
-        for (size_t k = i; comm->rank == operation->root && k < end; at += ranges[k++].size_bytes)
-            memcpy(bounce + at, ranges[k].address, ranges[k].size_bytes);
-        operation->data = bounce;
-        operation->numel = used;
-        SW_TRY(comm->ops->run(comm, operation, err));
-        at = 0;
-        for (size_t k = i; comm->rank != operation->root && k < end; at += ranges[k++].size_bytes)
-            memcpy(ranges[k].address, bounce + at, ranges[k].size_bytes);
-        i = end;
-    }
-    return SW_OK;
-}
-
-static sw_status broadcast_all(sw_comm *comm, sw_op *operation, const byte_range *ranges,
-                               size_t count, sw_error *err)
-{
-    uint8_t *bounce = malloc(BOUNCE_BYTES);
-    if (!bounce)
-        return sw_comm_give_up(comm, SW_E_MEMORY, err, "broadcast '%s': no memory",
-                               operation->label);
-    sw_status status = broadcast_ranges(comm, operation, ranges, count, bounce, err);
-    free(bounce);
-    return status;
-}
-
-static byte_range *parse_ranges(PyObject *list, size_t *count)
+static sw_range *parse_ranges(PyObject *list, size_t *count)
 {
     Py_ssize_t size = PySequence_Size(list);
-    byte_range *ranges = size >= 0 ? calloc((size_t)size + 1, sizeof *ranges) : NULL;
+    sw_range *ranges = size >= 0 ? calloc((size_t)size + 1, sizeof *ranges) : NULL;
     for (Py_ssize_t i = 0; ranges && i < size; ++i) {
         PyObject *item = PySequence_GetItem(list, i);
         PyObject *address;
@@ -450,7 +403,7 @@ static byte_range *parse_ranges(PyObject *list, size_t *count)
             free(ranges);
             return NULL;
         }
-        ranges[i] = (byte_range){.address = PyLong_AsVoidPtr(address), .size_bytes = (size_t)bytes};
+        ranges[i] = (sw_range){.address = PyLong_AsVoidPtr(address), .size_bytes = (size_t)bytes};
         Py_DECREF(item);
     }
     *count = (size_t)size;
@@ -463,19 +416,18 @@ static PyObject *comm_broadcast(PyObject *op, PyObject *args)
     PyObject *list;
     const char *label = "broadcast";
     size_t count;
-    sw_op operation = {.kind = SW_OP_BROADCAST, .dtype = SW_DTYPE_UINT8};
+    int root;
     sw_error err;
     sw_status status = SW_OK;
-    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &operation.root, &label))
+    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &root, &label))
         return NULL;
-    set_label(&operation, label);
-    byte_range *ranges = parse_ranges(list, &count);
+    sw_range *ranges = parse_ranges(list, &count);
     if (!ranges || PyErr_Occurred() || !sw_py_comm_enter(self)) {
         free(ranges);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
-    status = broadcast_all(self->comm, &operation, ranges, count, &err);
+    status = sw_comm_broadcast(self->comm, ranges, count, root, label, &err);
     Py_END_ALLOW_THREADS
     free(ranges);
     return finish(self, status, &err);
