@@ -190,6 +190,7 @@ static void free_tables(sw_hier *hier)
         hier->inside->ops->arena_destroy(hier->inside, hier->pages);
     destroy_inside(hier, hier->bounce);
     destroy_inside(hier, hier->mirror);
+    destroy_inside(hier, hier->ring);
     hier->inside->ops->destroy(hier->inside);
     sw_host_map_fini(&hier->map);
     sw_dissemination_fini(&hier->spread);
@@ -241,6 +242,7 @@ static const sw_comm_ops hier_ops = {
     .poll = poll_ticket,
     .wait = wait_ticket,
     .run = sw_hier_run,
+    .broadcast = sw_hier_broadcast,
     .gather = sw_hier_gather,
     .abort = abort_all,
     .request_end = sw_hier_request_end,
@@ -263,8 +265,10 @@ static sw_status create_memory(sw_hier *hier, sw_error *err)
     atomic_store(&sw_hier_page(hier, hier->local_rank)->awaiting, -1);
     SW_TRY(create_inside(hier, 2 * (size_t)SW_HIER_CHUNK_BYTES, "bounce memory of hosts", false,
                          &hier->bounce, err));
-    return create_inside(hier, 2 * hier->mirror_chunk_bytes, "mirrored memory of hosts", true,
-                         &hier->mirror, err);
+    SW_TRY(create_inside(hier, 2 * hier->mirror_chunk_bytes, "mirrored memory of hosts", true,
+                         &hier->mirror, err));
+    return create_inside(hier, (size_t)SW_STREAM_PLACES * SW_STREAM_PIECE_BYTES, "ring of hosts",
+                         false, &hier->ring, err);
 }
 
 static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_of,

@@ -62,21 +62,43 @@ sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char
 /* The thread
  * ------------------------------------------------------------------------------------------ */
 
-/* Until all ranks of this host have posted `ticket`. SW_E_STATE when this rank leaves. */
+/* SW_E_STATE when this rank leaves; what ended the communicator; what `need` says of this host. */
+static sw_status check_here(sw_carrier *carrier, const sw_hier_need *need, bool deaths,
+                            int *missing, sw_error *err)
+{
+    if (atomic_load(&carrier->stop))
+        SW_FAIL(err, SW_E_STATE, "this rank leaves");
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    sw_carrier_touch_end(carrier);
+    return sw_hier_check_host(carrier->hier, need, deaths, missing, err);
+}
+
+sw_status sw_carrier_await_local(sw_carrier *carrier, const sw_hier_need *need,
+                                 _Atomic uint32_t *word, uint32_t value, sw_error *err)
+{
+    int64_t begun_ns = sw_clock_now_ns();
+    for (;;) {
+        int missing;
+        uint32_t seen = atomic_load(word);
+        if (sw_ticket_reached(seen, value))
+            return SW_OK;
+        bool deaths = sw_clock_now_ns() - begun_ns > busy_slice_ns;
+        SW_TRY(check_here(carrier, need, deaths, &missing, err));
+        sw_futex_wait(word, seen, busy_slice_ns);
+    }
+}
+
+/* Until all ranks of this host have posted `ticket`. */
 static sw_status await_posts(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
     sw_hier *hier = carrier->hier;
+    const sw_hier_need need = {.ticket = ticket, .filler = -1};
     int64_t begun_ns = 0;
     for (;;) {
         int missing;
-        if (atomic_load(&carrier->stop))
-            SW_FAIL(err, SW_E_STATE, "this rank leaves");
-        SW_TRY(sw_carrier_touch_begin(carrier, err));
-        sw_carrier_touch_end(carrier);
         int64_t now = sw_clock_now_ns();
         bool waits = begun_ns > 0;
-        SW_TRY(sw_hier_check_host(hier, ticket, waits && now - begun_ns > busy_slice_ns, &missing,
-                                  err));
+        SW_TRY(check_here(carrier, &need, waits && now - begun_ns > busy_slice_ns, &missing, err));
         if (missing < 0)
             return SW_OK;
         _Atomic uint32_t *own = &sw_hier_page(hier, 0)->posted;
@@ -114,6 +136,8 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
         SW_TRY(
             sw_carrier_gather(carrier, pending, sw_carrier_what(carrier, carrier->turn, 0), err));
+    else if (op->kind == SW_OP_BROADCAST)
+        SW_TRY(sw_carrier_stream(carrier, *ticket, err));
     *ticket += count;
     sw_carrier_complete(carrier, *ticket - 1);
     return SW_OK;

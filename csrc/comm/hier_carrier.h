@@ -93,6 +93,7 @@ struct sw_carrier {
     _Atomic bool stop, finished;
     bool wire_closed; /* or there is none; the posting thread's */
     uint32_t blocks;  /* of batches that are complete */
+    uint32_t pieces;  /* of broadcasts that are */
 
     sw_agreement next;                 /* the one under way, or offered */
     sw_carrier_hop *hops;              /* owned */
@@ -134,6 +135,10 @@ SW_MUST_USE sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer
                                       sw_error *err);
 /* Operations up to `ticket` are complete for this host. */
 void sw_carrier_complete(sw_carrier *carrier, uint32_t ticket);
+
+/* Until a word of some page of this host has reached `value`. SW_E_STATE when this rank leaves. */
+SW_MUST_USE sw_status sw_carrier_await_local(sw_carrier *carrier, const sw_hier_need *need,
+                                             _Atomic uint32_t *word, uint32_t value, sw_error *err);
 
 /* The operation `ticket`, of which this rank's thread has posted it. */
 static inline const sw_hier_pending *sw_carrier_pending(const sw_carrier *carrier, uint32_t ticket)
@@ -202,7 +207,7 @@ SW_MUST_USE sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticke
  * can: a host that cannot be reached keeps this thread, and nobody waits for it. */
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason);
 
-/* hier_reduce.c, hier_gather.c
+/* hier_reduce.c, hier_gather.c, hier_stream.c
  * ------------------------------------------------------------------------------------------ */
 
 /* The data of `count` operations that reduce, each complete as its own is through. */
@@ -211,5 +216,8 @@ SW_MUST_USE sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, ui
 /* The data of an all_gather on an arena. */
 SW_MUST_USE sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending,
                                         const char *what, sw_error *err);
+
+/* The data of broadcast `ticket`. */
+SW_MUST_USE sw_status sw_carrier_stream(sw_carrier *carrier, uint32_t ticket, sw_error *err);
 
 #endif

@@ -86,6 +86,16 @@ sw_status sw_hier_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_erro
     return issue(hier, &pending, &descriptor, ticket, err);
 }
 
+sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket, sw_error *err)
+{
+    sw_hier_pending pending = {.op = *op};
+    sw_descriptor descriptor;
+    SW_TRY(sw_op_check(op, hier->comm.world_size, err));
+    sw_descriptor_fill(&descriptor, op, true);
+    count_operation(hier, op);
+    return issue(hier, &pending, &descriptor, ticket, err);
+}
+
 /* Bytes of private memory that go at a time. */
 static size_t chunk_bytes(const sw_hier *hier, sw_op_kind kind)
 {
@@ -134,6 +144,11 @@ sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
         SW_TRY(sw_hier_post(comm, op, &ticket, err));
         return sw_hier_await(hier, ticket, err);
     }
+    if (op->kind == SW_OP_BROADCAST) {
+        const sw_range whole = {.address = op->data,
+                                .size_bytes = op->numel * sw_dtype_size_bytes(op->dtype)};
+        return sw_hier_broadcast(comm, &whole, 1, op->root, op->label, err);
+    }
     SW_TRY(check_supported(hier, op, err));
     count_operation(hier, op);
     size_t element_bytes = sw_dtype_size_bytes(op->dtype), begin = 0;
@@ -142,9 +157,8 @@ sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
     for (size_t count; begin < op->numel; begin += count) {
         count = sw_size_min(chunk_bytes(hier, op->kind) / element_bytes, op->numel - begin);
         SW_TRY(run_chunk(hier, op, begin, count, &memory, &at, err));
-        int from = op->kind == SW_OP_BROADCAST ? op->root : comm->rank;
-        if (op->kind == SW_OP_ALL_REDUCE || from != comm->rank)
-            memcpy((uint8_t *)op->data + begin * element_bytes, memory->base[from] + at,
+        if (op->kind == SW_OP_ALL_REDUCE)
+            memcpy((uint8_t *)op->data + begin * element_bytes, memory->base[comm->rank] + at,
                    count * element_bytes);
     }
     return SW_OK;

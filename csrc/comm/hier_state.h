@@ -27,8 +27,10 @@ enum {
     SW_HIER_RING = 64,               /* operations that may be in flight */
     SW_HIER_CHUNK_BYTES = 64 * 1024, /* of private memory, at a time */
     SW_HIER_MIRROR_BYTES = 4 * 1024 *
-        1024,                        /* of that of all ranks together, where it is gathered, */
-    SW_HIER_LEAST_CHUNK_BYTES = 256, /* but no less than this a rank */
+        1024,                           /* of that of all ranks together, where it is gathered, */
+    SW_HIER_LEAST_CHUNK_BYTES = 256,    /* but no less than this a rank */
+    SW_STREAM_PIECE_BYTES = 256 * 1024, /* of a broadcast, at a time */
+    SW_STREAM_PLACES = 8,               /* pieces under way on a host */
 };
 
 typedef struct sw_page { /* one a rank of this host, in memory that they all map */
@@ -38,6 +40,10 @@ typedef struct sw_page { /* one a rank of this host, in memory that they all map
     sw_error reason;                       /* before state becomes ENDED */
     _Atomic int32_t awaiting;              /* carrier's: the rank of another host, or -1 */
     _Atomic uint64_t sent, received;       /* carrier's: bytes over the bridge */
+    /* Broadcast (hier_stream.c): futex words. `filled` and `sent_pieces` in the carrier's page. */
+    _Alignas(128) _Atomic uint32_t filled;
+    _Alignas(128) _Atomic uint32_t taken;
+    _Atomic uint32_t sent_pieces;
     _Alignas(128) sw_descriptor ring[SW_HIER_RING];
 } sw_page;
 
@@ -74,6 +80,8 @@ typedef struct sw_hier {
     sw_arena *bounce;   /* two chunks a rank, for private memory that is reduced */
     sw_arena *mirror; /* mirrored: two chunks a rank of all, for private memory that is gathered */
     size_t mirror_chunk_bytes;
+    sw_arena *ring;     /* the carrier's part: SW_STREAM_PLACES pieces */
+    uint32_t pieces;    /* of broadcasts before */
     uint32_t posted;    /* own counter, as published */
     uint32_t settled;   /* operations whose plans know the outcome */
     uint32_t chunks;    /* of private memory moved so far: which half is next */
@@ -97,6 +105,15 @@ static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
 /* hier_end.c
  * ------------------------------------------------------------------------------------------ */
 
+/* The place of `rank`, which is of this host, among its ranks. */
+static inline int sw_hier_local(const sw_hier *hier, int rank)
+{
+    int local = 0;
+    while (hier->members[local] != rank)
+        ++local;
+    return local;
+}
+
 /* Ends it here: no operation's memory or plan is touched once this has returned. The first reason
  * stays: false. Tells this host's ranks; the carrier tells the other hosts. Any thread. */
 bool sw_hier_end(sw_hier *hier, const sw_error *reason);
@@ -116,11 +133,22 @@ bool sw_hier_has_gone(const sw_hier *hier, int local);
 /* hier_wait.c
  * ------------------------------------------------------------------------------------------ */
 
-/* What keeps this host from operation `ticket`: a rank of it that ended, left or (with `deaths`)
- * died before it posted. SW_OK: nothing known. *missing: a local rank that has not posted it, -1
- * for none. Any thread. */
-SW_MUST_USE sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths,
+/* What a wait needs of this host's ranks. */
+typedef struct sw_hier_need {
+    uint32_t ticket; /* all of them have posted it */
+    int filler;      /* and this one, of this host, goes on with its part; -1: nobody */
+    bool takes;      /* and all others but the one that waits have taken so many pieces */
+    uint32_t taken;
+} sw_hier_need;
+
+/* What keeps this host from it: a rank that ended, left or (with `deaths`) died before it had done
+ * its part. SW_OK: nothing known. *missing: a local rank that has not posted the operation, -1 for
+ * none. Any thread. */
+SW_MUST_USE sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
                                          int *missing, sw_error *err);
+/* Until a word of some page of this host has reached `value`. */
+SW_MUST_USE sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need,
+                                         _Atomic uint32_t *word, uint32_t value, sw_error *err);
 /* Until operation `ticket` is complete for this host. */
 SW_MUST_USE sw_status sw_hier_await(sw_hier *hier, uint32_t ticket, sw_error *err);
 /* Operations up to `wired` are: the caller's plans learn who took part. */
@@ -134,6 +162,12 @@ SW_MUST_USE sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
 SW_MUST_USE sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
                                      const char *label, sw_error *err);
 void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+/* Describes a broadcast, whose data is moved by hier_stream.c. */
+SW_MUST_USE sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
+                                           sw_error *err);
+/* hier_stream.c: the same. */
+SW_MUST_USE sw_status sw_hier_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
+                                        int root, const char *label, sw_error *err);
 
 /* The carrier, as the posting thread knows it
  * ------------------------------------------------------------------------------------------ */

@@ -31,8 +31,16 @@ static void describe_ticket(const sw_hier *hier, uint32_t ticket, char *text, si
              SW_COMM_LABEL_BYTES - 1, d->label);
 }
 
-sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths, int *missing,
-                             sw_error *err)
+/* Whether a rank of this host has done what others wait for. */
+static bool has_done(const sw_hier *hier, const sw_hier_need *need, int local)
+{
+    const sw_page *page = sw_hier_page(hier, local);
+    return sw_ticket_reached(atomic_load(&page->posted), need->ticket) && local != need->filler &&
+           (!need->takes || sw_ticket_reached(atomic_load(&page->taken), need->taken));
+}
+
+sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
+                             int *missing, sw_error *err)
 {
     *missing = -1;
     for (int l = 0; l < hier->local_count; ++l) {
@@ -43,16 +51,15 @@ sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths, 
             err->message[sizeof err->message - 1] = '\0';
             return err->status;
         }
-        bool has_posted = sw_ticket_reached(atomic_load(&page->posted), ticket);
-        if (!has_posted && *missing < 0)
+        if (!sw_ticket_reached(atomic_load(&page->posted), need->ticket) && *missing < 0)
             *missing = l;
-        if (has_posted && l != 0)
+        if (has_done(hier, need, l) && l != 0)
             continue; /* it has done its part; the carrier has not until the end */
         bool left = state == SW_MEMBER_LEFT;
         if (left || (deaths && sw_hier_has_gone(hier, l))) {
             char peer[SW_COMM_PEER_BYTES], what[160];
             sw_hier_peer((sw_comm *)(uintptr_t)hier, hier->members[l], peer);
-            describe_ticket(hier, ticket, what, sizeof what);
+            describe_ticket(hier, need->ticket, what, sizeof what);
             return sw_error_set(err, SW_E_COMM, hier->members[l], "%s %s before its part of %s",
                                 peer, left ? "left the group" : "died or exited", what);
         }
@@ -77,7 +84,7 @@ static bool waits_for_others(const sw_hier *hier, int rank)
 }
 
 /* Of whom the operation waits, as far as this host knows. */
-static int list_missing(sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
+static int list_missing(sw_hier *hier, const sw_hier_need *need, char *text, size_t capacity)
 {
     size_t used = 0;
     int first = -1;
@@ -86,8 +93,7 @@ static int list_missing(sw_hier *hier, uint32_t ticket, char *text, size_t capac
         char peer[SW_COMM_PEER_BYTES];
         char state = sw_process_state(hier->identity[hier->members[l]].pid);
         bool stopped = state == 'T' || state == 't';
-        if (sw_ticket_reached(atomic_load(&sw_hier_page(hier, l)->posted), ticket) &&
-            !(stopped && l == 0))
+        if (l == hier->local_rank || (has_done(hier, need, l) && !(stopped && l == 0)))
             continue;
         first = first < 0 ? hier->members[l] : first;
         sw_hier_peer(&hier->comm, hier->members[l], peer);
@@ -149,12 +155,13 @@ static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
     }
 }
 
-static sw_status give_up(sw_hier *hier, uint32_t ticket, const wait_state *wait, sw_error *err)
+static sw_status give_up(sw_hier *hier, const sw_hier_need *need, const wait_state *wait,
+                         sw_error *err)
 {
     char missing[320], what[160];
     sw_error reason;
-    int first = list_missing(hier, ticket, missing, sizeof missing);
-    describe_ticket(hier, ticket, what, sizeof what);
+    int first = list_missing(hier, need, missing, sizeof missing);
+    describe_ticket(hier, need->ticket, what, sizeof what);
     sw_error_set(&reason, SW_E_TIMEOUT, first, "waited %.1f s (timeout_s=%.1f) in %s for %s",
                  (double)(sw_clock_now_ns() - wait->begun_ns) * 1e-9,
                  (double)hier->comm.timeout_ns * 1e-9, what, missing);
@@ -164,7 +171,8 @@ static sw_status give_up(sw_hier *hier, uint32_t ticket, const wait_state *wait,
 
 /* Another host has ended, and nothing moves any more: its reason is this host's; but if it gave up
  * waiting for this host, or this one waits for a third, that is whom this one gives up. */
-static sw_status check_last_words(sw_hier *hier, uint32_t ticket, wait_state *wait, sw_error *err)
+static sw_status check_last_words(sw_hier *hier, const sw_hier_need *need, wait_state *wait,
+                                  sw_error *err)
 {
     const sw_page *page = sw_hier_page(hier, 0);
     uint64_t moved = atomic_load(&page->sent) + atomic_load(&page->received);
@@ -186,12 +194,13 @@ static sw_status check_last_words(sw_hier *hier, uint32_t ticket, wait_state *wa
     bool of_this_host = host_of(hier, reason.detail) == hier->host;
     bool of_a_third = awaited >= 0 && host_of(hier, awaited) != from;
     if (reason.status == SW_E_TIMEOUT && (of_this_host || of_a_third))
-        return give_up(hier, ticket, wait, err);
+        return give_up(hier, need, wait, err);
     return sw_hier_end_here(hier, &reason, err);
 }
 
 /* Whether the host that the carrier waits for is still there, where it says nothing. */
-static sw_status check_wire(sw_hier *hier, uint32_t ticket, wait_state *wait, sw_error *err)
+static sw_status check_wire(sw_hier *hier, const sw_hier_need *need, wait_state *wait,
+                            sw_error *err)
 {
     const sw_page *page = sw_hier_page(hier, 0);
     uint64_t moved = atomic_load(&page->sent) + atomic_load(&page->received);
@@ -209,13 +218,14 @@ static sw_status check_wire(sw_hier *hier, uint32_t ticket, wait_state *wait, sw
     if (now - wait->still_ns < wait->probe_ns)
         return SW_OK;
     wait->probe_ns *= 3;
-    describe_ticket(hier, ticket, what, sizeof what);
+    describe_ticket(hier, need->ticket, what, sizeof what);
     if (sw_carrier_probe(hier->carrier, host_of(hier, awaited), what, &reason) == SW_OK)
         return SW_OK;
     return sw_hier_end_here(hier, &reason, err);
 }
 
-static sw_status check_clock(sw_hier *hier, uint32_t ticket, wait_state *wait, sw_error *err)
+static sw_status check_clock(sw_hier *hier, const sw_hier_need *need, wait_state *wait,
+                             sw_error *err)
 {
     sw_comm *comm = &hier->comm;
     char missing[320], what[160], message[SW_ERROR_MESSAGE_BYTES];
@@ -226,7 +236,7 @@ static sw_status check_clock(sw_hier *hier, uint32_t ticket, wait_state *wait, s
     int64_t patience = is_asked ? 2 * answer_ns : 0;
     sw_error reason;
     if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context)) {
-        describe_ticket(hier, ticket, what, sizeof what);
+        describe_ticket(hier, need->ticket, what, sizeof what);
         sw_error_set(&reason, SW_E_COMM, comm->rank,
                      "rank %d was interrupted while it waited in %s", comm->rank, what);
         sw_hier_end_here(hier, &reason, NULL);
@@ -235,11 +245,11 @@ static sw_status check_clock(sw_hier *hier, uint32_t ticket, wait_state *wait, s
     if (waited < wait->warn_ns && waited < comm->timeout_ns)
         return SW_OK;
     if (waited >= comm->timeout_ns + patience)
-        return give_up(hier, ticket, wait, err);
+        return give_up(hier, need, wait, err);
     if (waited < wait->warn_ns)
         return SW_OK;
-    list_missing(hier, ticket, missing, sizeof missing);
-    describe_ticket(hier, ticket, what, sizeof what);
+    list_missing(hier, need, missing, sizeof missing);
+    describe_ticket(hier, need->ticket, what, sizeof what);
     wait->warn_ns *= 2;
     snprintf(message, sizeof message,
              "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s", comm->rank,
@@ -267,34 +277,40 @@ void sw_hier_settle(sw_hier *hier, uint32_t wired)
     hier->comm.stats.wire_bytes_received = atomic_load(&carrier->received);
 }
 
-sw_status sw_hier_await(sw_hier *hier, uint32_t ticket, sw_error *err)
+sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need, _Atomic uint32_t *word,
+                             uint32_t value, sw_error *err)
 {
-    _Atomic uint32_t *word = &sw_hier_page(hier, 0)->wired;
     wait_state wait = {.begun_ns = 0};
     for (;;) {
-        uint32_t wired = atomic_load(word);
-        if (sw_ticket_reached(wired, ticket)) {
-            sw_hier_settle(hier, wired);
-            if (sw_ticket_reached(hier->settled, ticket))
-                return SW_OK;
-        }
+        uint32_t seen = atomic_load(word);
+        if (sw_ticket_reached(seen, value))
+            return SW_OK;
         SW_TRY(sw_hier_check_alive(hier, err));
         int64_t now = sw_clock_now_ns();
         if (wait.begun_ns == 0)
             wait = (wait_state){.begun_ns = now, .warn_ns = hier->comm.warn_after_ns};
-        sw_futex_wait(word, wired, slice_ns);
+        sw_futex_wait(word, seen, slice_ns);
         hier->comm.stats.waits++;
         hier->comm.stats.wait_ns += (uint64_t)(sw_clock_now_ns() - now);
         int missing;
         sw_error reason;
         bool deaths = now - wait.begun_ns > slice_ns;
-        sw_status status = sw_hier_check_host(hier, ticket, deaths, &missing, &reason);
-        if (sw_ticket_reached(atomic_load(word), ticket))
-            continue; /* it was complete before what was seen */
+        sw_status status = sw_hier_check_host(hier, need, deaths, &missing, &reason);
+        if (sw_ticket_reached(atomic_load(word), value))
+            return SW_OK; /* it was complete before what was seen */
         if (status != SW_OK)
             return sw_hier_end_here(hier, &reason, err);
-        SW_TRY(check_last_words(hier, ticket, &wait, err));
-        SW_TRY(check_clock(hier, ticket, &wait, err)); /* takes an interrupt before a probe would */
-        SW_TRY(check_wire(hier, ticket, &wait, err));
+        SW_TRY(check_last_words(hier, need, &wait, err));
+        SW_TRY(check_clock(hier, need, &wait, err)); /* takes an interrupt before a probe would */
+        SW_TRY(check_wire(hier, need, &wait, err));
     }
+}
+
+sw_status sw_hier_await(sw_hier *hier, uint32_t ticket, sw_error *err)
+{
+    const sw_hier_need need = {.ticket = ticket, .filler = -1};
+    _Atomic uint32_t *wired = &sw_hier_page(hier, 0)->wired;
+    SW_TRY(sw_hier_await_word(hier, &need, wired, ticket, err));
+    sw_hier_settle(hier, atomic_load(wired));
+    return sw_ticket_reached(hier->settled, ticket) ? SW_OK : sw_hier_check_alive(hier, err);
 }

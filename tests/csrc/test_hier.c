@@ -1,6 +1,7 @@
 /* test_hier.c - hosts with ranks as threads, and a wire that is a box of messages. Law of
  * all_reduce: every rank ends with the fold inside each host, then over hosts, bit for bit, with
  * many operations in flight; where ranks disagree on one, those before it are done. Law of
+ * broadcast: every rank has the root's bytes. Law of
  * reduce_scatter: owners of a slice have the same bits of it, and with contributions that stand on
  * the results before, those of sums rounded before the fold. Law of all_gather: every part has
  * every owner's slice. Law of a wire that breaks, or never answers: every rank gets an error, and
@@ -485,6 +486,57 @@ static void slices_over_hosts(rank_context *self)
         comm->ops->destroy(comm);
 }
 
+/* Bytes of one rank to all, from wherever and to wherever they lie. */
+static void broadcasts(rank_context *self)
+{
+    static const size_t sizes[] = {0, 1, 100, 262144, 262145, 1000003, 9000001};
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    uint8_t *data = malloc(9000001);
+    for (size_t i = 0; comm && i < sizeof sizes / sizeof *sizes; ++i)
+        for (int root = 0; root < self->world_size; ++root) {
+            size_t n = sizes[i], cut = n / (size_t)(self->rank + 2), wrong = 0;
+            const sw_range ranges[] = {{data, cut}, {NULL, 0}, {data + cut, n - cut}};
+            for (size_t k = 0; k < n; ++k)
+                data[k] = self->rank == root ? (uint8_t)(k * 31 + (size_t)root + i) : 0xee;
+            check(sw_comm_broadcast(comm, ranges, 3, root, "bytes", &self->err) == SW_OK,
+                  "a broadcast: %s", self->err.message);
+            for (size_t k = 0; k < n; ++k)
+                wrong += data[k] != (uint8_t)(k * 31 + (size_t)root + i);
+            check(wrong == 0, "%zu bytes of %zu are not the root's", wrong, n);
+        }
+    ranks_meet(self);
+    if (comm)
+        comm->ops->destroy(comm);
+    free(data);
+}
+
+/* The wire breaks, or the root leaves, in the middle of one: an error everywhere, soon. */
+static void broadcasts_break(rank_context *self)
+{
+    enum { BYTES = 20000000 };
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    uint8_t *data = calloc(BYTES, 1);
+    const sw_range range = {data, BYTES};
+    int root = self->world_size - 1;
+    sw_status status = SW_OK;
+    if (s->box.breaks_after == 0 && self->rank == root)
+        comm->ops->leave(comm);
+    else
+        status = sw_comm_broadcast(comm, &range, 1, root, "bytes", &self->err);
+    check(self->rank == root || status == SW_E_COMM, "an error: %d %s", (int)status,
+          status ? self->err.message : "");
+    ranks_meet(self);
+    comm->ops->destroy(comm);
+    ranks_meet(self);
+    free(data);
+}
+
 /* A wire that breaks, or never answers, while slices travel. */
 static void slices_meet_a_bad_wire(rank_context *self)
 {
@@ -768,6 +820,14 @@ int main(void)
         run(meets_a_bad_wire, uneven, 5, after, false);
     run(meets_a_bad_wire, even, 4, 0, true);
     run(one_takes_its_time, apart, 3, 0, false);
+    run(broadcasts, even, 4, 0, false);
+    run(broadcasts, uneven, 5, 0, false);
+    run(broadcasts, crosswise, 3, 0, false);
+    run(broadcasts, one, 3, 0, false);
+    run(broadcasts, chain, 7, 0, false);
+    for (int after = 4; after < 100; after += 9)
+        run(broadcasts_break, spread, 7, after, false);
+    run(broadcasts_break, spread, 7, 0, false);
     run(one_never_comes, chain, 7, 0, false);
     radix = 2; /* several rounds */
     run(folds_over_hosts, apart, 3, 0, false);
