@@ -136,7 +136,7 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
         SW_TRY(
             sw_carrier_gather(carrier, pending, sw_carrier_what(carrier, carrier->turn, 0), err));
-    else if (op->kind == SW_OP_BROADCAST)
+    else if (sw_carrier_streams(pending))
         SW_TRY(sw_carrier_stream(carrier, *ticket, err));
     *ticket += count;
     sw_carrier_complete(carrier, *ticket - 1);

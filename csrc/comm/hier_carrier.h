@@ -31,6 +31,7 @@ typedef enum sw_said_kind {
     SW_SAID_BY_RANK, /* all_gather of private memory, use bits */
     SW_SAID_BY_HOST, /* partial sums of little private memory */
     SW_SAID_MERGED,  /* minima or maxima of it */
+    SW_SAID_BY_ROOT, /* all of a short broadcast */
 } sw_said_kind;
 
 typedef struct sw_said {
@@ -38,6 +39,7 @@ typedef struct sw_said {
     size_t unit_bytes; /* a rank, a host, or in all */
     size_t at_bytes;   /* into sw_agreement.memory: units from this host's own on, then those of
                           the hosts behind it, modulo their number */
+    bool is_known;     /* BY_ROOT: this host has it */
 } sw_said;
 
 /* What some hosts, from this one on, come with next: at first this one, in the end all. */
@@ -168,7 +170,7 @@ SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_h
 
 /* What is said beside an operation, but for where it lies. */
 sw_said sw_carrier_said(const sw_carrier *carrier, const sw_hier_pending *pending);
-/* Bytes of it that `hosts` hosts say, from this one on. */
+/* Bytes of it that `hosts` hosts say, from this one on; BY_ROOT: at most. */
 size_t sw_carrier_said_bytes(const sw_carrier *carrier, const sw_said *said, int hosts);
 /* What this host's ranks say of operation `index` of the agreement. */
 SW_MUST_USE sw_status sw_carrier_speak(sw_carrier *carrier, uint32_t index, sw_error *err);
@@ -190,6 +192,12 @@ static inline bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_p
     sw_said_kind kind = sw_carrier_said(carrier, pending).kind;
     return (pending->op.kind == SW_OP_ALL_REDUCE || pending->op.kind == SW_OP_REDUCE_SCATTER) &&
            kind != SW_SAID_BY_HOST && kind != SW_SAID_MERGED;
+}
+
+/* Whether its data is moved by hier_stream.c. */
+static inline bool sw_carrier_streams(const sw_hier_pending *pending)
+{
+    return pending->op.kind == SW_OP_BROADCAST && !pending->arena;
 }
 
 /* The longest frame. */

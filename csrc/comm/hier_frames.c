@@ -80,6 +80,14 @@ sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err)
 /* Telling
  * ------------------------------------------------------------------------------------------ */
 
+/* Of what a frame for `hosts` hosts says beside an operation. */
+static uint32_t told_bytes(const sw_carrier *carrier, const sw_said *said, int hosts)
+{
+    if (carrier->next.is_long || (said->kind == SW_SAID_BY_ROOT && !said->is_known))
+        return 0;
+    return (uint32_t)sw_carrier_said_bytes(carrier, said, hosts);
+}
+
 static size_t write_frame(const sw_carrier *carrier, int at)
 {
     const sw_agreement *next = &carrier->next;
@@ -87,9 +95,7 @@ static size_t write_frame(const sw_carrier *carrier, int at)
     const sw_carrier_hop *state = &carrier->hops[at];
     size_t used = sizeof(frame_head);
     for (uint32_t i = 0; i < next->count; ++i) {
-        uint32_t bytes = next->is_long
-                             ? 0
-                             : (uint32_t)sw_carrier_said_bytes(carrier, &next->said[i], hop->count);
+        uint32_t bytes = told_bytes(carrier, &next->said[i], hop->count);
         used += sw_part_write(&next->part[i], state->out + used);
         memcpy(state->out + used, &bytes, sizeof bytes);
         used = aligned(used + sizeof bytes);

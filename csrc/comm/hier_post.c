@@ -96,10 +96,16 @@ sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
     return issue(hier, &pending, &descriptor, ticket, err);
 }
 
+/* Whether private memory of an operation goes through memory that shows every rank every rank's. */
+static bool is_mirrored(sw_op_kind kind)
+{
+    return kind != SW_OP_ALL_REDUCE && kind != SW_OP_BROADCAST;
+}
+
 /* Bytes of private memory that go at a time. */
 static size_t chunk_bytes(const sw_hier *hier, sw_op_kind kind)
 {
-    return kind == SW_OP_ALL_REDUCE ? SW_HIER_CHUNK_BYTES : hier->mirror_chunk_bytes;
+    return is_mirrored(kind) ? hier->mirror_chunk_bytes : SW_HIER_CHUNK_BYTES;
 }
 
 /* One chunk of private memory, to its end. Half of the memory that it goes through is this chunk's:
@@ -109,17 +115,16 @@ static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t 
                            sw_arena **memory, size_t *at_bytes, sw_error *err)
 {
     size_t element_bytes = sw_dtype_size_bytes(op->dtype), bytes = count * element_bytes;
-    bool reduces = op->kind == SW_OP_ALL_REDUCE;
     sw_hier_pending pending = {.op = *op, .begin = begin};
     sw_descriptor descriptor;
     uint32_t ticket;
-    *memory = reduces ? hier->bounce : hier->mirror;
+    *memory = is_mirrored(op->kind) ? hier->mirror : hier->bounce;
     *at_bytes = (hier->chunks++ & 1) * chunk_bytes(hier, op->kind);
     if (bytes)
         memcpy((*memory)->base[hier->comm.rank] + *at_bytes,
                (const uint8_t *)op->data + begin * element_bytes, bytes);
     pending.op.numel = count;
-    if (reduces) {
+    if (!is_mirrored(op->kind)) {
         pending.arena = *memory;
         pending.at_bytes = *at_bytes;
     } else if (bytes) {
@@ -132,6 +137,17 @@ static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t 
     hier->comm.stats.bytes_staged += bytes;
     SW_TRY(issue(hier, &pending, &descriptor, &ticket, err));
     return sw_hier_await(hier, ticket, err);
+}
+
+sw_status sw_hier_run_small(sw_hier *hier, const sw_op *op, sw_error *err)
+{
+    sw_arena *memory;
+    size_t at, bytes = op->numel * sw_dtype_size_bytes(op->dtype);
+    SW_TRY(check_supported(hier, op, err));
+    count_operation(hier, op);
+    SW_TRY(run_chunk(hier, op, 0, op->numel, &memory, &at, err));
+    memcpy(op->data, memory->base[hier->comm.rank] + at, bytes);
+    return SW_OK;
 }
 
 sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)

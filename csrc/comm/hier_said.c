@@ -33,6 +33,8 @@ sw_said sw_carrier_said(const sw_carrier *carrier, const sw_hier_pending *pendin
         return (sw_said){.kind = merges ? SW_SAID_MERGED : SW_SAID_BY_HOST,
                          .unit_bytes = partial_bytes};
     }
+    if (op->kind == SW_OP_BROADCAST && pending->arena)
+        return (sw_said){.kind = SW_SAID_BY_ROOT, .unit_bytes = op->numel};
     if (op->beside_bytes > 0)
         return (sw_said){.kind = SW_SAID_BY_RANK, .unit_bytes = op->beside_bytes};
     return (sw_said){.kind = SW_SAID_NOTHING};
@@ -51,7 +53,7 @@ size_t sw_carrier_said_bytes(const sw_carrier *carrier, const sw_said *said, int
 {
     size_t units = said->kind == SW_SAID_BY_RANK   ? ranks_of(carrier->hier, hosts)
                    : said->kind == SW_SAID_BY_HOST ? (size_t)hosts
-                                                   : hosts > 0 && said->kind == SW_SAID_MERGED;
+                                                   : said->kind != SW_SAID_NOTHING && hosts > 0;
     return units * said->unit_bytes;
 }
 
@@ -71,16 +73,17 @@ static void *part_of(const sw_carrier *carrier, const sw_hier_pending *pending, 
     return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes;
 }
 
-sw_status sw_carrier_speak(sw_carrier *carrier, uint32_t index, sw_error *err)
+/* What this host's ranks say, into `to`. */
+static void speak(sw_carrier *carrier, const sw_hier_pending *pending, sw_said *said, uint8_t *to)
 {
     const sw_hier *hier = carrier->hier;
-    const sw_hier_pending *pending = pending_of(carrier, index);
-    const sw_said *said = &carrier->next.said[index];
     const sw_op *op = &pending->op;
-    uint8_t *to = memory_of(carrier, index);
-    if (said->kind == SW_SAID_NOTHING)
-        return SW_OK;
-    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    if (said->kind == SW_SAID_BY_ROOT) {
+        said->is_known = hier->map.host_of[op->root] == hier->host;
+        if (said->is_known)
+            memcpy(to, part_of(carrier, pending, sw_hier_local(hier, op->root)), op->numel);
+        return;
+    }
     for (int l = 0; l < hier->local_count; ++l) {
         if (said->kind == SW_SAID_BY_RANK)
             memcpy(to + (size_t)l * said->unit_bytes,
@@ -90,6 +93,15 @@ sw_status sw_carrier_speak(sw_carrier *carrier, uint32_t index, sw_error *err)
     }
     if (said->kind != SW_SAID_BY_RANK)
         sw_partial_fold(to, carrier->source, hier->local_count, op->numel, op->dtype, op->redop);
+}
+
+sw_status sw_carrier_speak(sw_carrier *carrier, uint32_t index, sw_error *err)
+{
+    sw_said *said = &carrier->next.said[index];
+    if (said->kind == SW_SAID_NOTHING)
+        return SW_OK;
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    speak(carrier, pending_of(carrier, index), said, memory_of(carrier, index));
     sw_carrier_touch_end(carrier);
     return SW_OK;
 }
@@ -97,9 +109,15 @@ sw_status sw_carrier_speak(sw_carrier *carrier, uint32_t index, sw_error *err)
 void sw_carrier_take_said(sw_carrier *carrier, uint32_t index, int distance, int count,
                           const uint8_t *bytes, size_t size_bytes)
 {
-    const sw_said *said = &carrier->next.said[index];
+    sw_said *said = &carrier->next.said[index];
     const sw_op *op = &pending_of(carrier, index)->op;
     uint8_t *memory = memory_of(carrier, index);
+    if (said->kind == SW_SAID_BY_ROOT) {
+        if (size_bytes == said->unit_bytes && !said->is_known)
+            memcpy(memory, bytes, size_bytes);
+        said->is_known |= size_bytes == said->unit_bytes;
+        return;
+    }
     if (said->kind == SW_SAID_MERGED) {
         void *to = memory;
         const void *both[] = {memory, bytes};
@@ -188,6 +206,9 @@ sw_status sw_carrier_hear(sw_carrier *carrier, uint32_t index, sw_error *err)
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     if (said->kind == SW_SAID_BY_RANK)
         hear_ranks(carrier, &pending->op, memory_of(carrier, index));
+    else if (said->kind == SW_SAID_BY_ROOT)
+        for (int l = 0; l < carrier->hier->local_count; ++l)
+            memcpy(part_of(carrier, pending, l), memory_of(carrier, index), pending->op.numel);
     else
         finish_small(carrier, pending, said, memory_of(carrier, index));
     sw_carrier_touch_end(carrier);

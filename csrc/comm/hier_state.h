@@ -30,7 +30,8 @@ enum {
         1024,                           /* of that of all ranks together, where it is gathered, */
     SW_HIER_LEAST_CHUNK_BYTES = 256,    /* but no less than this a rank */
     SW_STREAM_PIECE_BYTES = 256 * 1024, /* of a broadcast, at a time */
-    SW_STREAM_PLACES = 8,               /* pieces under way on a host */
+    SW_STREAM_PLACES = 16,              /* pieces under way on a host */
+    SW_STREAM_LEAST_BYTES = 8 * 1024,   /* up to which a broadcast travels in frames */
 };
 
 typedef struct sw_page { /* one a rank of this host, in memory that they all map */
@@ -162,6 +163,8 @@ SW_MUST_USE sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
 SW_MUST_USE sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
                                      const char *label, sw_error *err);
 void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+/* An operation on little private memory, which travels in frames: less than a chunk. */
+SW_MUST_USE sw_status sw_hier_run_small(sw_hier *hier, const sw_op *op, sw_error *err);
 /* Describes a broadcast, whose data is moved by hier_stream.c. */
 SW_MUST_USE sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
                                            sw_error *err);

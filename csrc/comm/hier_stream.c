@@ -6,7 +6,8 @@
  * A piece is sent out of the ring, received into it, and copied to where each rank wants it; its
  * place is free when every rank has copied it and every host that gets it from here has it. So all
  * links of all hosts are busy at once. Where pieces are many, hosts form a chain: each sends and
- * receives each once. Where they are few, a binary tree, which is not so deep.
+ * receives each once. Where they are few, a binary tree, which is not so deep. A few KiB travel in
+ * frames, with what carriers say of the operation.
  *
  *   filled  pieces that lie in the ring, since the communicator was made: by the rank that fills it
  *   taken   pieces that a rank has copied (the root: has put there)
@@ -98,6 +99,20 @@ static sw_status get(sw_hier *hier, const sw_hier_need *need, uint32_t piece, ra
     return SW_OK;
 }
 
+/* Few bytes travel with what carriers say of the operation anyway. */
+static sw_status broadcast_short(sw_hier *hier, sw_op *op, range_cursor *cursor, sw_error *err)
+{
+    uint8_t bytes[SW_STREAM_LEAST_BYTES];
+    bool is_root = op->root == hier->comm.rank;
+    if (is_root)
+        copy_ranges(cursor, bytes, op->numel, true);
+    op->data = bytes;
+    SW_TRY(sw_hier_run_small(hier, op, err));
+    if (!is_root)
+        copy_ranges(cursor, bytes, op->numel, false);
+    return SW_OK;
+}
+
 sw_status sw_hier_broadcast(sw_comm *comm, const sw_range *ranges, size_t count, int root,
                             const char *label, sw_error *err)
 {
@@ -109,6 +124,8 @@ sw_status sw_hier_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
     for (size_t i = 0; i < count; ++i)
         if (!sw_size_add(op.numel, ranges[i].size_bytes, &op.numel))
             SW_FAIL(err, SW_E_INVALID, "broadcast '%s': sizes overflow the address space", label);
+    if (op.numel > 0 && op.numel <= SW_STREAM_LEAST_BYTES)
+        return broadcast_short(hier, &op, &cursor, err);
     SW_TRY(sw_hier_begin_stream(hier, &op, &ticket, err));
     hier->pieces += pieces_of(op.numel);
     bool is_here = hier->map.host_of[root] == hier->host;

@@ -489,7 +489,7 @@ static void slices_over_hosts(rank_context *self)
 /* Bytes of one rank to all, from wherever and to wherever they lie. */
 static void broadcasts(rank_context *self)
 {
-    static const size_t sizes[] = {0, 1, 100, 262144, 262145, 1000003, 9000001};
+    static const size_t sizes[] = {0, 1, 8192, 8193, 262145, 1000003, 9000001};
     scene *s = (scene *)(uintptr_t)self->shared;
     wire_end end;
     sw_wire wire;
