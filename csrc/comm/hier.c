@@ -257,16 +257,16 @@ static const sw_comm_ops hier_ops = {
 /* What goes through shared memory of this host on its way to others. */
 static sw_status create_memory(sw_hier *hier, sw_error *err)
 {
-    size_t chunk = SW_HIER_MIRROR_BYTES / (size_t)hier->comm.world_size;
-    chunk = sw_size_max(chunk / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES, SW_HIER_LEAST_CHUNK_BYTES);
+    size_t ranks = (size_t)hier->comm.world_size;
+    size_t chunk = sw_size_max(SW_HIER_MIRROR_BYTES / ranks, SW_HIER_LEAST_CHUNK_BYTES);
     hier->mirror_chunk_bytes = sw_size_min(chunk, SW_HIER_CHUNK_BYTES);
     SW_TRY(hier->inside->ops->arena_create(hier->inside, sizeof(sw_page), "pages of hosts",
                                            &hier->pages, err));
     atomic_store(&sw_hier_page(hier, hier->local_rank)->awaiting, -1);
     SW_TRY(create_inside(hier, 2 * (size_t)SW_HIER_CHUNK_BYTES, "bounce memory of hosts", false,
                          &hier->bounce, err));
-    SW_TRY(create_inside(hier, 2 * hier->mirror_chunk_bytes, "mirrored memory of hosts", true,
-                         &hier->mirror, err));
+    SW_TRY(create_inside(hier, 2 * hier->mirror_chunk_bytes * ranks, "mirrored memory of hosts",
+                         false, &hier->mirror, err));
     return create_inside(hier, (size_t)SW_STREAM_PLACES * SW_STREAM_PIECE_BYTES, "ring of hosts",
                          false, &hier->ring, err);
 }

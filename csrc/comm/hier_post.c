@@ -96,66 +96,59 @@ sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
     return issue(hier, &pending, &descriptor, ticket, err);
 }
 
-/* Whether private memory of an operation goes through memory that shows every rank every rank's. */
-static bool is_mirrored(sw_op_kind kind)
-{
-    return kind != SW_OP_ALL_REDUCE && kind != SW_OP_BROADCAST;
-}
-
 /* Bytes of private memory that go at a time. */
 static size_t chunk_bytes(const sw_hier *hier, sw_op_kind kind)
 {
-    return is_mirrored(kind) ? hier->mirror_chunk_bytes : SW_HIER_CHUNK_BYTES;
+    return kind == SW_OP_ALL_GATHER ? hier->mirror_chunk_bytes : SW_HIER_CHUNK_BYTES;
+}
+
+/* Where this rank has its chunk. */
+static uint8_t *own_chunk(const sw_hier *hier, const sw_hier_pending *pending)
+{
+    return pending->arena ? pending->arena->base[hier->comm.rank] + pending->at_bytes
+                          : sw_hier_mirrored(hier, pending, hier->comm.rank);
 }
 
 /* One chunk of private memory, to its end. Half of the memory that it goes through is this chunk's:
  * the other may still be read by a rank that is late with the chunk before, and no rank is two
- * behind. *memory: where it lies afterwards, *at_bytes into each part. */
+ * behind. *pending says where it lies afterwards. */
 static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t count,
-                           sw_arena **memory, size_t *at_bytes, sw_error *err)
+                           sw_hier_pending *pending, sw_error *err)
 {
     size_t element_bytes = sw_dtype_size_bytes(op->dtype), bytes = count * element_bytes;
-    sw_hier_pending pending = {.op = *op, .begin = begin};
+    bool gathers = op->kind == SW_OP_ALL_GATHER;
     sw_descriptor descriptor;
     uint32_t ticket;
-    *memory = is_mirrored(op->kind) ? hier->mirror : hier->bounce;
-    *at_bytes = (hier->chunks++ & 1) * chunk_bytes(hier, op->kind);
+    *pending = (sw_hier_pending){.op = *op, .begin = begin};
+    pending->op.numel = count;
+    pending->at_bytes = (hier->chunks++ & 1) * chunk_bytes(hier, op->kind) *
+                        (gathers ? (size_t)hier->comm.world_size : 1);
+    if (!gathers && op->kind != SW_OP_BARRIER)
+        pending->arena = hier->bounce;
     if (bytes)
-        memcpy((*memory)->base[hier->comm.rank] + *at_bytes,
-               (const uint8_t *)op->data + begin * element_bytes, bytes);
-    pending.op.numel = count;
-    if (!is_mirrored(op->kind)) {
-        pending.arena = *memory;
-        pending.at_bytes = *at_bytes;
-    } else if (bytes) {
-        pending.op.beside = *memory;
-        pending.op.beside_offset_bytes = *at_bytes;
-        pending.op.beside_bytes = bytes;
-    }
+        memcpy(own_chunk(hier, pending), (const uint8_t *)op->data + begin * element_bytes, bytes);
     sw_descriptor_fill(&descriptor, op, true);
     descriptor.chunk = begin * element_bytes / chunk_bytes(hier, op->kind);
     hier->comm.stats.bytes_staged += bytes;
-    SW_TRY(issue(hier, &pending, &descriptor, &ticket, err));
+    SW_TRY(issue(hier, pending, &descriptor, &ticket, err));
     return sw_hier_await(hier, ticket, err);
 }
 
 sw_status sw_hier_run_small(sw_hier *hier, const sw_op *op, sw_error *err)
 {
-    sw_arena *memory;
-    size_t at, bytes = op->numel * sw_dtype_size_bytes(op->dtype);
+    sw_hier_pending pending;
     SW_TRY(check_supported(hier, op, err));
     count_operation(hier, op);
-    SW_TRY(run_chunk(hier, op, 0, op->numel, &memory, &at, err));
-    memcpy(op->data, memory->base[hier->comm.rank] + at, bytes);
+    SW_TRY(run_chunk(hier, op, 0, op->numel, &pending, err));
+    memcpy(op->data, own_chunk(hier, &pending), op->numel * sw_dtype_size_bytes(op->dtype));
     return SW_OK;
 }
 
 sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
 {
     sw_hier *hier = (sw_hier *)comm;
-    sw_arena *memory;
+    sw_hier_pending pending;
     uint32_t ticket;
-    size_t at;
     if (op->arena) {
         SW_TRY(sw_hier_post(comm, op, &ticket, err));
         return sw_hier_await(hier, ticket, err);
@@ -169,12 +162,12 @@ sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
     count_operation(hier, op);
     size_t element_bytes = sw_dtype_size_bytes(op->dtype), begin = 0;
     if (op->kind == SW_OP_BARRIER || op->numel == 0)
-        return run_chunk(hier, op, 0, 0, &memory, &at, err);
+        return run_chunk(hier, op, 0, 0, &pending, err);
     for (size_t count; begin < op->numel; begin += count) {
         count = sw_size_min(chunk_bytes(hier, op->kind) / element_bytes, op->numel - begin);
-        SW_TRY(run_chunk(hier, op, begin, count, &memory, &at, err));
+        SW_TRY(run_chunk(hier, op, begin, count, &pending, err));
         if (op->kind == SW_OP_ALL_REDUCE)
-            memcpy((uint8_t *)op->data + begin * element_bytes, memory->base[comm->rank] + at,
+            memcpy((uint8_t *)op->data + begin * element_bytes, own_chunk(hier, &pending),
                    count * element_bytes);
     }
     return SW_OK;
@@ -184,8 +177,8 @@ sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, voi
                          const char *label, sw_error *err)
 {
     sw_hier *hier = (sw_hier *)comm;
-    sw_arena *memory;
-    size_t at, begin = 0, count;
+    sw_hier_pending pending;
+    size_t begin = 0, count;
     sw_op op = {.kind = SW_OP_ALL_GATHER,
                 .dtype = SW_DTYPE_UINT8,
                 .numel = size_bytes,
@@ -195,9 +188,10 @@ sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, voi
     count_operation(hier, &op);
     do {
         count = sw_size_min(chunk_bytes(hier, op.kind), size_bytes - begin);
-        SW_TRY(run_chunk(hier, &op, begin, count, &memory, &at, err));
+        SW_TRY(run_chunk(hier, &op, begin, count, &pending, err));
         for (int r = 0; r < comm->world_size; ++r)
-            memcpy((uint8_t *)all + (size_t)r * size_bytes + begin, memory->base[r] + at, count);
+            memcpy((uint8_t *)all + (size_t)r * size_bytes + begin,
+                   sw_hier_mirrored(hier, &pending, r), count);
         begin += count;
     } while (begin < size_bytes);
     return SW_OK;

@@ -35,8 +35,10 @@ sw_said sw_carrier_said(const sw_carrier *carrier, const sw_hier_pending *pendin
     }
     if (op->kind == SW_OP_BROADCAST && pending->arena)
         return (sw_said){.kind = SW_SAID_BY_ROOT, .unit_bytes = op->numel};
-    if (op->beside_bytes > 0)
-        return (sw_said){.kind = SW_SAID_BY_RANK, .unit_bytes = op->beside_bytes};
+    bool gathers = op->kind == SW_OP_ALL_GATHER && !op->arena && op->numel > 0;
+    if (gathers || op->beside_bytes > 0)
+        return (sw_said){.kind = SW_SAID_BY_RANK,
+                         .unit_bytes = gathers ? op->numel : op->beside_bytes};
     return (sw_said){.kind = SW_SAID_NOTHING};
 }
 
@@ -73,6 +75,14 @@ static void *part_of(const sw_carrier *carrier, const sw_hier_pending *pending, 
     return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes;
 }
 
+/* Where it is said by `rank`, and read by this host's ranks. */
+static uint8_t *place_of(const sw_carrier *carrier, const sw_hier_pending *pending, int rank)
+{
+    const sw_op *op = &pending->op;
+    return op->beside_bytes > 0 ? op->beside->base[rank] + op->beside_offset_bytes
+                                : sw_hier_mirrored(carrier->hier, pending, rank);
+}
+
 /* What this host's ranks say, into `to`. */
 static void speak(sw_carrier *carrier, const sw_hier_pending *pending, sw_said *said, uint8_t *to)
 {
@@ -86,8 +96,8 @@ static void speak(sw_carrier *carrier, const sw_hier_pending *pending, sw_said *
     }
     for (int l = 0; l < hier->local_count; ++l) {
         if (said->kind == SW_SAID_BY_RANK)
-            memcpy(to + (size_t)l * said->unit_bytes,
-                   op->beside->base[hier->members[l]] + op->beside_offset_bytes, said->unit_bytes);
+            memcpy(to + (size_t)l * said->unit_bytes, place_of(carrier, pending, hier->members[l]),
+                   said->unit_bytes);
         else
             carrier->source[l] = part_of(carrier, pending, l);
     }
@@ -170,15 +180,16 @@ sw_status sw_carrier_exchange_said(sw_carrier *carrier, const char *what, sw_err
 }
 
 /* To all places where this host's ranks read it; their own words lie there. */
-static void hear_ranks(sw_carrier *carrier, const sw_op *op, const uint8_t *from)
+static void hear_ranks(sw_carrier *carrier, const sw_hier_pending *pending, const sw_said *said,
+                       const uint8_t *from)
 {
     const sw_host_map *map = &carrier->hier->map;
-    from += (size_t)carrier->hier->local_count * op->beside_bytes;
+    size_t bytes = said->unit_bytes;
+    from += (size_t)carrier->hier->local_count * bytes;
     for (int n = 1; n < map->host_count; ++n) {
         int host = (carrier->hier->host + n) % map->host_count;
-        for (int i = 0; i < sw_host_size(map, host); ++i, from += op->beside_bytes)
-            memcpy(op->beside->base[sw_host_members(map, host)[i]] + op->beside_offset_bytes, from,
-                   op->beside_bytes);
+        for (int i = 0; i < sw_host_size(map, host); ++i, from += bytes)
+            memcpy(place_of(carrier, pending, sw_host_members(map, host)[i]), from, bytes);
     }
 }
 
@@ -203,9 +214,13 @@ sw_status sw_carrier_hear(sw_carrier *carrier, uint32_t index, sw_error *err)
     const sw_said *said = &carrier->next.said[index];
     if (said->kind == SW_SAID_NOTHING)
         return SW_OK;
+    if (said->kind == SW_SAID_BY_ROOT && !said->is_known)
+        return sw_error_set(err, SW_E_COMM, pending->op.root,
+                            "no host brings what rank %d broadcasts as '%.*s'", pending->op.root,
+                            SW_COMM_LABEL_BYTES - 1, pending->op.label);
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     if (said->kind == SW_SAID_BY_RANK)
-        hear_ranks(carrier, &pending->op, memory_of(carrier, index));
+        hear_ranks(carrier, pending, said, memory_of(carrier, index));
     else if (said->kind == SW_SAID_BY_ROOT)
         for (int l = 0; l < carrier->hier->local_count; ++l)
             memcpy(part_of(carrier, pending, l), memory_of(carrier, index), pending->op.numel);

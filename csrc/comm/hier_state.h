@@ -28,7 +28,7 @@ enum {
     SW_HIER_CHUNK_BYTES = 64 * 1024, /* of private memory, at a time */
     SW_HIER_MIRROR_BYTES = 4 * 1024 *
         1024,                           /* of that of all ranks together, where it is gathered, */
-    SW_HIER_LEAST_CHUNK_BYTES = 256,    /* but no less than this a rank */
+    SW_HIER_LEAST_CHUNK_BYTES = 64,     /* but no less than this a rank */
     SW_STREAM_PIECE_BYTES = 256 * 1024, /* of a broadcast, at a time */
     SW_STREAM_PLACES = 16,              /* pieces under way on a host */
     SW_STREAM_LEAST_BYTES = 8 * 1024,   /* up to which a broadcast travels in frames */
@@ -51,7 +51,7 @@ typedef struct sw_page { /* one a rank of this host, in memory that they all map
 typedef struct sw_hier_pending {
     sw_op op;        /* arena and beside as the caller knows them */
     sw_arena *arena; /* all_reduce: where the contributions lie; base of this host's ranks */
-    size_t at_bytes; /* into it */
+    size_t at_bytes; /* into it, or into hier->mirror */
     size_t begin;    /* of this chunk within the plan's elements */
     const sw_slice_table *table; /* of op.slices, borrowed from hier->tables; NULL without */
 } sw_hier_pending;
@@ -79,7 +79,7 @@ typedef struct sw_hier {
     const int *members; /* of this host: borrowed from map */
     sw_arena *pages;    /* owned by inside: a sw_page a local rank */
     sw_arena *bounce;   /* two chunks a rank, for private memory that is reduced */
-    sw_arena *mirror; /* mirrored: two chunks a rank of all, for private memory that is gathered */
+    sw_arena *mirror;   /* the carrier's part: two chunks of each rank, for what is gathered */
     size_t mirror_chunk_bytes;
     sw_arena *ring;     /* the carrier's part: SW_STREAM_PLACES pieces */
     uint32_t pieces;    /* of broadcasts before */
@@ -105,6 +105,15 @@ static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
 
 /* hier_end.c
  * ------------------------------------------------------------------------------------------ */
+
+/* Where `rank` has what an all_gather of private memory gathers, and every rank of this host finds
+ * it. */
+static inline uint8_t *sw_hier_mirrored(const sw_hier *hier, const sw_hier_pending *pending,
+                                        int rank)
+{
+    return hier->mirror->base[hier->members[0]] + pending->at_bytes +
+           (size_t)rank * pending->op.numel;
+}
 
 /* The place of `rank`, which is of this host, among its ranks. */
 static inline int sw_hier_local(const sw_hier *hier, int rank)
