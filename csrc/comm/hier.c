@@ -194,7 +194,8 @@ static void free_tables(sw_hier *hier)
     hier->inside->ops->destroy(hier->inside);
     sw_host_map_fini(&hier->map);
     sw_dissemination_fini(&hier->spread);
-    free(hier->identity);
+    free(hier->pid);
+    free(hier->host_name);
     free(hier->contributes);
     pthread_mutex_destroy(&hier->lock);
     free(hier);
@@ -271,8 +272,8 @@ static sw_status create_memory(sw_hier *hier, sw_error *err)
                          false, &hier->ring, err);
 }
 
-static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_of,
-                      const sw_identity *identities, int radix, sw_error *err)
+static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_of, int radix,
+                      sw_error *err)
 {
     size_t count = (size_t)world_size;
     SW_TRY(sw_host_map_init(&hier->map, host_of, world_size, err));
@@ -289,11 +290,11 @@ static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_o
     hier->members = sw_host_members(&hier->map, hier->host);
     hier->local_count = sw_host_size(&hier->map, hier->host);
     hier->local_rank = hier->inside->rank;
-    hier->identity = calloc(count, sizeof *hier->identity);
+    hier->pid = calloc(count, sizeof *hier->pid);
+    hier->host_name = calloc((size_t)hier->map.host_count, sizeof *hier->host_name);
     hier->contributes = calloc(count, sizeof *hier->contributes);
-    if (!hier->identity || !hier->contributes)
+    if (!hier->pid || !hier->host_name || !hier->contributes)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a group of %d ranks", world_size);
-    memcpy(hier->identity, identities, count * sizeof *identities);
     if (hier->local_count != hier->inside->world_size || hier->members[hier->local_rank] != rank)
         SW_FAIL(err, SW_E_INVALID, "rank %d: the map of hosts is not that of the ranks joined",
                 rank);
@@ -306,8 +307,28 @@ static void release_wire(const sw_wire *wire)
         wire->release(wire->context);
 }
 
+/* Who everybody is, in messages. */
+static sw_status introduce(sw_hier *hier, const sw_identity *own, sw_error *err)
+{
+    size_t count = (size_t)hier->comm.world_size;
+    sw_identity *all = calloc(count, sizeof *all);
+    if (!all)
+        return sw_comm_give_up(&hier->comm, SW_E_MEMORY, err, "no memory for the names of %d ranks",
+                               hier->comm.world_size);
+    sw_status status = sw_hier_gather(&hier->comm, own, sizeof *own, all, "joining hosts", err);
+    for (size_t r = 0; status == SW_OK && r < count; ++r)
+        hier->pid[r] = all[r].pid;
+    for (int h = 0; status == SW_OK && h < hier->map.host_count; ++h) {
+        hier->host_name[h] = all[sw_host_carrier(&hier->map, h)];
+        hier->host_name[h].host[sizeof own->host - 1] = '\0';
+    }
+    atomic_store(&hier->is_introduced, status == SW_OK);
+    free(all);
+    return status;
+}
+
 sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size, const int *host_of,
-                              const sw_identity *identities, const sw_wire *wire, sw_comm **comm,
+                              const sw_identity *own, const sw_wire *wire, sw_comm **comm,
                               sw_error *err)
 {
     sw_hier *made = calloc(1, sizeof *made);
@@ -319,8 +340,7 @@ sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size, const i
     made->inside = inside;
     made->owner_pid = (int)getpid();
     pthread_mutex_init(&made->lock, NULL);
-    sw_status status =
-        init(made, rank, world_size, host_of, identities, wire ? wire->radix : 0, err);
+    sw_status status = init(made, rank, world_size, host_of, wire ? wire->radix : 0, err);
     if (status == SW_OK && made->local_rank == 0)
         status = sw_carrier_start(made, wire, err);
     else
@@ -329,8 +349,18 @@ sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size, const i
         free_tables(made);
         return status;
     }
+    status = introduce(made, own, err);
+    if (status != SW_OK) {
+        destroy(&made->comm);
+        return status;
+    }
     *comm = &made->comm;
     return SW_OK;
+}
+
+const char *sw_hier_comm_host(const sw_comm *comm, int host)
+{
+    return ((const sw_hier *)comm)->host_name[host].host;
 }
 
 const sw_host_map *sw_hier_comm_map(const sw_comm *comm)

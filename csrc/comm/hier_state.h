@@ -74,7 +74,9 @@ typedef struct sw_hier {
     sw_comm *inside; /* owned */
     sw_host_map map;
     sw_dissemination spread;
-    sw_identity *identity; /* owned */
+    _Atomic bool is_introduced; /* the next two are written */
+    int32_t *pid;               /* owned: by rank */
+    sw_identity *host_name;     /* owned: by host, its lowest rank's */
     int host, local_rank, local_count;
     const int *members; /* of this host: borrowed from map */
     sw_arena *pages;    /* owned by inside: a sw_page a local rank */

@@ -19,9 +19,12 @@ static const int64_t answer_ns = 400 * 1000 * 1000;
 
 void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
 {
-    const sw_identity *identity = &((const sw_hier *)comm)->identity[rank];
-    snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, identity->pid,
-             identity->host);
+    const sw_hier *hier = (const sw_hier *)comm;
+    if (atomic_load(&hier->is_introduced))
+        snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, hier->pid[rank],
+                 hier->host_name[hier->map.host_of[rank]].host);
+    else
+        snprintf(text, SW_COMM_PEER_BYTES, "rank %d", rank);
 }
 
 static void describe_ticket(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
@@ -91,7 +94,8 @@ static int list_missing(sw_hier *hier, const sw_hier_need *need, char *text, siz
     text[0] = '\0';
     for (int l = 0; l < hier->local_count && used + 1 < capacity; ++l) {
         char peer[SW_COMM_PEER_BYTES];
-        char state = sw_process_state(hier->identity[hier->members[l]].pid);
+        bool is_known = atomic_load(&hier->is_introduced);
+        char state = is_known ? sw_process_state(hier->pid[hier->members[l]]) : '?';
         bool stopped = state == 'T' || state == 't';
         if (l == hier->local_rank || (has_done(hier, need, l) && !(stopped && l == 0)))
             continue;

@@ -11,7 +11,7 @@ typedef struct join_request {
     PyObject *addresses, *hosts; /* owned lists */
     const char **address;        /* owned; the texts belong to the list */
     int *host_of, *members;      /* owned; NULL: one host */
-    sw_identity *identity;       /* owned */
+    sw_identity own;
     int member_count;
 } join_request;
 
@@ -22,7 +22,6 @@ static void join_request_fini(join_request *join)
     free(join->address);
     free(join->host_of);
     free(join->members);
-    free(join->identity);
 }
 
 /* Which rank is on which host, and who they are. */
@@ -33,18 +32,19 @@ static int read_hosts(join_request *join, int rank, int world_size, PyObject *ho
     int failed = !list || PyList_Size(map) != world_size || PyList_Size(list) != world_size;
     join->host_of = calloc((size_t)world_size, sizeof *join->host_of);
     join->members = calloc((size_t)world_size, sizeof *join->members);
-    join->identity = calloc((size_t)world_size, sizeof *join->identity);
-    failed |= !join->host_of || !join->members || !join->identity;
+    failed |= !join->host_of || !join->members;
     for (int r = 0; !failed && r < world_size; ++r) {
-        const char *host = PyUnicode_AsUTF8AndSize(PyList_GetItem(join->hosts, r), NULL);
         join->host_of[r] = (int)PyLong_AsLong(PyList_GetItem(map, r));
-        join->identity[r].pid = (int32_t)PyLong_AsLong(PyList_GetItem(list, r));
-        strncpy(join->identity[r].host, host ? host : "", sizeof join->identity[r].host - 1);
         failed = PyErr_Occurred() != NULL;
     }
     for (int r = 0; !failed && r < world_size; ++r)
         if (join->host_of[r] == join->host_of[rank])
             join->members[join->member_count++] = r;
+    const char *host =
+        failed ? NULL : PyUnicode_AsUTF8AndSize(PyList_GetItem(join->hosts, rank), NULL);
+    join->own.pid = failed ? 0 : (int32_t)PyLong_AsLong(PyList_GetItem(list, rank));
+    strncpy(join->own.host, host ? host : "", sizeof join->own.host - 1);
+    failed |= PyErr_Occurred() != NULL;
     Py_XDECREF(map);
     Py_XDECREF(list);
     if (failed && !PyErr_Occurred())
@@ -105,8 +105,8 @@ static sw_status join_hosts(comm_object *self, const join_request *join, const u
         return status;
     }
     self->comm = NULL; /* taken over */
-    SW_TRY(sw_hier_comm_create(inside, rank, world_size, join->host_of, join->identity, wire,
-                               &whole, err));
+    SW_TRY(sw_hier_comm_create(inside, rank, world_size, join->host_of, &join->own, wire, &whole,
+                               err));
     self->comm = whole;
     self->spans_hosts = true;
     return SW_OK;

@@ -46,6 +46,7 @@ typedef struct box {
     int sent;
     int breaks_after; /* messages; 0: never */
     bool in_part;     /* and who waits then is not told, as of a message that has come in part */
+    bool is_open;     /* all have joined */
     bool broken, silent, packs, probed;
 } box;
 
@@ -97,7 +98,7 @@ static sw_status box_send(void *context, int rank, uint32_t tag, const void *dat
     box *b = end->box;
     sw_status status = SW_OK;
     pthread_mutex_lock(&b->lock);
-    b->broken |= b->breaks_after && ++b->sent > b->breaks_after;
+    b->broken |= b->is_open && b->breaks_after && ++b->sent > b->breaks_after;
     if (b->broken) {
         status = sw_error_set(err, SW_E_COMM, -1, "the wire broke");
     } else {
@@ -161,7 +162,8 @@ static sw_status box_wait(void *context, void *argument, sw_error *err)
     pending_work *work = argument;
     sw_status status = SW_OK;
     pthread_mutex_lock(&b->lock);
-    while (work->data && !work->has_come && status == SW_OK && (b->silent || !take(b, work))) {
+    while (work->data && !work->has_come && status == SW_OK &&
+           ((b->silent && b->is_open) || !take(b, work))) {
         if (b->closed[end->rank] || (b->broken && !b->in_part))
             status = sw_error_set(err, SW_E_COMM, -1, "the wire broke");
         else
@@ -219,7 +221,7 @@ static int size_of_host(const scene *s, int host, int world_size)
 static sw_comm *join(rank_context *self, scene *s, wire_end *end, sw_wire *wire)
 {
     int host = s->host_of[self->rank], local = 0;
-    sw_identity identities[RANKS_MAX] = {{.pid = 0}};
+    const sw_identity own = {.pid = 4711 + self->rank, .host = "a host"};
     sw_comm *inside, *comm = NULL;
     for (int r = 0; r < self->rank; ++r)
         local += s->host_of[r] == host;
@@ -236,11 +238,17 @@ static sw_comm *join(rank_context *self, scene *s, wire_end *end, sw_wire *wire)
     if (!check(sw_local_comm_create(s->hosts[host], local, &inside, &self->err) == SW_OK, "inside"))
         return NULL;
     inside->timeout_ns = INT64_C(30000) * 1000000;
-    check(sw_hier_comm_create(inside, self->rank, self->world_size, s->host_of, identities,
+    check(sw_hier_comm_create(inside, self->rank, self->world_size, s->host_of, &own,
                               s->host_count > 1 ? wire : NULL, &comm, &self->err) == SW_OK,
           "a communicator over hosts: %s", self->err.message);
     if (comm)
         comm->timeout_ns = s->timeout_ns;
+    ranks_meet(self);
+    pthread_mutex_lock(&s->box.lock); /* from here on it may break, or be silent */
+    s->box.sent = s->box.is_open ? s->box.sent : 0;
+    s->box.is_open = true;
+    pthread_mutex_unlock(&s->box.lock);
+    ranks_meet(self);
     return comm;
 }
 
