@@ -27,7 +27,7 @@ static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t tick
     int sources = 0, destinations = 0;
     for (int r = 0; r < fabric->comm.world_size; ++r) {
         uint8_t *part = range->slots
-                            ? fabric->control[r]->slot[ticket % SW_FABRIC_SLOTS] +
+                            ? fabric->control[r].slot[ticket % SW_FABRIC_SLOTS] +
                                   (begin - pending->begin) * element_bytes
                             : op->arena->base[r] + op->offset_bytes + begin * element_bytes;
         if (fabric->contributes[r])
@@ -137,11 +137,11 @@ static void execute_slot(sw_fabric *fabric, const sw_pending *pending, uint32_t 
     } else if (bytes == 0) {
         return;
     } else if (op->kind == SW_OP_BROADCAST && op->root != fabric->comm.rank) {
-        memcpy(op->data, fabric->control[op->root]->slot[slot], bytes);
+        memcpy(op->data, fabric->control[op->root].slot[slot], bytes);
     } else if (op->kind == SW_OP_ALL_GATHER) {
         for (int r = 0; r < fabric->comm.world_size; ++r)
             memcpy((uint8_t *)pending->gathered + (size_t)r * op->numel + pending->begin,
-                   fabric->control[r]->slot[slot], bytes);
+                   fabric->control[r].slot[slot], bytes);
     }
 }
 

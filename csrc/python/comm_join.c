@@ -74,10 +74,9 @@ static int read_addresses(join_request *join, int world_size, PyObject *addresse
 }
 
 /* Joins the ranks of this host. */
-static sw_status join_host(comm_object *self, const join_request *join, const uint8_t *secret,
+static sw_status join_host(sw_comm *inside, const join_request *join, const uint8_t *secret,
                            sw_error *err)
 {
-    sw_comm *inside = self->comm;
     int world_size = inside->world_size;
     const char **address = calloc((size_t)world_size, sizeof *address);
     sw_status status = SW_E_MEMORY;
@@ -92,24 +91,40 @@ static sw_status join_host(comm_object *self, const join_request *join, const ui
     return status;
 }
 
-/* And through `wire`, which is given up, the other hosts. */
-static sw_status join_hosts(comm_object *self, const join_request *join, const uint8_t *secret,
+/* And through `wire`, which is given up, the other hosts. *comm becomes what has joined, or NULL
+ * where nothing is left of it. */
+static sw_status join_hosts(sw_comm **comm, const join_request *join, const uint8_t *secret,
                             const sw_wire *wire, sw_error *err)
 {
-    sw_comm *inside = self->comm, *whole;
+    sw_comm *inside = *comm;
     int rank = inside->rank, world_size = inside->world_size;
-    sw_status status = join_host(self, join, secret, err);
+    sw_status status = join_host(inside, join, secret, err);
     if (status != SW_OK) {
         if (wire)
             wire->release(wire->context);
         return status;
     }
-    self->comm = NULL; /* taken over */
-    SW_TRY(sw_hier_comm_create(inside, rank, world_size, join->host_of, &join->own, wire, &whole,
-                               err));
-    self->comm = whole;
-    self->spans_hosts = true;
-    return SW_OK;
+    *comm = NULL; /* taken over, also on failure */
+    return sw_hier_comm_create(inside, rank, world_size, join->host_of, &join->own, wire, comm,
+                               err);
+}
+
+/* Nobody else sees the communicator while it joins: hooks may run, and close() may ask for the end.
+ */
+static sw_status join(comm_object *self, const join_request *request, const uint8_t *secret,
+                      bool spans, const sw_wire *wire, sw_error *err)
+{
+    sw_comm *comm = self->comm;
+    sw_status status;
+    self->comm = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = spans ? join_hosts(&comm, request, secret, wire, err)
+                   : sw_shm_comm_connect(comm, request->address, secret, err);
+    Py_END_ALLOW_THREADS
+    self->comm = comm;
+    self->connected = status == SW_OK;
+    self->spans_hosts = spans && status == SW_OK;
+    return status;
 }
 
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -119,7 +134,7 @@ PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *addresses, *hosts, *host_of = Py_None, *pids = Py_None, *group = Py_None;
     const char *secret;
     Py_ssize_t secret_bytes;
-    join_request join = {.member_count = 0};
+    join_request request = {.member_count = 0};
     const sw_wire *wire = NULL;
     sw_error err;
     sw_status status = SW_OK;
@@ -129,31 +144,30 @@ PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs)
     if (secret_bytes != SW_SHM_SECRET_BYTES)
         return PyErr_Format(PyExc_ValueError, "connect: secret must have %d bytes, got %zd",
                             SW_SHM_SECRET_BYTES, secret_bytes);
-    if (!self->comm || self->closed || (self->connected && !self->group)) {
-        PyErr_SetString(sw_py_state_of(op)->error,
-                        "connect: the communicator is closed or has joined already");
+    if (!sw_py_comm_enter_to_join(self))
         return NULL;
-    }
-    int rank = self->comm->rank, world_size = self->comm->world_size;
     bool spans = host_of != Py_None && !self->group;
-    if (read_addresses(&join, world_size, addresses, hosts) < 0 ||
-        (spans && read_hosts(&join, rank, world_size, host_of, pids) < 0) ||
+    if (read_addresses(&request, self->world_size, addresses, hosts) < 0 ||
+        (spans && read_hosts(&request, self->rank, self->world_size, host_of, pids) < 0) ||
         (spans && group != Py_None && !(wire = sw_py_wire_new(group)))) {
-        join_request_fini(&join);
+        join_request_fini(&request);
+        sw_py_comm_leave(self);
         return NULL;
     }
-    ENGINE_CLEAR(self->hosts);
-    Py_INCREF(join.hosts);
-    self->hosts = join.hosts;
-    if (!self->group) {
-        Py_BEGIN_ALLOW_THREADS
-        status = spans
-                     ? join_hosts(self, &join, (const uint8_t *)secret, wire, &err)
-                     : sw_shm_comm_connect(self->comm, join.address, (const uint8_t *)secret, &err);
-        Py_END_ALLOW_THREADS
-        self->connected = status == SW_OK;
+    Py_INCREF(request.hosts);
+    PyObject *before = self->hosts;
+    self->hosts = request.hosts;
+    Py_XDECREF(before);
+    if (!self->group)
+        status = join(self, &request, (const uint8_t *)secret, spans, wire, &err);
+    join_request_fini(&request);
+    if (status == SW_OK && self->closed) {
+        sw_error_set(&err, SW_E_STATE, -1,
+                     "the communicator of rank %d was closed while it joined its peers",
+                     self->rank);
+        status = err.status;
     }
-    join_request_fini(&join);
+    sw_py_comm_leave(self);
     if (status != SW_OK)
         return sw_py_raise(sw_py_state_of(op), &err, self);
     Py_RETURN_NONE;
@@ -169,7 +183,7 @@ PyObject *sw_py_comm_probe(PyObject *op, PyObject *addresses)
                         "probe: the communicator is closed or has joined already");
         return NULL;
     }
-    int world_size = self->comm->world_size;
+    int world_size = self->world_size;
     bool *reached = calloc((size_t)world_size, sizeof *reached);
     PyObject *made = NULL;
     if (!reached) {

@@ -487,8 +487,12 @@ def _forked() -> None:
         wire.let_go()
 
 
+#: one type for memory of any length: ctypes takes 80 to 170 us, with the GIL, to make one for each
+_Bytes = ctypes.c_uint8 * (1 << 46)
+
+
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+    return torch.frombuffer(_Bytes.from_address(address), dtype=torch.uint8, count=nbytes)
 
 
 #: torch's group -> ours. A HostGroup does not hold torch's group, so an entry ends with its group.
