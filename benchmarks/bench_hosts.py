@@ -1,9 +1,9 @@
-"""A whole training step on two hosts with 1 Gbit/s between them, one and two ranks on each, against torch's DDP at its best;
-and a broadcast over two to four hosts against torch's.
+"""A whole training step on two hosts with 1 Gbit/s between them, one and two ranks on each, against torch's DDP at its
+best; and a broadcast over two to four hosts against torch's.
 
-The hosts are network namespaces of this machine; `tc` limits their links, and their interfaces count what passes. Also: bytes
-that a host sends in a step, against 2 (H - 1) / H gradients, the least that an all-reduce over H hosts can do. Needs the
-right to make namespaces.
+The hosts are network namespaces of this machine; `tc` limits their links, and their interfaces count bytes. Also: the
+bytes that a host sends in a step against 2 (H - 1) / H gradients, the least for an all-reduce over H hosts. Needs the
+right to create namespaces.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RATE = "1gbit"
 HOSTS = 2
 STEP_GOALS = {1: 0.95, 2: 0.8}
 BYTES_GOAL = 1.02
-#: what --only may name: a model, and ranks a host
+#: the parts that --only may name: a model, and ranks a host
 PARTS = {
     f"{case}-{HOSTS}x{ranks_a_host}": (case, ranks_a_host) for ranks_a_host in STEP_GOALS for case in ("mlp", "gpt")
 }
-#: of the broadcasts: ranks on each host
+#: ranks on each host, by broadcast
 BROADCASTS = {
     "broadcast-2x1": (1, 1),
     "broadcast-3x1": (1, 1, 1),
@@ -43,7 +43,7 @@ BROADCASTS = {
 }
 BROADCAST_MB = (1, 25, 100)
 BROADCAST_GOAL = 1.0
-#: torch's settings that are tried once before the arms take turns; this many of them then do
+#: torch's settings are tried once before the arms take turns; this many of them remain
 CONTENDERS = 2
 COUNTED_STEPS = 2
 
@@ -54,13 +54,13 @@ def enter_host(namespaces: Sequence[Sequence[str]], rank: int) -> None:
 
 
 def bytes_sent() -> int:
-    """By this host so far; what leaves as one frame of 64 KiB, to be cut by the interface, has one header."""
+    """Return the bytes that this host has sent; a frame of 64 KiB, which the interface cuts later, has one header."""
     with open("/proc/self/net/dev", encoding="ascii") as file:
         return next(int(line.split()[9]) for line in file if line.strip().startswith("eth0:"))
 
 
 def count_bytes(trainer: Trainer) -> int:
-    """That this host sends in one step."""
+    """Return the bytes that this host sends in one step."""
     dist.barrier()
     before = bytes_sent()
     dist.barrier()
@@ -71,7 +71,7 @@ def count_bytes(trainer: Trainer) -> int:
 
 
 def choose(trainers: dict[str, Trainer], settings: Sequence[str]) -> list[str]:
-    """The fastest of torch's settings, by one sample after a warm-up; all ranks agree."""
+    """Return the fastest of torch's settings, by one sample after a warm-up; all ranks agree."""
     times = []
     for arm in settings:
         trainers[arm].step()
@@ -84,7 +84,7 @@ def choose(trainers: dict[str, Trainer], settings: Sequence[str]) -> list[str]:
 def time_steps(
     rank: int, world_size: int, case: str, settings: Sequence[str], rounds: int, budget_s: float
 ) -> tuple[dict[str, list[common.RankSample]], dict[str, int], int]:
-    """Samples by arm; bytes that this rank's host sent in a step, by arm; bytes of a gradient."""
+    """Return samples by arm, bytes that this rank's host sent in a step by arm, and bytes of a gradient."""
     trainers = {arm: Trainer(case, arm, rank) for arm in ("ours", "none", *settings)}
     verify(trainers, settings)
     arms = ["ours", "none", *choose(trainers, settings)]

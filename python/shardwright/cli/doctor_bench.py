@@ -1,8 +1,7 @@
-"""`shardwright doctor --bench`: how long an all_reduce takes here, by size: between processes of this host in shared memory and,
-where there are several GPUs, between them.
+"""`shardwright doctor --bench`: time all_reduce by size, between processes of this host and between its GPUs.
 
-The ranks are programs of their own, which run this file; they meet through a file of a folder that goes with them. Not a
-benchmark to quote: a few repetitions on a machine as it is, to see whether it is what it should be.
+The ranks are programs that run this file and meet through a file in a temporary folder. A few repetitions on a machine
+in any state show if the machine is as fast as it should be. Do not quote the figures as a benchmark.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-#: bytes of float32 a rank
+#: bytes of float32 on each rank
 SIZES = tuple(1 << shift for shift in range(14, 27, 2))
 _SECONDS_A_SIZE = 0.15
 _LIMIT_S = 120.0
@@ -28,7 +27,7 @@ _LIMIT_S = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One size: median seconds of the slowest rank, and bytes of a rank through that time."""
+    """One size: median seconds of the slowest rank, and bytes of a rank divided by that time."""
 
     where: str
     ranks: int
@@ -48,7 +47,7 @@ class Row:
 
 
 def sweep(sizes: tuple[int, ...] = SIZES) -> list[Row]:
-    """Runs the ranks; their rows. Raises RuntimeError with what a rank that failed has said."""
+    """Run the ranks and return their rows. Raise RuntimeError with the message of a rank that failed."""
     rows = _run("processes", max(2, min(4, len(os.sched_getaffinity(0)))), sizes)
     gpus = _gpu_count()
     return rows + (_run("GPUs", gpus, sizes) if gpus > 1 else [])
@@ -146,12 +145,12 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
         reducer.release(stream)
         torch.cuda.synchronize()
 
-    work.memory = memory  # type: ignore[attr-defined]  # as long as the work
+    work.memory = memory  # type: ignore[attr-defined]  # lives as long as the work
     return work
 
 
 def _time(group: Any, work: Callable[[], None]) -> float:
-    """Median seconds, of the slowest rank."""
+    """Return the median seconds of the slowest rank."""
     samples: list[float] = []
     for _ in range(3):
         work()
