@@ -225,6 +225,8 @@ static void destroy(sw_comm *comm)
     if (!is_left)
         sw_carrier_destroy(hier->carrier);
     free_kept(hier);
+    destroy_inside(hier, hier->ring); /* a closed wire reads and writes nothing of it */
+    hier->ring = NULL;
     if (!is_left)
         free_tables(hier);
 }

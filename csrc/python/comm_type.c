@@ -687,12 +687,18 @@ static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
     return 0;
 }
 
+static PyObject *comm_get_hosts(PyObject *op, void *unused)
+{
+    const comm_object *self = (comm_object *)op;
+    (void)unused;
+    return self->hosts ? PyList_GetSlice(self->hosts, 0, PyList_Size(self->hosts)) : PyList_New(0);
+}
+
 static PyMethodDef comm_methods[] = {
     {"connect", (PyCFunction)(void (*)(void))sw_py_comm_connect, METH_VARARGS | METH_KEYWORDS,
-     "connect(addresses, secret, hosts, *, host_of=None, pids=None, wire=None)\n--\n\nJoins the "
-     "peers."},
-    {"probe", sw_py_comm_probe, METH_O,
-     "probe(addresses)\n--\n\nOne byte a rank: 1 where it can be called from here."},
+     "connect(addresses, secret, hosts, *, members=None)\n--\n\nJoins the ranks of this host."},
+    {"extend", (PyCFunction)(void (*)(void))sw_py_comm_extend, METH_VARARGS | METH_KEYWORDS,
+     "extend(host_of, host, *, wire=None)\n--\n\nJoins the ranks of other hosts."},
     {"arena", (PyCFunction)(void (*)(void))comm_arena, METH_VARARGS | METH_KEYWORDS,
      "arena(nbytes, label='arena', *, of_hosts=False)\n--\n\nCollective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
@@ -722,6 +728,7 @@ static PyGetSetDef comm_properties[] = {
     {"is_alive", comm_get_alive, NULL, "whether no rank has met an error or left", NULL},
     {"end_reason", comm_get_end_reason, NULL, "why it is not alive; None where it is", NULL},
     {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
+    {"hosts", comm_get_hosts, NULL, "the host name of each rank, once joined", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
