@@ -1,4 +1,4 @@
-/* sha256.h - SHA-256 (FIPS 180-4) and HMAC over it (RFC 2104), for proofs that somebody knows a
+/* sha256.h - SHA-256 (FIPS 180-4) and HMAC over it (RFC 2104), for proofs that a process knows a
  * secret. A few hundred bytes at a time: plain code, not the processor's instructions.
  *
  * Thread rule: any.

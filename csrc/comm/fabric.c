@@ -13,6 +13,10 @@
 
 enum { SPIN_WITH_SPARE_CORES = 2000, DEATHS_A_LOOK = 64 };
 
+/* A chunk is folded piece by piece, so that each rank reads 2 of it instead of W, where that saves
+ * more than one more wait costs. */
+static const size_t pieces_save_bytes = 256 * 1024;
+
 sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control *control,
                          sw_error *err)
 {
@@ -196,20 +200,34 @@ static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error 
     return SW_OK;
 }
 
-static bool all_posted(const sw_fabric *fabric, uint32_t ticket)
+static bool all_have(const sw_fabric *fabric, bool posted, uint32_t ticket)
 {
     for (int r = 0; r < fabric->comm.world_size; ++r)
         if (!sw_ticket_reached(
-                atomic_load_explicit(&fabric->control[r].posted, memory_order_acquire), ticket))
+                atomic_load_explicit(sw_fabric_word(fabric, r, posted), memory_order_acquire),
+                ticket))
             return false;
     return true;
+}
+
+/* Pieces are collected once every rank has folded its own. */
+bool sw_fabric_is_ready(const sw_fabric *fabric, uint32_t ticket, sw_fabric_awaited *awaited)
+{
+    const sw_pending *pending = &fabric->pending[ticket % SW_FABRIC_RING];
+    *awaited = (sw_fabric_awaited){.for_post = true, .ticket = ticket};
+    if (!all_have(fabric, true, ticket))
+        return false;
+    *awaited = (sw_fabric_awaited){.ticket = ticket - 1};
+    return pending->descriptor.form != SW_FORM_COLLECT || all_have(fabric, false, ticket - 1);
 }
 
 sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err)
 {
     sw_control *own = &fabric->control[fabric->comm.rank];
     SW_TRY(check_alive(fabric, err));
-    while (fabric->done != fabric->posted && all_posted(fabric, fabric->done + 1)) {
+    sw_fabric_awaited unused;
+    while (fabric->done != fabric->posted &&
+           sw_fabric_is_ready(fabric, fabric->done + 1, &unused)) {
         uint32_t ticket = fabric->done + 1;
         SW_TRY(check_descriptors(fabric, ticket, err));
         sw_fabric_execute(fabric, &fabric->pending[ticket % SW_FABRIC_RING], ticket);
@@ -225,12 +243,15 @@ sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending, uint32_t
     sw_control *own = &fabric->control[fabric->comm.rank];
     uint32_t next = fabric->posted + 1;
     SW_TRY(check_alive(fabric, err));
-    /* Room: the ring entry and the slot of an older operation may still be read by a peer. */
-    uint32_t depth = pending->descriptor.form == SW_FORM_SLOT ? SW_FABRIC_SLOTS : SW_FABRIC_RING;
+    uint32_t form = pending->descriptor.form;
+    bool fills = form == SW_FORM_SLOT || form == SW_FORM_PIECE;
+    /* Room: the ring entry and the slot of an older operation may still be read by a peer; a slot
+     * of pieces in the ticket after its own, too. */
+    uint32_t depth = fills ? SW_FABRIC_SLOTS - 1 : SW_FABRIC_RING;
     SW_TRY(sw_fabric_wait_done(fabric, next - depth, err));
     sw_pending *kept = &fabric->pending[next % SW_FABRIC_RING];
     *kept = *pending;
-    if (pending->descriptor.form == SW_FORM_SLOT && pending->count && pending->op.data) {
+    if (fills && pending->count && pending->op.data) {
         size_t bytes = pending->count * sw_dtype_size_bytes(pending->op.dtype);
         if (pending->op.kind != SW_OP_BROADCAST || pending->op.root == fabric->comm.rank)
             memcpy(own->slot[next % SW_FABRIC_SLOTS], pending->op.data, bytes);
@@ -243,11 +264,11 @@ sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending, uint32_t
     return SW_OK;
 }
 
-static void fill_pending(sw_pending *pending, const sw_op *op, bool slot)
+static void fill_pending(sw_pending *pending, const sw_op *op, uint32_t form)
 {
     memset(pending, 0, sizeof *pending);
     pending->op = *op;
-    sw_descriptor_fill(&pending->descriptor, op, slot);
+    sw_descriptor_fill(&pending->descriptor, op, form);
 }
 
 static void count_operation(sw_fabric *fabric, const sw_op *op)
@@ -265,7 +286,7 @@ sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_er
     if (!op->arena)
         SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
                 sw_op_kind_name(op->kind), op->label);
-    fill_pending(&pending, op, false);
+    fill_pending(&pending, op, SW_FORM_POOL);
     count_operation(fabric, op);
     SW_TRY(sw_fabric_issue(fabric, &pending, ticket, err));
     return sw_fabric_progress(fabric, err);
@@ -280,15 +301,23 @@ static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, sw_error 
     uint32_t ticket;
     do {
         sw_pending pending;
-        fill_pending(&pending, op, true);
+        size_t count = sw_size_min(chunk, op->numel - begin);
+        bool in_pieces =
+            op->kind == SW_OP_ALL_REDUCE && fabric->comm.world_size > 2 &&
+            (size_t)(fabric->comm.world_size - 2) * count * element_bytes >= pieces_save_bytes;
+        fill_pending(&pending, op, in_pieces ? SW_FORM_PIECE : SW_FORM_SLOT);
         pending.begin = begin;
-        pending.count = sw_size_min(chunk, op->numel - begin);
+        pending.count = count;
         pending.descriptor.chunk = begin / chunk;
         if (op->data)
             pending.op.data = (uint8_t *)op->data + begin * element_bytes;
         SW_TRY(sw_fabric_issue(fabric, &pending, &ticket, err));
+        if (in_pieces) {
+            pending.descriptor.form = SW_FORM_COLLECT;
+            SW_TRY(sw_fabric_issue(fabric, &pending, &ticket, err));
+        }
         SW_TRY(sw_fabric_progress(fabric, err));
-        begin += pending.count;
+        begin += count;
     } while (begin < op->numel);
     return sw_fabric_wait(&fabric->comm, ticket, err);
 }
@@ -321,7 +350,7 @@ sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes, v
     count_operation(fabric, &op);
     do {
         sw_pending pending;
-        fill_pending(&pending, &op, true);
+        fill_pending(&pending, &op, SW_FORM_SLOT);
         pending.begin = begin;
         pending.count = sw_size_min(SW_FABRIC_SLOT_BYTES, size_bytes - begin);
         pending.descriptor.chunk = begin / SW_FABRIC_SLOT_BYTES;

@@ -109,6 +109,9 @@ typedef struct sw_fabric_awaited {
     uint32_t ticket;
 } sw_fabric_awaited;
 
+/* Whether operation `ticket` can be executed here; else *awaited is what it needs. */
+bool sw_fabric_is_ready(const sw_fabric *fabric, uint32_t ticket, sw_fabric_awaited *awaited);
+
 /* A rank whose process has ended, -1: none found. Asks for the signs of life of `budget` ranks at
  * most (NULL: of any, else of those that are missing), and goes on behind them the next time. Any
  * thread. */

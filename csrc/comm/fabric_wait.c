@@ -169,28 +169,25 @@ static int draw(fabric_wait *w)
     return (int)((seed * UINT32_C(2654435761) >> 8) % (uint32_t)w->fabric->comm.world_size);
 }
 
-/* What keeps `ticket` from being complete: first posts of the next operation to do here, then
- * dones. */
-static void find_obstacle(fabric_wait *w, uint32_t ticket)
-{
-    w->awaited.for_post = !sw_ticket_reached(w->fabric->done, ticket);
-    w->awaited.ticket = w->awaited.for_post ? w->fabric->done + 1 : ticket;
-}
-
-/* Until this rank has done `ticket`; with `by_all`, until every rank has. */
+/* Until this rank has done `ticket`; with `by_all`, until every rank has. First what the next
+ * operation needs to be executed here is awaited, then dones. */
 static sw_status wait_until(sw_fabric *fabric, uint32_t ticket, bool by_all, sw_error *err)
 {
     fabric_wait w = {.fabric = fabric};
     for (;;) {
         SW_TRY(sw_fabric_progress(fabric, err));
-        find_obstacle(&w, ticket);
-        if (!w.awaited.for_post && !by_all)
+        bool is_done = sw_ticket_reached(fabric->done, ticket);
+        if (is_done && !by_all)
             return SW_OK;
+        if (is_done)
+            w.awaited = (sw_fabric_awaited){.ticket = ticket};
+        else if (sw_fabric_is_ready(fabric, fabric->done + 1, &w.awaited))
+            continue; /* what was missing has come: progress again */
         int rank = first_missing(fabric, &w.awaited, draw(&w));
-        if (rank < 0 && !w.awaited.for_post)
+        if (rank < 0 && is_done)
             return SW_OK;
         if (rank < 0 || spin_for(&w, rank))
-            continue; /* what was missing has come: progress again */
+            continue;
         if (!w.wait.comm) {
             w.wait = sw_wait_begin(&fabric->comm, &w, describe_wait);
             w.looked_ns = w.wait.begun_ns;

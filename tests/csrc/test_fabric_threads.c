@@ -166,8 +166,8 @@ static void end_beside_join(rank_context *self)
         if (pthread_create(&inside[i], NULL, join_inside, &all[i]) != 0)
             exit(1);
     for (int i = 0; i < AT_ONCE && self->rank == 0; ++i) {
-        rank_context beside = {.comm = all[i].comm, .shared = given};
-        end_beside(&beside);
+        rank_context ender = {.comm = all[i].comm, .shared = given};
+        end_beside(&ender);
     }
     for (int i = 0; i < AT_ONCE && self->rank < 2; ++i)
         pthread_join(inside[i], NULL);

@@ -41,7 +41,8 @@ static void test_lengths(void)
     for (size_t n = 0; n <= sizeof message; ++n)
         sw_sha256(message, n, digests[n]);
     sw_sha256(digests, sizeof digests, digest);
-    check(is_hex(digest, "2d12949301a5e259e37efbe6cf3bde097eb2bffeaac8887131581a62d8e5a7a1"), "digests of 0 to 300 bytes");
+    check(is_hex(digest, "2d12949301a5e259e37efbe6cf3bde097eb2bffeaac8887131581a62d8e5a7a1"),
+          "digests of 0 to 300 bytes");
 }
 
 static void test_codes(void)

@@ -90,7 +90,9 @@ def test_close_beside_the_making_of_an_arena(rank, world_size):
     for turn in range(TRIES):
         comm = host_comm(rank, world_size, timeout_s=DEADLINE_S)
         arenas = []
-        thread = inside(lambda comm=comm, arenas=arenas: [arenas.append(comm.arena(8192, "beside")) for _ in range(10**6)])
+        thread = inside(
+            lambda comm=comm, arenas=arenas: [arenas.append(comm.arena(8192, "beside")) for _ in range(10**6)]
+        )
         from_the_start_to_deep_inside(turn)
         if rank == turn % world_size:
             comm.close()

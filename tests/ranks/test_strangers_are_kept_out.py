@@ -242,7 +242,20 @@ def looks_around(say, pid, secret, names):
     found = {}
     for what in ("fd", "fdinfo", "map_files", "task"):
         found[what] = attempt(lambda what=what: os.listdir(f"/proc/{pid}/{what}"))
-    for what in ("maps", "smaps", "environ", "mem", "auxv", "io", "stack", "syscall", "cmdline", "stat", "status", "limits"):
+    for what in (
+        "maps",
+        "smaps",
+        "environ",
+        "mem",
+        "auxv",
+        "io",
+        "stack",
+        "syscall",
+        "cmdline",
+        "stat",
+        "status",
+        "limits",
+    ):
         found[what] = attempt(lambda what=what: open(f"/proc/{pid}/{what}", "rb").read(1 << 20))
     found["memory"] = attempt(lambda: open(f"/proc/{pid}/fd/{max(range(3, 64))}", "rb"))
     found["unix"] = attempt(lambda: open("/proc/net/unix", "rb").read())
@@ -279,7 +292,21 @@ def test_what_a_stranger_can_read_is_names_and_sizes(rank, world_size):
             leaks, refused, named, sees_memory = pipe.readline().strip().split("|")
         assert leaks == "[]" and sees_memory == "False", (leaks, sees_memory)
         can = {"task", "cmdline", "stat", "status", "limits", "unix", "locks", "shm"}
-        cannot = {"fd", "fdinfo", "map_files", "maps", "smaps", "environ", "mem", "auxv", "io", "stack", "syscall", "memory", "signal"}
+        cannot = {
+            "fd",
+            "fdinfo",
+            "map_files",
+            "maps",
+            "smaps",
+            "environ",
+            "mem",
+            "auxv",
+            "io",
+            "stack",
+            "syscall",
+            "memory",
+            "signal",
+        }
         cannot |= {f"call {r}" for r in range(world_size)}
         assert set(eval(refused)) == cannot, (set(eval(refused)) ^ cannot, can)
         assert int(named) <= world_size
