@@ -309,21 +309,52 @@ static void release_wire(const sw_wire *wire)
         wire->release(wire->context);
 }
 
-/* Who everybody is, in messages. */
+enum { NAME_PIECE_BYTES = 8 };
+
+/* The bytes of the longest host name of all hosts. */
+static sw_status find_longest_name(sw_hier *hier, const sw_identity *own, int32_t *bytes,
+                                   sw_error *err)
+{
+    sw_op op = {.kind = SW_OP_ALL_REDUCE,
+                .dtype = SW_DTYPE_INT32,
+                .redop = SW_REDOP_MAX,
+                .numel = 1,
+                .data = bytes,
+                .label = "joining hosts"};
+    *bytes = (int32_t)strnlen(own->host, sizeof own->host - 1);
+    return sw_hier_run(&hier->comm, &op, err);
+}
+
+/* All ranks' pids and all hosts' names: the names in pieces, so that what a rank needs for it at a
+ * time is small. */
+static sw_status gather_identities(sw_hier *hier, const sw_identity *own, uint8_t *all,
+                                   sw_error *err)
+{
+    int32_t bytes;
+    SW_TRY(
+        sw_hier_gather(&hier->comm, &own->pid, sizeof own->pid, hier->pid, "joining hosts", err));
+    SW_TRY(find_longest_name(hier, own, &bytes, err));
+    for (int32_t begin = 0; begin < bytes; begin += NAME_PIECE_BYTES) {
+        SW_TRY(sw_hier_gather(&hier->comm, own->host + begin, NAME_PIECE_BYTES, all,
+                              "joining hosts", err));
+        for (int h = 0; h < hier->map.host_count; ++h)
+            memcpy(hier->host_name[h].text + begin,
+                   all + (size_t)sw_host_carrier(&hier->map, h) * NAME_PIECE_BYTES,
+                   NAME_PIECE_BYTES);
+    }
+    for (int h = 0; h < hier->map.host_count; ++h)
+        hier->host_name[h].text[sizeof hier->host_name[h].text - 1] = '\0';
+    return SW_OK;
+}
+
+/* Ranks introduce themselves, for messages. */
 static sw_status introduce(sw_hier *hier, const sw_identity *own, sw_error *err)
 {
-    size_t count = (size_t)hier->comm.world_size;
-    sw_identity *all = calloc(count, sizeof *all);
+    uint8_t *all = calloc((size_t)hier->comm.world_size, NAME_PIECE_BYTES);
     if (!all)
         return sw_comm_give_up(&hier->comm, SW_E_MEMORY, err, "no memory for the names of %d ranks",
                                hier->comm.world_size);
-    sw_status status = sw_hier_gather(&hier->comm, own, sizeof *own, all, "joining hosts", err);
-    for (size_t r = 0; status == SW_OK && r < count; ++r)
-        hier->pid[r] = all[r].pid;
-    for (int h = 0; status == SW_OK && h < hier->map.host_count; ++h) {
-        hier->host_name[h] = all[sw_host_carrier(&hier->map, h)];
-        hier->host_name[h].host[sizeof own->host - 1] = '\0';
-    }
+    sw_status status = gather_identities(hier, own, all, err);
     atomic_store(&hier->is_introduced, status == SW_OK);
     free(all);
     return status;
@@ -362,7 +393,7 @@ sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size, const i
 
 const char *sw_hier_comm_host(const sw_comm *comm, int host)
 {
-    return ((const sw_hier *)comm)->host_name[host].host;
+    return ((const sw_hier *)comm)->host_name[host].text;
 }
 
 const sw_host_map *sw_hier_comm_map(const sw_comm *comm)

@@ -18,7 +18,7 @@
 
 typedef struct sw_identity { /* of a rank and its host, in messages */
     int32_t pid;
-    char host[64];
+    char host[64]; /* zeros behind its end */
 } sw_identity;
 
 /* Collective over all hosts' ranks. `inside`: this host's ranks, joined (shm.h; local.h in tests);

@@ -45,7 +45,7 @@ sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error
     int rank = err->detail;
     sw_hier_peer((sw_comm *)(uintptr_t)&hier->comm, rank, peer);
     snprintf(cause, sizeof cause, "%.190s", err->message);
-    const char *host = atomic_load(&hier->is_introduced) ? hier->host_name[hier->host].host : "";
+    const char *host = atomic_load(&hier->is_introduced) ? hier->host_name[hier->host].text : "";
     return sw_error_set(err, SW_E_COMM, rank,
                         "host %.40s lost %s in %.110s: the process or the network between them "
                         "failed: %s",

@@ -69,6 +69,10 @@ typedef struct sw_hier_table {
     struct sw_hier_table *next;
 } sw_hier_table;
 
+typedef struct sw_host_name {
+    char text[sizeof(((sw_identity *)0)->host)];
+} sw_host_name;
+
 typedef struct sw_hier {
     sw_comm comm;    /* first */
     sw_comm *inside; /* owned */
@@ -76,7 +80,7 @@ typedef struct sw_hier {
     sw_dissemination spread;
     _Atomic bool is_introduced; /* the next two are written */
     int32_t *pid;               /* owned: by rank */
-    sw_identity *host_name;     /* owned: by host, its lowest rank's */
+    sw_host_name *host_name;    /* owned: by host */
     int host, local_rank, local_count;
     const int *members; /* of this host: borrowed from map */
     sw_arena *pages;    /* owned by inside: a sw_page a local rank */

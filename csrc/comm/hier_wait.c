@@ -22,7 +22,7 @@ void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
     const sw_hier *hier = (const sw_hier *)comm;
     if (atomic_load(&hier->is_introduced))
         snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, hier->pid[rank],
-                 hier->host_name[hier->map.host_of[rank]].host);
+                 hier->host_name[hier->map.host_of[rank]].text);
     else
         snprintf(text, SW_COMM_PEER_BYTES, "rank %d", rank);
 }
