@@ -369,12 +369,6 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
     return status;
 }
 
-void sw_shm_comm_probe(const sw_comm *comm, const char *const *addresses, bool *reached)
-{
-    for (int r = 0; r < comm->world_size; ++r)
-        reached[r] = r == comm->rank || sw_socket_listens(addresses[r]);
-}
-
 sw_status sw_shm_comm_narrow(sw_comm *comm, const int *members, int count, sw_error *err)
 {
     shm_comm *shm = (shm_comm *)comm;

@@ -19,10 +19,6 @@ enum { SW_SHM_SECRET_BYTES = SW_PROOF_SECRET_BYTES };
 SW_MUST_USE sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm **comm,
                                          char address[SW_SOCKET_NAME_BYTES], sw_error *err);
 
-/* Which of the world_size ranks listen where this process can call them (itself included): they may
- * be ranks of one host. To be called before connect. Cost: one connect a rank. */
-void sw_shm_comm_probe(const sw_comm *comm, const char *const *addresses, bool *reached);
-
 /* Before connect: the ranks of this host are `members` alone, ascending, this rank among them. They
  * are ranks 0 to count - 1 of the communicator from then on; messages call them what they were. */
 SW_MUST_USE sw_status sw_shm_comm_narrow(sw_comm *comm, const int *members, int count,

@@ -10,7 +10,7 @@
 #include "platform/thread.h"
 #include "python/engine.h"
 
-enum { BOUNCE_BYTES = 128 * 1024, LOOKS_AT_WHO_LEAVES = 1000 };
+enum { LOOKS_AT_WHO_LEAVES = 1000 };
 
 static bool is_own(const comm_object *self)
 {
@@ -435,57 +435,10 @@ static PyObject *comm_barrier(PyObject *op, PyObject *args)
     return finish(self, status, &err);
 }
 
-typedef struct byte_range {
-    uint8_t *address;
-    size_t size_bytes;
-} byte_range;
-
-/* Small ranges share a message through `bounce`; large ones go by themselves. */
-static sw_status broadcast_ranges(sw_comm *comm, sw_op *operation, const byte_range *ranges,
-                                  size_t count, uint8_t *bounce, sw_error *err)
-{
-    size_t i = 0;
-    while (i < count) {
-        size_t end = i, used = 0;
-        while (end < count && ranges[end].size_bytes <= BOUNCE_BYTES - used)
-            used += ranges[end++].size_bytes;
-        if (end <= i + 1) {
-            operation->data = ranges[i].address;
-            operation->numel = ranges[i].size_bytes;
-            SW_TRY(comm->ops->run(comm, operation, err));
-            i++;
-            continue;
-        }
-        size_t at = 0;
-        for (size_t k = i; comm->rank == operation->root && k < end; at += ranges[k++].size_bytes)
-            memcpy(bounce + at, ranges[k].address, ranges[k].size_bytes);
-        operation->data = bounce;
-        operation->numel = used;
-        SW_TRY(comm->ops->run(comm, operation, err));
-        at = 0;
-        for (size_t k = i; comm->rank != operation->root && k < end; at += ranges[k++].size_bytes)
-            memcpy(ranges[k].address, bounce + at, ranges[k].size_bytes);
-        i = end;
-    }
-    return SW_OK;
-}
-
-static sw_status broadcast_all(sw_comm *comm, sw_op *operation, const byte_range *ranges,
-                               size_t count, sw_error *err)
-{
-    uint8_t *bounce = malloc(BOUNCE_BYTES);
-    if (!bounce)
-        return sw_comm_give_up(comm, SW_E_MEMORY, err, "broadcast '%s': no memory",
-                               operation->label);
-    sw_status status = broadcast_ranges(comm, operation, ranges, count, bounce, err);
-    free(bounce);
-    return status;
-}
-
-static byte_range *parse_ranges(PyObject *list, size_t *count)
+static sw_range *parse_ranges(PyObject *list, size_t *count)
 {
     Py_ssize_t size = PySequence_Size(list);
-    byte_range *ranges = size >= 0 ? calloc((size_t)size + 1, sizeof *ranges) : NULL;
+    sw_range *ranges = size >= 0 ? calloc((size_t)size + 1, sizeof *ranges) : NULL;
     for (Py_ssize_t i = 0; ranges && i < size; ++i) {
         PyObject *item = PySequence_GetItem(list, i);
         PyObject *address;
@@ -499,7 +452,7 @@ static byte_range *parse_ranges(PyObject *list, size_t *count)
             free(ranges);
             return NULL;
         }
-        ranges[i] = (byte_range){.address = PyLong_AsVoidPtr(address), .size_bytes = (size_t)bytes};
+        ranges[i] = (sw_range){.address = PyLong_AsVoidPtr(address), .size_bytes = (size_t)bytes};
         Py_DECREF(item);
     }
     *count = (size_t)size;
@@ -512,19 +465,18 @@ static PyObject *comm_broadcast(PyObject *op, PyObject *args)
     PyObject *list;
     const char *label = "broadcast";
     size_t count;
-    sw_op operation = {.kind = SW_OP_BROADCAST, .dtype = SW_DTYPE_UINT8};
+    int root;
     sw_error err;
     sw_status status = SW_OK;
-    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &operation.root, &label))
+    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &root, &label))
         return NULL;
-    set_label(&operation, label);
-    byte_range *ranges = parse_ranges(list, &count);
+    sw_range *ranges = parse_ranges(list, &count);
     if (!ranges || PyErr_Occurred() || !sw_py_comm_enter(self)) {
         free(ranges);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
-    status = broadcast_all(self->comm, &operation, ranges, count, &err);
+    status = sw_comm_broadcast(self->comm, ranges, count, root, label, &err);
     Py_END_ALLOW_THREADS
     free(ranges);
     return finish(self, status, &err);
@@ -735,12 +687,18 @@ static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
     return 0;
 }
 
+static PyObject *comm_get_hosts(PyObject *op, void *unused)
+{
+    const comm_object *self = (comm_object *)op;
+    (void)unused;
+    return self->hosts ? PyList_GetSlice(self->hosts, 0, PyList_Size(self->hosts)) : PyList_New(0);
+}
+
 static PyMethodDef comm_methods[] = {
     {"connect", (PyCFunction)(void (*)(void))sw_py_comm_connect, METH_VARARGS | METH_KEYWORDS,
-     "connect(addresses, secret, hosts, *, host_of=None, pids=None, wire=None)\n--\n\nJoins the "
-     "peers."},
-    {"probe", sw_py_comm_probe, METH_O,
-     "probe(addresses)\n--\n\nOne byte a rank: 1 where it can be called from here."},
+     "connect(addresses, secret, hosts, *, members=None)\n--\n\nJoins the ranks of this host."},
+    {"extend", (PyCFunction)(void (*)(void))sw_py_comm_extend, METH_VARARGS | METH_KEYWORDS,
+     "extend(host_of, host, *, wire=None)\n--\n\nJoins the ranks of other hosts."},
     {"arena", (PyCFunction)(void (*)(void))comm_arena, METH_VARARGS | METH_KEYWORDS,
      "arena(nbytes, label='arena', *, of_hosts=False)\n--\n\nCollective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
@@ -770,6 +728,7 @@ static PyGetSetDef comm_properties[] = {
     {"is_alive", comm_get_alive, NULL, "whether no rank has met an error or left", NULL},
     {"end_reason", comm_get_end_reason, NULL, "why it is not alive; None where it is", NULL},
     {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
+    {"hosts", comm_get_hosts, NULL, "the host name of each rank, once joined", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

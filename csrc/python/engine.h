@@ -103,7 +103,7 @@ int sw_py_fork_functions_add(PyObject *module);
 
 /* comm_join.c: methods */
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);
-PyObject *sw_py_comm_probe(PyObject *op, PyObject *addresses);
+PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs);
 
 /* arena_type.c */
 extern PyType_Spec sw_py_arena_type_spec;

@@ -553,6 +553,8 @@ class HostComm:
     timeout_s: float
     #: abstract socket name that peers connect to, "" at world size 1
     address: str
+    #: the host name of each rank, once joined; empty for ranks of other hosts before extend()
+    hosts: list[str]
     def __init__(
         self,
         rank: int,
@@ -563,24 +565,21 @@ class HostComm:
         host: str = "",
         log: Callable[[str], None] | None = None,
     ) -> None: ...
-    def probe(self, addresses: Sequence[str]) -> bytes:
-        """One byte a rank: 1 where it can be called from here, so that it may be on this host. Before connect()."""
     def connect(
-        self,
-        addresses: Sequence[str],
-        secret: bytes,
-        hosts: Sequence[str],
-        *,
-        host_of: Sequence[int] | None = None,
-        pids: Sequence[int] | None = None,
-        wire: Any = None,
+        self, addresses: Sequence[str], secret: bytes, hosts: Sequence[str], *, members: Sequence[int] | None = None
     ) -> None:
-        """Joins the peers at `addresses` (one a rank, own included). `secret`: 16 bytes, equal on all.
+        """Joins the ranks of this host: `members`, ascending (None: all). `addresses` and `hosts` have one entry a member.
 
-        `host_of`: the host of each rank, numbered by their lowest rank (None: all on one). `wire` moves bytes between
-        them: send(rank, tag, address, nbytes), receive(...) and wait(what those returned); None where there is one host.
+        `secret`: 16 bytes, equal on all ranks. Until extend() the communicator is one of the members alone.
 
         Raises CommError naming the first peer that cannot be reached, CommTimeoutError at the deadline.
+        """
+    def extend(self, host_of: Sequence[int], host: str, *, wire: Any = None) -> None:
+        """Joins the ranks of other hosts, after connect(). Collective over all ranks: no rank returns before all have come.
+
+        `host_of`: the host of each rank, numbered by their lowest rank; `host`: this host's name. `wire`, on each host's lowest
+        rank, moves bytes between hosts: send(rank, tag, address, nbytes), receive(...) and wait(what those returned).
+        A failure ends the communicator.
         """
     def arena(self, nbytes: int, label: str, *, of_hosts: bool = False) -> Arena:
         """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate.

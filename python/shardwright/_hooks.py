@@ -32,7 +32,6 @@ __all__ = [
     "graph_task_id",
     "hook_outputs",
     "ignore_steps",
-    "is_shared",
     "queue_at_end",
     "raw_stream",
     "unguarded",
@@ -93,12 +92,6 @@ def raw_stream(ordinal: int) -> int:
     if _raw_stream is not None:
         return int(_raw_stream(ordinal))
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
-
-
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether others than one Python object refer to `tensor`: torch's own threads, or views."""
-    count = getattr(tensor, "_use_count", None)
-    return count is not None and count() > 1
 
 
 #: a context inside which subclasses of Tensor are taken for what they are made of: no __torch_function__ is called

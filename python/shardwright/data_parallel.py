@@ -234,7 +234,7 @@ class DistributedDataParallel(TorchDDP):
         """Makes the engine. Collective."""
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
-        group = host_group(self.process_group, options.timeout_s, self.device)
+        group = host_group(self.process_group, options.timeout_s)
         slicing = self._slice_over(group)
         settings = {
             "bucket_cap_mb": options.bucket_cap_mb,

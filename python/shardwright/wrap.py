@@ -188,10 +188,8 @@ def shard_optimizer(
 
 def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
     """Return the communicator that the module's wrapper will have."""
-    first = next(module.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
     group = resolve_group(options.process_group, options.device_mesh, trains=True)
-    return host_group(group, options.timeout_s, device)
+    return host_group(group, options.timeout_s)
 
 
 def _agree_on_optimizer(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import RanksFailed, gather
 from models import Mlp
 from peer import PEER, batch, data_parallel, engine
-from shardwright import process_group
+from shardwright import process_group, wire
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch's groups are torch's")
 
@@ -75,7 +75,7 @@ def test_bytes_for_the_wire_leave_no_type_behind():
     """ctypes makes one for each length that it is asked for, and that takes longer than to send them."""
     memory = torch.arange(256, dtype=torch.uint8)
     before = len(ctypes.Array.__subclasses__())
-    views = [process_group._bytes_at(memory.data_ptr(), nbytes) for nbytes in range(1, 200)]
+    views = [wire._bytes_at(memory.data_ptr(), nbytes) for nbytes in range(1, 200)]
     assert all(torch.equal(view, memory[: view.numel()]) for view in views)
     assert len(ctypes.Array.__subclasses__()) == before
 

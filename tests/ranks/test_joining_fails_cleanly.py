@@ -179,31 +179,6 @@ print(seen)
     assert "could not be started" in done.stdout and "right" in done.stdout, done.stdout
 
 
-@on_every_rank(at_least=2)
-def test_no_thread_of_torchs_holds_what_the_handshake_passed(rank, world_size):
-    """Such a thread lets go with the GIL, and ends the program if the interpreter is at its end: it is waited for."""
-    from shardwright import process_group
-
-    given, begin, switch_s = [], dist.all_gather, sys.getswitchinterval()
-
-    def remember(tensors, tensor, **options):
-        given.extend([tensor, *tensors])
-        return begin(tensors, tensor, **options)
-
-    dist.all_gather = remember
-    sys.setswitchinterval(10)  # a thread that wants the GIL gets it when it is given away
-    try:
-        for turn in range(60):
-            mine = {"rank": rank, "turn": turn, "text": "x" * (37 * turn * rank)}
-            got = process_group._gather_objects(mine, dist.group.WORLD)
-            assert [each["rank"] for each in got] == list(range(world_size)) and got[rank] == mine
-            assert not any(map(process_group._hooks.is_shared, given))
-            given.clear()
-    finally:
-        dist.all_gather = begin
-        sys.setswitchinterval(switch_s)
-
-
 def fails_in_wrap(rank, folder):
     """A program whose rank 1 cannot join, and whose ranks end with that."""
     import shardwright as sw
