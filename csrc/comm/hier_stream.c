@@ -156,6 +156,16 @@ static int host_at(const sw_host_map *map, int root, uint32_t position)
     return (root + (int)position) % map->host_count;
 }
 
+/* Hosts that a host sends to. In units of one piece on one link, a chain takes pieces + hosts - 2,
+ * and a binary tree, whose root sends each piece twice, 2 (pieces + depth - 1). */
+static uint32_t choose_fan(uint32_t pieces, uint32_t hosts)
+{
+    uint32_t depth = 0;
+    while (hosts >> (depth + 1))
+        ++depth;
+    return hosts <= pieces + 2 * depth ? 1 : CHILDREN;
+}
+
 static stream stream_of(sw_carrier *carrier, uint32_t ticket)
 {
     const sw_hier *hier = carrier->hier;
@@ -170,7 +180,7 @@ static stream stream_of(sw_carrier *carrier, uint32_t ticket)
     int root = map->host_of[made.pending->op.root];
     uint32_t hosts = (uint32_t)map->host_count;
     uint32_t position = (uint32_t)((hier->host - root + map->host_count) % map->host_count);
-    uint32_t fan = made.count / 2 >= hosts ? 1 : CHILDREN;
+    uint32_t fan = choose_fan(made.count, hosts);
     if (position > 0)
         made.parent = host_at(map, root, (position - 1) / fan);
     for (uint32_t i = 0; i < fan; ++i)

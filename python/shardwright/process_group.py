@@ -90,6 +90,15 @@ class HostGroup:
         """Hosts that the ranks run on."""
         return max(self.host_of) + 1
 
+    @property
+    def carriers(self) -> list[int]:
+        """The lowest rank of each host."""
+        found: list[int] = []
+        for rank, host in enumerate(self.host_of):
+            if host == len(found):  # hosts are numbered by their lowest rank
+                found.append(rank)
+        return found
+
     def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
         """The lowest rank of `rank`'s (this one's) replica on its host: its memory holds what these have one copy of."""
         rank = self.rank if rank is None else rank
@@ -105,11 +114,13 @@ class HostGroup:
 
     def host_map(self) -> dict[str, str]:
         """For describe(): what each host is called and which ranks it has, the one that carries first."""
-        found: dict[str, str] = {}
-        for host in range(self.host_count):
-            ranks = [rank for rank, its_host in enumerate(self.host_of) if its_host == host]
-            found[f"host {host}"] = f"{self.hosts[ranks[0]]}, ranks {', '.join(map(str, ranks))}"
-        return found
+        ranks: list[list[int]] = [[] for _ in range(self.host_count)]
+        for rank, host in enumerate(self.host_of):
+            ranks[host].append(rank)
+        return {
+            f"host {host}": f"{self.hosts[each[0]]}, ranks {', '.join(map(str, each))}"
+            for host, each in enumerate(ranks)
+        }
 
     def _join(self, group: Any, timeout_s: float) -> None:
         """Meets the other ranks, and joins them: first those of this host, then other hosts."""
@@ -160,7 +171,7 @@ class HostGroup:
     def _join_hosts(self, met: Meeting, meeting: Rendezvous, host: str, timeout_s: float) -> None:
         """Joins the other hosts through a wire between their lowest ranks."""
         bridge = None
-        carriers = [self.host_of.index(each) for each in range(self.host_count)]
+        carriers = self.carriers
         try:
             if self.host_count > 1 and self.rank in carriers:
                 meeting.go(self.host_count)

@@ -19,9 +19,8 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,17 +32,18 @@ FAN_OUT = 64
 SECRET_BYTES = 16
 #: the least deadline of a rank for the others to come, which may be late: torch's own default
 _COMING_S = 1800.0
-#: between two looks at whether some rank has given up: first, and at most
+#: between two questions to the store: first, and at most
 _LOOK_S = (0.001, 0.5)
+#: the same of torch's barrier, which costs the store nothing
+_BARRIER_LOOK_S = 0.02
 #: how long a rank that only heard of a failure waits for the reason of the rank that failed
 _REASONS_S = 0.5
 #: a wait this long is logged, and again after twice as long, and so on
 _WARN_AFTER_S = 30.0
 
 
-@dataclass(frozen=True)
-class Line:
-    """What a rank says of itself.
+class Line(NamedTuple):
+    """The line of one rank.
 
     Attributes
     ----------
@@ -64,13 +64,12 @@ class Line:
     failure: str
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """What a rank knows afterwards: the secret of this group, the host of each rank, and the lines of its own host's."""
+class Meeting(NamedTuple):
+    """The outcome: the secret of this group, the host of each rank, and the lines of the ranks of this host."""
 
     secret: bytes
     host_of: list[int]
-    here: list[Line] = field(default_factory=list)
+    here: list[Line]
 
 
 class Rendezvous:
@@ -163,7 +162,7 @@ class Rendezvous:
         return _error_of(said)
 
     def _answer(self, lines: Sequence[Line], forced_hosts: Sequence[int] | None) -> None:
-        """Rank 0's part: who is on which host, or why not."""
+        """Write rank 0's answer: the map of hosts, or the reason for which there is none."""
         failing = next((each for each in lines if each.failure), None)
         failure, runs = "", []
         if failing is not None:
@@ -173,22 +172,21 @@ class Rendezvous:
             secret = secrets.token_hex(SECRET_BYTES)
             here: list[list[Any]] = [[] for _ in range(max(host_of) + 1)]
             for each in lines:
-                here[host_of[each.rank]].append(_row(each))
+                here[host_of[each.rank]].append(each)
             for host, rows in enumerate(here):
                 self._store.call("set", f"host/{host}", json.dumps({"secret": secret, "lines": rows}))
             runs = [(host, len(list(run))) for host, run in groupby(host_of)]
         self._store.call("set", "map", zlib.compress(json.dumps({"failure": failure, "runs": runs}).encode()))
 
     def _tell(self, lines: Sequence[Line]) -> None:
-        self._store.call("set", f"lines/{self._rank}", json.dumps([_row(each) for each in lines]))
+        self._store.call("set", f"lines/{self._rank}", json.dumps(lines))
 
     def _await_all(self) -> None:
-        """Return once all ranks have come, as a barrier of torch's tells: it ends with an error when one of them dies."""
+        """Return once all ranks have come, as a barrier of torch's tells; it ends with an error when one of them dies."""
         assert self._barrier is not None
-        what = "all ranks of the group"
         try:
             coming = self._barrier()
-            self._until(coming.is_completed, what)
+            self._until(coming.is_completed, "all ranks of the group", _BARRIER_LOOK_S)
             coming.wait()
             self._has_met = True
         except CommError:
@@ -196,29 +194,31 @@ class Rendezvous:
         except RuntimeError as error:
             raise self.fail(_comm_error(f"joining: torch's own group failed: {error}", -1, "")) from error
 
-    def _await(self, key: str, whom: str) -> bytes:
-        """The value of `key`, once `whom` has written it."""
-        self._until(lambda: self._store.call("check", [key]), whom)
+    def _await(self, key: str, awaited: str) -> bytes:
+        """Return the value of `key`, once `awaited` has written it."""
+        self._until(lambda: self._store.call("check", [key]), awaited)
         return bytes(self._store.call("get", key))
 
-    def _until(self, is_done: Callable[[], bool], whom: str) -> None:
+    def _until(self, is_done: Callable[[], bool], awaited: str, most_s: float = _LOOK_S[1]) -> None:
         """Return once `is_done`. Looks less and less often, so that many ranks that wait for one do not keep the store busy."""
         begin_s = time.monotonic()
-        look_s, warn_s = _LOOK_S[0], _WARN_AFTER_S
+        pause_s, look_s, warn_s = _LOOK_S[0], _LOOK_S[1], _WARN_AFTER_S
         while not is_done():
             waited_s = time.monotonic() - begin_s
-            if look_s == _LOOK_S[1] and (said := self._reason()) is not None:
-                raise _error_of(said)
+            if waited_s > look_s:
+                look_s = waited_s + _LOOK_S[1]
+                if (said := self._reason()) is not None:
+                    raise _error_of(said)
             deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
             if waited_s > deadline_s:
                 raise CommTimeoutError(
-                    f"joining: rank {self._rank} waited {waited_s:.1f} s for {whom}; the deadline was {deadline_s:g} s"
+                    f"joining: rank {self._rank} waited {waited_s:.1f} s for {awaited}; the deadline was {deadline_s:g} s"
                 )
             if waited_s > warn_s and self._log is not None:
-                self._log(f"joining: rank {self._rank} has waited {waited_s:.0f} s for {whom}")
+                self._log(f"joining: rank {self._rank} has waited {waited_s:.0f} s for {awaited}")
                 warn_s *= 2
-            time.sleep(look_s)
-            look_s = min(1.5 * look_s, _LOOK_S[1])
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, most_s)
 
     def _reason(self) -> dict[str, Any] | None:
         return json.loads(self._store.call("get", "why")) if self._store.call("check", ["why"]) else None
@@ -291,10 +291,6 @@ def barrier_of(group: Any) -> Callable[[], Any] | None:
     if "cpu:gloo" not in str(dist.get_backend_config(group)):
         return None
     return lambda: group._get_backend(torch.device("cpu")).barrier()
-
-
-def _row(line: Line) -> list[Any]:
-    return [line.rank, line.address, line.host, line.place, line.threads, line.cores, line.failure]
 
 
 def _error_of(said: dict[str, Any]) -> CommError:

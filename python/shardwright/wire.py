@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: longer than any deadline of ours, which is kept by those who wait for the carrier
+#: longer than any deadline of ours, which the ranks keep that wait for the carrier
 _FOR_EVER = timedelta(days=1000)
 #: the wire's own tags, among those of SW_MESSAGE_LAST (csrc/comm/bridge.h)
 _FAREWELL, _NEVER_SENT, _TOKEN = (6 << 28) + 1, (6 << 28) + 2, (6 << 28) + 3
@@ -127,10 +127,10 @@ class Wire:
         return hmac.digest(self._secret, f"wire {sender} {receiver}".encode(), hashlib.sha256)
 
     def close(self, gently: bool) -> bool:
-        """Closes all connections, whoever waits for them; `gently`: after the others' farewell, or a moment.
+        """Close all connections, whatever waits for them; `gently`: after the others' farewell, or a moment.
 
         Gloo has no call for it, but a receive that is not fulfilled in its time closes all connections of its group. At
-        exit nothing is done, and false: the kernel closes them, and who takes long to say what it has to say still can.
+        exit nothing is done, and false: the kernel closes them, and a carrier that takes long to send its last messages still can.
         """
         if self._exits():
             return False
@@ -151,14 +151,14 @@ class Wire:
         return True
 
     def let_go(self) -> None:
-        """In a forked child. Each number stays taken: whoever still has it would close somebody else's file."""
+        """Close the sockets, in a forked child. Each number stays taken: another owner of it would close a foreign file."""
         nothing = os.open(os.devnull, os.O_RDONLY)
         for fd, _ in self._sockets & sockets():
             os.dup2(nothing, fd)
         os.close(nothing)
 
     def _exchange_farewells(self, others: Sequence[int]) -> None:
-        """What was sent to a peer has arrived when it says farewell; one that does not is about something else."""
+        """Wait for the farewells of `others`: what was sent to them before has arrived then. One that sends none is busy."""
         word = torch.zeros(1, dtype=torch.uint8, device="cpu")
         heard = [torch.zeros_like(word) for _ in others]
         deadline_s = time.monotonic() + _FAREWELL_S
@@ -197,7 +197,7 @@ def make_gloo(store: Any, rank: int, count: int, timeout: timedelta, connects_la
 
 
 def let_go() -> None:
-    """In a forked child: closes the sockets of all wires."""
+    """Close the sockets of all wires, in a forked child."""
     for wire in _wires:
         wire.let_go()
 
@@ -207,7 +207,7 @@ _wires: weakref.WeakSet[Wire] = weakref.WeakSet()
 
 
 def sockets() -> set[tuple[int, str]]:
-    """Of this process: descriptors, and what the kernel calls what is behind each."""
+    """The sockets of this process: file descriptors, and the kernel's names of them."""
     found = set()
     for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):  # the folder's own has gone
