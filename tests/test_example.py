@@ -41,6 +41,18 @@ LAUNCHERS = {
 }
 
 
+def test_the_readme_program_without_a_launcher_trains_as_one_rank_and_says_so():
+    text = (ROOT / "README.md").read_text()
+    program = next(part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "sw.wrap(" in part)
+    of_launchers = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    bare = {name: value for name, value in environment().items() if name not in of_launchers}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=bare, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"rank 0: first weight [+-]0\.\d{6}\n", done.stdout)
+    lines = [line for line in done.stderr.splitlines() if "rank" in line]
+    assert len(lines) == 1 and "it trains as one rank; `torchrun --nproc-per-node N PROGRAM` starts N ranks" in lines[0]
+
+
 def environment():
     path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1", "PYTHONPATH": path}

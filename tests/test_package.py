@@ -115,3 +115,36 @@ def test_every_tensor_is_made_on_a_named_device_with_a_named_dtype():
     assert of_defaults("torch.ones(3, dtype=a, device=b) + torch.empty_like(x) + x.new_empty(3)") == []
     found = {str(file): of_defaults(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
     assert {file: calls for file, calls in found.items() if calls} == {}
+
+
+#: reason why there is memory behind an address -> files that take one
+ADDRESSES = {
+    "memory that the package made": [
+        *("block_compression", "device_exchange", "device_parameters", "device_powersgd", "device_tensor_partition"),
+        *("device_units", "exchange", "factor_exchange", "levels", "powersgd", "powersgd_in_turns", "tensor_partition"),
+        *("unit_memory", "checkpoint/stored", "cli/ckpt", "cli/doctor_bench"),
+    ],
+    "compared, not read": [
+        *("comm_hook", "device_unit_schedule", "drift", "offload", "read_guard", "released_parameters", "replica"),
+        *("sharded_optimizer", "unit_schedule"),
+    ],
+    "checked by memory.py before": [
+        *("device", "device_rounds", "device_slices", "memory", "parameter_memory", "process_group", "table"),
+        *("checkpoint/content", "checkpoint/dcp", "checkpoint/device_staging", "checkpoint/filling"),
+        *("checkpoint/names", "checkpoint/samples", "checkpoint/slices"),
+    ],
+    "a bucket of torch's own wrapper": ["fsdp_compression", "hooks"],
+}
+
+
+def test_no_address_is_taken_of_a_tensor_that_may_have_no_memory():
+    """A wrapper subclass, a fake or a freed tensor has the address 0: reading there ends the process."""
+    found = {
+        str(file.relative_to(PACKAGE).with_suffix(""))
+        for file in PACKAGE.rglob("*.py")
+        if any(
+            isinstance(node, ast.Attribute) and node.attr == "data_ptr"
+            for node in ast.walk(ast.parse(file.read_text()))
+        )
+    }
+    assert found == {name for names in ADDRESSES.values() for name in names}

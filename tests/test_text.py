@@ -29,7 +29,6 @@ STILL_TO_DO = (
     "csrc/checkpoint/",
     "csrc/python/",
     "docs/design/checkpoint.md",
-    "docs/design/comm.md",
     "docs/design/gpu.md",
     "docs/design/hosts.md",
     "docs/design/reduce.md",

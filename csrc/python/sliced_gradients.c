@@ -182,6 +182,8 @@ int sw_py_sliced_announce(reducer_object *self)
     return failed;
 }
 
+/* After a round: every parameter that some rank used has its ShardedGradient. One that was not
+ * `.grad` meanwhile (zero_grad, which makes that None) may hold what backwards added before. */
 int sw_py_sliced_publish(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;
@@ -190,6 +192,7 @@ int sw_py_sliced_publish(reducer_object *self)
                  *view = PyList_GetItem(self->views, (Py_ssize_t)i);
         if (sw_reducer_used_by_any(self->reducer, i) &&
             (PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
+             PyObject_SetAttrString(view, "_pending", Py_None) < 0 ||
              PyObject_SetAttr(param, self->grad_name, view) < 0))
             return -1;
     }

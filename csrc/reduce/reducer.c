@@ -475,7 +475,7 @@ static void close_round(sw_reducer *reducer)
         param_state *state = &reducer->params[i];
         if (state->used_by_any && folded)
             state->averaged_in = reducer->stats.rounds;
-        if (sw_reducer_takes_part(reducer, i))
+        if (sw_reducer_takes_part(reducer, i) && folded) /* an abandoned round averages nothing */
             state->used = 0;
     }
     reducer->state = SW_ROUND_CLOSED;

@@ -491,6 +491,8 @@ class HostComm:
     timeout_s: float
     #: abstract socket name that peers connect to, "" at world size 1
     address: str
+    #: the host name of each rank, once joined; empty for ranks of other hosts before extend()
+    hosts: list[str]
     def __init__(
         self,
         rank: int,
@@ -501,24 +503,21 @@ class HostComm:
         host: str = "",
         log: Callable[[str], None] | None = None,
     ) -> None: ...
-    def probe(self, addresses: Sequence[str]) -> bytes:
-        """One byte a rank: 1 where it can be called from here, so that it may be on this host. Before connect()."""
     def connect(
-        self,
-        addresses: Sequence[str],
-        secret: bytes,
-        hosts: Sequence[str],
-        *,
-        host_of: Sequence[int] | None = None,
-        pids: Sequence[int] | None = None,
-        wire: Any = None,
+        self, addresses: Sequence[str], secret: bytes, hosts: Sequence[str], *, members: Sequence[int] | None = None
     ) -> None:
-        """Joins the peers at `addresses` (one a rank, own included). `secret`: 16 bytes, equal on all.
+        """Joins the ranks of this host: `members`, ascending (None: all). `addresses` and `hosts` have one entry a member.
 
-        `host_of`: the host of each rank, numbered by their lowest rank (None: all on one). `wire` moves bytes between
-        them: send(rank, tag, address, nbytes), receive(...) and wait(what those returned); None where there is one host.
+        `secret`: 16 bytes, equal on all ranks. Until extend() the communicator is one of the members alone.
 
         Raises CommError naming the first peer that cannot be reached, CommTimeoutError at the deadline.
+        """
+    def extend(self, host_of: Sequence[int], host: str, *, wire: Any = None) -> None:
+        """Joins the ranks of other hosts, after connect(). Collective over all ranks: no rank returns before all have come.
+
+        `host_of`: the host of each rank, numbered by their lowest rank; `host`: this host's name. `wire`, on each host's lowest
+        rank, moves bytes between hosts: send(rank, tag, address, nbytes), receive(...) and wait(what those returned).
+        A failure ends the communicator.
         """
     def arena(self, nbytes: int, label: str, *, of_hosts: bool = False) -> Arena:
         """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate.
@@ -770,7 +769,15 @@ class CheckpointPlan:
     def headers(self) -> list[bytes]:
         """What stands before the tensors of each file, in files()' order; b"" for a text."""
     def commit(
-        self, *, partial: str, folder: str, nonce: str, step: int, world_size: int, checksums: list[list[int]]
+        self,
+        *,
+        partial: str,
+        folder: str,
+        replaces: str | None,
+        nonce: str,
+        step: int,
+        world_size: int,
+        checksums: list[list[int]],
     ) -> None:
         """Makes `partial`, which holds every file of this plan, the checkpoint `folder`, durable when this returns;
         `checksums` has a list a file, in files()' order, with the CRC-32C of each block. An existing folder is replaced in
@@ -809,6 +816,7 @@ class CheckpointSaver:
         *,
         folder: str,
         nonce: str,
+        replaces: str | None,
         number: int,
         step: int,
         metric: float | None,
@@ -861,6 +869,9 @@ class CheckpointFolder:
     @classmethod
     def check_replaceable(cls, path: str) -> None:
         """The same for all that a save to `path` takes the place of."""
+    @classmethod
+    def identity(cls, path: str) -> str:
+        """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""
     def verify(self, first: int, end: int) -> None:
         """Checks blocks [first, end), numbered through all files. CheckpointError names the file and the bytes."""
     def tensors(self, path: str) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:

@@ -32,7 +32,6 @@ __all__ = [
     "graph_task_id",
     "hook_outputs",
     "ignore_steps",
-    "is_shared",
     "queue_at_end",
     "raw_stream",
     "stream_reader",
@@ -97,14 +96,8 @@ def raw_stream(ordinal: int) -> int:
 
 
 def stream_reader(ordinal: int) -> Callable[[], int]:
-    """raw_stream(ordinal), as a callable without a frame of Python's where torch has one."""
+    """Return raw_stream(ordinal) as a callable without a frame of Python's where torch has one."""
     return functools.partial(raw_stream if _raw_stream is None else _raw_stream, ordinal)
-
-
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether others than one Python object refer to `tensor`: torch's own threads, or views."""
-    count = getattr(tensor, "_use_count", None)
-    return count is not None and count() > 1
 
 
 #: a context inside which subclasses of Tensor are taken for what they are made of: no __torch_function__ is called

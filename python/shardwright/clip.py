@@ -106,11 +106,11 @@ def _replica_of(module: Any) -> Replica | None:
 
 
 def _norm_of_slices(replica: Replica) -> float:
-    slices = [replica.gradient_slice(index) for index in range(len(replica.table.parameters))]
     if replica.zero == 1 and replica.is_joining:  # a joined rank keeps no gradients; here they are not sliced
+        replica.gradient_slices()  # raises where they are not averaged
         return _norm_of_whole([p.grad for p in replica.table.parameters if p.grad is not None], replica)
     replica.announce("norm")
-    return replica.norm_of(slices)
+    return replica.norm_of(replica.gradient_slices)
 
 
 def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> float:

@@ -233,8 +233,8 @@ class DistributedDataParallel(TorchDDP):
     def _build(self, *, init_sync: bool, sync_buffers: bool, compress: Any = None) -> None:
         """Makes the engine. Collective."""
         options = self._options
-        self.process_group = resolve_group(options.process_group, options.device_mesh)
-        group = host_group(self.process_group, options.timeout_s, self.device)
+        self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
+        group = host_group(self.process_group, options.timeout_s)
         slicing = self._slice_over(group)
         settings = {
             "bucket_cap_mb": options.bucket_cap_mb,

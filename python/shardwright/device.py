@@ -26,6 +26,7 @@ from . import _hooks, device_transport
 from ._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
 from .gradients import as_real, dense_strides, dtype_name
 from .lender import Lender
+from .memory import check_sendable
 from .process_group import HostGroup, comm_error
 
 _logger = logging.getLogger("shardwright")
@@ -345,6 +346,7 @@ class DeviceLink:
         Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not contiguous go
         through a copy.
         """
+        check_sendable(tensors, "a broadcast")
         plain = [tensor.data for tensor in tensors if tensor.numel()]
         if not plain or self.world_size == 1:
             return

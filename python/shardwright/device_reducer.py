@@ -18,6 +18,7 @@ from . import device
 from ._engine import Error, Reducer
 from .device import DeviceLink
 from .device_registration import Registration
+from .memory import address_of
 from .slicing import Slicing
 
 
@@ -220,7 +221,7 @@ class DeviceReducer(Reducer):
     def _locate(self, like: torch.Tensor, gradient: torch.Tensor) -> int:
         """Return the address of a gradient whose layout is that of `like`, so that its bytes can be copied; else 0."""
         is_alike = (
-            gradient.layout is torch.strided
+            address_of(gradient) != 0
             and gradient.dtype is like.dtype
             and gradient.device == like.device
             and gradient.stride() == like.stride()

@@ -76,7 +76,7 @@ class HostLevels(Levels):
         self._carrier = group.host_of.index(host)
         self._host_name = group.hosts[self._carrier]
         self._share = group.host_count / group.world_size
-        firsts = [group.host_of.index(each) for each in range(group.host_count)]
+        firsts = group.carriers
         super().__init__(
             GlooExchange(roads.between, [(first, group.hosts[first]) for first in firsts])
             if self._is_carrier
@@ -224,7 +224,7 @@ def leased_levels(group: HostGroup) -> tuple[Levels, Lease]:
 
 def _join(group: HostGroup, roads: list[Roads]) -> Roads:
     timeout_s = group.comm.timeout_s
-    firsts = [group.host_of.index(host) for host in range(group.host_count)]
+    firsts = group.carriers
     inside = group.join_inside(timeout_s)
     crosses = group.host_count > 1 and group.rank in firsts
     between = group.gloo_group(f"between/{len(roads)}", firsts, timeout_s) if crosses else None

@@ -31,6 +31,8 @@ _DESCRIBED = 200
 _Gather = Callable[[bytes, str], list[bytes]]
 #: (title, which parameters, values) of each group, or of all together
 Row = tuple[str, list[Any], dict[str, Any]]
+#: title of the row with what ranks did to their gradients; its values are lists
+GRADIENTS = "the gradients of a step"
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,22 +64,31 @@ def agree(gather: _Gather, rows: Iterable[Row], refusal: Exception | None, label
         raise refusal if refusal is not None and str(refusal) == refused else Error(refused)
     if any(digest != digests[0] for digest in digests):
         tables = [json.loads(data) for data in gather(encoded, "hyperparameters")]
-        raise Error(f"ranks disagree about the optimizer: {difference(tables)}")
+        raise Error(f"ranks disagree about {difference(tables)}")
 
 
 def difference(tables: list[list[Any]]) -> str:
     """Return the first difference between the rows of rank 0 and those of another rank, in words."""
     other = next((rank for rank, table in enumerate(tables) if table != tables[0]), None)
     if other is None:
-        return "it stepped with different hyperparameters before the last step"
+        return "the optimizer: it stepped with different hyperparameters before the last step"
     for (title, ours, values), (_, theirs, others) in zip(tables[0], tables[other]):
         if ours != theirs:
-            return f"{title} holds other parameters on rank 0 and rank {other}"
+            return f"the optimizer: {title} holds other parameters on rank 0 and rank {other}"
         for key in sorted({*values, *others}):
             a, b = values.get(key), others.get(key)
-            if a != b:
-                return f"{title} has {key}={a} on rank 0, {key}={b} on rank {other}"
-    return f"{len(tables[0])} groups on rank 0, {len(tables[other])} on rank {other}"
+            if a == b:
+                continue
+            if title == GRADIENTS:
+                mine, theirs_alone = [item for item in a if item not in b], [item for item in b if item not in a]
+                return f"{title}: {key}: {_some(mine)} on rank 0 alone, {_some(theirs_alone)} on rank {other} alone"
+            return f"the optimizer: {title} has {key}={a} on rank 0, {key}={b} on rank {other}"
+    return f"the optimizer: {len(tables[0])} groups on rank 0, {len(tables[other])} on rank {other}"
+
+
+def _some(items: list[Any]) -> str:
+    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return ", ".join(map(str, items[:3])) + more or "none"
 
 
 def rows_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, Any]) -> list[Row]:
@@ -137,7 +148,7 @@ class StepNotes:
         """Raise: ranks have found that their digests differ. Collective."""
         tables = [json.loads(data) for data in gather(json.dumps(self._rows()).encode(), "hyperparameters")]
         raise Error(
-            f"ranks disagree about the optimizer: {difference(tables)}; each rank has stepped with its own, so that their parameters differ: "
+            f"ranks disagree about {difference(tables)}; each rank has stepped with its own, so that their parameters differ: "
             "begin again from a checkpoint, with the same hyperparameters on every rank"
         )
 

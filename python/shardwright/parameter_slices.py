@@ -115,6 +115,9 @@ class SliceRuns:
         """Whether a parameter trains, or has: one that is frozen later is stepped on for as long as it has a gradient."""
         return self._reducer.place(index)[0] in self._stepped
 
+    def take_writes(self) -> None:
+        """Where slices are apart from the parameters that a program sees: those take what it has written to these."""
+
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
         bucket, begin, numel = self._reducer.place(index)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import time
 import weakref
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _hooks
 from ._engine import Error, Reducer
+from .answers import gather_answers
 from .backend_base import Backend, Capabilities, Request, backend_class
 from .comm_hook import HookRunner, SlicedHookRunner, Wanted
 from .compress import Compressor
@@ -216,7 +218,7 @@ class Replica:
         if self._board is None:
             return gradient_view(like, self.reducer, index)
         held = gradient_view(like, self.reducer, index) if self.reducer.transport == "staged" else None
-        return ShardedGradient(like, from_dlpack(self.reducer.result(index)), self._board, held)
+        return ShardedGradient(index, like, from_dlpack(self.reducer.result(index)), self._board, held)
 
     def _overlaps_compression(self, capabilities: Capabilities) -> bool:
         """Whether compressed buckets cross while the backward goes on: between hosts, where the network is the bottleneck, not a core;
@@ -387,10 +389,24 @@ class Replica:
         wire = {"wire_bytes": exchange.wire_bytes, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
         return {**counts, "compress": name, **wire}
 
-    def norm_of(self, slices: Iterable[torch.Tensor | None]) -> float:
-        """The exact 2-norm of what all ranks hold together, this one `slices`. Collective."""
-        held = [each for each in slices if each is not None] if self.slicing.speaks else []
-        return norm_over_ranks(self.group.comm, self.backend.norm_sums(held), self.label)
+    def norm_of(self, slices: Callable[[], Sequence[torch.Tensor | None]]) -> float:
+        """Return the exact 2-norm of what all ranks hold together, of which `slices` gives this rank's. Collective.
+
+        Raises
+        ------
+        Error
+            On all ranks, where `slices` raises it on some.
+        """
+
+        def sums() -> bytes:
+            found = slices()
+            return self.backend.norm_sums([each for each in found if each is not None] if self.slicing.speaks else [])
+
+        return norm_over_ranks(self.group.comm, sums, self.label)
+
+    def gradient_slices(self) -> list[torch.Tensor | None]:
+        """Return gradient_slice() of every parameter."""
+        return [self.gradient_slice(index) for index in range(len(self.table.parameters))]
 
     def gradient_slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
@@ -515,8 +531,13 @@ class Replica:
         return whole
 
     def gradient_factors(self) -> list[list[Any]]:
-        """What sliced gradients were scaled by since the last round."""
+        """What sliced gradients were scaled by since ranks compared that last."""
         return self._board.factors() if self._board is not None else []
+
+    def accept_factors(self) -> None:
+        """All ranks have scaled their gradients by the same."""
+        if self._board is not None:
+            self._board.accept_factors()
 
     # uneven inputs, see join.py -------------------------------------------------------------------------------------
 
@@ -595,6 +616,8 @@ class Replica:
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
         self.close_pending()
+        if self._board is not None:
+            self._agree_on_gradients()
         found: dict[str, torch.Tensor | None] = {}
         for index, (name, parameter) in enumerate(zip(self.table.names, self.table.parameters)):
             gradient = parameter.grad
@@ -612,6 +635,32 @@ class Replica:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
             found[name] = flat.as_strided(parameter.shape, self.layout_of(index).stride())
         return found
+
+    def _agree_on_gradients(self) -> None:
+        """Error on all ranks where one has gradients that are not averaged, or ranks have scaled theirs by different factors. Collective."""
+
+        def answer() -> bytes:
+            for index, parameter in enumerate(self.table.parameters):
+                if isinstance(parameter.grad, ShardedGradient):
+                    parameter.grad.averaged_piece()
+                elif parameter.grad is not None and self.reducer.is_used(index):
+                    raise Error(_NOT_AVERAGED)
+            return json.dumps(self.gradient_factors()).encode()
+
+        said = gather_answers(self.group.comm, answer, f"factors of the gradients of {self.label}")
+        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+        if other is not None:
+            ours, theirs = (self._describe_factors(json.loads(said[rank])) for rank in (0, other))
+            raise Error(
+                f"ranks disagree about what the averaged gradients of {self.label} were scaled by: rank 0 by {ours}, rank {other} by "
+                f"{theirs}; each rank keeps slices of them: scale them alike on all ranks"
+            )
+        self.accept_factors()
+
+    def _describe_factors(self, factors: list[list[Any]]) -> str:
+        return (
+            ", ".join(f"{name}({factor:g}) of {self.table.names[i]!r}" for i, name, factor in factors[:3]) or "nothing"
+        )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the step of an optimizer that holds one of our parameters."""

@@ -12,16 +12,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ._engine import Error
 from ._hooks import unguarded
-from .join import exchange_slices
+from .join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
 from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
-from .optimizer_agreement import Row, agree, check_saved, hyperparameters, not_of, on_meta, plain, rows_of
+from .optimizer_agreement import GRADIENTS, Row, agree, check_saved, hyperparameters, not_of, on_meta, plain, rows_of
 from .parameter_slices import memory_order
 from .replica import Replica
 from .sliced_state import MARK, SlicedState
@@ -236,22 +236,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._replica.zero == 1 and self._replica.is_joining:
             exchange_slices(self._replica, self.run)
         with unguarded():
-            stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self._step_together(self._own_gradient, stepped)
+            states = {p: state_of(p.grad) for group in self.param_groups for p in group["params"]}
+        self._step_together(self._own_gradient, states)
         return loss
 
-    def shadow_step(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None]) -> None:
+    def shadow_step(
+        self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None], states: Sequence[int]
+    ) -> None:
         """A step of the others, of a rank that ran out of inputs (join): on its slices, with hyperparameters and gradients that it
-        was told. Collective."""
+        was told. `states`: see state_of, of every parameter of the module. Collective."""
         self._replica.before_writes()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
         check_groups(self, self._inner)
-        members = [p for group in self.param_groups for p in group["params"]]
-        stepped = [p for p in members if gradients[self._index[id(p)]] is not None]
-        self._step_together(gradients.__getitem__, stepped)
+        told = {p: states[self._index[id(p)]] for group in self.param_groups for p in group["params"]}
+        self._step_together(gradients.__getitem__, told)
 
-    def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None], stepped: list[torch.Tensor]) -> None:
+    def _step_together(
+        self, gradient_of: Callable[[int], torch.Tensor | None], states: Mapping[torch.Tensor, int]
+    ) -> None:
+        """Step on this rank's slices and publish them. `states`: see state_of, of this optimizer's parameters. Collective."""
         self._consolidated = None
         refusal: Exception | None = None
         try:
@@ -259,12 +263,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_gradients(gradient_of)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank's slices
             refusal = error
-        self._agree(refusal)
+        self._agree(refusal, states)
         self.rounds_at_step = self._replica.reducer.stats()["rounds"]
         with self._replica.writing():
             failure = self._step_on_slices()
             outcomes = self._publish(failure is not None)  # after a failure too: all ranks then have the same slices
-        self._count_writes(stepped)
+        self._count_writes([parameter for parameter, state in states.items() if state != NO_GRADIENT])
         if outcomes is None or any(outcomes):
             self._tell(failure)
 
@@ -284,6 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What was raised in between, if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
+            self._replica.parameters().take_writes()
             self._complete_gradients()
             with self._on_slices() as low:
                 with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
@@ -305,15 +310,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with unguarded():
             self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
         """What ranks must agree on before a step, beside the groups."""
-        return {"factors that gradients were scaled by": self._replica.gradient_factors()}
+        names = self._replica.table.names
+        without = [(names[self._index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
+        return {
+            "factors that gradients were scaled by": self._replica.gradient_factors(),
+            "parameters without a gradient": [name for name, state in without if state == NO_GRADIENT],
+            "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
+        }
 
-    def _agree(self, refusal: Exception | None) -> None:
+    def _agree(self, refusal: Exception | None, states: Mapping[torch.Tensor, int]) -> None:
         """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
         rows: list[Row] = rows_of(self, self._index)
-        rows.append(("it", [], self._facts()))
+        rows.append((GRADIENTS, [], self._facts(states)))
         agree(self._replica.group.comm.all_gather_bytes, rows, refusal, "hyperparameters of a step")
+        self._replica.accept_factors()
 
     # state --------------------------------------------------------------------------------------------------------
 

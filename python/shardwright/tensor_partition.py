@@ -102,9 +102,6 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         elif piece is not None:
             piece.grad = None if gradient is None else _shaped(gradient, piece)
 
-    def _facts(self) -> dict[str, Any]:
-        return {**super()._facts(), "parameters that have gradients": sorted(self._gradient_slices)}
-
     def _complete_gradients(self) -> None:
         """Owners get the gradients of their tensors from everybody's slices, and the tensors if they are cut too. Collective."""
         slices, self._gradient_slices = self._gradient_slices, {}

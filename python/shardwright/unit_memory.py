@@ -225,8 +225,22 @@ class UnitMemory(ReleasedParameters):
         empty = self._table.parameters[index].numel() == 0
         return piece if piece.numel() or (empty and self._slicing.own == 0) else None
 
+    def take_writes(self) -> None:
+        """What this rank's slices hold of parameters that are never released becomes what these hold: a program may have written to them,
+        alike on all ranks (a temperature that is clamped), as it may at zero 0 to 2. As a step begins, when no rank reads slices.
+        """
+        with torch.no_grad():
+            for index, parameter, _ in self._refreshed:
+                low, high = self.own_run(index)
+                if low < high and self.is_stepped(index):
+                    self._slices[index].copy_(memory_order(parameter.data, parameter.data)[low:high])
+
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
-        """All elements of a parameter in memory order, from every rank's slices to `flat`."""
+        """All elements of a parameter in memory order, to `flat`: from every rank's slices, where it is released."""
+        if index not in self._whole:
+            data = self._table.parameters[index].data
+            flat.copy_(memory_order(data, data))
+            return
         for low, high, piece in self._owned(index):
             flat[low:high] = piece
 

@@ -21,6 +21,7 @@ import torch
 
 from . import _hooks
 from ._engine import Error
+from .memory import address_of
 from .read_guard import ReadGuard
 from .units import UnitPlan
 
@@ -89,9 +90,7 @@ class Unit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in this unit's pages."""
-        if not self.whole or tensor.layout is not torch.strided:
-            return False
-        address = tensor.data_ptr()
+        address = address_of(tensor) if self.whole else 0
         return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
 
     def show_whole(self) -> None:

@@ -18,6 +18,7 @@ from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .fully_shard import wrapper_of
 from .masters import MasterOptimizer, has_own_masters, without_masters
+from .memory import has_memory, without_memory
 from .offload import make_store, offload_folder, offload_kind, rounded_bytes
 from .optimizer_agreement import agree, check_members, given_rows, watch_loading
 from .options import Options, check_zero
@@ -183,9 +184,8 @@ def shard_optimizer(
 
 def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
     """Return the communicator that the module's wrapper will have."""
-    first = next(module.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
-    return host_group(resolve_group(options.process_group, options.device_mesh), options.timeout_s, device)
+    group = resolve_group(options.process_group, options.device_mesh, trains=True)
+    return host_group(group, options.timeout_s)
 
 
 def _agree_on_optimizer(
@@ -422,10 +422,17 @@ def load_full_state_dict(
         verdict = _load_state(bare, state, strict) if group.rank == 0 else ("", [], [])
         failure, missing, unexpected = json.loads(group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)[0])
         known = {id(p) for p in wrapped._engine().table.parameters}
-        others = [value for value in bare.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)]
-        others = [value for value in others if id(value) not in known]  # buffers, and ignored parameters
-        if others:
-            group.broadcast(others, 0, label)
+        tensors = {n: v for n, v in bare.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+        others = {n: v for n, v in tensors.items() if id(v) not in known}  # buffers, and ignored parameters
+        stay = {name for name, value in others.items() if not has_memory(value)}
+        lost = sorted(stay - set(missing))
+        if lost:
+            failure = failure or (
+                f"{lost[0]!r} is {without_memory(others[lost[0]])}. Rank 0's cannot be sent to the others: load it on each rank"
+            )
+        sent = [value for name, value in others.items() if name not in stay]
+        if sent:
+            group.broadcast(sent, 0, label)
     if failure:
         raise Error(f"load_full_state_dict: {failure}")
     return UnmatchedNames(missing, unexpected)

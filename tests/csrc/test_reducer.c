@@ -51,6 +51,7 @@ static void make_params(void)
 /* What each rank does in a round: bit r of used[p]. */
 typedef struct round_plan {
     uint32_t used[PARAMS];
+    uint32_t unaveraged[PARAMS]; /* the same of an abandoned round before */
     uint32_t contributors;
     int divisor;
     bool keeps; /* nothing is folded at all */
@@ -73,7 +74,7 @@ static double resting_value(int rank, size_t p, size_t i)
 
 static bool is_used(const round_plan *plan, size_t p)
 {
-    return (plan->used[p] & plan->contributors) != 0;
+    return ((plan->used[p] | plan->unaveraged[p]) & plan->contributors) != 0;
 }
 
 static double expected_at(const round_plan *plan, int world_size, size_t p, size_t i, int step)
@@ -544,7 +545,8 @@ static void frozen_until_unfrozen(rank_context *self)
 }
 
 /* For a user's hook: the use bits of all, and not one gradient touched; nothing leaves early. A
- * rank that fails instead is named there, too, and all stay in step. */
+ * rank that fails instead is named there, too, and all stay in step; the others' bits of that round
+ * count in the next one, since nothing has averaged what they used. */
 static void use_bits_alone(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
@@ -552,6 +554,7 @@ static void use_bits_alone(rank_context *self)
     one_round(self, reducer, &first, 0, "before the hook");
     ranks_meet(self);
     sw_reducer_give_buckets(reducer, SW_BUCKETS_HOOKS);
+    uint32_t unaveraged[PARAMS] = {0};
     for (int step = 1; step < 7; ++step) {
         round_plan plan = drawn_plan(self->world_size, step);
         int victim = step % 3 == 2 ? step % self->world_size : -1;
@@ -573,6 +576,10 @@ static void use_bits_alone(rank_context *self)
                 check_named(self, status, victim, "at the exchange");
         }
         check(sw_reducer_state(reducer) == SW_ROUND_CLOSED, "closed");
+        for (size_t p = 0; p < PARAMS; ++p) {
+            plan.unaveraged[p] = unaveraged[p];
+            unaveraged[p] = victim < 0 ? 0 : plan.used[p] & ~(1u << victim);
+        }
         if (victim < 0)
             check_gradients(self, reducer, &plan, step, "use bits alone");
     }

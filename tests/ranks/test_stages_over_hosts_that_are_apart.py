@@ -11,7 +11,7 @@ import shardwright as sw
 import torch
 import torch.distributed as dist
 from harness import LONG
-from shardwright import process_group
+from shardwright import process_group, wire
 from test_a_dead_host_is_named import ends_in_order
 from test_every_stage_has_the_same_bits import PRIVATE, stage
 
@@ -77,7 +77,7 @@ class Ends(torch.optim.SGD):
 
 def end_at_slice(count):
     """A carrier is killed as it sends its `count`-th block of updated slices."""
-    send, sent = process_group._Wire.send, []
+    send, sent = wire.Wire.send, []
 
     def send_or_end(self, rank, tag, address, nbytes):
         if tag >> 28 == SLICE:
@@ -86,7 +86,7 @@ def end_at_slice(count):
                 end()
         return send(self, rank, tag, address, nbytes)
 
-    process_group._Wire.send = send_or_end
+    wire.Wire.send = send_or_end
 
 
 def trains_until_an_error(rank, world_size, zero, victim):

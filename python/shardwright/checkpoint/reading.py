@@ -13,6 +13,7 @@ from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from ..compression_state import reshard_state
 from ..data_parallel import DistributedDataParallel
 from ..masters import kept_by
+from ..memory import has_memory
 from ..optimizer_agreement import unlike_saved
 from ..parameter_slices import memory_order
 from ..sharded_optimizer import ShardedOptimizer
@@ -258,7 +259,7 @@ class Reader:
             for key, node in values.items():
                 live = live_state[parameter].get(key) if parameter in live_state else None
                 name = node.get("$tensor") if isinstance(node, dict) else None
-                if name and isinstance(live, torch.Tensor) and _fits(body["stored"][name], live):
+                if name and isinstance(live, torch.Tensor) and has_memory(live) and _fits(body["stored"][name], live):
                     targets.new.pop(name, None)
                     targets.live[name] = live
                 elif name and is_dtensor(parameter) and is_state_slice(key, body["stored"][name], parameter):

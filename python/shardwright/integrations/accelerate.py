@@ -31,6 +31,7 @@ from ..compress import Compressor, check_compressor
 from ..data_parallel import DistributedDataParallel
 from ..exchange import group_exchange
 from ..masters import MasterOptimizer
+from ..memory import address_of
 from ..sharded_optimizer import ShardedOptimizer
 from ..wrap import full_parameters, keep_optimizer, shard_optimizer, unwrap
 
@@ -396,6 +397,7 @@ class _Whole:
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.data_ptr() not in copies or copies[value.data_ptr()].shape != value.shape:
-        copies[value.data_ptr()] = value.clone()
-    return copies[value.data_ptr()]
+    place = address_of(value) or id(value)
+    if place not in copies or copies[place].shape != value.shape:
+        copies[place] = value.clone()
+    return copies[place]
