@@ -120,7 +120,7 @@ def test_every_tensor_is_made_on_a_named_device_with_a_named_dtype():
 #: reason why there is memory behind an address -> files that take one
 ADDRESSES = {
     "memory that the package made": [
-        *("block_compression", "device_exchange", "device_parameters", "device_powersgd", "device_tensor_partition"),
+        *("block_compression", "backend_cuda", "device_exchange", "device_powersgd", "device_tensor_partition"),
         *("device_units", "exchange", "factor_exchange", "levels", "powersgd", "powersgd_in_turns", "tensor_partition"),
         *("unit_memory", "checkpoint/stored", "cli/ckpt", "cli/doctor_bench"),
     ],
@@ -129,7 +129,7 @@ ADDRESSES = {
         *("sharded_optimizer", "unit_schedule"),
     ],
     "checked by memory.py before": [
-        *("device", "device_rounds", "device_slices", "memory", "parameter_memory", "process_group", "table"),
+        *("device", "device_reducer", "memory", "parameter_memory", "process_group", "table"),
         *("checkpoint/content", "checkpoint/dcp", "checkpoint/device_staging", "checkpoint/filling"),
         *("checkpoint/names", "checkpoint/samples", "checkpoint/slices"),
     ],

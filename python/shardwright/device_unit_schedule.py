@@ -146,6 +146,9 @@ class DeviceUnit(Unit):
         self.whole = self._in_place if whole is None else whole
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 
+    def note_samples(self) -> None:
+        """Remember nothing: reading the GPU would make the host wait."""
+
     def take_written(self) -> str | None:
         """The name of a parameter whose data was replaced while it was released; what was written into it is not seen."""
         found = self.data_pointers()

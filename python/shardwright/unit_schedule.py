@@ -20,12 +20,14 @@ from typing import Any, NoReturn
 import torch
 
 from . import _hooks
-from ._engine import Error
+from ._engine import Error, sample_crc32c
 from .memory import address_of
 from .read_guard import ReadGuard
 from .units import UnitPlan
 
 _NO_TASK = -1
+#: of a parameter, beside its first and last bytes
+_SAMPLES = 8
 _COPY = (
     "this module's parameters are released, and each rank keeps slices of them: {what} inside "
     "`with sw.full_parameters(module)`, or use sw.full_state_dict(module)"
@@ -72,6 +74,7 @@ class Unit:
         self.pin = Pin.NONE
         self.is_whole = False
         self._make_placeholders()
+        self._samples: list[int] | None = None
         self.note_versions()
 
     def _make_placeholders(self) -> None:
@@ -142,17 +145,38 @@ class Unit:
 
     def note_versions(self) -> None:
         self._versions = self._read_versions()
+        if self._samples is not None:
+            self._samples = self._read_samples()
+
+    def note_samples(self) -> None:
+        """Remember samples of the whole values, which a program can reach through `.data` until the step."""
+        if self._samples is None:
+            self._samples = self._read_samples()
+
+    def forget_samples(self) -> None:
+        """Drop the samples of values that were released."""
+        self._samples = None
+
+    def _read_samples(self) -> list[int]:
+        return [
+            sample_crc32c(address, whole.nbytes, max(whole.nbytes // _SAMPLES, 64))
+            for address, whole in zip(self._whole_addresses, self.whole)
+        ]
 
     def _read_versions(self) -> list[int]:
         with _hooks.unguarded():
             return [parameter._version for parameter in self.parameters]
 
     def find_written(self) -> str | None:
-        """The name of a parameter that was written to since note_versions(), unless through `.data`."""
-        versions = self._read_versions()
-        if versions == self._versions:
+        """Return the name of a parameter that was written to since note_versions(); through `.data` since note_samples() alone."""
+        before, now = [self._versions], [self._read_versions()]
+        if self._samples is not None:
+            before.append(self._samples)
+            now.append(self._read_samples())
+        if before == now:
             return None
-        return next(name for name, old, new in zip(self.names, self._versions, versions) if old != new)
+        changes = zip(self.names * len(now), itertools.chain(*before), itertools.chain(*now))
+        return next(name for name, old, new in changes if old != new)
 
     def name_at(self, offset: int) -> str:
         """The parameter at a byte of the unit."""
@@ -289,6 +313,7 @@ class UnitSchedule:
             listener = self.on_release()
             if listener is not None:
                 listener(unit.parameters)
+            unit.forget_samples()
             unit.show_released()
             self._units.release(unit.number)
             unit.is_whole = False
@@ -405,7 +430,7 @@ class UnitSchedule:
         hooked = differentiable and self._hook_outputs(unit, begin, end, output)
         unannounced = differentiable and not hooked and any(p.requires_grad for p in unit.parameters)
         if unannounced or any(map(unit.holds, _hooks.find_tensors(output))):
-            unit.pin = unit.pin if unit.pin is Pin.BY_USER else Pin.UNTIL_STEP
+            self._pin_until_step(unit)
         self._note_order(unit)
         if not hooked or (unit.reshard_after_forward and unit is not self._turning):
             self._release_if_idle(unit)
@@ -439,7 +464,12 @@ class UnitSchedule:
             unit.opened.append((begin, task))
         self._gather(unit)
         if torch.is_grad_enabled() and unit.pin is Pin.NONE:  # create_graph: the backward of this backward is to come
+            self._pin_until_step(unit)
+
+    def _pin_until_step(self, unit: Unit) -> None:
+        if unit.pin is not Pin.BY_USER:
             unit.pin = Pin.UNTIL_STEP
+            unit.note_samples()
 
     def _end_tasks(self, tasks: Iterable[int]) -> None:
         ended = set(tasks)
@@ -453,7 +483,7 @@ class UnitSchedule:
         """A module is called, in its unit's forward or outside of it. Then its pages, which are kept in any case, are filled until the step."""
         if not unit.is_whole:
             self._gather(unit)
-            unit.pin = Pin.UNTIL_STEP if unit.pin is Pin.NONE else unit.pin
+            self._pin_until_step(unit)
 
     def _before_state_dict(self, unit: Unit, *_: Any) -> None:
         self.refuse(unit, "take the state_dict")

@@ -19,11 +19,12 @@ from .text import (
     kind,
 )
 
+BY_HAND = r"has a gradient that no backward of the module brought"
 NOT_AVERAGED = r"not averaged yet"
 SLICE_ALONE = r"of which this rank keeps a slice"
-SHARED_WRITE = r"was written to, and the host's ranks share it"
-RELEASED_WRITE = r"was written to while it was|more than one element of the written-to tensor refers to a single memory"
-RELEASED_COPY = r"this module's parameters are released"
+SHARED_WRITE = r"was written to, and the host's ranks share it|was written to outside of the step"
+RELEASED_USE = r"is released, so that this rank keeps a slice of it|was written to while it was"
+RELEASED_COPY = r"this module.s parameters are released|is released, so that this rank keeps a slice of it"
 REPLACED_DATA = r"the data of parameter .* was replaced|was written to while it was released"
 SCALED_APART = r"ranks disagree about (the gradients of a step: factors that|what the averaged gradients)"
 CLEARED_APART = r"ranks disagree about the gradients of a step: parameters (without a|whose) gradient"
@@ -164,10 +165,6 @@ def learning_rate(state: State, a: int, b: int) -> str:
 
 @kind("learning rate on one rank", 1)
 def learning_rate_on_one_rank(state: State, a: int, b: int) -> Statement | None:
-    if state.stage == "0":
-        return Statement(
-            'optimizer.param_groups[0]["lr"] *= 0.5 + rank\n', (r"lr=.* on rank",), "learning rates at zero=0"
-        )
     return Statement('optimizer.param_groups[0]["lr"] *= 0.5 + rank\n', (r"ranks disagree about the optimizer: .*lr=",))
 
 
@@ -229,10 +226,10 @@ found = torch.autograd.grad(loss(model, {state.next_number()}), members, allow_u
 for p, g in zip(members, found):
     p.grad = g
 """
-    refusals = (NOT_AVERAGED, r"which (nobody|no round) averaged") if state.stage in SLICED else ()
+    refusals = (NOT_AVERAGED, BY_HAND) if state.stage in SLICED else ()
     if state.stage == "0":
         return None  # each rank's own, as under torch's own wrapper
-    return Statement(body, refusals, "gradients by hand at zero=1" if state.stage == "1" else "")
+    return Statement(body, refusals)
 
 
 @kind("input gradients", 1)
@@ -351,13 +348,12 @@ def write(state: State, a: int, b: int) -> Statement:
     members = ("module.parameters()", "[*module.parameters()][:1]")[b % 2]
     refusals: tuple[str, ...] = ()
     if state.stage in PRIVATE:
-        refusals = (RELEASED_WRITE, REPLACED_DATA)
+        refusals = (RELEASED_USE, REPLACED_DATA)
     elif state.stage in SHARED:
-        refusals = (SHARED_WRITE, REPLACED_DATA, r"was written to outside of the step")
+        refusals = (SHARED_WRITE, REPLACED_DATA)
     elif state.stage in SLICED and "p.data =" in text:
         refusals = (REPLACED_DATA,)
-    awaited = "writes through .data at zero=3" if state.stage in ("3", "private") and ".data" in text else ""
-    return Statement(state.close_graphs(b) + text.format(members), refusals, awaited)
+    return Statement(state.close_graphs(b) + text.format(members), refusals)
 
 
 @kind("write inside", 3)
@@ -395,8 +391,7 @@ def functional_call(state: State, a: int, b: int) -> Statement | None:
         if not state.begin_round():
             return None
         text = f"values = {{name: p * 0.5 for name, p in {values}}}\n{call}.square().mean().backward()\n"
-        awaited = "reads outside of a forward at zero=3" if state.stage in PRIVATE else ""
-        return Statement(text, (r"full_parameters",) if state.stage in PRIVATE else (), awaited)
+        return Statement(text, (r"full_parameters",) if state.stage in PRIVATE else ())
     if a % 3 == 1:  # with values that are no parameters
         text = f"values = sw.full_state_dict(model)\nwith torch.no_grad():\n    seen.append({call}.sum().item())\n"
         return Statement(text)
@@ -439,7 +434,7 @@ def save_by_torch(state: State, a: int, b: int) -> Statement:
 def load_by_torch(state: State, a: int, b: int) -> Statement | None:
     if "theirs" not in state.has:
         return None
-    refusals = {"3": (SHARED_WRITE,), "private": (RELEASED_WRITE, RELEASED_COPY)}.get(state.stage, ())
+    refusals = {"3": (SHARED_WRITE,), "private": (RELEASED_USE, RELEASED_COPY)}.get(state.stage, ())
     return Statement(state.close_graphs(b) + "model.load_state_dict(theirs)\n", refusals)
 
 
@@ -538,8 +533,8 @@ for p, kept in zip(module.parameters(), shadow):
 """
     refusals: tuple[str, ...] = ()
     if state.stage in ("3", "private"):
-        refusals = (SHARED_WRITE, RELEASED_WRITE, r"full_parameters")
-    return Statement(text, refusals, "EMA through .data at zero=3" if state.stage in ("3", "private") else "")
+        refusals = (SHARED_WRITE, RELEASED_USE, r"full_parameters")
+    return Statement(text, refusals)
 
 
 @kind("AveragedModel", 1)
@@ -549,7 +544,7 @@ def averaged_model(state: State, a: int, b: int) -> Statement:
     text = "" if made else "averaged = torch.optim.swa_utils.AveragedModel(module)\n"
     text += f"averaged.update_parameters(module)\nwith torch.no_grad():\n    seen.append(averaged(x({state.next_number()})).sum().item())\n"
     refusals = (RELEASED_COPY, r"full_parameters") if state.stage in PRIVATE else ()
-    return Statement(text, refusals, "AveragedModel at zero=3" if state.stage in PRIVATE else "")
+    return Statement(text, refusals)
 
 
 # wrapping again -------------------------------------------------------------------------------------------------------

@@ -121,13 +121,10 @@ class Statement:
     ----------
     refusals : tuple of str
         Patterns of the sentences with which the engine may end the program here or later.
-    awaited : str
-        Why any end but a crash or a hang counts as known here; empty where none does.
     """
 
     text: str
     refusals: tuple[str, ...] = ()
-    awaited: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +151,6 @@ class Program:
     def refusals_until(self, piece: int) -> list[str]:
         """Patterns of sentences that may end it at that piece."""
         return [pattern for each in self.statements[:piece] for pattern in each.refusals]
-
-    def awaited_until(self, piece: int) -> list[str]:
-        return [each.awaited for each in self.statements[:piece] if each.awaited]
 
     def as_file(self) -> str:
         """A file that runs alone, under torchrun or on one process a rank of its own making."""

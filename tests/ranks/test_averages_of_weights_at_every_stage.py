@@ -5,6 +5,7 @@ them, or they are released, the swap is an error on all ranks that says where to
 import contextlib
 import importlib.util
 
+
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
@@ -84,8 +85,10 @@ def published(parameters, module):
 
 
 KINDS = {"store and restore": lambda p, m: Ema(p), "exchange": Averaged, "torch_ema": published}
-MISSING = pytest.mark.skipif(importlib.util.find_spec("torch_ema") is None, reason="torch_ema is not installed")
-every_kind = pytest.mark.parametrize("kind", [*list(KINDS)[:2], pytest.param("torch_ema", marks=MISSING)])
+no_torch_ema = pytest.mark.skipif(importlib.util.find_spec("torch_ema") is None, reason="torch_ema is not installed")
+every_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=no_torch_ema if kind == "torch_ema" else ()) for kind in KINDS]
+)
 every_stage = pytest.mark.parametrize("stage", STAGES)
 
 

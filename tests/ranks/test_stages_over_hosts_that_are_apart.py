@@ -96,10 +96,10 @@ def trains_until_an_error(rank, world_size, zero, victim):
     kind = torch.optim.SGD
     if rank == victim and rank == 1:
         kind = Ends
-    elif rank == victim:
-        end_at_slice(6 * (2 if rank == 0 else 1) + 3)
     optimizer = kind(module.parameters(), lr=0.1)
     model, optimizer = sw.wrap(module, optimizer, partition="flat", timeout_s=TIMEOUT_S, **stage(zero, {}))
+    if rank == victim and rank != 1:
+        end_at_slice(6 * (2 if rank == 0 else 1) + 3)
     try:
         for _ in range(10):
             model(torch.ones(2, 1024)).sum().backward()

@@ -659,3 +659,25 @@ def test_a_released_unit_has_no_pages(rank, world_size):
     assert described["parameter_bytes"] < whole / world_size * 1.1 + 65536
     assert LONG or torch.isnan(seen["whole"][0, 0])
     gather(None)
+
+
+@on_every_rank()
+def test_a_write_through_data_is_named_where_units_stay_whole_until_the_step(rank, world_size):
+    """The backward of a backward needs the units until the step."""
+    module = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
+    model, optimizer = sw.wrap(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        zero=3,
+        share_parameters=False,
+        units=nn.Linear,
+        timeout_s=20,
+    )
+    inputs = batch(rank, 6, 7).requires_grad_()
+    output = model(inputs)
+    (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+    (output.square().mean() + slope.square().mean()).backward()
+    for p in module.parameters():
+        p.data.mul_(0.5)
+    with pytest.raises(engine.Error, match=r"parameter '.*weight' was written to while it was whole.*is lost"):
+        optimizer.step()
