@@ -150,7 +150,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return found
 
     def _make_apart(self, unit: int) -> tuple[int, list[torch.Tensor]]:
-        memory = device.runtime.zeros(self._sizes[unit], torch.uint8, next(iter(self._pieces.values())))
+        memory = device.runtime.zeros(self._sizes[unit], torch.uint8, self._table.parameters[0].data)
         return memory.data_ptr(), self._tensors(unit, memory)
 
     @property

@@ -5,7 +5,6 @@ them, or they are released, the swap is an error on all ranks that says where to
 import contextlib
 import importlib.util
 
-
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
