@@ -56,9 +56,11 @@ static void *address_of(reducer_object *self, PyObject *tensor)
     tensor_view seen;
     if (sw_py_tensor_view_get(self->exchange, tensor, &seen))
         return seen.data;
-    PyObject *number = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    PyObject *method = PyObject_GetAttrString(tensor, "data_ptr");
+    PyObject *number = method ? PyObject_CallNoArgs(method) : NULL;
     void *address = number ? PyLong_AsVoidPtr(number) : NULL;
     Py_XDECREF(number);
+    Py_XDECREF(method);
     PyErr_Clear();
     return address;
 }

@@ -326,7 +326,7 @@ class Replica:
             raise NotImplementedError(
                 f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
             )
-        return Levels(DeviceExchange(self.link, self.table.parameters[0])), None
+        return Levels(DeviceExchange(self.link, self.layout_of(0))), None
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
         """What calls a communication hook for every bucket. One of ours gives the mean over all ranks, and may leave what is
