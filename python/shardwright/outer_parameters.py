@@ -188,8 +188,9 @@ class SlicedParameters(WholeParameters):
                 raise Error(f"DiLoCo: rank {rank} of this replica could not exchange its slices: {each}")
 
     def publish(self) -> None:
-        self._replica.parameters().publish()
-        self._replica.count_writes(self._parameters)
+        with self._replica.writing():  # the write guard takes what the outer step wrote
+            self._replica.parameters().publish()
+            self._replica.count_writes(self._parameters)
 
 
 def creating_group(model: Any, process_group: Any, device_mesh: Any, timeout_s: float) -> HostGroup:

@@ -497,17 +497,17 @@ def joins_without_one(rank, world_size, how):
     """The last rank has told its address, and never joins."""
     from shardwright.process_group import HostGroup
 
-    exchange = HostGroup._exchange
+    meet = HostGroup._meet
 
     def then_die(self, *arguments):
-        found = exchange(self, *arguments)
+        found = meet(self, *arguments)
         if rank == world_size - 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("no")
         return found
 
-    HostGroup._exchange = then_die
+    HostGroup._meet = then_die
     start = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         sw.DistributedDataParallel(linear(), timeout_s=30.0)
