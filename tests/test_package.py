@@ -3,6 +3,7 @@ whether all is well; no tensor that it makes lies where the program's default de
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,16 @@ MAKERS = {
 }
 
 
-def run(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+def run(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ | environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 def test_importing_costs_little_above_torch_and_starts_no_thread():
+    """Bytecode is written as pip does it: the first process may compile, which costs more than the rest together."""
     code = """
 import os, time
 import torch, torch.distributed, torch.nn.parallel
@@ -31,7 +35,7 @@ start = time.process_time()
 import shardwright
 print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
 """
-    found = [run(code) for _ in range(3)]
+    found = [run(code, PYTHONDONTWRITEBYTECODE="") for _ in range(4)]
     assert min(float(seconds) for seconds, _ in found) < IMPORT_S_MAX, found
     assert {threads for _, threads in found} == {"0"}
 

@@ -36,6 +36,8 @@ _COMING_S = 1800.0
 _LOOK_S = (0.001, 0.5)
 #: the same of torch's barrier, which costs the store nothing
 _BARRIER_LOOK_S = 0.02
+#: by how much the other ranks wait longer for rank 0 than it waits for one of them: it says which
+_LATER_S = 2.0
 #: how long a rank that only heard of a failure waits for the reason of the rank that failed
 _REASONS_S = 0.5
 #: a wait this long is logged, and again after twice as long, and so on
@@ -119,10 +121,21 @@ class Rendezvous:
         CommError, CommTimeoutError
             Some rank died, gave up or did not come.
         """
+        try:
+            return self._exchange(line, forced_hosts)
+        except CommTimeoutError as error:
+            raise self.fail(error) from None
+
+    def _exchange(self, line: Line, forced_hosts: Sequence[int] | None) -> Meeting:
         lines = [line]
         below = children(self._rank, self._world_size)
         if not below and self._rank > 0:
-            self._tell(lines)
+            try:
+                self._tell(lines)
+            except CommError:
+                if self._barrier is not None:  # the others miss its line at the deadline, not at torch's own
+                    self._barrier()
+                raise
         if self._barrier is not None:
             self._await_all()
         for child in below:
@@ -133,7 +146,7 @@ class Rendezvous:
             self._answer(sorted(lines, key=lambda each: each.rank), forced_hosts)
         elif below:
             self._tell(lines)
-        answer = json.loads(zlib.decompress(self._await("map", "rank 0")))
+        answer = json.loads(zlib.decompress(self._await("map", "rank 0", _LATER_S)))
         self._has_met = True
         if answer["failure"]:
             raise MemoryError(answer["failure"])
@@ -150,7 +163,10 @@ class Rendezvous:
     def fail(self, error: Exception) -> Exception:
         """The error that all ranks raise instead of each its own: the first reason, a rank's own trouble before what others heard."""
         heard = isinstance(error, CommError) and getattr(error, "rank", self._rank) != self._rank
-        mine = {"rank": self._rank, "host": self._host, "text": str(error), "at": getattr(error, "rank", self._rank)}
+        mine = {
+            **{"rank": self._rank, "host": self._host, "text": str(error), "at": getattr(error, "rank", self._rank)},
+            "is_timeout": isinstance(error, TimeoutError),
+        }
         deadline_s = time.monotonic() + (_REASONS_S if heard else 0.0)
         try:
             while (said := self._reason()) is None and time.monotonic() < deadline_s:
@@ -194,12 +210,14 @@ class Rendezvous:
         except RuntimeError as error:
             raise self.fail(_comm_error(f"joining: torch's own group failed: {error}", -1, "")) from error
 
-    def _await(self, key: str, awaited: str) -> bytes:
-        """Return the value of `key`, once `awaited` has written it."""
-        self._until(lambda: self._store.call("check", [key]), awaited)
+    def _await(self, key: str, awaited: str, later_s: float = 0.0) -> bytes:
+        """Return the value of `key`, once `awaited` has written it. `later_s`: by how much to wait longer than it waits for others."""
+        self._until(lambda: self._store.call("check", [key]), awaited, later_s=later_s)
         return bytes(self._store.call("get", key))
 
-    def _until(self, is_done: Callable[[], bool], awaited: str, most_s: float = _LOOK_S[1]) -> None:
+    def _until(
+        self, is_done: Callable[[], bool], awaited: str, most_s: float = _LOOK_S[1], later_s: float = 0.0
+    ) -> None:
         """Return once `is_done`. Looks less and less often, so that many ranks that wait for one do not keep the store busy."""
         begin_s = time.monotonic()
         pause_s, look_s, warn_s = _LOOK_S[0], _LOOK_S[1], _WARN_AFTER_S
@@ -210,7 +228,7 @@ class Rendezvous:
                 if (said := self._reason()) is not None:
                     raise _error_of(said)
             deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
-            if waited_s > deadline_s:
+            if waited_s > deadline_s + later_s:
                 raise CommTimeoutError(
                     f"joining: rank {self._rank} waited {waited_s:.1f} s for {awaited}; the deadline was {deadline_s:g} s"
                 )
@@ -296,10 +314,11 @@ def barrier_of(group: Any) -> Callable[[], Any] | None:
 def _error_of(said: dict[str, Any]) -> CommError:
     at = said["at"]
     text = f"joining failed on rank {said['rank']} on host {said['host']}: {said['text']}"
-    return _comm_error(text, at, said["host"] if at == said["rank"] else "")
+    kind = CommTimeoutError if said["is_timeout"] else CommError
+    return _comm_error(text, at, said["host"] if at == said["rank"] else "", kind)
 
 
-def _comm_error(message: str, rank: int, host: str) -> CommError:
-    error = CommError(message)
+def _comm_error(message: str, rank: int, host: str, kind: type[CommError] = CommError) -> CommError:
+    error = kind(message)
     error.rank, error.host = rank, host
     return error

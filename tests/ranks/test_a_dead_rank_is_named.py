@@ -401,12 +401,13 @@ def test_a_low_file_size_limit_on_another_rank_changes_nothing(fresh_ranks, worl
 
 
 def wrap_under_a_limit(rank, world_size, kind, soft, transport, poor):
-    """The sentence that every rank gets when rank `poor` cannot; `soft` None: not one more descriptor."""
-    if soft is None:
+    """The sentence that every rank gets when rank `poor` cannot; RLIMIT_NOFILE: `soft` more descriptors."""
+    if kind == resource.RLIMIT_NOFILE:
         import shardwright.describe  # noqa: F401, opens files of its own
 
-        soft = os.open("/dev/null", os.O_RDONLY)
-        os.close(soft)
+        first_free = os.open("/dev/null", os.O_RDONLY)
+        os.close(first_free)
+        soft += first_free
     with limited(kind, soft) if rank == poor else contextlib.nullcontext():
         with pytest.raises((engine.Error, MemoryError, OSError)) as raised:
             data_parallel(linear(), transport=transport, timeout_s=10.0)
@@ -436,10 +437,20 @@ def test_control_pages_that_the_first_rank_cannot_make_are_an_error_on_every_ran
 
 @at_least_two
 def test_a_rank_out_of_descriptors_is_an_error_on_every_rank(fresh_ranks, world_size):
+    """It has two more: with one of them it opens the file of the store, to tell the others."""
     with fresh_ranks(world_size) as team:
         last = world_size - 1
-        texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_NOFILE, soft=None, transport="auto", poor=last)
+        texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_NOFILE, soft=2, transport="auto", poor=last)
     assert_one_sentence(texts, f"rank {last}")
+
+
+@at_least_two
+def test_a_rank_that_cannot_tell_the_others_is_missed_at_the_deadline(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        last = world_size - 1
+        texts = team.run(wrap_under_a_limit, 25, kind=resource.RLIMIT_NOFILE, soft=0, transport="auto", poor=last)
+    assert_one_sentence(texts[:-1], f"rank {last}", "the deadline was 10 s")
+    assert f"rank {last}" in texts[last]
 
 
 def wrap_under_an_address_space_limit(rank, world_size):

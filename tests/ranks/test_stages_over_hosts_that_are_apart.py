@@ -63,14 +63,15 @@ def end():
 
 
 class Ends(torch.optim.SGD):
-    """An optimizer of a rank that is killed when it has updated its slices the second time."""
+    """An optimizer of a rank that is killed when it has updated its slices the second time, if it is the victim."""
 
     steps = 0
+    is_victim = False
 
     def step(self, closure=None):
         loss = super().step(closure)
         self.steps += 1
-        if self.steps == 2:
+        if self.steps == 2 and self.is_victim:
             end()
         return loss
 
@@ -93,10 +94,8 @@ def trains_until_an_error(rank, world_size, zero, victim):
     """(kind, rank, host, text, when) of the error."""
     torch.manual_seed(0)
     module = torch.nn.Linear(1024, 1024)  # of which a rank owns 6 blocks
-    kind = torch.optim.SGD
-    if rank == victim and rank == 1:
-        kind = Ends
-    optimizer = kind(module.parameters(), lr=0.1)
+    optimizer = Ends(module.parameters(), lr=0.1)
+    optimizer.is_victim = rank == victim == 1
     model, optimizer = sw.wrap(module, optimizer, partition="flat", timeout_s=TIMEOUT_S, **stage(zero, {}))
     if rank == victim and rank != 1:
         end_at_slice(6 * (2 if rank == 0 else 1) + 3)
