@@ -130,6 +130,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             spans[place] = max(spans[place], size)
         self._unit_bytes = sum(spans)
         like = self._table.parameters[0].data
+        self._like = device.runtime.zeros(0, torch.uint8, like)
         memory = [device.runtime.zeros(span, torch.uint8, like) for span in spans]
         specs = []
         for number, (plan, place, at) in enumerate(zip(plans, self._numbers, self._at)):
@@ -150,7 +151,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return found
 
     def _make_apart(self, unit: int) -> tuple[int, list[torch.Tensor]]:
-        memory = device.runtime.zeros(self._sizes[unit], torch.uint8, self._table.parameters[0].data)
+        memory = device.runtime.zeros(self._sizes[unit], torch.uint8, self._like)
         return memory.data_ptr(), self._tensors(unit, memory)
 
     @property
