@@ -132,7 +132,7 @@ ADDRESSES = {
         *("comm_hook", "device_unit_schedule", "drift", "offload", "read_guard", "released_parameters", "replica"),
         *("sharded_optimizer", "unit_schedule"),
     ],
-    "checked by memory.py before": [
+    "checked by layout/memory.py before": [
         *("device", "device_reducer", "memory", "parameter_memory", "process_group", "table"),
         *("checkpoint/content", "checkpoint/dcp", "checkpoint/device_staging", "checkpoint/filling"),
         *("checkpoint/names", "checkpoint/samples", "checkpoint/slices"),

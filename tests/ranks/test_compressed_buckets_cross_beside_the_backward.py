@@ -17,7 +17,9 @@ from harness import RanksFailed, gather, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import batch
-from shardwright import bucket_thread, levels, replica
+from shardwright.comm import levels
+from shardwright.gradients import comm_thread as bucket_thread
+from shardwright.parallel import replica
 from test_hosts_compress_between_them import COMPRESSORS, hosts_of, on_hosts
 
 CAP = {"bucket_cap_mb": 0.001}

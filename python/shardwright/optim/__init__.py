@@ -1,0 +1,5 @@
+"""Optimizers that step in one pass of C: AdamW, Adam and SGD, with torch's arguments."""
+
+from .fused import SGD, Adam, AdamW, global_norm
+
+__all__ = ["SGD", "Adam", "AdamW", "global_norm"]
