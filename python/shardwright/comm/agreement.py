@@ -51,5 +51,5 @@ def norm_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> fl
     `sums` gives this rank's, as norm_sum() does, one behind the other: 1,112 bytes each. Where it raises Error on some rank, all raise.
     """
     size = len(norm_sum([]))
-    everyone = b"".join(gather_answers(comm, sums, f"norm of the gradients of {label}"))
-    return norm_value([everyone[at : at + size] for at in range(0, len(everyone), size)])
+    sums_of_all = b"".join(gather_answers(comm, sums, f"norm of the gradients of {label}"))
+    return norm_value([sums_of_all[at : at + size] for at in range(0, len(sums_of_all), size)])
