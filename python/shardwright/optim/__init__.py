@@ -3,3 +3,6 @@
 from .fused import SGD, Adam, AdamW, global_norm
 
 __all__ = ["SGD", "Adam", "AdamW", "global_norm"]
+
+for _public in (SGD, Adam, AdamW):  # where users, error messages and saved states find them
+    _public.__module__ = __name__
