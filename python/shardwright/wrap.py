@@ -311,7 +311,7 @@ def _keep(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, _:
         made = MasterOptimizer(optimizer, _without_master(wrapped))
         members = (p for group in optimizer.param_groups for p in group["params"])
         optimizer = made if any(map(made.has_master, members)) else optimizer
-    wrapped._engine().step_with(optimizer)
+    wrapped._engine().steppers.add_plain(optimizer)
     _keep_state(wrapped, optimizer, optimizer)
     return optimizer
 
