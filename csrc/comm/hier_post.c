@@ -81,7 +81,7 @@ sw_status sw_hier_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_erro
                 sw_op_kind_name(op->kind), op->label);
     sw_hier_pending pending = {
         .op = *op, .arena = (sw_arena *)(uintptr_t)op->arena, .at_bytes = op->offset_bytes};
-    sw_descriptor_fill(&descriptor, op, false);
+    sw_descriptor_fill(&descriptor, op, SW_FORM_POOL);
     count_operation(hier, op);
     return issue(hier, &pending, &descriptor, ticket, err);
 }
@@ -91,7 +91,7 @@ sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
     sw_hier_pending pending = {.op = *op};
     sw_descriptor descriptor;
     SW_TRY(sw_op_check(op, hier->comm.world_size, err));
-    sw_descriptor_fill(&descriptor, op, true);
+    sw_descriptor_fill(&descriptor, op, SW_FORM_SLOT);
     count_operation(hier, op);
     return issue(hier, &pending, &descriptor, ticket, err);
 }
@@ -127,7 +127,7 @@ static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t 
         pending->arena = hier->bounce;
     if (bytes)
         memcpy(own_chunk(hier, pending), (const uint8_t *)op->data + begin * element_bytes, bytes);
-    sw_descriptor_fill(&descriptor, op, true);
+    sw_descriptor_fill(&descriptor, op, SW_FORM_SLOT);
     descriptor.chunk = begin * element_bytes / chunk_bytes(hier, op->kind);
     hier->comm.stats.bytes_staged += bytes;
     SW_TRY(issue(hier, pending, &descriptor, &ticket, err));

@@ -273,18 +273,13 @@ static sw_status appear(shm_comm *shm, sw_error *err)
 
 static void describe_missing(void *context, sw_wait_text *text)
 {
-    const shm_comm *shm = context;
-    const sw_comm *comm = &shm->fabric.comm;
-    size_t used = 0;
+    shm_comm *shm = context;
+    sw_comm *comm = &shm->fabric.comm;
     snprintf(text->what, sizeof text->what, "%s", SW_STAR_JOINING);
-    for (int r = 0; r < comm->world_size && used + 1 < sizeof text->missing; ++r) {
-        if (atomic_load(&shm->fabric.control[r].has_joined))
-            continue;
-        text->rank = text->rank < 0 ? sw_comm_name(comm, r) : text->rank;
-        int wrote = snprintf(text->missing + used, sizeof text->missing - used, "%srank %d",
-                             used ? ", " : "", sw_comm_name(comm, r));
-        used += wrote > 0 ? (size_t)wrote : 0;
-    }
+    for (int r = 0; r < comm->world_size; ++r)
+        if (!atomic_load(&shm->fabric.control[r].has_joined) &&
+            !sw_wait_add_missing(text, comm, r, 0))
+            return;
 }
 
 /* Nobody goes on before the first rank has heard from all. */
