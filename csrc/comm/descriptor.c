@@ -101,3 +101,22 @@ sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err)
                 op->arena->size_bytes);
     return SW_OK;
 }
+
+sw_status sw_op_check_post(const sw_op *op, int world_size, sw_error *err)
+{
+    SW_TRY(sw_op_check(op, world_size, err));
+    if (!op->arena)
+        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
+                sw_op_kind_name(op->kind), op->label);
+    return SW_OK;
+}
+
+sw_op sw_op_gather(const void *mine, size_t size_bytes, const char *label)
+{
+    sw_op op = {.kind = SW_OP_ALL_GATHER,
+                .dtype = SW_DTYPE_UINT8,
+                .numel = size_bytes,
+                .data = (void *)(uintptr_t)mine};
+    snprintf(op.label, sizeof op.label, "%s", label);
+    return op;
+}

@@ -51,5 +51,10 @@ sw_status sw_descriptor_disagree(uint32_t ticket, int first_rank, const sw_descr
 
 /* SW_E_INVALID for an operation that no transport of `world_size` ranks could run. */
 SW_MUST_USE sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err);
+/* The same, and SW_E_STATE for one on private memory, which cannot be posted. */
+SW_MUST_USE sw_status sw_op_check_post(const sw_op *op, int world_size, sw_error *err);
+
+/* The operation of sw_comm_ops.gather. */
+sw_op sw_op_gather(const void *mine, size_t size_bytes, const char *label);
 
 #endif

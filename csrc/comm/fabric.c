@@ -271,29 +271,21 @@ static void fill_pending(sw_pending *pending, const sw_op *op, uint32_t form)
     sw_descriptor_fill(&pending->descriptor, op, form);
 }
 
-static void count_operation(sw_fabric *fabric, const sw_op *op)
-{
-    fabric->comm.stats.operations[op->kind]++;
-    if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER)
-        fabric->comm.stats.bytes_reduced += op->numel * sw_dtype_size_bytes(op->dtype);
-}
-
 sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
     sw_pending pending;
-    SW_TRY(sw_op_check(op, fabric->comm.world_size, err));
-    if (!op->arena)
-        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
-                sw_op_kind_name(op->kind), op->label);
+    SW_TRY(sw_op_check_post(op, fabric->comm.world_size, err));
     fill_pending(&pending, op, SW_FORM_POOL);
-    count_operation(fabric, op);
+    sw_comm_count(comm, op);
     SW_TRY(sw_fabric_issue(fabric, &pending, ticket, err));
     return sw_fabric_progress(fabric, err);
 }
 
-/* One chunk after the other through the slots; up to SW_FABRIC_SLOTS of them in flight. */
-static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, sw_error *err)
+/* One chunk after the other through the slots; up to SW_FABRIC_SLOTS of them in flight. `gathered`:
+ * of an all_gather. */
+static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, void *gathered,
+                                   sw_error *err)
 {
     size_t element_bytes = sw_dtype_size_bytes(op->dtype);
     size_t chunk = SW_FABRIC_SLOT_BYTES / element_bytes;
@@ -309,6 +301,7 @@ static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, sw_error 
         pending.begin = begin;
         pending.count = count;
         pending.descriptor.chunk = begin / chunk;
+        pending.gathered = gathered;
         if (op->data)
             pending.op.data = (uint8_t *)op->data + begin * element_bytes;
         SW_TRY(sw_fabric_issue(fabric, &pending, &ticket, err));
@@ -334,31 +327,16 @@ sw_status sw_fabric_run(sw_comm *comm, const sw_op *op, sw_error *err)
     if (op->kind == SW_OP_REDUCE_SCATTER || op->kind == SW_OP_ALL_GATHER)
         SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' needs memory of an arena",
                 sw_op_kind_name(op->kind), op->label);
-    count_operation(fabric, op);
-    return run_through_slots(fabric, op, err);
+    sw_comm_count(comm, op);
+    return run_through_slots(fabric, op, NULL, err);
 }
 
 sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
                            const char *label, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
-    size_t begin = 0;
-    uint32_t ticket;
-    sw_op op = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8, .numel = size_bytes};
-    snprintf(op.label, sizeof op.label, "%s", label);
+    sw_op op = sw_op_gather(mine, size_bytes, label);
     SW_TRY(sw_op_check(&op, fabric->comm.world_size, err));
-    count_operation(fabric, &op);
-    do {
-        sw_pending pending;
-        fill_pending(&pending, &op, SW_FORM_SLOT);
-        pending.begin = begin;
-        pending.count = sw_size_min(SW_FABRIC_SLOT_BYTES, size_bytes - begin);
-        pending.descriptor.chunk = begin / SW_FABRIC_SLOT_BYTES;
-        pending.op.data = (void *)((uintptr_t)mine + begin);
-        pending.gathered = all;
-        SW_TRY(sw_fabric_issue(fabric, &pending, &ticket, err));
-        SW_TRY(sw_fabric_progress(fabric, err));
-        begin += pending.count;
-    } while (begin < size_bytes);
-    return sw_fabric_wait(comm, ticket, err);
+    sw_comm_count(comm, &op);
+    return run_through_slots(fabric, &op, all, err);
 }
