@@ -11,19 +11,41 @@
 #include "platform/futex.h"
 #include "platform/process.h"
 
-enum { SPIN_WITH_SPARE_CORES = 2000, DEATHS_A_LOOK = 64 };
+enum { SPIN_WITH_SPARE_CORES = 2000, DEATHS_A_LOOK = 64, PAGE_BYTES = 4096 };
 
 /* A chunk is folded piece by piece, so that each rank reads 2 of it instead of W, where that saves
  * more than one more wait costs. */
 static const size_t pieces_save_bytes = 256 * 1024;
 
-sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control *control,
-                         sw_error *err)
+static size_t whole_pages(size_t size_bytes)
+{
+    return (size_bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+}
+
+static size_t control_bytes(int world_size)
+{
+    return whole_pages((size_t)world_size * sizeof(sw_control));
+}
+
+static size_t ring_bytes(int world_size)
+{
+    return whole_pages((size_t)world_size * SW_FABRIC_RING * sizeof(sw_fabric_entry));
+}
+
+size_t sw_fabric_pages_bytes(int world_size)
+{
+    return control_bytes(world_size) + ring_bytes(world_size) +
+           (size_t)world_size * SW_FABRIC_SLOTS * SW_FABRIC_SLOT_BYTES;
+}
+
+sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, uint8_t *pages, sw_error *err)
 {
     size_t count = (size_t)world_size;
     fabric->comm.rank = rank;
     fabric->comm.world_size = world_size;
-    fabric->control = control;
+    fabric->control = (sw_control *)(void *)pages;
+    fabric->ring = (sw_fabric_entry *)(void *)(pages + control_bytes(world_size));
+    fabric->slots = pages + control_bytes(world_size) + ring_bytes(world_size);
     fabric->asked = (uint32_t)rank;
     atomic_store(&fabric->is_open, true);
     fabric->spin_count = world_size <= sw_process_cores() ? SPIN_WITH_SPARE_CORES : 0;
@@ -179,11 +201,10 @@ static void publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
 
 static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error *err)
 {
-    size_t at = ticket % SW_FABRIC_RING;
-    const sw_descriptor *lowest = &fabric->control[0].ring[at], *counting = NULL;
+    const sw_descriptor *lowest = sw_fabric_descriptor(fabric, 0, ticket), *counting = NULL;
     int counting_rank = 0; /* the lowest that counts rounds */
     for (int r = 0; r < fabric->comm.world_size; ++r) {
-        const sw_descriptor *other = &fabric->control[r].ring[at];
+        const sw_descriptor *other = sw_fabric_descriptor(fabric, r, ticket);
         if (other->round != 0 && !counting) {
             counting = other;
             counting_rank = r;
@@ -254,10 +275,10 @@ sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending, uint32_t
     if (fills && pending->count && pending->op.data) {
         size_t bytes = pending->count * sw_dtype_size_bytes(pending->op.dtype);
         if (pending->op.kind != SW_OP_BROADCAST || pending->op.root == fabric->comm.rank)
-            memcpy(own->slot[next % SW_FABRIC_SLOTS], pending->op.data, bytes);
+            memcpy(sw_fabric_slot(fabric, fabric->comm.rank, next), pending->op.data, bytes);
         fabric->comm.stats.bytes_staged += bytes;
     }
-    own->ring[next % SW_FABRIC_RING] = pending->descriptor;
+    *sw_fabric_descriptor(fabric, fabric->comm.rank, next) = pending->descriptor;
     fabric->posted = next;
     publish(&own->posted, next, own);
     *ticket = next;

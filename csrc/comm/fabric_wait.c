@@ -31,8 +31,7 @@ typedef struct fabric_wait {
 static void describe_operation(const sw_fabric *fabric, uint32_t ticket, char *text,
                                size_t capacity)
 {
-    sw_descriptor_name(&fabric->control[fabric->comm.rank].ring[ticket % SW_FABRIC_RING], text,
-                       capacity);
+    sw_descriptor_name(sw_fabric_descriptor(fabric, fabric->comm.rank, ticket), text, capacity);
 }
 
 /* From rank `from` on; -1: none. */
