@@ -27,6 +27,8 @@ static const char *const OWN_NAMES[] = {
     "model.safetensors.index.json",
     "optimizer.json",
     "optimizer-#-of-#.safetensors",
+    "ranks/all.jsonl",
+    "ranks/all.safetensors",
     "ranks/#.json",
     "ranks/#.safetensors",
 };

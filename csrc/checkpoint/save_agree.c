@@ -14,6 +14,7 @@
 #include "checkpoint/commit.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/save_job.h"
+#include "checkpoint/write.h"
 #include "platform/clock.h"
 
 enum { LOOK_FIRST_NS = 1000000, LOOK_LAST_NS = 20000000, READY_BYTES = 128, VERDICT_GRACE_S = 10 };
@@ -35,21 +36,6 @@ static void print_ready(const sw_saver *saver, char text[READY_BYTES])
              saver->shared_part.plan->digest, saver->board->world_size);
 }
 
-static sw_status create_files(const sw_saver *saver, const sw_plan *plan, sw_error *err)
-{
-    char path[SW_PATH_BYTES];
-    for (size_t i = 0; plan && i < plan->file_count; ++i) {
-        int fd = -1;
-        SW_TRY(sw_path_join(path, saver->partial, plan->files[i].path, err));
-        SW_TRY(sw_file_create(path, &fd, err));
-        sw_status status = sw_file_allocate(fd, path, plan->files[i].size_bytes, err);
-        sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
-        SW_TRY(status);
-        SW_TRY(closed);
-    }
-    return SW_OK;
-}
-
 /* Rank 0. READY is written under another name first: nobody may read half of it. */
 static sw_status open_folder(sw_saver *saver, sw_error *err)
 {
@@ -62,8 +48,9 @@ static sw_status open_folder(sw_saver *saver, sw_error *err)
     SW_TRY(sw_file_create_locked(path, &saver->lock_fd, err));
     SW_TRY(sw_path_join(path, saver->partial, SW_RANKS_FOLDER, err));
     SW_TRY(sw_folder_create(path, err));
-    SW_TRY(create_files(saver, saver->shared_part.plan, err));
-    SW_TRY(create_files(saver, saver->own_part.plan, err));
+    SW_TRY(sw_plan_create_files(saver->shared_part.plan, saver->partial, err));
+    if (saver->own_part.plan)
+        SW_TRY(sw_plan_create_files(saver->own_part.plan, saver->partial, err));
     if (saver->board->world_size == 1)
         return SW_OK;
     print_ready(saver, text);
@@ -102,7 +89,7 @@ static sw_status await_folder(sw_saver *saver, sw_error *err)
                 "'%.200s': this rank would write other files than rank 0: names, shapes, dtypes or "
                 "max_file_bytes differ",
                 saver->folder);
-    return create_files(saver, saver->own_part.plan, err);
+    return SW_OK;
 }
 
 sw_status sw_save_open(sw_saver *saver, sw_error *err)
@@ -118,23 +105,33 @@ static sw_status acknowledgement_path(const sw_saver *saver, int rank, const cha
     return sw_path_join(path, saver->partial, name, err);
 }
 
+static sw_status append_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
+{
+    (void)err;
+    sw_tally_list_append(context, block, tally);
+    return SW_OK;
+}
+
+static sw_status merge_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
+{
+    return sw_manifest_add_tally(context, block, tally, err);
+}
+
 sw_status sw_save_acknowledge(sw_saver *saver, sw_error *err)
 {
     char temporary[SW_PATH_BYTES], path[SW_PATH_BYTES];
-    char *text = NULL;
-    size_t size_bytes = 0;
-    for (size_t i = 0; i < saver->block_count; ++i) {
-        const sw_save_block *block = &saver->blocks[i];
-        SW_TRY(sw_manifest_add_block(&saver->manifest, block->file->path,
-                                     block->offset / SW_BLOCK_BYTES, block->crc, err));
-    }
+    sw_tally_list list = {0};
     if (saver->board->rank == 0)
-        return SW_OK;
+        return sw_save_each_tally(saver, merge_tally, &saver->manifest, err);
     SW_TRY(acknowledgement_path(saver, saver->board->rank, "tmp", temporary, err));
     SW_TRY(acknowledgement_path(saver, saver->board->rank, "json", path, err));
-    SW_TRY(sw_manifest_print(&saver->manifest, true, &text, &size_bytes, err));
-    sw_status status = sw_file_write_new(temporary, text, size_bytes, false, err);
-    free(text);
+    sw_status status = sw_save_each_tally(saver, append_tally, &list, err);
+    if (status == SW_OK && list.is_out_of_memory)
+        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the tallies of %zu ranges",
+                              saver->range_count);
+    if (status == SW_OK)
+        status = sw_file_write_new(temporary, list.data, list.size_bytes, false, err);
+    sw_tally_list_fini(&list);
     SW_TRY(status);
     return sw_file_rename(temporary, path, err);
 }
@@ -143,15 +140,14 @@ sw_status sw_save_acknowledge(sw_saver *saver, sw_error *err)
 static sw_status collect_one(sw_saver *saver, int rank, sw_error *err)
 {
     char path[SW_PATH_BYTES], awaited[64];
-    char *text = NULL;
+    char *data = NULL;
     size_t size_bytes = 0;
     long pause_ns = LOOK_FIRST_NS;
-    sw_manifest found = {0};
-    snprintf(awaited, sizeof awaited, "rank %d to write its blocks", rank);
+    snprintf(awaited, sizeof awaited, "rank %d to write its ranges", rank);
     SW_TRY(acknowledgement_path(saver, rank, "json", path, err));
     for (sw_error why;;) {
         sw_status status =
-            sw_file_read_whole(path, SW_MANIFEST_MAX_BYTES, &text, &size_bytes, &why);
+            sw_file_read_whole(path, SW_MANIFEST_MAX_BYTES, &data, &size_bytes, &why);
         if (status == SW_OK)
             break;
         if (status != SW_E_OS || why.detail != ENOENT) {
@@ -162,17 +158,9 @@ static sw_status collect_one(sw_saver *saver, int rank, sw_error *err)
             return err->status;
         SW_TRY(look_again(saver, &pause_ns, awaited, err));
     }
-    sw_status status = sw_manifest_parse(text, size_bytes, true, path, &found, err);
-    free(text);
-    SW_TRY(status);
-    if (strcmp(found.nonce, saver->manifest.nonce) != 0 ||
-        found.world_size != saver->board->world_size)
-        status = sw_error_set(
-            err, SW_E_MISMATCH, -1, "'%s' belongs to save %s of %d ranks, not to %s of %d", path,
-            found.nonce, found.world_size, saver->manifest.nonce, saver->board->world_size);
-    if (status == SW_OK)
-        status = sw_manifest_merge(&saver->manifest, &found, rank, err);
-    sw_manifest_fini(&found);
+    sw_status status = sw_tally_list_read((const uint8_t *)data, size_bytes, merge_tally,
+                                          &saver->manifest, err);
+    free(data);
     return status == SW_OK ? sw_file_remove(path, err) : status;
 }
 

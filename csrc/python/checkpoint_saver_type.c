@@ -234,6 +234,8 @@ static int read_strings(PyObject *list, const char ***strings)
 
 static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_save_part *part)
 {
+    if (plan == Py_None && PyList_Size(sources) == 0) /* nothing of this rank's own */
+        return 0;
     if (Py_TYPE(plan) != state->plan_type) {
         PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
         return -1;
@@ -414,11 +416,10 @@ static PyObject *saver_progress(PyObject *op, PyObject *unused)
         return NULL;
     sw_saver_progress(self->saver, &progress);
     return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:N}", "bytes_total", (unsigned long long)progress.bytes_total,
+        "{s:K,s:K,s:K,s:K,s:N}", "bytes_total", (unsigned long long)progress.bytes_total,
         "bytes_written", (unsigned long long)progress.bytes_written, "staging_bytes",
         (unsigned long long)progress.staging_bytes, "direct_bytes",
-        (unsigned long long)progress.direct_bytes, "ahead_bytes",
-        (unsigned long long)progress.ahead_bytes, "busy", PyBool_FromLong(progress.is_busy));
+        (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
 }
 
 static PyObject *saver_spare(PyObject *op, PyObject *unused)
@@ -449,8 +450,7 @@ static PyMethodDef saver_methods[] = {
     {"cancel", saver_cancel, METH_VARARGS,
      "cancel(message)\n--\n\nMakes a running save fail soon."},
     {"progress", saver_progress, METH_NOARGS,
-     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, "
-     "busy."},
+     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
     {"spare", saver_spare, METH_NOARGS,
      "spare()\n--\n\n[(address, nbytes)] of memory that is anybody's until the next save begins."},
     {"close", saver_close, METH_NOARGS,

@@ -49,9 +49,6 @@ def crc32c(address: int, nbytes: int) -> int:
 def sample_crc32c(address: int, nbytes: int, stride: int) -> int:
     """The checksum of a few cache lines of some memory: its first and last 64 bytes, and 64 at every `stride`."""
 
-def crc32c_join(a: int, b: int, b_nbytes: int) -> int:
-    """The checksum of A followed by the `b_nbytes` bytes of B, from those of A and B."""
-
 def prefer_huge_pages(address: int, nbytes: int) -> None:
     """Asks for huge pages in memory that nobody touched yet. A hint."""
 
@@ -776,33 +773,36 @@ class Units:
 
 @final
 class CheckpointPlan:
-    """Which bytes stand where in which file, and which rank writes them. Arithmetic only; see docs/format.md."""
+    """Which bytes stand where in which file, and which of them a rank writes. Arithmetic only; see docs/format.md."""
 
+    #: of paths, headers and sizes
+    digest: int
     def __new__(
         cls,
-        groups: list[tuple[str, bool, int, str, list[tuple[str, str, list[int], bool]]]],
-        texts: list[tuple[str, int]],
+        groups: list[tuple[str, bool, int, str, list[tuple[str, str, list[int], int]]]],
+        texts: list[tuple[str, int, int]],
     ) -> CheckpointPlan:
-        """`groups`: (stem, numbered, max_file_bytes, metadata as JSON, tensors), tensors (name, dtype, shape, pinned);
-        `texts`: (path, nbytes). Sources are numbered through all groups' tensors, then the texts."""
+        """`groups`: (stem, numbered, max_file_bytes, metadata as JSON, tensors), tensors (name, dtype, shape, holder);
+        `texts`: (path, nbytes, holder). Sources are numbered through all groups' tensors, then the texts. `holder` 0: all ranks hold
+        the same, each writes a part; 1: rank 0 writes its own; 2: each writes what it gives as a source."""
     def files(self) -> list[tuple[str, int, list[tuple[int, int, int]]]]:
         """(path, nbytes, [(source, begin, nbytes)]), in order."""
-    def assign(
-        self, holdings: list[tuple[int, int, int, int]], world_size: int
-    ) -> list[tuple[int, int, int, int, int]]:
-        """Gives blocks to the ranks that hold most of them. `holdings`: (source, begin, nbytes, rank), each byte at most
-        once; what they do not name is held by every rank. Returns what owners lack, in the holdings' order: (source, begin,
-        nbytes, holder, owner). Before the plan is used."""
-    def headers(self) -> list[bytes]:
-        """What stands before the tensors of each file, in files()' order; b"" for a text."""
-    def commit(
-        self, *, partial: str, folder: str, nonce: str, step: int, world_size: int, checksums: list[list[int]]
-    ) -> None:
-        """Makes `partial`, which holds every file of this plan, the checkpoint `folder`, durable when this returns;
-        `checksums` has a list a file, in files()' order, with the CRC-32C of each block. An existing folder is replaced in
-        one step."""
     def needed(self, rank: int, world_size: int) -> list[int]:
-        """Sources of which some byte lies in a block that the rank writes."""
+        """Sources of which the rank writes some byte, but for those of holder 2."""
+    def create_files(self, folder: str) -> None:
+        """Makes every file in `folder`, with its whole size and disk space."""
+    @classmethod
+    def write(cls, path: str, nbytes: int, first_block: int, ranges: list[tuple[int, int]], address: int) -> bytes:
+        """Writes (begin, nbytes), ascending, of a file of `nbytes` whose blocks are numbered from `first_block` in its plan; their bytes
+        follow each other at `address`. Returns tallies of what was written, for commit(). Not durable."""
+    @classmethod
+    def sync(cls, path: str) -> None:
+        """Makes a file durable."""
+    def commit(
+        self, *, partial: str, folder: str, nonce: str, step: int, world_size: int, tallies: list[bytes]
+    ) -> None:
+        """Makes `partial`, which holds every file of this plan, the checkpoint `folder`, durable when this returns; writes headers.
+        `tallies`: what write() has returned, on all ranks. An existing folder is replaced in one step."""
 
 @final
 class DeviceStage:
@@ -840,7 +840,7 @@ class CheckpointSaver:
         metric: float | None,
         shared: CheckpointPlan,
         shared_sources: list[tuple[int, int, int, int, bool, bool]],
-        own: CheckpointPlan,
+        own: CheckpointPlan | None,
         own_sources: list[tuple[int, int, int, int, bool, bool]],
         lazy: bool,
         stale: list[str],
@@ -861,7 +861,7 @@ class CheckpointSaver:
     def cancel(self, message: str) -> None:
         """Makes a running save fail soon, with this reason."""
     def progress(self) -> dict[str, int]:
-        """bytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, busy."""
+        """bytes_total, bytes_written, staging_bytes, direct_bytes, busy."""
     def spare(self) -> list[tuple[int, int]]:
         """(address, nbytes) of the memory for snapshots, which is anybody's until the next save begins; none while one runs."""
     def close(self) -> None:

@@ -133,8 +133,8 @@ static void a_board_that_is_gone_is_no_reason_to_remove_the_folder(void)
     snprintf(path, sizeof path, "%s/step-000007", directory);
     snprintf(partial, sizeof partial, "%s.n.partial", path);
     mkdir(partial, 0777);
-    case_fill(&data, 7, 1);
-    check(case_plan(&plan, &err) == SW_OK, "a plan", err.message);
+    case_fill(&data, 7, 1, 2);
+    check(case_plan(2, &plan, &err) == SW_OK, "a plan", err.message);
     check(sw_board_init_file(&board, 1, 2, "/dev/shm/there-is-no-such-board", &err) == SW_OK,
           "a board", err.message);
     board.gone_ns = 1; /* since long ago */
@@ -143,7 +143,7 @@ static void a_board_that_is_gone_is_no_reason_to_remove_the_folder(void)
                                .nonce = "n",
                                .number = 1,
                                .step = 7,
-                               .shared = {plan, data.sources, CASE_TENSORS},
+                               .shared = {plan, data.sources, CASE_TENSORS + 1},
                                .timeout_ns = 20000000000};
     check(sw_saver_begin(saver, &request, &err) == SW_OK, "begin", err.message);
     sw_status status = SW_OK;
@@ -165,15 +165,15 @@ static void a_missing_range_is_named_on_every_rank(void)
     sw_saver *saver = NULL;
     case_data data = {0};
     sw_saver_options options = {.thread_count = 1};
-    case_fill(&data, 1, 0);
+    case_fill(&data, 1, 0, 1);
     data.sources[1].size_bytes -= 1; /* its last byte is elsewhere */
-    check(case_plan(&plan, &err) == SW_OK && sw_board_init(&board, 0, 1, NULL, &err) == SW_OK &&
+    check(case_plan(1, &plan, &err) == SW_OK && sw_board_init(&board, 0, 1, NULL, &err) == SW_OK &&
               sw_saver_create(&board, &options, &saver, &err) == SW_OK,
           "set up", err.message);
     sw_save_request request = {.folder = "/dev/null/x",
                                .nonce = "n",
                                .number = 1,
-                               .shared = {plan, data.sources, CASE_TENSORS},
+                               .shared = {plan, data.sources, CASE_TENSORS + 1},
                                .timeout_ns = 1000000000};
     check(sw_saver_begin(saver, &request, &err) == SW_E_STATE, "begin", err.message);
     check(strstr(err.message, "rank 0 does not hold byte 1122799 of tensor number 1") != NULL,
@@ -198,10 +198,10 @@ static void split_ranges_make_the_same_block(void)
     sw_plan *plan = NULL;
     sw_error err = {0};
     case_data data = {0};
-    case_fill(&data, 7, 0);
-    check(case_plan(&plan, &err) == SW_OK, "plan", err.message);
+    case_fill(&data, 7, 0, 1);
+    check(case_plan(1, &plan, &err) == SW_OK, "plan", err.message);
     /* Tensor 1 held as four ranges that lie apart in memory, as slices of state would. */
-    sw_save_source ranges[CASE_TENSORS + 3];
+    sw_save_source ranges[CASE_TENSORS + 4];
     uint64_t cuts[5] = {0, 1, 4096 * 100 + 3, 1048576, case_size(1)};
     uint8_t *copies[4];
     ranges[0] = data.sources[0];
@@ -211,8 +211,8 @@ static void split_ranges_make_the_same_block(void)
         memcpy(copies[i], data.bytes[1] + cuts[i], size);
         ranges[1 + i] = (sw_save_source){1, cuts[i], size, copies[i], false};
     }
-    ranges[5] = data.sources[2];
-    ranges[6] = data.sources[3];
+    for (int i = 2; i <= CASE_TENSORS; ++i)
+        ranges[3 + i] = data.sources[i];
     sw_board board;
     sw_saver *saver = NULL;
     sw_saver_options options = {.thread_count = 2, .use_direct = true};
@@ -229,7 +229,7 @@ static void split_ranges_make_the_same_block(void)
                                .nonce = "n",
                                .number = 1,
                                .step = 7,
-                               .shared = {plan, ranges, CASE_TENSORS + 3},
+                               .shared = {plan, ranges, CASE_TENSORS + 4},
                                .timeout_ns = 10000000000};
     sw_status status = sw_saver_begin(saver, &request, &err);
     while (!is_over && status == SW_OK)
@@ -241,6 +241,65 @@ static void split_ranges_make_the_same_block(void)
     for (int i = 0; i < 4; ++i)
         free(copies[i]);
     case_free(&data);
+}
+
+/* Whatever each rank believes, bytes that no rank or two ranks write end the save. */
+static void a_hole_and_a_byte_twice_are_named_before_the_commit(void)
+{
+    static const struct {
+        int64_t shift;
+        const char *what;
+    } wrong[] = {{1, "a hole"}, {-1, "a byte twice"}};
+    for (size_t w = 0; w < 2; ++w) {
+        static uint8_t memory[2][SW_BOARD_PAGE_BYTES] __attribute__((aligned(4096)));
+        uint8_t *pages[2] = {memory[0], memory[1]};
+        sw_board boards[2];
+        sw_saver *savers[2] = {NULL, NULL};
+        sw_plan *plan = NULL;
+        case_data data[2] = {0};
+        sw_error err = {0};
+        sw_saver_options options = {.thread_count = 1};
+        char folder[128];
+        static char names[CASE_NAMES_MAX][SW_PATH_BYTES];
+        size_t left;
+        memset(memory, 0, sizeof memory);
+        case_clear(directory);
+        mkdir(directory, 0777);
+        snprintf(folder, sizeof folder, "%s/step-000007", directory);
+        check(case_plan(2, &plan, &err) == SW_OK, "plan", err.message);
+        for (int r = 0; r < 2; ++r) {
+            case_fill(&data[r], 7, r, 2);
+            if (r == 1) { /* of tensor 4 */
+                data[r].sources[4].begin += (uint64_t)wrong[w].shift;
+                data[r].sources[4].size_bytes -= (uint64_t)wrong[w].shift;
+            }
+            check(sw_board_init(&boards[r], r, 2, pages, &err) == SW_OK &&
+                      sw_saver_create(&boards[r], &options, &savers[r], &err) == SW_OK,
+                  "set up", err.message);
+            sw_save_request request = {.folder = folder,
+                                       .nonce = "n",
+                                       .number = 1,
+                                       .step = 7,
+                                       .shared = {plan, data[r].sources, CASE_TENSORS + 1},
+                                       .timeout_ns = 10000000000};
+            check(sw_saver_begin(savers[r], &request, &err) == SW_OK, "begin", err.message);
+        }
+        for (int r = 0; r < 2; ++r) {
+            bool is_over = false;
+            sw_status status = SW_OK;
+            while (!is_over && status == SW_OK)
+                status = sw_saver_wait(savers[r], 1000000000, &is_over, &err);
+            check(status == SW_E_STATE &&
+                      strstr(err.message, "block 1 of 'model.safetensors' some bytes were written "
+                                          "by no rank, or by two") != NULL,
+                  wrong[w].what, err.message);
+            sw_saver_destroy(savers[r]);
+            sw_board_fini(&boards[r]);
+            case_free(&data[r]);
+        }
+        check(case_newest(directory, names, &left) == 0 && left == 0, "nothing is left", directory);
+        sw_plan_destroy(plan);
+    }
 }
 
 static void a_full_disk_is_an_error_before_the_first_byte(void)
@@ -265,7 +324,7 @@ static void a_full_disk_is_an_error_before_the_first_byte(void)
                           .thread_count = 1};
     sw_status status = case_save_together(settings, &err);
     setrlimit(RLIMIT_FSIZE, &before);
-    check(status == SW_E_OS && strstr(err.message, "allocating 1127515 bytes") != NULL &&
+    check(status == SW_E_OS && strstr(err.message, "allocating 2334918 bytes") != NULL &&
               strstr(err.message, "File too large") != NULL,
           "one sentence", err.message);
     left = case_newest(directory, names, &count);
@@ -284,22 +343,22 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
     sw_saver_options options = {.thread_count = 1};
     char folder[128];
     bool is_over = false;
-    case_fill(&data, 1, 0);
+    case_fill(&data, 1, 0, 2);
     case_clear(directory);
     mkdir(directory, 0777);
     snprintf(folder, sizeof folder, "%s/step-000001", directory);
-    check(case_plan(&plan, &err) == SW_OK && sw_board_init(&board, 0, 2, pages, &err) == SW_OK &&
+    check(case_plan(2, &plan, &err) == SW_OK && sw_board_init(&board, 0, 2, pages, &err) == SW_OK &&
               sw_saver_create(&board, &options, &saver, &err) == SW_OK,
           "set up", err.message);
     sw_save_request request = {.folder = folder,
                                .nonce = "n",
                                .number = 1,
-                               .shared = {plan, data.sources, CASE_TENSORS},
+                               .shared = {plan, data.sources, CASE_TENSORS + 1},
                                .timeout_ns = 200000000};
     sw_status status = sw_saver_begin(saver, &request, &err);
     while (!is_over && status == SW_OK)
         status = sw_saver_wait(saver, 1000000000, &is_over, &err);
-    check(status == SW_E_TIMEOUT && strstr(err.message, "rank 1 to write its blocks") != NULL,
+    check(status == SW_E_TIMEOUT && strstr(err.message, "rank 1 to write its ranges") != NULL,
           "deadline", err.message);
     sw_saver_destroy(saver);
     sw_board_fini(&board);
@@ -392,6 +451,7 @@ int main(void)
     a_board_may_be_a_file();
     a_missing_range_is_named_on_every_rank();
     split_ranges_make_the_same_block();
+    a_hole_and_a_byte_twice_are_named_before_the_commit();
     a_full_disk_is_an_error_before_the_first_byte();
     a_rank_that_does_not_come_is_named_at_the_deadline();
     case_clear(directory);

@@ -266,7 +266,7 @@ class Checkpointer:
             return False
         self._settle(f"saves step {step + 1}" if refusal is None else "", refusal)
         if not _is_finite(metric):  # it may be one rank's alone: the others do begin
-            self._writer.skip(f"metric must be finite, got {metric!r}", self._training)
+            self._writer.skip(f"metric must be finite, got {metric!r}")
             raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
@@ -318,7 +318,7 @@ class Checkpointer:
                 retired = self._to_retire(Kept(step, folder, metric))
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
-                self._writer.skip(refusal, self._training)
+                self._writer.skip(refusal)
                 raise os_error(refusal, getattr(error, "errno", None)) from error
         self._writer.begin(
             folder,
@@ -372,9 +372,7 @@ class Checkpointer:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, ahead_bytes (of a lazy
-        save, copied before the optimizer's step asked for it), received_bytes (of other ranks' slices, in the last save), device_bytes (came
-        down from a GPU, in all saves), busy. No communication."""
+        """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, device_bytes (came down from a GPU, in all saves), busy. No communication."""
         self._check_open()
         return self._writer.progress()
 

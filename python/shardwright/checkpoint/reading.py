@@ -21,6 +21,7 @@ from .filling import Filler
 from .names import dtype_name, model_tensors, stored_shape
 from .optimizer_extras import further_state, give_back
 from .peers import Peers, has_passing_parameters, whole_parameters
+from .rows import TENSORS, has_rows, read_line, rows_of
 from .slices import Sliced, is_dtensor, is_row_major, own_parameters
 from .stored import Stored, stored_tensors
 from .writing import Training
@@ -233,7 +234,9 @@ class Reader:
 
     def _load_all(self, prefix: str) -> dict[str, torch.Tensor]:
         """New tensors with the values of files `prefix`*.safetensors."""
-        stored, _ = stored_tensors(self.folder, prefix)
+        return self._load(stored_tensors(self.folder, prefix)[0])
+
+    def _load(self, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
         tensors = {name: entry.empty() for name, entry in stored.items()}
         self._filler.fill((entry, tensors[name]) for name, entry in stored.items())
         return tensors
@@ -347,12 +350,25 @@ class Reader:
         ]
         optimizer.load_held_state(groups, states)
 
+    def _own_tree(self, rank: int) -> Any:
+        """What a rank alone held; None of a folder that torch.distributed.checkpoint has written."""
+        if has_rows(self.folder):
+            return read_line(self.folder, rank)
+        path = f"ranks/{rank:05d}.json"  # as folders of the first release have it
+        return self._tree(path) if path in self.folder.files else None
+
+    def _own_tensors(self, rank: int, body: Any) -> dict[str, torch.Tensor]:
+        """New tensors, as the tree of a rank names them."""
+        if not has_rows(self.folder):
+            return self._load_all(f"ranks/{rank:05d}")
+        stored, _ = stored_tensors(self.folder, TENSORS)
+        return self._load(rows_of(stored, rank, tree.tensor_names(body)))
+
     def _apply_own(self, rank: int, everything: bool) -> None:
-        stem = f"ranks/{rank:05d}"
-        if f"{stem}.json" not in self.folder.files:  # written through torch.distributed.checkpoint
+        body = self._own_tree(rank)
+        if body is None:
             return
-        body = self._tree(f"{stem}.json")
-        tensors = self._load_all(stem)
+        tensors = self._own_tensors(rank, body)
         with torch.no_grad():
             for name, node in body["buffers"].items():
                 if name in self._found.buffers:
@@ -401,12 +417,12 @@ class Reader:
 
     def _compressor_node(self, rank: int) -> dict[str, Any] | None:
         """Without its tensors."""
-        stem = f"ranks/{rank:05d}"
-        return self._tree(f"{stem}.json").get("compressor") if f"{stem}.json" in self.folder.files else None
+        body = self._own_tree(rank)
+        return None if body is None else body.get("compressor")
 
     def _compressor_of(self, rank: int) -> dict[str, Any] | None:
         node = self._compressor_node(rank)
-        return None if node is None else tree.decode(node, self._load_all(f"ranks/{rank:05d}"))
+        return None if node is None else tree.decode(node, self._own_tensors(rank, node))
 
 
 def _add_in_turn(turns: list[dict[Stored, torch.Tensor]], stored: Stored, target: torch.Tensor) -> None:
