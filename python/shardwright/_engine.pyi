@@ -887,6 +887,12 @@ class CheckpointFolder:
     @classmethod
     def check_replaceable(cls, path: str) -> None:
         """The same for all that a save to `path` takes the place of."""
+    @classmethod
+    def received(cls, path: str, catalog: bytes) -> CheckpointFolder:
+        """The checkpoint at `path`, of which another rank has read `catalog`: no file is opened until something is read of it."""
+    def catalog(self, paths: list[str]) -> bytes:
+        """The manifest, and of `paths` the headers of safetensors files and the others whole, checked. tensors() and read_bytes() of
+        these files read nothing then."""
     def verify(self, first: int, end: int) -> None:
         """Checks blocks [first, end), numbered through all files. CheckpointError names the file and the bytes."""
     def tensors(self, path: str) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:

@@ -96,6 +96,9 @@ class ParameterSlices(SliceRuns):
         flat = self.flat(index)
         return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
 
+    def take_whole(self, index: int) -> None:
+        """A parameter that publish() does not gather was written whole on every rank: nothing is left to do."""
+
     @property
     def bytes_held(self) -> int:
         """Of parameters, on this rank; where they are shared, on the host."""

@@ -243,6 +243,17 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         empty = self._table.parameters[index].numel() == 0
         return piece if piece.numel() or (empty and self._slicing.own == 0) else None
 
+    def is_published(self, index: int) -> bool:
+        """Parameters that are never released are read out of slices: no rank writes them in place."""
+        return False
+
+    def take_whole(self, index: int) -> None:
+        """A parameter that is never released was written whole on every rank: each takes over what it owns of it."""
+        low, high = self.own_run(index)
+        if low < high:
+            data = self._table.parameters[index].data
+            self._slices[index].copy_(memory_order(data, data)[low:high])
+
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
         """All elements of a parameter in memory order, from every rank's slices to `flat`."""
         for low, high, piece in self._owned(index):

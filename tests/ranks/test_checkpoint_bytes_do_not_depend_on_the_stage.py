@@ -2,6 +2,7 @@
 them reads what any other wrote, and goes on with the same bits. What is spread over ranks is not gathered for it."""
 
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -251,3 +252,45 @@ def test_fsdp2_writes_what_it_holds_and_reads_its_part(rank, world_size, snapsho
     sw.load(f"{folder}/theirs/step-000003", again, again_optimizer)
     sw.save(f"{folder}/again", again, again_optimizer)
     assert digest_of(f"{folder}/again") == digest_of(f"{folder}/ours")
+
+
+@needs_fsdp2_on_cpus
+@on_every_rank(at_least=3)
+def test_an_average_beside_fsdp2_s_parameters_is_written_and_read_in_parts(rank, world_size):
+    folder = shared_folder(rank)
+
+    def averaged(seed):
+        model, optimizer = fully_sharded(seed)
+        average = {name: (parameter.detach() * 0.5) for name, parameter in model.named_parameters()}
+        return model, optimizer, {"average": average, "decay": 0.5, "table": torch.arange(6 + (rank == 1))}
+
+    model, optimizer, user = averaged(seed=4)
+    with sw.Checkpointer(folder, model, optimizer, user_state=user) as checkpoints:
+        for step in range(2):
+            checkpoints.save(step)
+        checkpoints.wait()
+        written = gather(checkpoints.progress["bytes_total"])
+    expected = {name: value.full_tensor() for name, value in user["average"].items()}
+    if rank == 0:
+        header, entries = sw._engine.CheckpointFolder(f"{folder}/step-000002").tensors("state.safetensors")
+        shapes = {name: shape for name, _, shape, _, _ in entries}
+        assert shapes["user_state.table"] == (6,)  # rank 0's
+        assert {n: tuple(t.shape) for n, t in expected.items()} == {
+            n.removeprefix("user_state.average."): s for n, s in shapes.items() if "average" in n
+        }
+    assert max(written) < 1.3 * sum(written) / world_size
+    other, other_optimizer, found = averaged(seed=9)
+    with sw.Checkpointer(folder, other, other_optimizer, user_state=found) as checkpoints:
+        assert checkpoints.restore() == 2
+    assert all(torch.equal(value.full_tensor(), expected[name]) for name, value in found["average"].items())
+    assert found["decay"] == 0.5 and found["table"].tolist() == [0, 1, 2, 3, 4, 5]
+    plain, state = build(Small)[0], {}  # and one rank alone reads it whole
+    alone = torch.distributed.new_group([0])
+    if rank == 0:
+        shutil.copytree(f"{folder}/step-000002", f"{folder}/alone/step-000002")
+        with sw.Checkpointer(
+            f"{folder}/alone", plain, torch.optim.AdamW(plain.parameters()), user_state=state, process_group=alone
+        ) as checkpoints:
+            assert checkpoints.restore() == 2
+        assert all(torch.equal(value, expected[name]) for name, value in state["average"].items())
+    gather(None)

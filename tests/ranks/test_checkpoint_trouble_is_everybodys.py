@@ -260,22 +260,28 @@ def test_a_rank_that_cannot_describe_what_it_holds_leaves_no_rank_waiting(rank, 
 
 @on_every_rank(deadline_s=60)
 def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
-    """Between the two steps in which a writer replaces it."""
+    """Between the two steps in which a writer replaces it; and it goes on between rank 0's look and the others'."""
     folder = shared_folder(rank)
     model, _ = build(Small)
     sw.save(f"{folder}/a", model)
-    if rank == 0:
-        shutil.copytree(f"{folder}/a", f"{folder}/a.replaced")
-    gather(None)
-    opened = reading.CheckpointFolder
-    with mock.patch.object(
-        reading, "CheckpointFolder", lambda path: opened(path + ".replaced" if rank == world_size - 1 else path)
-    ):
-        other, _ = build(Small, seed=9)
-        sw.load(f"{folder}/a", other)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
-        with mock.patch.object(reading.Reader, "_fill_model", side_effect=RuntimeError("no more")):
-            said = agreed(lambda: sw.load(f"{folder}/a", other))
+    openings = reading._open_together
+    for before, after in (("a", "a.replaced"), ("a.replaced", "a")):
+
+        def opened(path, peers):
+            found = openings(path, peers)
+            assert os.path.basename(found[0].path) == before  # noqa: B023
+            gather(None)
+            if rank == 0:
+                os.rename(f"{folder}/{before}", f"{folder}/{after}")  # noqa: B023
+            gather(None)
+            return found
+
+        with mock.patch.object(reading, "_open_together", opened):
+            other, _ = build(Small, seed=9)
+            sw.load(f"{folder}/a", other)
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+    with mock.patch.object(reading.Reader, "_fill_model", side_effect=RuntimeError("no more")):
+        said = agreed(lambda: sw.load(f"{folder}/a", other))
     assert "was loaded in part" in said
 
 

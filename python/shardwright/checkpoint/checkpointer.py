@@ -452,8 +452,9 @@ class Checkpointer:
 
     def _reject(self, path: str) -> None:
         """Retention counts it no more: some rank has found it damaged."""
-        with contextlib.suppress(CheckpointError, OSError, MemoryError):  # then the manifest says so itself
-            self._rejected.add(CheckpointFolder(path).nonce)
+        if self._peers.rank == 0:
+            with contextlib.suppress(CheckpointError, OSError, MemoryError):  # then the manifest says so itself
+                self._rejected.add(CheckpointFolder(path).nonce)
 
     def steps(self) -> list[int]:
         """Completed steps of the checkpoints in the directory, oldest first; those of saves that are durable. None is read but its

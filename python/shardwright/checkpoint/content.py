@@ -299,6 +299,17 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     )
 
 
+def holds_shards(value: Any) -> bool:
+    """Whether a stateful value has DTensors, of which each rank holds a part. No state_dict() is asked for but modules'."""
+    if isinstance(value, torch.nn.Module):
+        return any(map(is_dtensor, (*value.parameters(), *value.buffers())))
+    if isinstance(value, Mapping):
+        return any(map(holds_shards, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(holds_shards, value))
+    return is_dtensor(value)
+
+
 def load_stateful(value: Any, state: Any, name: str) -> None:
     """Gives `value` the (decoded) state that stateful_tree() took."""
     if value is None or state is None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -32,12 +33,6 @@ def averages_gradients(model: Any) -> bool:
     """Whether a wrapper is known to keep the ranks' parameters alike."""
     model = getattr(model, "_orig_mod", model)
     return isinstance(model, TorchDDP) or wrapper_of(model) is not None
-
-
-def has_passing_parameters(model: Any) -> bool:
-    """Whether whole parameters are there inside of whole_parameters() alone."""
-    wrapped = wrapper_of(model)
-    return wrapped is not None and wrapped._engine().releases_parameters
 
 
 class Peers:
@@ -142,6 +137,17 @@ class Peers:
         """Every rank's `value` (of JSON), on rank 0; nothing on the others. Collective."""
         everyone = self.exchange(value, label)
         return everyone if self.rank == 0 else []
+
+    def broadcast(self, data: bytes, label: str) -> bytes:
+        """Rank 0's `data`. Collective."""
+        if self.world_size == 1:
+            return data
+        (nbytes,) = {each for each in self.exchange(len(data) if self.rank == 0 else None, label) if each is not None}
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if self.rank == 0:
+            memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._group.comm.broadcast([(memory.data_ptr(), nbytes)], 0, label)
+        return data if self.rank == 0 else memory.numpy().tobytes()
 
     def together(self, make: Callable[[], Any], label: str) -> list[Any]:
         """Every rank's make(), of JSON. Collective: a rank whose make() raises takes part first, and then all raise."""

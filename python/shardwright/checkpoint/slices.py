@@ -287,33 +287,52 @@ def is_row_major(tensor: torch.Tensor) -> bool:
 # our own: parameters ----------------------------------------------------------------------------------------------------
 
 
+def engine_of(model: Any) -> Any:
+    """The replica behind a wrapped module, or one that was fully sharded; None for any other."""
+    wrapped = wrapper_of(model)
+    return None if wrapped is None else wrapped._engine()
+
+
+def fills_slices(replica: Any) -> bool:
+    """Whether a load can write each rank's slices of parameters: those that are released must be row-major."""
+    memory = replica.parameters() if replica.zero else None
+    if not isinstance(memory, ReleasedParameters):
+        return bool(replica.zero)
+    return all(is_row_major(memory.like(i)) for i in range(len(replica.table.parameters)) if memory.is_released(i))
+
+
 @contextlib.contextmanager
-def own_parameters(model: Any) -> Iterator[dict[int, Sliced]]:
-    """id(parameter) -> the slice that this rank may write, at zero >= 1; when it is left, every rank has all of them.
+def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
+    """id(parameter) -> the slice that this rank may write, where fills_slices(); when it is left, every rank has all of them.
     Collective. What is not named, each rank has whole and writes itself."""
-    replica = model._engine()
     memory = replica.parameters()
-    slices = {}
+    whole, slices = [], {}
     for index, parameter in enumerate(replica.table.parameters):
-        if memory.is_published(index) and is_row_major(parameter):
+        is_released = isinstance(memory, ReleasedParameters) and memory.is_released(index)
+        if is_released or (memory.is_published(index) and is_row_major(parameter)):
             low, high = memory.own_run(index)
-            part = memory.flat(index)[low:high].detach()
-            copy = torch.empty(part.shape, dtype=part.dtype, device="cpu") if device.runtime.holds(part) else None
-            held = (low, part if copy is None else copy)
-            live = parameter if copy is None else part
+            piece = memory.slice(index) if is_released else memory.flat(index)[low:high].detach()
+            piece = parameter.new_empty(0) if piece is None else piece.detach()
+            copy = torch.empty(piece.shape, dtype=piece.dtype, device="cpu") if device.runtime.holds(piece) else None
+            held = (low, piece if copy is None else copy)
+            live = parameter if copy is None and not is_released else piece
             slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), (held,), (live,), copy)
-    try:
-        yield slices
-    finally:  # of a load that failed, too: the others wait for it
-        memory.publish()
-        replica.count_writes(replica.table.parameters)
+        else:
+            whole.append(index)
+    with replica.writing():
+        try:
+            yield slices
+        finally:  # of a load that failed, too: the others wait for it
+            for index in whole:
+                memory.take_whole(index)
+            memory.publish()
+            replica.count_writes(replica.table.parameters)
 
 
 def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
     """(id(parameter) -> the slice that this rank holds, of parameters that are whole only while they are used; ids of those of them that
     can be saved whole alone, since they are not row-major)."""
-    wrapped = wrapper_of(model)
-    replica = None if wrapped is None else wrapped._engine()
+    replica = engine_of(model)
     if replica is None or not replica.releases_parameters:
         return {}, set()
     memory, slicing = replica.parameters(), replica.slicing

@@ -16,12 +16,21 @@ import torch
 from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, Error
 from ..sharded_optimizer import ShardedOptimizer
 from . import rows, tree
-from .content import Content, Entries, Group, model_group, optimizer_content, random_state, stateful_tree
+from .content import (
+    Content,
+    Entries,
+    Group,
+    holds_shards,
+    model_group,
+    optimizer_content,
+    random_state,
+    stateful_tree,
+)
 from .device_staging import DeviceStaging
 from .names import ModelTensors, check_wrappers, model_tensors
 from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
 from .peers import Peers, averages_gradients, whole_parameters
-from .rows import Rows, structure_of
+from .rows import Rows, Structure, structure_of
 from .samples import Samples, check_alike, digest, take_samples
 from .slices import (
     VALUE,
@@ -32,6 +41,7 @@ from .slices import (
     describe_state,
     expand,
     held_values,
+    is_dtensor,
     is_row_major,
     is_sliced,
     released_slices,
@@ -96,6 +106,8 @@ class _Draft:
         Of what all ranks hold alike, and of buffers.
     released, passing
         Of parameters that are whole only while they are used, by id: slices, and those that are saved whole.
+    state : (tree, tensors), optional
+        Of state.json: rank 0's, and any rank's that holds parts of what is in it.
     """
 
     found: ModelTensors
@@ -106,10 +118,20 @@ class _Draft:
     checksums: dict[str, int]
     released: dict[int, Sliced]
     passing: set[int]
+    state: tuple[dict[str, Any], dict[str, torch.Tensor]] | None
 
     @property
     def line_bytes(self) -> int:
         return len(tree.dumps(self.body))
+
+    @property
+    def shards(self) -> dict[str, torch.Tensor]:
+        """DTensors in the state."""
+        return {n: t for n, t in self.state[1].items() if is_dtensor(t)} if self.state is not None else {}
+
+    def state_structure(self) -> list[tuple[str, str, list[int]]] | None:
+        """Of all tensors in the state, if some are DTensors."""
+        return structure_of(self.state[1]) if self.shards else None  # type: ignore[index]
 
 
 @dataclasses.dataclass
@@ -123,18 +145,28 @@ class _Layout:
     rows : Rows
     has_values : bool
         Whether some entries are no tensors, which rank 0 writes and others may hold.
+    state : Structure, optional
+        Of all tensors of rank 0's state, where each rank holds a part of some.
     """
 
     described: dict[int, dict[str, Entry]]
     rows: Rows
     has_values: bool
+    state: Structure | None
     entries: Entries | None = None
     plan: CheckpointPlan | None = None
 
     def fits(self, draft: _Draft) -> bool:
-        return all(self.described.get(n) == e for n, e in draft.described.items()) and self.rows.fits(
-            structure_of(draft.tensors), draft.line_bytes
+        return (
+            all(self.described.get(n) == e for n, e in draft.described.items())
+            and self.rows.fits(structure_of(draft.tensors), draft.line_bytes)
+            and self._fits_state(draft)
         )
+
+    def _fits_state(self, draft: _Draft) -> bool:
+        if self.rows.rank == 0:
+            return draft.state_structure() == self.state
+        return all(entry in (self.state or ()) for entry in structure_of(draft.shards))
 
 
 class Writer:
@@ -277,16 +309,16 @@ class Writer:
         """
         draft, failure = None, None
         try:
-            draft = self._find(training, released, passing)
+            draft = self._find(training, step, released, passing)
         except Exception as error:
             failure = error
         is_new = self._hear(draft, failure, averages_gradients(training.model))
         assert draft is not None
         if is_new or self._layout is None:
             self._layout = self._lay_out(draft)
-        return self._content(training, step, draft, self._layout)
+        return self._content(training, draft, self._layout)
 
-    def _find(self, training: Training, released: dict[int, Sliced], passing: set[int]) -> _Draft:
+    def _find(self, training: Training, step: int, released: dict[int, Sliced], passing: set[int]) -> _Draft:
         found = model_tensors(training.model)
         optimizer = training.optimizer
         described = describe_state(optimizer) if isinstance(optimizer, ShardedOptimizer) else {}
@@ -304,7 +336,10 @@ class Writer:
         if self._peers.world_size > 1:
             samples = take_samples(found, None if is_sliced(training.model, optimizer) else optimizer)
             checksums = self._staging.checksums(found.buffers)
-        return _Draft(found, described, body, tensors, samples, checksums, released, passing)
+        state = None
+        if self._peers.rank == 0 or holds_shards([training.user_state, training.extra]):
+            state = _state_tree(training, found, step)
+        return _Draft(found, described, body, tensors, samples, checksums, released, passing, state)
 
     def _hear(self, draft: _Draft | None, failure: Exception | None, is_averaged: bool = False) -> bool:
         """Whether some rank's training does not fit the layout. Buffers whose bytes are not rank 0's, which are the model's, become the
@@ -338,17 +373,23 @@ class Writer:
 
     def _lay_out(self, draft: _Draft) -> _Layout:
         """Collective."""
-        mine = [compact(draft.described), structure_of(draft.tensors), draft.line_bytes]
+        state = draft.state_structure() if self._peers.rank == 0 else list(draft.shards) or None
+        mine = [compact(draft.described), structure_of(draft.tensors), draft.line_bytes, state]
         everyone = self._peers.exchange(mine, "what ranks hold of a checkpoint")
+        state = everyone[0][3]
+        for rank, (*_, theirs) in enumerate(everyone[1:], 1):
+            odd = [name for name in theirs or () if name not in [each for each, *_ in state or ()]]
+            if odd:
+                raise CheckpointError(f"rank {rank} holds a part of '{odd[0]}', which rank 0 has none of: not savable")
         described: dict[int, dict[str, Entry]] = {}
-        for theirs, _, _ in everyone:
+        for theirs, *_ in everyone:
             described |= expand(theirs)
         has_values = any(how == VALUE for keys in described.values() for how, _, _ in keys.values())
-        own = Rows.over([(structure, nbytes) for _, structure, nbytes in everyone], self._peers.rank)
-        return _Layout(described, own, has_values)
+        own = Rows.over([(structure, nbytes) for _, structure, nbytes, _ in everyone], self._peers.rank)
+        return _Layout(described, own, has_values, None if state is None else [(n, d, list(s)) for n, d, s in state])
 
     def _content(
-        self, training: Training, step: int, draft: _Draft, layout: _Layout
+        self, training: Training, draft: _Draft, layout: _Layout
     ) -> tuple[Content, Content | None, CheckpointPlan]:
         optimizer, is_new = training.optimizer, layout.plan is None
         made: list[tuple[Content, Content | None]] = []
@@ -357,11 +398,11 @@ class Writer:
             states = None
             if isinstance(optimizer, ShardedOptimizer):
                 states = sliced_state(optimizer, layout.described, self._values(optimizer, layout))
-            content, optimizer_tree = self._shared_content(training, draft, states, layout.rows)
+            content, optimizer_tree = self._shared_content(training, draft, states, layout)
             entries = content.entries()
             if layout.plan is None or layout.entries != entries:
                 layout.entries, layout.plan = entries, CheckpointPlan(*entries)
-            made.append((content, self._own_content(training, draft, step, layout.plan, optimizer_tree)))
+            made.append((content, self._own_content(draft, layout, optimizer_tree)))
             return layout.plan.digest
 
         # where the layout stands the others wait for nothing that this rank could fail to do
@@ -386,7 +427,7 @@ class Writer:
         return {number: values for each in told for number, values in each}
 
     def _shared_content(
-        self, training: Training, draft: _Draft, states: Any, own: Rows
+        self, training: Training, draft: _Draft, states: Any, layout: _Layout
     ) -> tuple[Content, dict[str, Any] | None]:
         model = model_group(draft.found, self._max_file_bytes)
         parameters = draft.found.parameters.items()
@@ -397,12 +438,23 @@ class Writer:
         if training.optimizer is not None:
             group, optimizer_tree = optimizer_content(training.optimizer, draft.found, self._max_file_bytes, states)
             shared.groups.append(group)
-        plain = {name: each.detach().resolve_conj().resolve_neg().contiguous() for name, each in draft.tensors.items()}
-        each_ranks = own.tensors(plain)
+        each_ranks = layout.rows.tensors({name: _dense(each) for name, each in draft.tensors.items()})
         shared.groups.append(Group(rows.TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
-        shared.lines[rows.LINES] = own.line(draft.body)
+        shared.lines[rows.LINES] = layout.rows.line(draft.body)
+        if layout.state is not None:
+            held = draft.state[1] if draft.state is not None else {}
+            parts = {n: self._part_of_state(held.get(n), dtype, shape) for n, dtype, shape in layout.state}
+            shared.groups.append(Group("state", parts, {"format": "pt"}, eager=frozenset(parts)))
         shared.slice_tensors(self._boxes)
         return shared, optimizer_tree
+
+    def _part_of_state(self, tensor: torch.Tensor | None, dtype: str, shape: Sequence[int]) -> Any:
+        """A DTensor as it is; of any other tensor rank 0 holds all."""
+        if tensor is not None and is_dtensor(tensor):
+            return tensor
+        mine = tensor is not None and self._peers.rank == 0
+        parts = ((0, _dense(tensor).reshape(-1)),) if mine and tensor is not None else ()
+        return Sliced(getattr(torch, dtype), tuple(shape), parts)
 
     def _look_for_more(self, training: Training) -> None:
         """Raises CheckpointError for state of the optimizer that no checkpoint would have, and warns of what may be some."""
@@ -417,13 +469,20 @@ class Writer:
                 )
 
     def _own_content(
-        self, training: Training, draft: _Draft, step: int, plan: CheckpointPlan, optimizer_tree: dict[str, Any] | None
+        self, draft: _Draft, layout: _Layout, optimizer_tree: dict[str, Any] | None
     ) -> Content | None:
         """Rank 0's: what the other ranks know nothing of."""
         if self._peers.rank:
             return None
-        own = Content([], self._staging)
-        _add_rank0_content(own, training, draft.found, step, plan, optimizer_tree)
+        assert draft.state is not None
+        body, tensors = draft.state
+        own = Content([Group("state", dict(tensors), {"format": "pt"})] if layout.state is None else [], self._staging)
+        own.texts["state.json"] = tree.dumps(body)
+        if optimizer_tree is not None:
+            own.texts["optimizer.json"] = tree.dumps(optimizer_tree)
+        index = _model_index(layout.plan, list(draft.found.all()))
+        if index:
+            own.texts["model.safetensors.index.json"] = index
         return own
 
     # outcome ----------------------------------------------------------------------------------------------------------
@@ -514,9 +573,10 @@ def _compressor_state(model: Any) -> dict[str, Any] | None:
     return None if state is None else state.state_dict()
 
 
-def _add_rank0_content(
-    own: Content, training: Training, found: ModelTensors, step: int, plan: Any, optimizer_tree: dict[str, Any] | None
-) -> None:
+def _state_tree(
+    training: Training, found: ModelTensors, step: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """state.json, and its tensors."""
     tensors: dict[str, torch.Tensor] = {}
     body = {
         "step": step,
@@ -528,13 +588,12 @@ def _add_rank0_content(
         },
         "extra": tree.encode(training.extra, "extra", tensors),
     }
-    own.groups.append(Group("state", tensors, {"format": "pt"}))
-    own.texts["state.json"] = tree.dumps(body)
-    if optimizer_tree is not None:
-        own.texts["optimizer.json"] = tree.dumps(optimizer_tree)
-    index = _model_index(plan, list(found.all()))
-    if index:
-        own.texts["model.safetensors.index.json"] = index
+    return body, tensors
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Row-major, with values of its own."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _model_index(plan: Any, names: Sequence[str]) -> bytes:
