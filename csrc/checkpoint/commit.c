@@ -156,23 +156,26 @@ static sw_status publish(const char *partial, const char *folder, const char *no
 sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *manifest,
                     sw_error *err)
 {
-    char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES], trash[SW_PATH_BYTES];
-    char replaced[SW_PATH_BYTES];
-    const char *old = replaced;
+    char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES];
     SW_TRY(sw_path_join(ranks, partial, SW_RANKS_FOLDER, err));
     SW_TRY(sw_path_parent(folder, parent, err));
-    SW_TRY(trash_name(trash, folder, manifest->nonce, err));
-    SW_TRY(sw_checkpoint_replaced_name(replaced, folder, err));
     SW_TRY(sync_files(partial, manifest, err));
     if (sw_file_exists(ranks))
         SW_TRY(sw_folder_sync(ranks, err));
     SW_TRY(write_manifest(partial, manifest, err));
     SW_TRY(sw_checkpoint_check_replaceable(folder, err));
     SW_TRY(publish(partial, folder, manifest->nonce, err));
-    SW_TRY(sw_folder_sync(parent, err));
-    sw_folder_remove(trash);
-    sw_retire(&old, 1, manifest->nonce);
-    return SW_OK;
+    return sw_folder_sync(parent, err);
+}
+
+void sw_commit_clean(const char *folder, const char *nonce)
+{
+    char trash[SW_PATH_BYTES], replaced[SW_PATH_BYTES];
+    const char *old = replaced;
+    if (trash_name(trash, folder, nonce, NULL) == SW_OK)
+        sw_folder_remove(trash);
+    if (sw_checkpoint_replaced_name(replaced, folder, NULL) == SW_OK)
+        sw_retire(&old, 1, nonce);
 }
 
 void sw_retire(const char *const *folders, size_t count, const char *nonce)

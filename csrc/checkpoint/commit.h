@@ -16,12 +16,15 @@
 #define SW_LOCK_NAME "LOCK" /* in a folder that is being written */
 
 /* Makes `partial`, which holds every file of the complete `manifest`, the checkpoint `folder`. An
- * existing folder of that name is replaced in one step and retired; where the file system cannot
+ * existing folder of that name is replaced in one step; where the file system cannot
  * exchange names, in two, between which readers find it as `folder`.replaced (read.h). What is no
  * checkpoint (removable.h) is not replaced: an error, as it is where it became none meanwhile. On
  * an error before the name changed, nothing of `folder` changed. */
 SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder,
                                 const sw_manifest *manifest, sw_error *err);
+
+/* Removes what the commit has replaced. */
+void sw_commit_clean(const char *folder, const char *nonce);
 
 /* Renames each folder to <name>.<nonce>.trash, makes that durable, and unlinks. As far as it can:
  * what it leaves behind is no checkpoint, and the next writer removes it. What is not removable

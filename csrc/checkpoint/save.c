@@ -17,7 +17,7 @@
 
 enum { HEADING_BYTES = 1024 }; /* of a manifest, beside its files */
 
-sw_status sw_saver_create(sw_board *board, const sw_saver_options *options, sw_saver **saver,
+sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options, sw_saver **saver,
                           sw_error *err)
 {
     pthread_condattr_t attributes;
@@ -27,7 +27,7 @@ sw_status sw_saver_create(sw_board *board, const sw_saver_options *options, sw_s
     sw_saver *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a saver");
-    made->board = board;
+    made->channel = channel;
     made->options = *options;
     made->lock_fd = -1;
     pthread_mutex_init(&made->mutex, NULL);
@@ -220,7 +220,7 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     saver->failure = saver->outcome = (sw_error){0};
     saver->is_open = saver->is_over = false;
     saver->manifest.step = request->step;
-    saver->manifest.world_size = saver->board->world_size;
+    saver->manifest.world_size = saver->channel->world_size;
     saver->manifest.has_metric = request->has_metric;
     saver->manifest.metric = request->metric;
     snprintf(saver->manifest.nonce, sizeof saver->manifest.nonce, "%s", request->nonce);
@@ -228,7 +228,7 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
                         err));
     SW_TRY(copy_strings(request->retired, request->retired_count, &saver->retired,
                         &saver->retired_count, err));
-    if (saver->board->rank == 0) {
+    if (saver->channel->rank == 0) {
         SW_TRY(add_files(saver, request->shared.plan, err));
         SW_TRY(add_files(saver, request->own.plan, err));
     }
@@ -258,7 +258,6 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     sw_status status;
     sw_save_claim claim = {0};
     SW_TRY(check_request(saver, request, err));
-    sw_board_begin(saver->board, request->number, request->step);
     pthread_mutex_lock(&saver->mutex); /* who looks at progress may do so at any time */
     status = prepare(saver, request, &why);
     pthread_mutex_unlock(&saver->mutex);
@@ -331,15 +330,15 @@ sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_e
 
 void sw_saver_fail(sw_saver *saver, uint64_t number, const sw_error *reason)
 {
-    if (saver->board->rank != 0) {
-        sw_board_fail(saver->board, number, reason);
+    if (saver->channel->rank != 0) {
+        sw_channel_fail(saver->channel, number, reason);
         return;
     }
     sw_error verdict = *reason;
-    if (saver->board->world_size > 1)
+    if (saver->channel->world_size > 1)
         (void)sw_error_set(&verdict, reason->status, reason->detail, "rank 0: %.480s",
                            reason->message);
-    sw_board_decide(saver->board, number, &verdict);
+    sw_channel_decide(saver->channel, number, &verdict);
 }
 
 void sw_saver_cancel(sw_saver *saver, const sw_error *reason)

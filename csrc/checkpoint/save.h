@@ -18,7 +18,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
-#include "checkpoint/board.h"
+#include "checkpoint/channel.h"
 #include "checkpoint/device_stage.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/plan.h"
@@ -73,8 +73,8 @@ typedef struct sw_save_progress {
 
 typedef struct sw_saver sw_saver;
 
-/* `board` is borrowed until destroy. */
-SW_MUST_USE sw_status sw_saver_create(sw_board *board, const sw_saver_options *options,
+/* `channel` is borrowed until destroy. */
+SW_MUST_USE sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options,
                                       sw_saver **saver, sw_error *err);
 
 /* Takes the snapshot and starts the rest. SW_E_STATE while a save runs or its outcome was not taken

@@ -6,7 +6,7 @@
  * save_device.c    from a GPU's memory to chunks
  * save_sample.c    whether live memory is still what it was
  * save_write.c     from chunks to files
- * save_agree.c     READY, acknowledgements, the verdict
+ * save_agree.c     the files, what was written of them, the verdict
  *
  * `mutex` guards every field under "shared"; the others are set before the threads start.
  */
@@ -54,7 +54,7 @@ typedef struct sw_save_chunk { /* ranges that share a slot of staging, all eager
 } sw_save_chunk;
 
 struct sw_saver {
-    sw_board *board; /* borrowed */
+    sw_channel *channel; /* borrowed */
     sw_saver_options options;
 
     /* one save */
@@ -146,9 +146,12 @@ void sw_save_await_copies(sw_saver *saver);
  * copies first, whenever the caller's thread does. */
 SW_MUST_USE sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err);
 
-/* save_agree.c */
+/* save_agree.c. Opens a file that rank 0 has made, for writing; tried again for some seconds where a
+ * network file system does not show it yet. The first thread looks for a verdict meanwhile. */
+SW_MUST_USE sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct,
+                                        bool is_first_thread, int *fd, sw_error *err);
 SW_MUST_USE sw_status sw_save_open(sw_saver *saver,
-                                   sw_error *err); /* folder, files, READY; or wait for it */
+                                   sw_error *err); /* folder and files; or wait for them */
 SW_MUST_USE sw_status sw_save_acknowledge(sw_saver *saver,
                                           sw_error *err); /* what this rank wrote, durable, named */
 void sw_save_conclude(sw_saver *saver, const sw_error *own,

@@ -207,7 +207,7 @@ static sw_status list_part(sw_saver *saver, const sw_save_part *part, int rank, 
     free(list.ranges);
     for (size_t i = first; status == SW_OK && i < saver->range_count; ++i) {
         sw_save_range *range = &saver->ranges[i];
-        status = check_range(part, range, saver->board->rank, err);
+        status = check_range(part, range, saver->channel->rank, err);
         range->is_eager = !is_eager || touches_eager(part->plan, range, is_eager);
     }
     return status;
@@ -254,8 +254,8 @@ sw_status sw_save_list_ranges(sw_saver *saver, const sw_save_request *request, s
     bool *is_eager = NULL;
     SW_TRY(copy_sources(saver, request, err));
     SW_TRY(list_eager(request, &is_eager, err));
-    sw_status status = list_part(saver, &saver->shared_part, saver->board->rank,
-                                 saver->board->world_size, is_eager, err);
+    sw_status status = list_part(saver, &saver->shared_part, saver->channel->rank,
+                                 saver->channel->world_size, is_eager, err);
     free(is_eager);
     SW_TRY(status);
     size_t own = saver->range_count;

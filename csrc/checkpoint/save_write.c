@@ -57,7 +57,8 @@ static sw_status open_file(writer *w, const sw_plan_file *file, sw_error *err)
         return SW_OK;
     SW_TRY(close_file(w, err));
     SW_TRY(sw_path_join(w->path, w->saver->partial, file->path, err));
-    SW_TRY(sw_file_open_write(w->path, w->saver->options.use_direct, &w->fd, err));
+    SW_TRY(sw_save_open_late(w->saver, w->path, w->saver->options.use_direct, !w->is_helper, &w->fd,
+                             err));
     w->is_direct = sw_file_is_direct(w->fd);
     w->file = file;
     return SW_OK;

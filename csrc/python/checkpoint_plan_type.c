@@ -364,6 +364,8 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
             status = sw_manifest_complete(&manifest, &err);
         if (status == SW_OK)
             status = sw_commit(partial, folder, &manifest, &err);
+        if (status == SW_OK)
+            sw_commit_clean(folder, nonce);
         Py_END_ALLOW_THREADS
     }
     sw_manifest_fini(&manifest);

@@ -822,14 +822,16 @@ class CheckpointSaver:
         self,
         rank: int,
         world_size: int,
-        board: Arena | str | None = None,
+        pages: Arena | None = None,
+        hosts: list[int] | None = None,
+        path: str | None = None,
         *,
         threads: int = 2,
         direct: bool = True,
         bandwidth: int = 0,
     ) -> None:
-        """`board`: an Arena of these ranks with at least 4096 bytes, or the path of a zeroed file of as many for each rank; None at
-        world size 1. `bandwidth`: bytes a second."""
+        """`pages`: an Arena of these ranks with at least 4096 bytes; None at world size 1. `hosts`: each rank's, numbered by their lowest
+        ranks, and `path`: a zeroed file of 4096 bytes for each; None where there is one. `bandwidth`: bytes a second."""
     def begin(
         self,
         *,

@@ -119,7 +119,8 @@ typedef struct case_rank {
     int rank, world_size, step;
     const char *directory;
     uint8_t *const *pages;
-    const char *board_path; /* a board in a file, in place of pages; NULL: none */
+    const int *host_of;     /* several hosts, whose ranks map no other's pages; NULL: one */
+    const char *board_path; /* the file between them */
     const char *const *stale, *const *retired;
     size_t stale_count, retired_count;
     bool is_direct, is_lazy;
@@ -135,7 +136,7 @@ static inline void *case_save(void *argument)
 {
     case_rank *self = argument;
     char folder[SW_PATH_BYTES];
-    sw_board board;
+    sw_channel channel;
     sw_saver *saver = NULL;
     sw_plan *shared = NULL, *own = NULL;
     case_data data = {0};
@@ -144,12 +145,10 @@ static inline void *case_save(void *argument)
     snprintf(folder, sizeof folder, "%s/step-%06d", self->directory, self->step);
     case_fill(&data, self->step, self->rank, self->world_size);
     sw_plan_text text = {"state.json", data.own.size_bytes, SW_HELD_BY_ALL};
-    self->status =
-        self->board_path
-            ? sw_board_init_file(&board, self->rank, self->world_size, self->board_path, &self->err)
-            : sw_board_init(&board, self->rank, self->world_size,
-                            self->world_size > 1 ? self->pages : NULL, &self->err);
-    if (self->status != SW_OK || sw_saver_create(&board, &options, &saver, &self->err) != SW_OK ||
+    self->status = sw_channel_init(&channel, self->rank, self->world_size,
+                                   self->world_size > 1 ? self->pages : NULL, self->host_of,
+                                   self->board_path, &self->err);
+    if (self->status != SW_OK || sw_saver_create(&channel, &options, &saver, &self->err) != SW_OK ||
         case_plan(self->world_size, &shared, &self->err) != SW_OK ||
         sw_plan_create(NULL, 0, &text, 1, &own, &self->err) != SW_OK)
         exit(90);
@@ -172,7 +171,7 @@ static inline void *case_save(void *argument)
     while (self->status == SW_OK && !is_over)
         self->status = sw_saver_wait(saver, 1000000000, &is_over, &self->err);
     sw_saver_destroy(saver);
-    sw_board_fini(&board);
+    sw_channel_fini(&channel);
     sw_plan_destroy(shared);
     sw_plan_destroy(own);
     case_free(&data);
@@ -183,7 +182,7 @@ static inline void *case_save(void *argument)
  * same. */
 static inline sw_status case_save_together(case_rank settings, sw_error *err)
 {
-    static uint8_t memory[CASE_WORLD_MAX][SW_BOARD_PAGE_BYTES] __attribute__((aligned(4096)));
+    static uint8_t memory[CASE_WORLD_MAX][SW_CHANNEL_PAGE_BYTES] __attribute__((aligned(4096)));
     uint8_t *pages[CASE_WORLD_MAX];
     case_rank ranks[CASE_WORLD_MAX];
     pthread_t threads[CASE_WORLD_MAX];

@@ -404,11 +404,11 @@ class _Layout:
                 if path in texts:
                     tallies = [*tallies, self._write_text(path, texts[path], first_block)]
                 first_block += -(-nbytes // _BLOCK_BYTES)
-            if self.lock is not None:
-                self.lock.release()
             plan.commit(
                 partial=self.partial, folder=self.folder, nonce=self.nonce, step=step, world_size=world_size, tallies=tallies
             )
+            if self.lock is not None:
+                self.lock.release(self.folder)
         except BaseException:
             shutil.rmtree(self.partial, ignore_errors=True)
             raise

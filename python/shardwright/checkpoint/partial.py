@@ -32,11 +32,11 @@ class PartialLock:
         with contextlib.suppress(OSError):  # a file system without locks: nobody is told, then
             _lock(self._fd)
 
-    def release(self) -> None:
-        """The file goes, and the lock. Idempotent."""
+    def release(self, folder: str | None = None) -> None:
+        """The file goes, and the lock. Idempotent. `folder`: what the new folder has become."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                os.unlink(self._path)
+                os.unlink(self._path if folder is None else os.path.join(folder, LOCK))
             os.close(self._fd)
             self._fd = -1
 

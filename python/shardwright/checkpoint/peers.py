@@ -1,4 +1,4 @@
-"""The ranks that save and load together: one communicator, and the page a rank through which they tell of failures."""
+"""The ranks that save and load together: one communicator, and the pages through which they tell each other of a save under way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._engine import CheckpointError, CommError
 from ..fully_shard import wrapper_of
 from ..process_group import host_group, resolve_group
 
-_BOARD_BYTES = 4096
+_PAGE_BYTES = 4096
 
 
 def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContextManager[Any]:
@@ -68,8 +68,9 @@ class Peers:
         """Whether ranks are on several hosts."""
         return self._group.host_count > 1
 
-    def board(self, path: str, nonce: str) -> Any:
-        """What all ranks see, for a saver: memory, or over hosts a file at `path`; None at world size 1. Collective.
+    def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
+        """What ranks tell each other through while they save: control pages that the ranks of a host map, and over hosts each rank's host
+        and a file at `path`. Collective.
 
         Raises
         ------
@@ -77,20 +78,21 @@ class Peers:
             On every rank: the file cannot be made, or some rank does not see the one that rank 0 made.
         """
         if self.world_size == 1:
-            return None
+            return None, None, None
+        pages = self._group.comm.arena(_PAGE_BYTES, "pages of checkpoints", of_hosts=True)
         if not self.has_hosts:
-            return self._group.comm.arena(_BOARD_BYTES, "checkpoint board")
+            return pages, None, None
         self.together(lambda: self.make_board(path, nonce), f"making {path}")
         self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
-        return path
+        return pages, list(self._group.host_of), path
 
     def make_board(self, path: str, nonce: str) -> None:
-        """On rank 0: the file that board() gives, all of its disk space included. In place of one that is there."""
+        """On rank 0: the file of a channel, all of its disk space included. In place of one that is there."""
         if self.rank:
             return
         try:
             with open(f"{path}.new", "wb") as file:
-                file.write(bytes(_BOARD_BYTES * self.world_size) + nonce.encode())
+                file.write(bytes(_PAGE_BYTES * self._group.host_count) + nonce.encode())
             os.replace(f"{path}.new", path)
         except OSError as error:
             raise os_error(f"'{path}' cannot be made: {error.strerror}", error.errno) from error
@@ -113,7 +115,7 @@ class Peers:
     def _look_at_board(self, path: str, nonce: str) -> None:
         found = b""
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            file.seek(_BOARD_BYTES * self.world_size)
+            file.seek(_PAGE_BYTES * self._group.host_count)
             found = file.read()
         if found.decode("ascii", "replace") != nonce:
             raise CheckpointError(

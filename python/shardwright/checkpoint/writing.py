@@ -203,7 +203,7 @@ class Writer:
         self._saver = CheckpointSaver(
             peers.rank,
             peers.world_size,
-            peers.board(board, self._nonce_prefix),
+            *peers.channel(board, self._nonce_prefix),
             threads=threads,
             direct=direct,
             bandwidth=bandwidth,
