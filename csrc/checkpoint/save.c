@@ -366,7 +366,7 @@ uint8_t *sw_saver_spare(const sw_saver *saver, size_t index, size_t *size_bytes)
 {
     if (saver->is_running || index >= saver->stage.region_count)
         return NULL;
-    *size_bytes = saver->stage.regions[index].slot_count * SW_BLOCK_BYTES;
+    *size_bytes = saver->stage.regions[index].touched * SW_BLOCK_BYTES;
     return saver->stage.regions[index].base;
 }
 
@@ -384,6 +384,7 @@ void sw_saver_destroy(sw_saver *saver)
             sw_saver_cancel(saver, &saver->failure);
         sw_thread_join(&saver->threads[0]);
     }
+    sw_save_end_warming(saver);
     clear_save(saver);
     free(saver->samples);
     sw_stage_fini(&saver->stage);

@@ -77,6 +77,10 @@ typedef struct sw_saver sw_saver;
 SW_MUST_USE sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options,
                                       sw_saver **saver, sw_error *err);
 
+/* Staging for a save of `bytes` is there soon: a thread of its own touches it. At any time. A hint;
+ * SW_E_MEMORY, SW_E_OS: saves take what they need themselves. */
+SW_MUST_USE sw_status sw_saver_warm(sw_saver *saver, uint64_t bytes, sw_error *err);
+
 /* Takes the snapshot and starts the rest. SW_E_STATE while a save runs or its outcome was not taken
  * by wait(). An error here has been told to the other ranks; one of the device's makes the save
  * fail, as a thread's does. Cost: one read of the ranges, one write of staging; what is on

@@ -5,6 +5,7 @@
  * save_snapshot.c  from live memory to chunks
  * save_device.c    from a GPU's memory to chunks
  * save_sample.c    whether live memory is still what it was
+ * save_warm.c      staging, before it is needed
  * save_write.c     from chunks to files
  * save_agree.c     the files, what was written of them, the verdict
  *
@@ -73,7 +74,7 @@ struct sw_saver {
     uint32_t *samples; /* owned; kept for the next save */
     size_t sample_count, sample_room;
     sw_manifest manifest; /* rank 0's files; of the others the heading alone */
-    sw_thread threads[SW_SAVER_THREADS_MAX];
+    sw_thread threads[SW_SAVER_THREADS_MAX], warm_thread;
 
     /* shared */
     pthread_mutex_t mutex;
@@ -86,7 +87,7 @@ struct sw_saver {
     sw_error failure; /* the first of this rank's threads; status SW_OK: none */
     sw_error outcome;
     sw_save_claim *claim; /* what the caller's thread copies now; NULL: nothing */
-    bool is_running, is_open, is_over;
+    bool is_running, is_open, is_over, warm_is_over;
 };
 
 /* save_ranges.c. SW_E_STATE names a byte that this rank would write and does not hold; what comes
@@ -141,6 +142,9 @@ SW_MUST_USE sw_status sw_save_copy_down(sw_saver *saver, sw_save_claim *claim,
                                         const sw_save_request *request, sw_error *err);
 /* Waits until no writing thread reads the caller's memory. */
 void sw_save_await_copies(sw_saver *saver);
+
+/* save_warm.c: no thread touches staging any more. */
+void sw_save_end_warming(sw_saver *saver);
 
 /* save_write.c: one writing thread's work, until no chunk is left or some thread failed. A helper
  * copies first, whenever the caller's thread does. */

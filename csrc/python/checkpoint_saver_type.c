@@ -359,6 +359,16 @@ done:
     return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(state, &err);
 }
 
+static PyObject *saver_warm(PyObject *op, PyObject *args)
+{
+    saver_object *self = (saver_object *)op;
+    unsigned long long bytes;
+    if (!PyArg_ParseTuple(args, "K:warm", &bytes) || !is_usable(self))
+        return NULL;
+    /* without it the first save takes longer, and that is all */
+    return PyBool_FromLong(sw_saver_warm(self->saver, bytes, NULL) == SW_OK);
+}
+
 static PyObject *saver_protect(PyObject *op, PyObject *unused)
 {
     saver_object *self = (saver_object *)op;
@@ -471,6 +481,8 @@ static PyObject *saver_spare(PyObject *op, PyObject *unused)
 static PyMethodDef saver_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))saver_begin, METH_VARARGS | METH_KEYWORDS,
      "Takes the snapshot and starts the rest."},
+    {"warm", saver_warm, METH_VARARGS,
+     "warm(nbytes)\n--\n\nStaging for a save of as many bytes is touched by a thread of its own."},
     {"protect", saver_protect, METH_NOARGS, "protect()\n--\n\nCopies what is still live."},
     {"wait", saver_wait, METH_VARARGS,
      "wait(timeout_s)\n--\n\nWhether nothing runs any more; raises a save's error once."},

@@ -854,6 +854,8 @@ class CheckpointSaver:
         memory is read until protect() returns (lazy) or this returns (else, and what is on a device). `number` counts saves
         from 1, alike on all ranks; `nonce` is equal on all and never used before. `device`: what the GPU's memory comes down
         through, and the stream that wrote it."""
+    def warm(self, nbytes: int) -> bool:
+        """Staging for a save of as many bytes is touched by a thread of its own. Whether that could be begun."""
     def protect(self) -> None:
         """Copies what is still live: call it before the memory of a lazy save changes."""
     def wait(self, timeout_s: float) -> bool:

@@ -190,11 +190,19 @@ class Checkpointer:
         except BaseException:
             self._release()
             raise
+        self._warm_staging()
         self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
         _live.add(self)
         _register_exit()
+
+    def _warm_staging(self) -> None:
+        """For the model now, and for the optimizer's state once it is there: after its first step."""
+        optimizer = stepping_optimizer(self._training.optimizer)
+        self._writer.warm(self._training, lazy=self._lazy)
+        if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
+            self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
 
     def _take_directory(self) -> None:
         """The directory is rank 0's to make and to lock; every rank hears of a refusal."""
@@ -423,6 +431,7 @@ class Checkpointer:
             reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare)
             if reader is not None:
                 apply_together(reader, self._peers, everything=True)
+                self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
             logger.warning("checkpoint passed over: %s", why)
             refusals.append(why)
@@ -522,6 +531,18 @@ class Checkpointer:
 def live_checkpointers() -> list[Checkpointer]:
     """Those of this process that are open."""
     return [each for each in _live if not each._closed]
+
+
+def _warmer(checkpointer: weakref.ref[Checkpointer], place: int) -> Any:
+    """A hook of a step that is called once."""
+
+    def warm(*_: Any) -> None:
+        alive = checkpointer()
+        if alive is not None and not alive._closed:
+            alive._hooks[place].remove()
+            alive._writer.warm(alive._training, lazy=alive._lazy)
+
+    return warm
 
 
 def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, protect: Any) -> list[Any]:

@@ -329,6 +329,23 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
             replica.count_writes(replica.table.parameters)
 
 
+def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
+    """About what this rank writes of model and optimizer: its slices, and its part of what all ranks hold."""
+    slices, _ = released_slices(model)
+    whole = sum(p.nbytes for p in model.parameters() if id(p) not in slices and not is_dtensor(p))
+    own = sum(memory.nbytes for each in slices.values() for _, memory in each.parts)
+    own += sum(p.to_local().nbytes for p in model.parameters() if is_dtensor(p))
+    for state in [] if optimizer is None else optimizer.state.values():
+        for value in state.values() if isinstance(state, Mapping) else ():
+            if is_dtensor(value):
+                own += value.to_local().nbytes
+            elif isinstance(value, torch.Tensor) and isinstance(optimizer, ShardedOptimizer):
+                own += value.nbytes
+            elif isinstance(value, torch.Tensor):
+                whole += value.nbytes
+    return own + whole // world_size
+
+
 def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
     """(id(parameter) -> the slice that this rank holds, of parameters that are whole only while they are used; ids of those of them that
     can be saved whole alone, since they are not row-major)."""

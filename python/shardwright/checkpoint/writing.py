@@ -40,6 +40,7 @@ from .slices import (
     compact,
     describe_state,
     expand,
+    held_bytes,
     held_values,
     is_dtensor,
     is_row_major,
@@ -254,6 +255,11 @@ class Writer:
         else:
             self._saver.fail(self._number, reason)
         self._held, self._versions = None, []
+
+    def warm(self, training: Training, *, lazy: bool) -> None:
+        """Staging for the first save is touched in the background, as far as its size is known yet. Communicates nothing."""
+        nbytes = held_bytes(training.model, training.optimizer, self._peers.world_size)
+        self._saver.warm(nbytes // 2 if lazy else nbytes)  # a lazy save writes most chunks from where they are
 
     def skip(self, reason: str) -> None:
         """This rank begins no save, which the others may: all of them hear of it as they agree on that save."""
