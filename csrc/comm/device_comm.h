@@ -44,8 +44,8 @@ typedef struct sw_device_comm {
     int64_t marked_ns;       /* when mark was called last; 0: never, or it was seen done */
     int64_t timeout_ns;
     sw_lookout lookout;
-    void *sum;           /* device memory: sw_norm_sum */
-    sw_norm_sum *staged; /* pinned */
+    void *sum;                        /* device memory: sw_norm_sum */
+    sw_norm_sum *staged;              /* pinned */
     struct sw_device_region *regions; /* not owned: device_region.h's list */
 } sw_device_comm;
 

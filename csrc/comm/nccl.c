@@ -4,7 +4,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#include "comm/end_request.h"
+#include "comm/ending.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
@@ -17,16 +17,16 @@ struct sw_nccl {
     int64_t timeout_ns;
     sw_lookout *lookout;    /* borrowed */
     int depth;              /* groups that are open in NCCL, one inside the other */
-    sw_error failure;       /* what ended it; SW_OK while it lives */
+    sw_ending ending;       /* by any thread; */
+    bool has_failed;        /* by the one that uses it: it has acted on it */
     _Atomic bool has_ended; /* with it: for other threads to see */
-    sw_end_request asked;
 };
 
 /* ---- failing ---- */
 
 static bool has_failed(const sw_nccl *comm)
 {
-    return comm->failure.status != SW_OK;
+    return comm->has_failed;
 }
 
 /* An open group still needs it until its end. Else it counts before the abort has come back: that
@@ -38,8 +38,7 @@ bool sw_nccl_has_failed(const sw_nccl *comm)
 
 static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
 {
-    return sw_error_set(err, comm->failure.status, comm->failure.detail, "%s",
-                        comm->failure.message);
+    return sw_ending_await(&comm->ending, err);
 }
 
 /* NCCL's kernels that wait for peers are let go: of a borrowed communicator, by its owner. The
@@ -63,9 +62,12 @@ static void end(sw_nccl *comm)
  * communicator that ends there would take the thread's later ones along. */
 static sw_status fail(sw_nccl *comm, const sw_error *reason, sw_error *err)
 {
+    sw_error first;
+    sw_ending_say(&comm->ending, SW_MEMBER_ENDED, reason);
     if (!has_failed(comm)) {
-        comm->failure = *reason;
-        sw_lookout_tell(comm->lookout, reason);
+        comm->has_failed = true;
+        (void)!sw_ending_await(&comm->ending, &first);
+        sw_lookout_tell(comm->lookout, &first);
     }
     if (comm->depth == 0)
         end(comm);
@@ -109,8 +111,8 @@ static sw_status fail_late(sw_nccl *comm, const char *what, sw_error *err)
 /* Somebody else has asked for the end. */
 static sw_status check_request(sw_nccl *comm, sw_error *err)
 {
-    const sw_error *reason = sw_end_request_reason(&comm->asked);
-    return reason ? fail(comm, reason, err) : SW_OK;
+    sw_error reason;
+    return sw_ending_read(&comm->ending, &reason) == SW_OK ? SW_OK : fail(comm, &reason, err);
 }
 
 /* What the ranks' hosts say of a wait. */
@@ -521,7 +523,7 @@ void sw_nccl_abort(sw_nccl *comm, const sw_error *reason)
 
 void sw_nccl_request_end(sw_nccl *comm, const sw_error *reason)
 {
-    sw_end_request_make(&comm->asked, reason);
+    sw_ending_say(&comm->ending, SW_MEMBER_ENDED, reason);
 }
 
 sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_error *err)

@@ -43,16 +43,18 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
  * that asks. Then those hear of it that wait for this rank's host. */
 sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err)
 {
-    sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
+    sw_error first;
+    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
+    sw_status status = sw_ending_await(&t->ending, &first);
     if (!t->has_failed) {
         t->has_failed = true;
-        t->failure = *reason;
-        own->reason = *reason;
-        atomic_store(&own->has_failed, 1);
-        sw_lookout_tell(t->lookout, reason);
+        sw_ending_say(&sw_slot_head_of(t, t->base.rank)->ending, SW_MEMBER_ENDED, &first);
+        sw_lookout_tell(t->lookout, &first);
         sw_slot_drain(t, LET_GO_NS);
     }
-    return sw_error_set(err, t->failure.status, t->failure.detail, "%s", t->failure.message);
+    if (err)
+        *err = first;
+    return status;
 }
 
 sw_status sw_slot_fail_late(sw_slot_transport *t, const char *what, sw_error *err)
@@ -100,20 +102,14 @@ static sw_status check_layouts(sw_slot_transport *t, sw_error *err)
 
 sw_status sw_slot_check(sw_slot_transport *t, sw_error *err)
 {
-    if (t->has_failed) {
+    sw_error reason;
+    if (t->has_failed)
         let_go(t);
-        return sw_slot_fail(t, &t->failure, err);
-    }
-    const sw_error *asked = sw_end_request_reason(&t->asked);
-    if (asked)
-        return sw_slot_fail(t, asked, err);
-    for (int p = 0; p < t->base.world_size; ++p) {
-        sw_slot_head *head = sw_slot_head_of(t, p);
-        if (p != t->base.rank && atomic_load_explicit(&head->has_failed, memory_order_acquire)) {
-            sw_error reason = head->reason;
+    if (sw_ending_read(&t->ending, &reason) != SW_OK)
+        return sw_slot_fail(t, &reason, err);
+    for (int p = 0; p < t->base.world_size; ++p)
+        if (p != t->base.rank && sw_ending_read(&sw_slot_head_of(t, p)->ending, &reason) != SW_OK)
             return sw_slot_fail(t, &reason, err);
-        }
-    }
     return check_layouts(t, err);
 }
 

@@ -1,6 +1,7 @@
-/* kernel_contracts.c - the table of device_kernels.h: checks, ranges, host references, grids. Those
- * of blocks: block_contracts.c; of low rank: lowrank_contracts.c. */
+/* kernel_contracts.c - the table of device_kernels.h: checks, ranges, references and grids. The
+ * kernels of blocks are in block_contracts.c, those of low rank in lowrank_contracts.c. */
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels/compress_kernels.h"
@@ -10,13 +11,13 @@
 #include "kernels/optim_kernels.h"
 
 enum { THREADS = 256, CAST_BLOCK_NUMEL = 1024 };
-/* What the .cu text has: blocks a multiprocessor holds of a kernel, and what a block takes in a
- * turn. */
+/* Values that the .cu text repeats: blocks of a kernel on one multiprocessor, and bytes or elements
+ * that a block takes at a time. */
 enum { MOVE_BLOCKS = 4, STEP_BLOCKS = 4, NORM_BLOCKS = 3, FOLD_BLOCKS = 3 };
 enum { TURN_BYTES = THREADS * 64, RUN_TILE_NUMEL = THREADS * 4, FOLD_TURN_BYTES = THREADS * 32 };
-enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* a communicator's world ends there */
+enum { FOLD_BLOCK_BYTES = 65536 };
 
-#define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
+#define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h and sw_dtype disagree")
 SAME(SW_ARG_FLOAT32, SW_DTYPE_FLOAT32);
 SAME(SW_ARG_FLOAT64, SW_DTYPE_FLOAT64);
 SAME(SW_ARG_FLOAT16, SW_DTYPE_FLOAT16);
@@ -46,7 +47,8 @@ static size_t array_bytes(sw_u64 numel, int dtype)
     return (size_t)numel * sw_dtype_size_bytes((sw_dtype)dtype);
 }
 
-/* Blocks for `count` items of which a block takes `each` in a turn, `most` of them at once. */
+/* Return a grid for `count` items of which a block takes `each` at a time, with at most `most`
+ * blocks. */
 static sw_grid stream_grid(sw_u64 count, sw_u64 each, int most)
 {
     sw_u64 wanted = (count + each - 1) / each;
@@ -153,8 +155,8 @@ static sw_status fold_check(const void *args, sw_error *err)
 {
     const sw_fold_args *a = args;
     SW_TRY(sw_redop_check((sw_redop)a->op, (sw_dtype)a->dtype, err));
-    if (a->source_count < 1 || a->source_count > FOLD_SOURCE_MAX)
-        SW_FAIL(err, SW_E_INVALID, "fold: source_count must be in [1, %d], not %d", FOLD_SOURCE_MAX,
+    if (a->source_count < 1)
+        SW_FAIL(err, SW_E_INVALID, "fold: source_count must be at least 1, not %d",
                 a->source_count);
     if (a->own_index < -1 || a->own_index >= a->source_count)
         SW_FAIL(err, SW_E_INVALID, "fold: own_index must be in [-1, %d), not %d", a->source_count,
@@ -177,24 +179,20 @@ static void fold_accesses(const void *args, sw_access_fn *report, void *context)
     report(context, a->to, array_bytes(a->numel, a->dtype), SW_ACCESS_WRITE);
 }
 
-/* Block by block, so that the sums have a place: `to` may be any of the addend and the own. */
-static void fold_on_addend(const sw_fold_args *a)
+/* Fold block by block through `sums`, because `to` may be the addend or the own contribution.
+ * `step`: elements of a block. */
+static void fold_on_addend(const sw_fold_args *a, const void **source, unsigned char *sums,
+                           size_t step)
 {
-    union {
-        unsigned char bytes[FOLD_BLOCK_BYTES];
-        double aligned;
-    } sums;
     sw_fold_fn *fold = sw_kernels()->fold[a->dtype];
-    size_t step = FOLD_BLOCK_BYTES / ((size_t)a->source_count * array_bytes(1, a->dtype));
     for (size_t start = 0; start < a->numel; start += step) {
         size_t left = (size_t)a->numel - start, count = left < step ? left : step;
         size_t offset = array_bytes(start, a->dtype), width = array_bytes(count, a->dtype);
-        const void *source[FOLD_SOURCE_MAX];
         void *to = (char *)a->to + offset;
         for (int k = 0; k < a->source_count; ++k) {
             const void *parts[] = {(const char *)a->addend + offset,
                                    (const char *)fold_source(a, k) + offset};
-            void *sum = sums.bytes + (size_t)k * width;
+            void *sum = sums + (size_t)k * width;
             fold(&sum, 1, parts, 2, count, 1, SW_REDOP_SUM);
             source[k] = sum;
         }
@@ -202,19 +200,25 @@ static void fold_on_addend(const sw_fold_args *a)
     }
 }
 
+/* Without memory for its tables it writes nothing. */
 static void fold_reference(const void *args)
 {
     const sw_fold_args *a = args;
-    const void *source[FOLD_SOURCE_MAX];
+    size_t count = (size_t)a->source_count, element = array_bytes(1, a->dtype);
+    size_t step = FOLD_BLOCK_BYTES / (count * element) + 1;
+    const void **source = calloc(count, sizeof *source);
+    unsigned char *sums = a->addend ? calloc(count, step * element) : NULL;
     void *to = a->to;
-    if (a->addend) {
-        fold_on_addend(a);
-        return;
+    if (source && sums) {
+        fold_on_addend(a, source, sums, step);
+    } else if (source && !a->addend) {
+        for (int k = 0; k < a->source_count; ++k)
+            source[k] = fold_source(a, k);
+        sw_kernels()->fold[a->dtype](&to, 1, source, a->source_count, (size_t)a->numel, a->scale,
+                                     (sw_redop)a->op);
     }
-    for (int k = 0; k < a->source_count; ++k)
-        source[k] = fold_source(a, k);
-    sw_kernels()->fold[a->dtype](&to, 1, source, a->source_count, (size_t)a->numel, a->scale,
-                                 (sw_redop)a->op);
+    free(sums);
+    free(source);
 }
 
 static sw_grid fold_grid(const void *args, int processor_count)
@@ -226,23 +230,24 @@ static sw_grid fold_grid(const void *args, int processor_count)
 
 /* ---- optimizers ---- */
 
-static sw_status run_check(const sw_run_args *run, const char *what, sw_error *err)
+static sw_status run_check(const sw_run_args *run, const char *operation, sw_error *err)
 {
     const int dtypes[] = {run->p_dtype, run->state_dtype, run->g_dtype, run->copy_dtype};
     for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; ++i)
         if (!is_small_float(dtypes[i]))
             SW_FAIL(err, SW_E_INVALID, "%s: dtype must be float32, float16 or bfloat16, not %s",
-                    what, sw_dtype_name((sw_dtype)dtypes[i]));
+                    operation, sw_dtype_name((sw_dtype)dtypes[i]));
     return SW_OK;
 }
 
-static sw_status runs_check(const sw_run_args *runs, int count, const char *what, sw_error *err)
+static sw_status runs_check(const sw_run_args *runs, int count, const char *operation,
+                            sw_error *err)
 {
     if (count < 0 || count > SW_RUNS_MAX)
-        SW_FAIL(err, SW_E_INVALID, "%s: run_count must be in [0, %d], not %d", what, SW_RUNS_MAX,
-                count);
+        SW_FAIL(err, SW_E_INVALID, "%s: run_count must be in [0, %d], not %d", operation,
+                SW_RUNS_MAX, count);
     for (int r = 0; r < count; ++r)
-        SW_TRY(run_check(&runs[r], what, err));
+        SW_TRY(run_check(&runs[r], operation, err));
     return SW_OK;
 }
 

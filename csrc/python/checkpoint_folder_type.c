@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "checkpoint/catalog.h"
+#include "checkpoint/commit.h"
 #include "checkpoint/read.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/safetensors.h"
@@ -446,6 +447,19 @@ static PyObject *folder_check_replaceable(PyObject *type, PyObject *args)
     return check_path(type, args, sw_checkpoint_check_replaceable);
 }
 
+static PyObject *folder_identity(PyObject *type, PyObject *args)
+{
+    const char *path;
+    char identity[SW_IDENTITY_BYTES];
+    (void)type;
+    if (!PyArg_ParseTuple(args, "s:identity", &path))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    sw_checkpoint_identify(path, identity);
+    Py_END_ALLOW_THREADS
+    return PyUnicode_FromString(identity);
+}
+
 static PyMethodDef folder_methods[] = {
     {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
      "check_removable(path)\n--\n\nCheckpointError unless nothing is there but a checkpoint."},
@@ -455,6 +469,8 @@ static PyMethodDef folder_methods[] = {
      "received(path, catalog)\n--\n\nA checkpoint of which another rank has read the catalog."},
     {"catalog", folder_catalog, METH_VARARGS,
      "catalog(paths)\n--\n\nThe manifest, headers of safetensors files and other files whole."},
+    {"identity", folder_identity, METH_VARARGS | METH_CLASS,
+     "identity(path)\n--\n\nReturn a text that identifies what lies there now; '' for nothing."},
     {"verify", folder_verify, METH_VARARGS,
      "verify(first, end)\n--\n\nChecks these blocks of all files."},
     {"read", folder_read, METH_VARARGS,

@@ -339,16 +339,18 @@ static int merge_lists(PyObject *lists, sw_manifest *manifest, sw_error *err)
 
 static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"partial", "folder", "nonce", "step", "world_size", "tallies", NULL};
+    static char *names[] = {"partial", "folder",     "replaces", "nonce",
+                            "step",    "world_size", "tallies",  NULL};
     const sw_plan *plan = ((plan_object *)op)->plan;
-    const char *partial, *folder, *nonce;
+    const char *partial, *folder, *replaces, *nonce;
     unsigned long long step;
     PyObject *lists;
     sw_manifest manifest = {0};
     sw_error err = {0};
     sw_status status = SW_OK;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sssKiO!:commit", names, &partial, &folder,
-                                     &nonce, &step, &manifest.world_size, &PyList_Type, &lists))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sszsKiO!:commit", names, &partial, &folder,
+                                     &replaces, &nonce, &step, &manifest.world_size, &PyList_Type,
+                                     &lists))
         return NULL;
     manifest.step = step;
     snprintf(manifest.nonce, sizeof manifest.nonce, "%s", nonce);
@@ -363,7 +365,7 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
         if (status == SW_OK)
             status = sw_manifest_complete(&manifest, &err);
         if (status == SW_OK)
-            status = sw_commit(partial, folder, &manifest, &err);
+            status = sw_commit(partial, folder, replaces, &manifest, &err);
         if (status == SW_OK)
             sw_commit_clean(folder, nonce);
         Py_END_ALLOW_THREADS

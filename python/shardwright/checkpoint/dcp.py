@@ -44,7 +44,7 @@ from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from . import tree
 from .content import IN_PARTS, Group
 from .files import MAX_FILE_BYTES, check_step, in_words, why_not_there
-from .names import plain
+from .names import check_savable, plain
 from .partial import PartialLock, of_saves
 from .peers import os_error
 from .retention import find
@@ -121,6 +121,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         self._step = step
         self._max_file_bytes = max_file_bytes
         self._overwrite = overwrite
+        self._replaces = ""
         self._layout: _Layout | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -139,6 +140,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._layout = None  # of a save that failed on another rank: its folder goes with it
+        self._replaces = CheckpointFolder.identity(self._folder()) if is_coordinator else ""
         refusal = why_not_there(self._folder(), self._overwrite) if is_coordinator else ""
         if refusal:  # on all ranks: torch tells the others
             raise CheckpointError(refusal)
@@ -176,7 +178,9 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                         )
                     results.append(WriteResult(item.index, 0, node))
                     continue
-                memory = plain(planner.resolve_data(item))
+                tensor = planner.resolve_data(item)
+                check_savable(item.index.fqn, tensor)
+                memory = plain(tensor)
                 path, begin, *of_file = places[item.index.fqn]
                 path, data = os.path.join(partial, path), item.tensor_data
                 ranges = _ranges(
@@ -185,7 +189,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                 ranges = [(begin + first, nbytes) for first, nbytes in ranges]
                 results.append(WriteResult(item.index, memory.nbytes, _write(path, of_file, ranges, memory)))
                 written.add(path)
-                del memory  # it may be a copy: one at a time
+                del memory, tensor  # it may be a copy: one at a time
             for path in sorted(written):
                 CheckpointPlan.sync(path)
         except BaseException:
@@ -205,7 +209,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                 tallies.append(each.storage_data)
             else:
                 objects[each.index.fqn] = each.storage_data
-        self._layout.commit(tallies, objects, self._step, len(results))
+        self._layout.commit(tallies, objects, self._step, len(results), self._replaces)
         self._layout = None
 
 
@@ -393,7 +397,9 @@ class _Layout:
             _remove(self.partial, self.lock, os.getpid())
             raise os_error(f"'{self.folder}' cannot be written: {in_words(error)}", error.errno) from error
 
-    def commit(self, tallies: list[bytes], objects: Mapping[str, Any], step: int, world_size: int) -> None:
+    def commit(
+        self, tallies: list[bytes], objects: Mapping[str, Any], step: int, world_size: int, replaces: str
+    ) -> None:
         """`tallies`: of what ranks have written."""
         texts = {"state.json": tree.dumps(self._state(objects, step))}
         if any(group.stem == "optimizer" for group in self._groups):
@@ -405,8 +411,9 @@ class _Layout:
                     tallies = [*tallies, self._write_text(path, texts[path], first_block)]
                 first_block += -(-nbytes // _BLOCK_BYTES)
             plan.commit(
-                partial=self.partial, folder=self.folder, nonce=self.nonce, step=step, world_size=world_size, tallies=tallies
-            )
+                partial=self.partial, folder=self.folder, replaces=replaces, nonce=self.nonce, step=step,
+                world_size=world_size, tallies=tallies,
+            )  # fmt: skip
             if self.lock is not None:
                 self.lock.release(self.folder)
         except BaseException:

@@ -306,7 +306,7 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
     """id(parameter) -> the slice that this rank may write, where fills_slices(); when it is left, every rank has all of them.
     Collective. What is not named, each rank has whole and writes itself."""
     memory = replica.parameters()
-    whole, slices = [], {}
+    slices = {}
     for index, parameter in enumerate(replica.table.parameters):
         is_released = isinstance(memory, ReleasedParameters) and memory.is_released(index)
         if is_released or (memory.is_published(index) and is_row_major(parameter)):
@@ -317,14 +317,11 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
             held = (low, piece if copy is None else copy)
             live = parameter if copy is None and not is_released else piece
             slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), (held,), (live,), copy)
-        else:
-            whole.append(index)
     with replica.writing():
         try:
             yield slices
         finally:  # of a load that failed, too: the others wait for it
-            for index in whole:
-                memory.take_whole(index)
+            memory.take_writes()
             memory.publish()
             replica.count_writes(replica.table.parameters)
 

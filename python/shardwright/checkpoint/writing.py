@@ -209,6 +209,7 @@ class Writer:
             direct=direct,
             bandwidth=bandwidth,
         )
+        peers.check_board(board, self._nonce_prefix)
 
     def begin(
         self,
@@ -220,8 +221,12 @@ class Writer:
         metric: float | None = None,
         stale: Sequence[str] = (),
         retired: Sequence[str] = (),
+        replaces: str | None = None,
     ) -> None:
         """Takes the snapshot and returns. Every rank calls it, or skip(), at the same steps.
+
+        `replaces`: on rank 0, CheckpointFolder.identity(folder) when the save began; a folder with another identity fails
+        the commit. None for a caller whose lock on the directory keeps other saves away.
 
         Raises
         ------
@@ -239,7 +244,7 @@ class Writer:
             slices, passing = released_slices(training.model)
             with whole_parameters(training.model, writable=False) if passing else contextlib.nullcontext():
                 content, own, plan = self._agree(training, step, slices, passing)
-                self._start(folder, step, content, own, plan, lazy, metric, stale, retired)
+                self._start(folder, step, content, own, plan, lazy, metric, stale, retired, replaces)
         except BaseException as error:
             self._give_up(_tellable(str(error) or type(error).__name__))
             if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
@@ -278,12 +283,14 @@ class Writer:
         metric: float | None,
         stale: Sequence[str],
         retired: Sequence[str],
+        replaces: str | None,
     ) -> None:
         sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
         self._held, self._spoiled = shared if lazy else None, ""
         self._saver.begin(
             folder=folder,
             nonce=self._nonce_prefix + _base36(self._number),
+            replaces=replaces,
             number=self._number,
             step=step,
             metric=metric,
