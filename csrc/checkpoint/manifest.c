@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "checkpoint/json.h"
 #include "kernels/crc32c.h"
@@ -14,6 +15,7 @@
 #define FORMAT_NAME "shardwright.checkpoint"
 #define SEAL_KEY ",\"self_crc32c\":\""
 enum { WORLD_MAX = 1 << 20, PART_BYTES = 64 << 10 };
+enum { SHORT_BYTES = 1 << 20, NAME_BYTES = 4096, BLOCK_TEXT_BYTES = 64 };
 static const int64_t INTEGER_MAX = INT64_C(1) << 53;
 
 void sw_manifest_fini(sw_manifest *manifest)
@@ -373,12 +375,54 @@ sw_status sw_manifest_parse(const char *text, size_t size_bytes, const char *lab
     return status;
 }
 
+typedef struct weight { /* of a folder: how long a manifest of it can be */
+    const char *folder;
+    uint64_t limit_bytes;
+    bool is_inner;
+} weight;
+
+static bool weigh(void *context, const char *name)
+{
+    weight *w = context;
+    char path[SW_PATH_BYTES];
+    struct stat info;
+    if (sw_path_join(path, w->folder, name, NULL) != SW_OK || lstat(path, &info) != 0)
+        return true;
+    w->limit_bytes += NAME_BYTES;
+    if (S_ISREG(info.st_mode))
+        w->limit_bytes += BLOCK_TEXT_BYTES * blocks_of((uint64_t)info.st_size);
+    if (S_ISDIR(info.st_mode) && !w->is_inner) {
+        weight inner = {.folder = path, .limit_bytes = w->limit_bytes, .is_inner = true};
+        if (sw_folder_list(path, weigh, &inner, NULL) == SW_OK)
+            w->limit_bytes = inner.limit_bytes;
+    }
+    return true;
+}
+
+/* A text of 256 MiB can hold values that take 7 GiB once they are read. A short one is read as it is;
+ * a long one must belong to a folder with so many files and bytes. */
+static sw_status check_length(const char *folder, const char *path, sw_error *err)
+{
+    struct stat info;
+    weight w = {.folder = folder, .limit_bytes = SHORT_BYTES};
+    if (lstat(path, &info) != 0 || info.st_size <= SHORT_BYTES)
+        return SW_OK;
+    SW_TRY(sw_folder_list(folder, weigh, &w, err));
+    if ((uint64_t)info.st_size > w.limit_bytes)
+        SW_FAIL(err, SW_E_INVALID,
+                "'%.300s' has %" PRId64 " bytes, where one of the files beside it takes at most "
+                "%" PRIu64,
+                path, (int64_t)info.st_size, w.limit_bytes);
+    return SW_OK;
+}
+
 sw_status sw_manifest_read(const char *folder, sw_manifest *manifest, sw_error *err)
 {
     char path[SW_PATH_BYTES];
     char *text = NULL;
     size_t size_bytes = 0;
     SW_TRY(sw_path_join(path, folder, SW_MANIFEST_NAME, err));
+    SW_TRY(check_length(folder, path, err));
     SW_TRY(sw_file_read_whole(path, SW_MANIFEST_MAX_BYTES, &text, &size_bytes, err));
     sw_status status = sw_manifest_parse(text, size_bytes, path, manifest, err);
     free(text);

@@ -113,7 +113,8 @@ static void *help(void *context)
 {
     sw_saver *saver = context;
     sw_error err = {0};
-    sw_thread_lower_io_priority();
+    if (saver->options.is_idle_io)
+        sw_thread_lower_io_priority();
     if (await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
         sw_save_record_failure(saver, &err);
     return NULL;
@@ -148,7 +149,8 @@ static void *coordinate(void *context)
 {
     sw_saver *saver = context;
     sw_error own = {0}, outcome = {0};
-    sw_thread_lower_io_priority();
+    if (saver->options.is_idle_io)
+        sw_thread_lower_io_priority();
     sw_status status = write_together(saver, &own);
     if (status == SW_OK)
         status = sw_save_acknowledge(saver, &own);

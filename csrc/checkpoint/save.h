@@ -63,6 +63,8 @@ typedef struct sw_save_request {
 typedef struct sw_saver_options {
     int thread_count;                    /* that write, in [1, 16] */
     bool use_direct;                     /* past the page cache, where the file system allows it */
+    bool is_idle_io; /* writes only while no other process uses the disk, where the I/O scheduler
+                        knows priorities: a busy disk may then keep a save past its deadline */
     uint64_t bandwidth_bytes_per_second; /* 0: no limit */
 } sw_saver_options;
 

@@ -7,6 +7,7 @@
 #include "checkpoint/read.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/safetensors.h"
+#include "platform/file.h"
 #include "python/engine.h"
 
 typedef struct folder_object {
@@ -460,7 +461,36 @@ static PyObject *folder_identity(PyObject *type, PyObject *args)
     return PyUnicode_FromString(identity);
 }
 
+static PyObject *folder_lock(PyObject *type, PyObject *args)
+{
+    const char *path;
+    int fd;
+    bool is_taken = false;
+    sw_error err = {0};
+    if (!PyArg_ParseTuple(args, "is:lock", &fd, &path))
+        return NULL;
+    if (sw_file_lock(fd, path, &is_taken, &err) != SW_OK)
+        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    return PyBool_FromLong(is_taken);
+}
+
+static PyObject *folder_make(PyObject *type, PyObject *args)
+{
+    return check_path(type, args, sw_folder_make);
+}
+
+static PyObject *folder_sync(PyObject *type, PyObject *args)
+{
+    return check_path(type, args, sw_folder_sync);
+}
+
 static PyMethodDef folder_methods[] = {
+    {"lock", folder_lock, METH_VARARGS | METH_CLASS,
+     "lock(fd, path)\n--\n\nLock an open file; return False where another open file has the lock."},
+    {"make", folder_make, METH_VARARGS | METH_CLASS,
+     "make(path)\n--\n\nMake a folder and those above it, durable."},
+    {"sync", folder_sync, METH_VARARGS | METH_CLASS,
+     "sync(path)\n--\n\nMake the names in a folder durable."},
     {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
      "check_removable(path)\n--\n\nCheckpointError unless nothing is there but a checkpoint."},
     {"check_replaceable", folder_check_replaceable, METH_VARARGS | METH_CLASS,

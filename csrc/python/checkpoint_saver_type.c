@@ -120,12 +120,12 @@ static uint8_t **read_pages(engine_state *state, PyObject *arena, int rank, int 
 
 static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "world_size", "pages",     "hosts", "path",
-                            "threads", "direct",  "bandwidth", NULL};
+    static char *names[] = {"rank",    "world_size", "pages",   "hosts",     "path",
+                            "threads", "direct",     "idle_io", "bandwidth", NULL};
     saver_object *self = (saver_object *)op;
     engine_state *state = sw_py_state_of(op);
     PyObject *arena = Py_None, *host_list = Py_None;
-    int rank, world_size, threads = 2, direct = 1;
+    int rank, world_size, threads = 2, direct = 1, idle_io = 0;
     unsigned long long bandwidth = 0;
     uint8_t **pages = NULL;
     int *hosts = NULL;
@@ -135,9 +135,9 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "CheckpointSaver: already initialised");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|OOz$ipK:CheckpointSaver", names, &rank,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|OOz$ippK:CheckpointSaver", names, &rank,
                                      &world_size, &arena, &host_list, &path, &threads, &direct,
-                                     &bandwidth))
+                                     &idle_io, &bandwidth))
         return -1;
     if (world_size < 1 || rank < 0 || rank >= world_size || (world_size > 1) != (arena != Py_None) ||
         (host_list != Py_None) != (path != NULL)) {
@@ -153,6 +153,7 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     sw_saver_options options = {.thread_count = threads,
                                 .use_direct = direct != 0,
+                                .is_idle_io = idle_io != 0,
                                 .bandwidth_bytes_per_second = bandwidth};
     sw_status status =
         sw_channel_init(&self->channel, rank, world_size, pages, hosts, path, &err);
@@ -505,7 +506,7 @@ static PyType_Slot saver_slots[] = {
     {Py_tp_dealloc, saver_dealloc},
     {Py_tp_methods, saver_methods},
     {Py_tp_doc, "CheckpointSaver(rank, world_size, pages=None, hosts=None, path=None, *, threads=2, direct=True, "
-                "bandwidth=0)\n--\n\nOne save at a time."},
+                "idle_io=False, bandwidth=0)\n--\n\nOne save at a time."},
     {0, NULL},
 };
 

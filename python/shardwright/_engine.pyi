@@ -809,6 +809,7 @@ class CheckpointSaver:
         *,
         threads: int = 2,
         direct: bool = True,
+        idle_io: bool = False,
         bandwidth: int = 0,
     ) -> None:
         """`pages`: an Arena of these ranks with at least 4096 bytes; None at world size 1. `hosts`: each rank's, numbered by their lowest
@@ -873,6 +874,16 @@ class CheckpointFolder:
     @classmethod
     def check_replaceable(cls, path: str) -> None:
         """The same for all that a save to `path` takes the place of."""
+    @classmethod
+    def lock(cls, fd: int, path: str) -> bool:
+        """Lock an open file for this descriptor; return False where another open file has the lock. CheckpointError: the file system
+        has no locks."""
+    @classmethod
+    def make(cls, path: str) -> None:
+        """Make a folder and those above it that are missing, durable when this returns."""
+    @classmethod
+    def sync(cls, path: str) -> None:
+        """Make the names in a folder durable."""
     @classmethod
     def received(cls, path: str, catalog: bytes) -> CheckpointFolder:
         """The checkpoint at `path`, of which another rank has read `catalog`: no file is opened until something is read of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import math
@@ -17,6 +18,7 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..fully_shard import wrapper_of
+from .branch import go_on_from, in_order
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
 from .optimizer_extras import stepping_optimizer
@@ -47,7 +49,7 @@ class Checkpointer:
     Parameters
     ----------
     directory : path-like
-        Made if it is not there. One Checkpointer writes to it at a time.
+        Made if it is not there. One Checkpointer writes to it at a time. One that may not be written to can be restored from.
     model : Module
         Plain, or wrapped by torch or shardwright.
     optimizer : Optimizer, optional
@@ -82,6 +84,9 @@ class Checkpointer:
         Writing threads a rank, in [1, 16].
     direct_io : bool
         Write past the page cache where the file system allows it.
+    idle_io : bool
+        Write only while no other program uses the disk, where its I/O scheduler has priorities (bfq, cfq). A disk that is always busy
+        may keep such a save from its end until `timeout_s`.
     bandwidth_bytes_per_s : int
         Limit of this rank's writing; 0: none.
     verify : bool
@@ -130,6 +135,7 @@ class Checkpointer:
         max_file_bytes: int = MAX_FILE_BYTES,
         threads: int = 2,
         direct_io: bool = True,
+        idle_io: bool = False,
         bandwidth_bytes_per_s: int = 0,
         verify: bool = True,
         timeout_s: float = 1800.0,
@@ -174,14 +180,15 @@ class Checkpointer:
         self._warned: set[str] = set()
         self._call = OneCall()
         self._lock: DirectoryLock | None = None
+        self._read_only = ""  # why nothing can be saved
         self._every: int | None = None  # of the first save(), which all ranks agree on
         self._hooks: list[Any] = []
         self._take_directory()
         try:
-            board = os.path.join(self.directory, BOARD)
+            board = None if self._read_only else os.path.join(self.directory, BOARD)
             self._writer = Writer(
-                self._peers, board, threads=threads, direct=direct_io, bandwidth=bandwidth, timeout_s=timeout_s,
-                max_file_bytes=max_file_bytes,
+                self._peers, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
+                timeout_s=timeout_s, max_file_bytes=max_file_bytes,
             )  # fmt: skip
             if self._lazy:
                 self._hooks = _before_writes(
@@ -199,25 +206,31 @@ class Checkpointer:
 
     def _warm_staging(self) -> None:
         """For the model now, and for the optimizer's state once it is there: after its first step."""
+        if self._read_only:
+            return
         optimizer = stepping_optimizer(self._training.optimizer)
         self._writer.warm(self._training, lazy=self._lazy)
         if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
             self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
 
     def _take_directory(self) -> None:
-        """The directory is rank 0's to make and to lock; every rank hears of a refusal."""
-        refusal, code = "", None
+        """The directory is rank 0's to make and to lock; every rank hears of a refusal. A directory that may only be read is taken."""
+        refusal, code, is_readable = "", None, False
         if self._peers.rank == 0:
             try:
-                os.makedirs(self.directory, exist_ok=True)
+                CheckpointFolder.make(self.directory)
                 self._lock = DirectoryLock(self.directory)
-            except CheckpointError as error:
-                refusal, code = str(error), error.errno
             except Exception as error:
-                refusal = f"'{self.directory}' cannot be written to: {in_words(error)}"
                 code = getattr(error, "errno", None)
-        refusal, code = self._peers.exchange([refusal, code], f"Checkpointer for {self.directory}")[0]
-        if refusal:
+                refusal = str(error) if isinstance(error, CheckpointError) and code is None else ""
+                why = in_words(error) if code is None else os.strerror(code)
+                refusal = refusal or f"'{self.directory}' cannot be written to: {why}"
+                is_readable = code in (errno.EACCES, errno.EPERM, errno.EROFS) and os.path.isdir(self.directory)
+        told = [refusal, code, is_readable]
+        refusal, code, is_readable = self._peers.exchange(told, f"Checkpointer for {self.directory}")[0]
+        if is_readable:
+            self._read_only = refusal
+        elif refusal:
             self._release()
             raise os_error(refusal, code)
 
@@ -254,6 +267,8 @@ class Checkpointer:
 
     def _save(self, step: int, every: int, metric: float | None) -> bool:
         self._check_open()
+        if self._read_only:
+            raise CheckpointError(self._read_only)
         refusal = None
         try:
             step = integer("step", step, 0, STEP_LIMIT - 1, f"an integer in [0, {STEP_LIMIT - 1})")
@@ -392,7 +407,8 @@ class Checkpointer:
         Parameters
         ----------
         step : int, optional
-            Take the checkpoint of that many completed steps, and no other. Newer ones stay: a later restore() prefers them.
+            Take the checkpoint of that many completed steps, and no other. Newer ones stay, abandoned: a later restore() takes
+            one of them only if nothing else can be read, or if it is asked for by its step.
 
         Returns
         -------
@@ -416,7 +432,7 @@ class Checkpointer:
         asked = self._peers.together(check, "step to restore")
         if any(each != asked[0] for each in asked):
             raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
-        listed = self._list()
+        listed = self._list(is_preference=True)
         if step is not None:
             chosen = [path for found, path in listed if found == asked[0]]
             if not chosen:
@@ -430,8 +446,11 @@ class Checkpointer:
             spare = self._writer.spare()
             reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare)
             if reader is not None:
+                if step is not None:
+                    self._go_on_from(Kept(asked[0], path, nonce=reader.folder.nonce))
                 apply_together(reader, self._peers, everything=True)
-                self._writer.warm(self._training, lazy=self._lazy)
+                if not self._read_only:
+                    self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
             logger.warning("checkpoint passed over: %s", why)
             refusals.append(why)
@@ -444,13 +463,25 @@ class Checkpointer:
             )
         return 0
 
-    def _list(self) -> list[tuple[int, str]]:
-        """(step, path) of the folders that claim to be checkpoints, oldest first, as rank 0 sees them."""
+    def _go_on_from(self, chosen: Kept) -> None:
+        """Later checkpoints are abandoned, as far as the directory can hold a note of it. Collective."""
+
+        def note() -> None:
+            if self._peers.rank == 0 and self._lock is not None:
+                go_on_from(self.directory, chosen)
+
+        self._peers.together(note, f"rollback to step {chosen.step}")
+
+    def _list(self, *, is_preference: bool = False) -> list[tuple[int, str]]:
+        """(step, path) of the folders that claim to be checkpoints, as rank 0 sees them: oldest first, or the one last that restore()
+        prefers."""
         listed: list[tuple[int, str]] = []
         refusal, code = "", None
         if self._peers.rank == 0:
             try:
-                listed = [(kept.step, kept.path) for kept in list_checkpoints(self.directory)]
+                found = list_checkpoints(self.directory)
+                found = in_order(self.directory, found) if is_preference else found
+                listed = [(kept.step, kept.path) for kept in found]
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
                 code = getattr(error, "errno", None)

@@ -386,7 +386,7 @@ class _Layout:
 
     def create(self) -> None:
         """The folder with every file of tensors, as large as it will be, and its header."""
-        os.makedirs(os.path.dirname(self.folder), exist_ok=True)
+        CheckpointFolder.make(os.path.dirname(self.folder))
         for path in of_saves(*os.path.split(self.folder)):
             shutil.rmtree(path, ignore_errors=True)
         os.mkdir(self.partial)

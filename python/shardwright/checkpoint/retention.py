@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
@@ -108,13 +108,8 @@ def remove(path: str) -> None:
         shutil.rmtree(path)
 
 
-def sync(directory: str) -> None:
-    """Makes its names durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+#: makes a directory's names durable
+sync = CheckpointFolder.sync
 
 
 def to_retire(
@@ -147,11 +142,10 @@ def to_retire(
     return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
 
 
-_held: set[tuple[int, int] | None] = set()
-
-
 class DirectoryLock:
-    """One writer a directory, while it lives: the kernel lets go when the process ends, and forked children have no part.
+    """One writer a directory, while it lives: the kernel releases the lock when the process ends, and forked children have no part.
+
+    The lock is of the open file: reading or copying `.lock` in the same process, as a copy of the directory does, does not end it.
 
     Raises
     ------
@@ -161,41 +155,39 @@ class DirectoryLock:
 
     def __init__(self, directory: str) -> None:
         path = os.path.join(directory, ".lock")
-        if _key(path) in _held:  # not opened: closing any descriptor of the file would drop the lock we hold on it
-            raise CheckpointError(f"another Checkpointer of this program writes to '{directory}': close it first")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            self._take(directory)
+            self._take(directory, path)
         except BaseException:
             os.close(self._fd)
             raise
-        self._held_key = _key(path)
-        _held.add(self._held_key)
+        _held.add(self)
 
-    def _take(self, directory: str) -> None:
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                failure = CheckpointError(f"'{directory}/.lock' cannot be locked: {error.strerror}")
-                failure.errno = error.errno
-                raise failure from None
+    def _take(self, directory: str, path: str) -> None:
+        mine = f"process {os.getpid()} on host {os.uname().nodename}"
+        if not CheckpointFolder.lock(self._fd, path):
             holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
-            raise CheckpointError(f"{holder} writes to '{directory}': one directory has one writer") from None
+            if holder == mine:
+                raise CheckpointError(f"another Checkpointer of this program writes to '{directory}': close it first")
+            raise CheckpointError(f"{holder} writes to '{directory}': one directory has one writer")
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} on host {os.uname().nodename}\n".encode(), 0)
+        os.pwrite(self._fd, f"{mine}\n".encode(), 0)
 
     def release(self) -> None:
-        """Lets go. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._fd >= 0:
-            _held.discard(self._held_key)
+            _held.discard(self)
             os.close(self._fd)
             self._fd = -1
 
 
-def _key(path: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    """Close what a forked child has inherited: it would keep the lock beyond its parent's end."""
+    for each in list(_held):
+        each.release()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

@@ -174,16 +174,17 @@ class Writer:
     """This rank's part in saves. One at a time; save() is a collective call.
 
     Collective when it is made: the nonce is agreed on, and the page through which failures are told. `board`: the path of
-    the file that holds it where ranks are on several hosts.
+    the file that holds it where ranks are on several hosts; None: nothing can be saved.
     """
 
     def __init__(
         self,
         peers: Peers,
-        board: str,
+        board: str | None,
         *,
         threads: int,
         direct: bool,
+        idle_io: bool = False,
         bandwidth: int,
         timeout_s: float,
         max_file_bytes: int,
@@ -201,15 +202,18 @@ class Writer:
         self._layout: _Layout | None = None
         self._warned: set[str] = set()
         self._board = board
+        channel: tuple[Any, ...] = (0, 1)
+        if board is not None:
+            channel = (peers.rank, peers.world_size, *peers.channel(board, self._nonce_prefix))
         self._saver = CheckpointSaver(
-            peers.rank,
-            peers.world_size,
-            *peers.channel(board, self._nonce_prefix),
+            *channel,
             threads=threads,
             direct=direct,
+            idle_io=idle_io,
             bandwidth=bandwidth,
         )
-        peers.check_board(board, self._nonce_prefix)
+        if board is not None:
+            peers.check_board(board, self._nonce_prefix)
 
     def begin(
         self,
@@ -234,6 +238,7 @@ class Writer:
             What is wrong on this rank, or on another before it began: all ranks then raise. Of what goes wrong later the other ranks
             hear at their next save() or wait().
         """
+        assert self._board is not None
         try:
             self._peers.renew_board(self._board, self._nonce_prefix)
         except CheckpointError as error:
