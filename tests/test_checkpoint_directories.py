@@ -3,10 +3,8 @@ rolled back; and what is no checkpoint is refused before it costs memory."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import platform
 import resource
 import shutil
 import signal
@@ -14,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -175,21 +172,3 @@ def test_a_manifest_that_its_folder_does_not_warrant_costs_no_memory(tmp_path, n
     with pytest.raises(sw.CheckpointError, match="where one of the files beside it takes at most"):
         sw.load(tmp_path / "a", trained()[0])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the system call's number")
-@pytest.mark.parametrize("idle", [False, True])
-def test_the_idle_class_of_the_disk_is_an_option(tmp_path, idle):
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def classes() -> set[int]:
-        return {libc.syscall(252, 1, int(task)) >> 13 for task in os.listdir("/proc/self/task")}
-
-    module = nn.Linear(1024, 1024)
-    with sw.Checkpointer(tmp_path, module, idle_io=idle, bandwidth_bytes_per_s=8 << 20) as checkpoints:
-        checkpoints.save(0)
-        seen: set[int] = set()
-        deadline = time.monotonic() + 60
-        while checkpoints.progress["busy"] and time.monotonic() < deadline:
-            seen |= classes()
-        assert (3 in seen) == idle

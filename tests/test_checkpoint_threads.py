@@ -52,9 +52,10 @@ def wait_for(condition, seconds: float = 10.0) -> bool:
 
 
 @pytest.mark.skipif(_IOPRIO_GET is None, reason="the number of ioprio_get is not known here")
-def test_what_writes_is_of_the_idle_class(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("idle_io", [False, True])
+def test_the_idle_class_of_the_disk_is_an_option(tmp_path: pathlib.Path, idle_io: bool) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    training = Training(tmp_path, threads=3)
+    training = Training(tmp_path, threads=3, idle_io=idle_io)
     with training.checkpoints as checkpoints:
         checkpoints.save(0)
 
@@ -62,7 +63,8 @@ def test_what_writes_is_of_the_idle_class(tmp_path: pathlib.Path) -> None:
             return [libc.syscall(_IOPRIO_GET, 1, task) for task in save_threads().get("sw-save", [])]
 
         assert wait_for(lambda: checkpoints.progress["bytes_written"] > 0)
-        assert wait_for(lambda: classes() == [IDLE_CLASS] * 3), classes()
+        wanted = IDLE_CLASS if idle_io else libc.syscall(_IOPRIO_GET, 1, 0)
+        assert wait_for(lambda: classes() == [wanted] * 3), classes()
         assert libc.syscall(_IOPRIO_GET, 1, 0) != IDLE_CLASS, "the training's own"
 
 

@@ -405,7 +405,8 @@ static sw_status check_length(const char *folder, const char *path, sw_error *er
 {
     struct stat info;
     weight w = {.folder = folder, .limit_bytes = SHORT_BYTES};
-    if (lstat(path, &info) != 0 || info.st_size <= SHORT_BYTES)
+    if (lstat(path, &info) != 0 || info.st_size <= SHORT_BYTES ||
+        info.st_size > SW_MANIFEST_MAX_BYTES) /* which no folder warrants */
         return SW_OK;
     SW_TRY(sw_folder_list(folder, weigh, &w, err));
     if ((uint64_t)info.st_size > w.limit_bytes)

@@ -211,7 +211,8 @@ class Checkpointer:
         optimizer = stepping_optimizer(self._training.optimizer)
         self._writer.warm(self._training, lazy=self._lazy)
         if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
-            self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
+            with contextlib.suppress(TypeError):  # a class that keeps its hooks in a plain dict: the first save touches staging
+                self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
 
     def _take_directory(self) -> None:
         """The directory is rank 0's to make and to lock; every rank hears of a refusal. A directory that may only be read is taken."""
@@ -432,7 +433,7 @@ class Checkpointer:
         asked = self._peers.together(check, "step to restore")
         if any(each != asked[0] for each in asked):
             raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
-        listed = self._list(is_preference=True)
+        listed = self._list(is_preference=step is None)
         if step is not None:
             chosen = [path for found, path in listed if found == asked[0]]
             if not chosen:
