@@ -49,7 +49,8 @@ sw_status sw_file_lock(int fd, const char *path, bool *is_taken, sw_error *err)
     *is_taken = fcntl(fd, F_OFD_SETLK, &whole) == 0;
     if (*is_taken || errno == EAGAIN || errno == EACCES)
         return SW_OK;
-    return fail_os(err, "locking", path);
+    int code = errno;
+    return sw_error_set(err, SW_E_OS, code, "'%s' cannot be locked: %s", path, strerror(code));
 }
 
 sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err)

@@ -308,9 +308,6 @@ def test_another_process_that_writes_to_the_directory_is_named(rank, world_size)
             reading, writing = os.pipe()
             child = os.fork()
             if child == 0:
-                from shardwright.checkpoint import retention
-
-                retention._held.clear()  # as a program of its own
                 try:
                     DirectoryLock(folder)
                     os.write(writing, b"taken")

@@ -183,14 +183,15 @@ def test_generators_of_more_gpus_than_there_are_here(rank, world_size):
 @on_every_rank()
 def test_a_file_system_without_locks_is_not_called_another_writer(rank, world_size):
     from shardwright.checkpoint import retention
+    from shardwright.checkpoint.peers import os_error
 
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    def refuse(_, path):
+        raise os_error(f"'{path}' cannot be locked: {os.strerror(errno.ENOLCK)}", errno.ENOLCK)
 
     model, optimizer = build(Small)
     folder = shared_folder(rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retention.fcntl, "lockf", refuse)
+        patch.setattr(retention, "lock_file", refuse)
         assert "cannot be locked: No locks available" in agreed(lambda: sw.Checkpointer(folder, model, optimizer))
     with sw.Checkpointer(folder, model, optimizer) as checkpoints:
         checkpoints.save(0)
@@ -315,6 +316,7 @@ def test_what_must_not_be_replaced_or_passed_over_is_named_by_all(rank, world_si
     refused = f"{folder}/runs/step-000002"
     assert "takes the place of checkpoints alone" in agreed(lambda: sw.save(refused, model, overwrite=True))
     sw.save(f"{folder}/runs/step-000001", model, overwrite=True)
+    gather(None)  # rank 0 returns when it has removed what was replaced; the others when the new one is durable
     assert sorted(os.listdir(f"{folder}/runs")) == [".lock", "step-000001", "step-000002", "step-000003"]
 
 
@@ -351,7 +353,7 @@ def test_arguments_that_one_rank_alone_gives_are_told_to_all(rank, world_size):
 def test_whatever_goes_wrong_on_rank_0_is_told_to_all(rank, world_size):
     folder = shared_folder(rank)
     model, _ = build(Small)
-    with mock.patch("os.makedirs", side_effect=RecursionError("too deep") if rank == 0 else None):
+    with mock.patch("shardwright.checkpoint.files.why_not_there", side_effect=RecursionError("too deep") if rank == 0 else None):
         assert "cannot be made: too deep" in agreed(lambda: sw.save(f"{folder}/a", model, timeout_s=20))
 
 

@@ -219,13 +219,12 @@ class Checkpointer:
         refusal, code, is_readable = "", None, False
         if self._peers.rank == 0:
             try:
-                CheckpointFolder.make(self.directory)
-                self._lock = DirectoryLock(self.directory)
+                self._lock = _lock_directory(self.directory)
+            except CheckpointError as error:
+                refusal, code = str(error), error.errno
             except Exception as error:
+                refusal = f"'{self.directory}' cannot be written to: {in_words(error)}"
                 code = getattr(error, "errno", None)
-                refusal = str(error) if isinstance(error, CheckpointError) and code is None else ""
-                why = in_words(error) if code is None else os.strerror(code)
-                refusal = refusal or f"'{self.directory}' cannot be written to: {why}"
                 is_readable = code in (errno.EACCES, errno.EPERM, errno.EROFS) and os.path.isdir(self.directory)
         told = [refusal, code, is_readable]
         refusal, code, is_readable = self._peers.exchange(told, f"Checkpointer for {self.directory}")[0]
@@ -558,6 +557,16 @@ class Checkpointer:
         """For sw.describe()."""
         state = "closed" if self._closed else self._writer.progress()
         return {"directory": self.directory, "snapshot": "lazy" if self._lazy else "copy", "state": state}
+
+
+def _lock_directory(directory: str) -> DirectoryLock:
+    try:
+        CheckpointFolder.make(directory)
+    except CheckpointError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno)) from None
+    return DirectoryLock(directory)
 
 
 def live_checkpointers() -> list[Checkpointer]:

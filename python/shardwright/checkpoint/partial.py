@@ -14,6 +14,8 @@ import time
 from .._engine import CheckpointError, CheckpointFolder
 
 LOCK = "LOCK"
+#: for this descriptor alone: False where another open file has the lock
+lock_file = CheckpointFolder.lock
 #: a name, and the nonces of Writer and of StorageWriter
 _OF_A_SAVE = re.compile(r"(.+)\.(?:[0-9a-f]{24}n[0-9a-z]{1,13}|d[0-9a-f]{24})\.(partial|trash)\Z", re.DOTALL)
 #: seconds after which a folder without LOCK is nobody's: one of an earlier release, or whose save is just about to make the file, or
@@ -29,7 +31,7 @@ class PartialLock:
         self._path = os.path.join(partial, LOCK)
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(CheckpointError):  # a file system without locks: nobody is told, then
-            CheckpointFolder.lock(self._fd, self._path)
+            lock_file(self._fd, self._path)
 
     def release(self, folder: str | None = None) -> None:
         """The file goes, and the lock. Idempotent. `folder`: what the new folder has become."""
@@ -47,7 +49,7 @@ def is_alive(partial: str) -> bool | None:
     except OSError:
         return None
     try:
-        return not CheckpointFolder.lock(fd, partial)
+        return not lock_file(fd, partial)
     except CheckpointError:
         return None
     finally:

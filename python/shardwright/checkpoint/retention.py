@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
-from .partial import is_left, of_saves
+from .partial import is_left, lock_file, of_saves
 
 _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|trash)\Z")
@@ -165,7 +165,7 @@ class DirectoryLock:
 
     def _take(self, directory: str, path: str) -> None:
         mine = f"process {os.getpid()} on host {os.uname().nodename}"
-        if not CheckpointFolder.lock(self._fd, path):
+        if not lock_file(self._fd, path):
             holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
             if holder == mine:
                 raise CheckpointError(f"another Checkpointer of this program writes to '{directory}': close it first")
