@@ -35,7 +35,7 @@ static int locate_slowly(reducer_object *self, PyObject *like, PyObject *grad, v
     *from = NULL;
     if (!self->gpu)
         return 0;
-    PyObject *address = PyObject_CallMethod((PyObject *)self, "_locate", "OO", like, grad);
+    PyObject *address = sw_py_call((PyObject *)self, "_locate", like, grad);
     *from = address ? PyLong_AsVoidPtr(address) : NULL;
     Py_XDECREF(address);
     return PyErr_Occurred() ? -1 : 0;
@@ -66,7 +66,7 @@ static void *address_of(reducer_object *self, PyObject *tensor)
     tensor_view seen;
     if (sw_py_tensor_view_get(self->exchange, tensor, &seen))
         return seen.data;
-    PyObject *number = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    PyObject *number = sw_py_call(tensor, "data_ptr", NULL, NULL);
     void *address = number ? PyLong_AsVoidPtr(number) : NULL;
     Py_XDECREF(number);
     PyErr_Clear();
@@ -110,7 +110,7 @@ int sw_py_gradient_keep(reducer_object *self, size_t index)
     if (!sw_reducer_get_traits(self->reducer)->averages_unused)
         return 0;
     self->kept++;
-    return reducer_called(PyObject_CallMethod((PyObject *)self, "_keep", "n", (Py_ssize_t)index));
+    return reducer_called(sw_py_call_at((PyObject *)self, "_keep", index));
 }
 
 int sw_py_gradient_restore(reducer_object *self)
@@ -118,7 +118,7 @@ int sw_py_gradient_restore(reducer_object *self)
     if (self->kept == 0)
         return 0;
     self->kept = 0;
-    return reducer_called(PyObject_CallMethod((PyObject *)self, "_restore", NULL));
+    return reducer_called(sw_py_call((PyObject *)self, "_restore", NULL, NULL));
 }
 
 static int take_other(reducer_object *self, size_t index, PyObject *grad)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CheckpointError, CommError
-from ..fully_shard import wrapper_of
-from ..process_group import host_group, resolve_group
+from ..comm.process_group import host_group, resolve_group
+from ..parallel.fully_shard import wrapper_of
 
 _PAGE_BYTES = 4096
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from .. import device
 from .._engine import CheckpointError
-from ..fully_shard import wrapper_of
-from ..released_parameters import ReleasedParameters
-from ..sharded_optimizer import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer
+from ..parallel.fully_shard import wrapper_of
+from ..parameters.released import ReleasedParameters
+from ..torch_compat import cuda
 
 #: of an entry of a sliced optimizer's state: how it is held, and of tensors dtype and, unless it is cut as the parameter is, shape
 Entry = tuple[str, str, tuple[int, ...]]
@@ -313,7 +313,7 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
             low, high = memory.own_run(index)
             piece = memory.slice(index) if is_released else memory.flat(index)[low:high].detach()
             piece = parameter.new_empty(0) if piece is None else piece.detach()
-            copy = torch.empty(piece.shape, dtype=piece.dtype, device="cpu") if device.runtime.holds(piece) else None
+            copy = torch.empty(piece.shape, dtype=piece.dtype, device="cpu") if cuda.runtime.holds(piece) else None
             held = (low, piece if copy is None else copy)
             live = parameter if copy is None and not is_released else piece
             slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), (held,), (live,), copy)

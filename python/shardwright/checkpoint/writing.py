@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, Error
-from ..sharded_optimizer import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer
 from . import rows, tree
 from .content import (
     Content,
@@ -68,7 +68,7 @@ class Training:
     extra: Any = None
 
     def __post_init__(self) -> None:
-        from ..diloco import DiLoCo
+        from ..optim.diloco import DiLoCo
 
         if isinstance(self.optimizer, DiLoCo):
             raise ValueError(
