@@ -90,6 +90,32 @@ def test_every_stage_saves_the_same_bytes_and_resumes_every_others(rank, world_s
 
 @pytest.mark.parametrize("shape", ["2+1", "crosswise"])
 @on_every_rank(at_least=3)
+def test_frozen_parameters_of_a_sharded_model_are_restored_on_every_host(rank, world_size, shape):
+    folder = shared_folder(rank)
+
+    def frozen(seed):
+        torch.manual_seed(seed)
+        module = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 8, bias=False), torch.nn.Linear(8, 3))
+        module[1].requires_grad_(False)
+        module[2].bias.requires_grad_(False)  # too small to be released
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        whole = {name: value.clone() for name, value in module.state_dict().items()}
+        return whole, *sw.wrap(
+            module, optimizer, process_group=group, timeout_s=TIMEOUT_S, bucket_cap_mb=0.0001, **STAGES["3, private"]
+        )
+
+    with on_hosts(hosts_of(shape, world_size)) as group:
+        saved, *pair = frozen(0)
+        sw.save(f"{folder}/a", *pair)
+        _, *pair = frozen(9)
+        sw.load(f"{folder}/a", *pair)
+        with sw.full_parameters(pair[0]):
+            for name, value in pair[0].module.state_dict().items():
+                assert torch.equal(value, saved[name]), name
+
+
+@pytest.mark.parametrize("shape", ["2+1", "crosswise"])
+@on_every_rank(at_least=3)
 def test_slices_far_below_a_block_are_written_by_each_host(rank, world_size, shape):
     folder = shared_folder(rank)
     with on_hosts(hosts_of(shape, world_size)) as group:

@@ -321,8 +321,7 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
         try:
             yield slices
         finally:  # of a load that failed, too: the others wait for it
-            memory.take_writes()
-            memory.publish()
+            memory.publish_all()
             replica.count_writes(replica.table.parameters)
 
 

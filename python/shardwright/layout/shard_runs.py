@@ -124,6 +124,11 @@ class SliceRuns:
         """Whether a parameter trains, or has: one that is frozen later is stepped on for as long as it has a gradient."""
         return self._reducer.place(index)[0] in self._stepped
 
+    def publish_all(self) -> None:
+        """As publish(), once slices of frozen parameters were written too, and unreleased ones whole on every rank. Collective."""
+        self.take_writes()
+        self.publish()  # type: ignore[attr-defined]
+
     def take_writes(self) -> None:
         """Where slices are apart from the parameters that a program sees: those take what it has written to these."""
 
