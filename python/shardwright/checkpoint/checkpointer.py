@@ -18,7 +18,6 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..parallel.fully_shard import wrapper_of
-from .branch import go_on_from, in_order
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
 from .optimizer_extras import stepping_optimizer
@@ -32,6 +31,8 @@ from .retention import (
     DirectoryLock,
     Kept,
     folder_name,
+    go_on_from,
+    in_order,
     left_overs,
     list_checkpoints,
     replaced_ones,

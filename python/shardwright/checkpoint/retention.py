@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
+import logging
 import os
 import re
 import shutil
@@ -13,6 +15,7 @@ from collections.abc import Callable, Sequence
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from .partial import is_left, lock_file, of_saves
 
+logger = logging.getLogger("shardwright")
 _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|trash)\Z")
 #: what a folder is called while it is replaced where two names cannot be exchanged (docs/format.md)
@@ -22,6 +25,10 @@ MANIFEST = "MANIFEST.json"
 _NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
 BOARD = ".board"  # stays, as .lock does: a slower rank may still read the last verdict
 STEP_LIMIT = 10**15  # a folder's number has 15 digits at most
+#: nonces of checkpoints that a rollback has abandoned: after restore(step=2) a training goes on from step 2, while step-000005 of the
+#: abandoned course may still lie there, which a restore() after a crash must not prefer
+BRANCH = ".branch"
+_BRANCH_BYTES = 1 << 20
 
 
 #: of a checkpoint: it has a manifest that reads and files of its sizes, or none was looked at; it has not; it is not known, for
@@ -140,6 +147,48 @@ def to_retire(
     if len(last) < (keep_last or 1):
         safe |= {k for k in known if k.state == DAMAGED}
     return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
+
+
+def abandoned(directory: str) -> set[str]:
+    """Return the nonces of abandoned checkpoints."""
+    path = os.path.join(directory, BRANCH)
+    try:
+        with open(path, "rb") as file:
+            nonces = json.loads(file.read(_BRANCH_BYTES))["abandoned"]
+        return {nonce for nonce in nonces if isinstance(nonce, str)}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning("'%s' cannot be read (%s): restore() prefers the newest checkpoint", path, error)
+        return set()
+
+
+def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
+    """Return checkpoints as restore() prefers them, the best last: abandoned ones come first."""
+    nonces = abandoned(directory)
+    if not nonces:
+        return list(kept)
+    known = {each.path: each.nonce for each in list_checkpoints(directory, look=True)}
+    return sorted(kept, key=lambda each: (known.get(each.path) not in nonces, each.step, each.path))
+
+
+def go_on_from(directory: str, chosen: Kept) -> None:
+    """Record that training goes on from `chosen`: later checkpoints are abandoned, and `chosen` is not. Durable.
+
+    Cost: one manifest read a checkpoint.
+    """
+    path = os.path.join(directory, BRANCH)
+    listed = list_checkpoints(directory, look=True)
+    before = abandoned(directory)
+    after = {k.nonce for k in listed if k.nonce and (k.step > chosen.step or k.nonce in before)} - {chosen.nonce}
+    if after == before:
+        return
+    with open(f"{path}.new", "wb") as file:
+        file.write(json.dumps({"abandoned": sorted(after)}).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.new", path)
+    sync(directory)
 
 
 class DirectoryLock:
