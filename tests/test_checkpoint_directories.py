@@ -17,8 +17,11 @@ from pathlib import Path
 import pytest
 import shardwright as sw
 import torch
+import torch.distributed.checkpoint as dcp
 from shardwright._engine import crc32c
+from shardwright.checkpoint import StorageReader
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 NOBODY = 65534
 
@@ -142,7 +145,7 @@ def test_an_abandoned_checkpoint_is_better_than_none(tmp_path):
     assert value_after(tmp_path) == (5, 5.0)
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a", "file:///tmp/a", "hdfs+ssl://x/y"])
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a", "file:///tmp/a", Path("s3://b/a")])
 def test_an_address_is_no_path(tmp_path, monkeypatch, address):
     monkeypatch.chdir(tmp_path)
     module, optimizer = trained()
@@ -150,9 +153,10 @@ def test_an_address_is_no_path(tmp_path, monkeypatch, address):
         lambda: sw.save(address, module),
         lambda: sw.load(address, module),
         lambda: sw.Checkpointer(address, module, optimizer),
+        lambda: dcp.load(module.state_dict(), storage_reader=StorageReader(address), no_dist=True),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=r"must be a path of a mounted file system, got the address"):
+        with pytest.raises((ValueError, CheckpointException), match=r"must be a path of a mounted file system, got the address"):
             call()
     assert os.listdir(tmp_path) == []
 

@@ -43,7 +43,7 @@ from torch.futures import Future
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from . import tree
 from .content import IN_PARTS, Group
-from .files import MAX_FILE_BYTES, check_step, in_words, why_not_there
+from .files import MAX_FILE_BYTES, absolute_path, check_step, in_words, why_not_there
 from .names import check_savable, plain
 from .partial import PartialLock, of_saves
 from .peers import os_error
@@ -146,7 +146,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
             raise CheckpointError(refusal)
 
     def _folder(self) -> str:
-        return os.path.abspath(os.fspath(self.checkpoint_id))
+        return absolute_path("path", self.checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -261,7 +261,7 @@ class StorageReader(TorchStorageReader):
 
     def _open(self) -> CheckpointFolder:
         if self._folder is None:
-            self._folder = CheckpointFolder(os.path.abspath(os.fspath(self.checkpoint_id)))
+            self._folder = CheckpointFolder(absolute_path("path", self.checkpoint_id))
             self._tensors, self._objects = _names(self._folder, self._keys)
         return self._folder
 

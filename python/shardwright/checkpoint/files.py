@@ -17,7 +17,8 @@ from .retention import REPLACED
 from .writing import Training, Writer
 
 MAX_FILE_BYTES = 5_000_000_000
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+#: also as a pathlib.Path, which drops the second slash
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def save(
