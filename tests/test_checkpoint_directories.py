@@ -18,7 +18,7 @@ import pytest
 import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
-from shardwright._engine import crc32c
+from shardwright._engine import CheckpointPlan, CheckpointSaver, crc32c
 from shardwright.checkpoint import StorageReader
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -176,3 +176,15 @@ def test_a_manifest_that_its_folder_does_not_warrant_costs_no_memory(tmp_path, n
     with pytest.raises(sw.CheckpointError, match="where one of the files beside it takes at most"):
         sw.load(tmp_path / "a", trained()[0])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_more_state_than_a_manifest_can_list_is_refused_before_a_byte_is_written(tmp_path):
+    plan = CheckpointPlan([("model", False, 2**53, "{}", [("a", "U8", [33 << 40], 2)])], [])
+    saver = CheckpointSaver(0, 1)
+    with pytest.raises((sw.CheckpointError, ValueError), match="manifest"):
+        saver.begin(
+            folder=str(tmp_path / "a"), nonce="n1", replaces="", number=1, step=1, metric=None, shared=plan,
+            shared_sources=[], own=None, own_sources=[], lazy=False, stale=[], retired=[], timeout_s=20.0, device=None,
+        )  # fmt: skip
+    saver.close()
+    assert os.listdir(tmp_path) == []
