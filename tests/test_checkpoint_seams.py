@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import shardwright as sw
 import torch
+from shardwright._engine import CheckpointFolder
 from shardwright.checkpoint.retention import Kept, to_retire
 from shardwright.cli import main
 from torch import nn
@@ -403,7 +404,8 @@ def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed
     optimizer.step()
     sw.save(tmp_path / "a", model, optimizer)
     fresh, fresh_optimizer = build()
-    reader = Reader(str(tmp_path / "a"), Training(fresh, fresh_optimizer), 0, 1)
+    folder = CheckpointFolder(str(tmp_path / "a"))
+    reader = Reader(str(tmp_path / "a"), folder, Training(fresh, fresh_optimizer), 0, 1)
     reader._filler._folder = counting = CountingFolder(reader.folder)
     before = fresh.weight.detach().clone()
     reader.verify_share(0, 1)

@@ -357,23 +357,19 @@ def test_a_checkpointer_leaves_alone_what_dcp_is_about_to_commit(tmp_path: Path)
     assert not committing.exists()
 
 
-def test_a_directory_that_cannot_be_written_to_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_written_to_has_its_number(tmp_path: Path) -> None:
     import errno
 
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(os, "makedirs", refuse)
+    (tmp_path / "file").write_text("")
     for attempt in (
-        lambda: sw.Checkpointer(tmp_path / "c", model_of(1.0)),
-        lambda: sw.save(tmp_path / "a", model_of(1.0)),
+        lambda: sw.Checkpointer(tmp_path / "file" / "c", model_of(1.0)),
+        lambda: sw.save(tmp_path / "file" / "a" / "b", model_of(1.0)),
     ):
         with pytest.raises(sw.CheckpointError) as refused:
             attempt()
-        assert refused.value.errno == errno.EROFS
+        assert refused.value.errno == errno.ENOTDIR
     shutil.rmtree(tmp_path)
     with pytest.raises(sw.CheckpointError) as refused:
-        monkeypatch.undo()
         with sw.Checkpointer(tmp_path / "c", model_of(1.0)) as checkpoints:
             shutil.rmtree(tmp_path / "c")
             checkpoints.restore()

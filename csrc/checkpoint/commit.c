@@ -35,31 +35,34 @@ static sw_status sync_files(const char *partial, const sw_manifest *manifest, sw
     return SW_OK;
 }
 
-/* What no reader would take must not replace what some would. */
-static sw_status check_manifest(const char *text, size_t size_bytes, sw_error *err)
+typedef struct manifest_file {
+    const char *path;
+    int fd;
+    uint64_t offset;
+} manifest_file;
+
+static sw_status append_part(void *context, const char *part, size_t size_bytes, sw_error *err)
 {
-    sw_manifest found = {0};
-    if (size_bytes > SW_MANIFEST_MAX_BYTES)
-        SW_FAIL(err, SW_E_INVALID, "the manifest would have %zu bytes, and may have %llu",
-                size_bytes, (unsigned long long)SW_MANIFEST_MAX_BYTES);
-    SW_TRY(sw_manifest_parse(text, size_bytes, false, "the manifest to be written", &found, err));
-    sw_manifest_fini(&found);
+    manifest_file *file = context;
+    struct iovec bytes = {.iov_base = (void *)(uintptr_t)part, .iov_len = size_bytes};
+    SW_TRY(sw_file_write_at(file->fd, file->path, &bytes, 1, file->offset, err));
+    file->offset += size_bytes;
     return SW_OK;
 }
 
 static sw_status write_manifest(const char *partial, const sw_manifest *manifest, sw_error *err)
 {
     char temporary[SW_PATH_BYTES], final[SW_PATH_BYTES];
-    char *text = NULL;
-    size_t size_bytes = 0;
+    manifest_file file = {.path = temporary, .fd = -1};
     SW_TRY(sw_path_join(temporary, partial, "MANIFEST.tmp", err));
     SW_TRY(sw_path_join(final, partial, SW_MANIFEST_NAME, err));
-    SW_TRY(sw_manifest_print(manifest, false, &text, &size_bytes, err));
-    sw_status status = check_manifest(text, size_bytes, err);
+    SW_TRY(sw_file_create(temporary, &file.fd, err));
+    sw_status status = sw_manifest_print(manifest, append_part, &file, err);
     if (status == SW_OK)
-        status = sw_file_write_new(temporary, text, size_bytes, true, err);
-    free(text);
+        status = sw_file_sync(file.fd, temporary, err);
+    sw_status closed = sw_file_close(&file.fd, temporary, status == SW_OK ? err : NULL);
     SW_TRY(status);
+    SW_TRY(closed);
     SW_TRY(sw_file_rename(temporary, final, err));
     return sw_folder_sync(partial, err);
 }
@@ -211,13 +214,9 @@ static sw_status publish(const char *partial, const char *folder, const char *re
 sw_status sw_commit(const char *partial, const char *folder, const char *replaces,
                     const sw_manifest *manifest, sw_error *err)
 {
-    char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES], trash[SW_PATH_BYTES];
-    char replaced[SW_PATH_BYTES];
-    const char *old = replaced;
+    char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES];
     SW_TRY(sw_path_join(ranks, partial, SW_RANKS_FOLDER, err));
     SW_TRY(sw_path_parent(folder, parent, err));
-    SW_TRY(trash_name(trash, folder, manifest->nonce, err));
-    SW_TRY(sw_checkpoint_replaced_name(replaced, folder, err));
     SW_TRY(sync_files(partial, manifest, err));
     if (sw_file_exists(ranks))
         SW_TRY(sw_folder_sync(ranks, err));
@@ -225,10 +224,17 @@ sw_status sw_commit(const char *partial, const char *folder, const char *replace
     SW_TRY(check_identity(folder, folder, replaces, err));
     SW_TRY(sw_checkpoint_check_replaceable(folder, err));
     SW_TRY(publish(partial, folder, replaces, manifest->nonce, err));
-    SW_TRY(sw_folder_sync(parent, err));
-    sw_folder_remove(trash);
-    sw_retire(&old, 1, manifest->nonce);
-    return SW_OK;
+    return sw_folder_sync(parent, err);
+}
+
+void sw_commit_clean(const char *folder, const char *nonce)
+{
+    char trash[SW_PATH_BYTES], replaced[SW_PATH_BYTES];
+    const char *old = replaced;
+    if (trash_name(trash, folder, nonce, NULL) == SW_OK)
+        sw_folder_remove(trash);
+    if (sw_checkpoint_replaced_name(replaced, folder, NULL) == SW_OK)
+        sw_retire(&old, 1, nonce);
 }
 
 void sw_retire(const char *const *folders, size_t count, const char *nonce)

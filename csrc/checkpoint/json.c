@@ -379,7 +379,7 @@ const sw_json_node *sw_json_find(const sw_json_node *object, const char *key)
     return NULL;
 }
 
-static bool reserve(sw_text *text, size_t more)
+bool sw_text_reserve(sw_text *text, size_t more)
 {
     size_t need;
     if (text->is_out_of_memory || !sw_size_add(text->size_bytes, more, &need) ||
@@ -401,7 +401,7 @@ static bool reserve(sw_text *text, size_t more)
 
 void sw_text_append(sw_text *text, const char *bytes, size_t size_bytes)
 {
-    if (!reserve(text, size_bytes))
+    if (!sw_text_reserve(text, size_bytes))
         return;
     memcpy(text->data + text->size_bytes, bytes, size_bytes);
     text->size_bytes += size_bytes;
@@ -417,7 +417,7 @@ void sw_text_print(sw_text *text, const char *format, ...)
     va_end(arguments);
     if (length >= 0 && (size_t)length < sizeof small) {
         sw_text_append(text, small, (size_t)length);
-    } else if (length >= 0 && reserve(text, (size_t)length)) {
+    } else if (length >= 0 && sw_text_reserve(text, (size_t)length)) {
         va_start(arguments, format);
         vsnprintf(text->data + text->size_bytes, (size_t)length + 1, format, arguments);
         va_end(arguments);

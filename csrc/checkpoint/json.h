@@ -70,6 +70,8 @@ typedef struct sw_text {
     bool is_out_of_memory;
 } sw_text;
 
+/* Room for `more` bytes and a zero byte behind what is there; false: no memory. */
+bool sw_text_reserve(sw_text *text, size_t more);
 void sw_text_append(sw_text *text, const char *bytes, size_t size_bytes);
 void sw_text_print(sw_text *text, const char *format, ...) SW_PRINTF(2, 3);
 /* A finite number, every bit of it, with a point whatever the process's locale says. */

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "checkpoint/json.h"
 #include "kernels/crc32c.h"
@@ -13,6 +14,8 @@
 
 #define FORMAT_NAME "shardwright.checkpoint"
 #define SEAL_KEY ",\"self_crc32c\":\""
+enum { WORLD_MAX = 1 << 20, PART_BYTES = 64 << 10 };
+enum { SHORT_BYTES = 1 << 20, NAME_BYTES = 4096, BLOCK_TEXT_BYTES = 64 };
 static const int64_t INTEGER_MAX = INT64_C(1) << 53;
 
 void sw_manifest_fini(sw_manifest *manifest)
@@ -20,7 +23,7 @@ void sw_manifest_fini(sw_manifest *manifest)
     for (size_t i = 0; i < manifest->file_count; ++i) {
         free(manifest->files[i].path);
         free(manifest->files[i].crcs);
-        free(manifest->files[i].is_written);
+        free(manifest->files[i].covers);
     }
     free(manifest->files);
     *manifest = (sw_manifest){0};
@@ -38,7 +41,7 @@ static uint64_t blocks_of(uint64_t size_bytes)
 }
 
 static sw_status add_entry(sw_manifest *manifest, const char *path, uint64_t size_bytes,
-                           uint64_t block_count, sw_manifest_file **file, sw_error *err)
+                           sw_manifest_file **file, sw_error *err)
 {
     if (manifest->file_count == manifest->file_capacity) {
         size_t capacity = manifest->file_capacity ? 2 * manifest->file_capacity : 8;
@@ -48,17 +51,18 @@ static sw_status add_entry(sw_manifest *manifest, const char *path, uint64_t siz
         manifest->files = grown;
         manifest->file_capacity = capacity;
     }
-    sw_manifest_file made = {
-        .path = strdup(path), .size_bytes = size_bytes, .block_count = block_count};
-    made.crcs = calloc((size_t)block_count + 1, sizeof *made.crcs);
-    made.is_written = calloc((size_t)block_count + 1, sizeof *made.is_written);
-    if (!made.path || !made.crcs || !made.is_written) {
+    sw_manifest_file made = {.path = strdup(path),
+                             .size_bytes = size_bytes,
+                             .first_block = manifest->block_count,
+                             .block_count = blocks_of(size_bytes)};
+    made.crcs = calloc((size_t)made.block_count + 1, sizeof *made.crcs);
+    if (!made.path || !made.crcs) {
         free(made.path);
         free(made.crcs);
-        free(made.is_written);
         SW_FAIL(err, SW_E_MEMORY, "no memory for the %" PRIu64 " block checksums of '%s'",
-                block_count, path);
+                blocks_of(size_bytes), path);
     }
+    manifest->block_count += made.block_count;
     *file = &manifest->files[manifest->file_count++];
     **file = made;
     return SW_OK;
@@ -67,55 +71,14 @@ static sw_status add_entry(sw_manifest *manifest, const char *path, uint64_t siz
 sw_status sw_manifest_add_file(sw_manifest *manifest, const char *path, uint64_t size_bytes,
                                sw_error *err)
 {
-    sw_manifest_file *file;
-    if (!sw_plan_is_path(path) || sw_manifest_find(manifest, path))
-        SW_FAIL(err, SW_E_INVALID, "manifest: '%.200s' is no path of a checkpoint, or stands twice",
+    sw_manifest_file *file = NULL;
+    if (!sw_plan_is_path(path))
+        SW_FAIL(err, SW_E_INVALID, "manifest: '%.200s' is no path of a checkpoint", path);
+    SW_TRY(add_entry(manifest, path, size_bytes, &file, err));
+    file->covers = calloc((size_t)file->block_count + 1, sizeof *file->covers);
+    if (!file->covers)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the %" PRIu64 " blocks of '%s'", file->block_count,
                 path);
-    return add_entry(manifest, path, size_bytes, blocks_of(size_bytes), &file, err);
-}
-
-const sw_manifest_file *sw_manifest_find(const sw_manifest *manifest, const char *path)
-{
-    for (size_t i = 0; i < manifest->file_count; ++i)
-        if (strcmp(manifest->files[i].path, path) == 0)
-            return &manifest->files[i];
-    return NULL;
-}
-
-sw_status sw_manifest_add_block(sw_manifest *manifest, const char *path, uint64_t block,
-                                uint32_t crc, sw_error *err)
-{
-    const sw_manifest_file *file = sw_manifest_find(manifest, path);
-    if (!file || block >= file->block_count || file->is_written[block])
-        SW_FAIL(err, SW_E_INVALID, "manifest: block %" PRIu64 " of '%.200s' %s", block, path,
-                file && block < file->block_count ? "was written twice" : "does not exist");
-    file->crcs[block] = crc;
-    file->is_written[block] = true;
-    return SW_OK;
-}
-
-sw_status sw_manifest_merge(sw_manifest *manifest, const sw_manifest *acknowledgement, int rank,
-                            sw_error *err)
-{
-    char own[32];
-    snprintf(own, sizeof own, "ranks/%05d.", rank);
-    for (size_t i = 0; i < acknowledgement->file_count; ++i) {
-        const sw_manifest_file *run = &acknowledgement->files[i];
-        const sw_manifest_file *known = sw_manifest_find(manifest, run->path);
-        if (!known) {
-            if (strncmp(run->path, own, strlen(own)) != 0)
-                SW_FAIL(err, SW_E_INVALID, "rank %d acknowledges '%.200s', which is not its own",
-                        rank, run->path);
-            SW_TRY(sw_manifest_add_file(manifest, run->path, run->size_bytes, err));
-        } else if (known->size_bytes != run->size_bytes) {
-            SW_FAIL(err, SW_E_MISMATCH,
-                    "rank %d wrote '%.200s' as %" PRIu64 " bytes, rank 0 as %" PRIu64, rank,
-                    run->path, run->size_bytes, known->size_bytes);
-        }
-        for (uint64_t b = 0; b < run->block_count; ++b)
-            SW_TRY(sw_manifest_add_block(manifest, run->path, run->first_block + b, run->crcs[b],
-                                         err));
-    }
     return SW_OK;
 }
 
@@ -124,92 +87,164 @@ static int compare_paths(const void *a, const void *b)
     return strcmp(((const sw_manifest_file *)a)->path, ((const sw_manifest_file *)b)->path);
 }
 
-sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err)
+const sw_manifest_file *sw_manifest_find(const sw_manifest *manifest, const char *path)
 {
-    if (manifest->file_count)
-        qsort(manifest->files, manifest->file_count, sizeof *manifest->files, compare_paths);
-    manifest->block_count = 0;
-    for (size_t i = 0; i < manifest->file_count; ++i) {
-        sw_manifest_file *file = &manifest->files[i];
-        for (uint64_t b = 0; b < file->block_count; ++b)
-            if (!file->is_written[b])
-                SW_FAIL(err, SW_E_STATE, "no rank wrote block %" PRIu64 " of '%.200s'", b,
-                        file->path);
-        file->first_block = manifest->block_count;
-        manifest->block_count += file->block_count;
+    sw_manifest_file key = {.path = (char *)(uintptr_t)path};
+    return manifest->file_count ? bsearch(&key, manifest->files, manifest->file_count,
+                                          sizeof *manifest->files, compare_paths)
+                                : NULL;
+}
+
+/* The file of a block; files without blocks share a number with the next. */
+static sw_manifest_file *file_of(sw_manifest *manifest, uint64_t block)
+{
+    sw_manifest_file *last = &manifest->files[manifest->last_file];
+    if (block - last->first_block < last->block_count)
+        return last;
+    size_t low = 0, high = manifest->file_count;
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if (manifest->files[middle].first_block <= block)
+            low = middle;
+        else
+            high = middle;
+    }
+    manifest->last_file = low;
+    return &manifest->files[low];
+}
+
+sw_status sw_manifest_add_tally(sw_manifest *manifest, uint64_t block, sw_tally tally,
+                                sw_error *err)
+{
+    if (block >= manifest->block_count)
+        SW_FAIL(err, SW_E_INVALID,
+                "a rank has written block %" PRIu64 " of a checkpoint of %" PRIu64 " blocks", block,
+                manifest->block_count);
+    sw_manifest_file *file = file_of(manifest, block);
+    block -= file->first_block;
+    file->crcs[block] ^= tally.crc;
+    file->covers[block] = (uint16_t)(file->covers[block] + tally.cover);
+    return SW_OK;
+}
+
+static sw_status check_covers(const sw_manifest_file *file, sw_error *err)
+{
+    uint16_t whole = sw_tally_whole(SW_BLOCK_BYTES);
+    for (uint64_t b = 0; b < file->block_count; ++b) {
+        uint64_t left = file->size_bytes - b * SW_BLOCK_BYTES;
+        if (file->covers[b] != (left < SW_BLOCK_BYTES ? sw_tally_whole((uint32_t)left) : whole))
+            SW_FAIL(err, SW_E_STATE,
+                    "of block %" PRIu64 " of '%.200s' some bytes were written by no rank, or by two",
+                    b, file->path);
     }
     return SW_OK;
 }
 
-static void print_crcs(sw_text *text, const uint32_t *crcs, uint64_t count)
+/* As parse_root() reads them. */
+static bool has_readable_fields(const sw_manifest *manifest)
 {
-    sw_text_append(text, "\"crc32c\":\"", 10);
-    for (uint64_t b = 0; b < count; ++b)
-        sw_text_print(text, "%08x", crcs[b]);
-    sw_text_append(text, "\"}", 2);
+    return manifest->step < (uint64_t)INTEGER_MAX && manifest->world_size >= 1 &&
+           manifest->world_size <= WORLD_MAX && sw_manifest_is_nonce(manifest->nonce) &&
+           (!manifest->has_metric || isfinite(manifest->metric));
 }
 
-static void print_file(sw_text *text, const sw_manifest_file *file)
+sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err)
 {
-    sw_text_print(text, "\n{\"path\":\"%s\",\"bytes\":%" PRIu64 ",", file->path, file->size_bytes);
-    print_crcs(text, file->crcs, file->block_count);
-}
-
-/* Its runs of written blocks; a file without blocks as one empty run. */
-static void print_runs(sw_text *text, const sw_manifest_file *file, bool *is_first)
-{
-    uint64_t b = 0;
-    bool is_empty = file->block_count == 0;
-    while (is_empty || b < file->block_count) {
-        uint64_t end = b;
-        while (end < file->block_count && file->is_written[end])
-            end++;
-        if (end > b || is_empty) {
-            sw_text_print(text,
-                          "%s\n{\"path\":\"%s\",\"bytes\":%" PRIu64 ",\"first_block\":%" PRIu64 ",",
-                          *is_first ? "" : ",", file->path, file->size_bytes, b);
-            print_crcs(text, file->crcs + b, end - b);
-            *is_first = false;
-        }
-        is_empty = false;
-        b = end > b ? end : b + 1;
+    if (!has_readable_fields(manifest))
+        SW_FAIL(err, SW_E_INVALID,
+                "the manifest to be written: step, world_size or nonce is missing or out of range");
+    if (manifest->file_count)
+        qsort(manifest->files, manifest->file_count, sizeof *manifest->files, compare_paths);
+    manifest->block_count = 0;
+    manifest->last_file = 0;
+    for (size_t i = 0; i < manifest->file_count; ++i) {
+        sw_manifest_file *file = &manifest->files[i];
+        SW_TRY(check_covers(file, err));
+        free(file->covers);
+        file->covers = NULL;
+        file->first_block = manifest->block_count;
+        manifest->block_count += file->block_count;
+        if (i > 0 && compare_paths(file - 1, file) == 0)
+            SW_FAIL(err, SW_E_INVALID, "manifest: '%.200s' stands twice", file->path);
     }
+    return SW_OK;
 }
 
-sw_status sw_manifest_print(const sw_manifest *manifest, bool is_acknowledgement, char **made,
-                            size_t *size_bytes, sw_error *err)
+/* ---- the text ---- */
+
+typedef struct printer {
+    sw_text text; /* owned; what was not given to write() yet */
+    uint32_t crc; /* of all that was */
+    uint64_t size_bytes;
+    sw_status (*write)(void *context, const char *part, size_t size_bytes, sw_error *err);
+    void *context;
+} printer;
+
+static sw_status flush(printer *p, sw_error *err)
 {
-    sw_text text = {0};
-    bool is_first = true;
-    sw_text_print(&text,
+    SW_TRY(sw_text_check(&p->text, SW_MANIFEST_NAME, err));
+    p->crc = sw_crc32c(p->crc, p->text.data, p->text.size_bytes);
+    p->size_bytes += p->text.size_bytes;
+    if (p->size_bytes > SW_MANIFEST_MAX_BYTES)
+        SW_FAIL(err, SW_E_INVALID, "the manifest would have more than the %d bytes it may have",
+                SW_MANIFEST_MAX_BYTES);
+    SW_TRY(p->write(p->context, p->text.data, p->text.size_bytes, err));
+    p->text.size_bytes = 0;
+    return SW_OK;
+}
+
+static void put_hex8(char to[8], uint32_t value)
+{
+    for (int i = 7; i >= 0; --i, value >>= 4)
+        to[i] = "0123456789abcdef"[value & 15];
+}
+
+static sw_status print_file(printer *p, const sw_manifest_file *file, sw_error *err)
+{
+    sw_text_print(&p->text, "\n{\"path\":\"%s\",\"bytes\":%" PRIu64 ",\"crc32c\":\"", file->path,
+                  file->size_bytes);
+    for (uint64_t b = 0; b < file->block_count; ++b) {
+        char digits[8];
+        put_hex8(digits, file->crcs[b]);
+        sw_text_append(&p->text, digits, sizeof digits);
+        if (p->text.size_bytes > PART_BYTES)
+            SW_TRY(flush(p, err));
+    }
+    sw_text_append(&p->text, "\"}", 2);
+    return SW_OK;
+}
+
+static sw_status print_all(printer *p, const sw_manifest *manifest, sw_error *err)
+{
+    sw_text_print(&p->text,
                   "{\"format\":\"" FORMAT_NAME "\",\"version\":%d,\"step\":%" PRIu64
                   ",\"world_size\":%d,\"nonce\":\"%s\",",
                   SW_MANIFEST_VERSION, manifest->step, manifest->world_size, manifest->nonce);
     if (manifest->has_metric) {
-        sw_text_append(&text, "\"metric\":", 9);
-        sw_text_number(&text, manifest->metric);
-        sw_text_append(&text, ",", 1);
+        sw_text_append(&p->text, "\"metric\":", 9);
+        sw_text_number(&p->text, manifest->metric);
+        sw_text_append(&p->text, ",", 1);
     }
-    sw_text_print(&text, "\"block_bytes\":%d,\"files\":[", SW_BLOCK_BYTES);
+    sw_text_print(&p->text, "\"block_bytes\":%d,\"files\":[", SW_BLOCK_BYTES);
     for (size_t i = 0; i < manifest->file_count; ++i) {
-        if (is_acknowledgement) {
-            print_runs(&text, &manifest->files[i], &is_first);
-        } else {
-            sw_text_append(&text, ",", i > 0);
-            print_file(&text, &manifest->files[i]);
-        }
+        sw_text_append(&p->text, ",", i > 0);
+        SW_TRY(print_file(p, &manifest->files[i], err));
     }
-    sw_text_append(&text, "]", 1);
-    uint32_t crc = sw_crc32c(0, text.data, text.size_bytes);
-    sw_text_print(&text, SEAL_KEY "%08x\"}\n", crc);
-    sw_status status = sw_text_check(&text, SW_MANIFEST_NAME, err);
-    if (status != SW_OK) {
-        sw_text_fini(&text);
-        return status;
-    }
-    *made = text.data;
-    *size_bytes = text.size_bytes;
-    return SW_OK;
+    sw_text_append(&p->text, "]", 1);
+    SW_TRY(flush(p, err));
+    sw_text_print(&p->text, SEAL_KEY "%08x\"}\n", p->crc);
+    return flush(p, err);
+}
+
+sw_status sw_manifest_print(const sw_manifest *manifest,
+                            sw_status (*write)(void *context, const char *part, size_t size_bytes,
+                                               sw_error *err),
+                            void *context, sw_error *err)
+{
+    printer p = {.write = write, .context = context};
+    sw_status status = print_all(&p, manifest, err);
+    sw_text_fini(&p.text);
+    return status;
 }
 
 static bool read_hex8(const char *text, uint32_t *value)
@@ -258,54 +293,44 @@ static const char *get_string(const sw_json_node *object, const char *key)
     return node && node->kind == SW_JSON_STRING ? node->text : NULL;
 }
 
-static sw_status parse_file(const sw_json_node *node, bool is_acknowledgement, const char *label,
-                            sw_manifest *manifest, sw_error *err)
+static sw_status parse_file(const sw_json_node *node, const char *label, sw_manifest *manifest,
+                            sw_error *err)
 {
-    int64_t size = 0, first = 0;
+    int64_t size = 0;
     const char *path = get_string(node, "path"), *crcs = get_string(node, "crc32c");
-    if (!path || !crcs || !sw_plan_is_path(path) || !get_integer(node, "bytes", 0, &size) ||
-        (is_acknowledgement && !get_integer(node, "first_block", 0, &first)))
+    if (!path || !crcs || !sw_plan_is_path(path) || !get_integer(node, "bytes", 0, &size))
         SW_FAIL(err, SW_E_INVALID,
                 "%s: a file needs a path inside the folder, bytes and crc32c; got path '%.200s'",
                 label, path ? path : "");
     size_t digits = strlen(crcs);
-    uint64_t count = digits / 8, whole = blocks_of((uint64_t)size);
-    if (digits % 8 ||
-        (is_acknowledgement ? (uint64_t)first > whole || count > whole - (uint64_t)first
-                            : count != whole))
+    if (digits % 8 || digits / 8 != blocks_of((uint64_t)size))
         SW_FAIL(err, SW_E_INVALID, "%s: '%.200s' has %" PRId64 " bytes and %zu digits of checksums",
                 label, path, size, digits);
     sw_manifest_file *file = NULL;
-    SW_TRY(add_entry(manifest, path, (uint64_t)size, count, &file, err));
-    file->first_block = is_acknowledgement ? (uint64_t)first : manifest->block_count;
-    manifest->block_count += count;
-    for (uint64_t b = 0; b < count; ++b)
+    SW_TRY(add_entry(manifest, path, (uint64_t)size, &file, err));
+    for (uint64_t b = 0; b < file->block_count; ++b)
         if (!read_hex8(crcs + 8 * b, &file->crcs[b]))
             SW_FAIL(err, SW_E_INVALID, "%s: '%.200s': a checksum is not 8 hex digits", label, path);
-    free(file->is_written);
-    file->is_written = NULL;
     return SW_OK;
 }
 
-static sw_status parse_files(const sw_json_node *files, bool is_acknowledgement, const char *label,
-                             sw_manifest *manifest, sw_error *err)
+static sw_status parse_files(const sw_json_node *files, const char *label, sw_manifest *manifest,
+                             sw_error *err)
 {
     if (!files || files->kind != SW_JSON_ARRAY)
         SW_FAIL(err, SW_E_INVALID, "%s: the list of files is missing", label);
     const sw_json_node *node = sw_json_first(files);
     for (size_t i = 0; i < files->count; ++i, node = sw_json_next(node)) {
-        SW_TRY(parse_file(node, is_acknowledgement, label, manifest, err));
-        size_t last = manifest->file_count - 1;
-        if (!is_acknowledgement && last > 0 &&
-            strcmp(manifest->files[last - 1].path, manifest->files[last].path) >= 0)
+        SW_TRY(parse_file(node, label, manifest, err));
+        if (i > 0 && compare_paths(&manifest->files[i - 1], &manifest->files[i]) >= 0)
             SW_FAIL(err, SW_E_INVALID, "%s: files are not in the order of their paths at '%.200s'",
-                    label, manifest->files[last].path);
+                    label, manifest->files[i].path);
     }
     return SW_OK;
 }
 
-static sw_status parse_root(const sw_json_node *root, bool is_acknowledgement, const char *label,
-                            sw_manifest *manifest, sw_error *err)
+static sw_status parse_root(const sw_json_node *root, const char *label, sw_manifest *manifest,
+                            sw_error *err)
 {
     const char *format = get_string(root, "format"), *nonce = get_string(root, "nonce");
     int64_t version = 0, step = 0, world_size = 0, block_bytes = 0;
@@ -318,7 +343,7 @@ static sw_status parse_root(const sw_json_node *root, bool is_acknowledgement, c
                 ", this program reads up to %d: use a newer shardwright",
                 label, version, SW_MANIFEST_VERSION);
     if (!get_integer(root, "step", 0, &step) || !get_integer(root, "world_size", 1, &world_size) ||
-        world_size > 1 << 20 || !get_integer(root, "block_bytes", 1, &block_bytes) ||
+        world_size > WORLD_MAX || !get_integer(root, "block_bytes", 1, &block_bytes) ||
         block_bytes != SW_BLOCK_BYTES || !nonce || !sw_manifest_is_nonce(nonce))
         SW_FAIL(err, SW_E_INVALID,
                 "%s: step, world_size, nonce or block_bytes (%d) is missing or out of range", label,
@@ -331,17 +356,17 @@ static sw_status parse_root(const sw_json_node *root, bool is_acknowledgement, c
     manifest->step = (uint64_t)step;
     manifest->world_size = (int)world_size;
     snprintf(manifest->nonce, sizeof manifest->nonce, "%s", nonce);
-    return parse_files(sw_json_find(root, "files"), is_acknowledgement, label, manifest, err);
+    return parse_files(sw_json_find(root, "files"), label, manifest, err);
 }
 
-sw_status sw_manifest_parse(const char *text, size_t size_bytes, bool is_acknowledgement,
-                            const char *label, sw_manifest *manifest, sw_error *err)
+sw_status sw_manifest_parse(const char *text, size_t size_bytes, const char *label,
+                            sw_manifest *manifest, sw_error *err)
 {
     sw_json json = {0};
     sw_manifest made = {0};
     SW_TRY(check_seal(text, size_bytes, label, err));
     SW_TRY(sw_json_parse(text, size_bytes, label, &json, err));
-    sw_status status = parse_root(json.nodes, is_acknowledgement, label, &made, err);
+    sw_status status = parse_root(json.nodes, label, &made, err);
     sw_json_fini(&json);
     if (status == SW_OK)
         *manifest = made;
@@ -350,14 +375,57 @@ sw_status sw_manifest_parse(const char *text, size_t size_bytes, bool is_acknowl
     return status;
 }
 
+typedef struct weight { /* of a folder: how long a manifest of it can be */
+    const char *folder;
+    uint64_t limit_bytes;
+    bool is_inner;
+} weight;
+
+static bool weigh(void *context, const char *name)
+{
+    weight *w = context;
+    char path[SW_PATH_BYTES];
+    struct stat info;
+    if (sw_path_join(path, w->folder, name, NULL) != SW_OK || lstat(path, &info) != 0)
+        return true;
+    w->limit_bytes += NAME_BYTES;
+    if (S_ISREG(info.st_mode))
+        w->limit_bytes += BLOCK_TEXT_BYTES * blocks_of((uint64_t)info.st_size);
+    if (S_ISDIR(info.st_mode) && !w->is_inner) {
+        weight inner = {.folder = path, .limit_bytes = w->limit_bytes, .is_inner = true};
+        if (sw_folder_list(path, weigh, &inner, NULL) == SW_OK)
+            w->limit_bytes = inner.limit_bytes;
+    }
+    return true;
+}
+
+/* A text of 256 MiB can hold values that take 7 GiB once they are read. A short one is read as it is;
+ * a long one must belong to a folder with so many files and bytes. */
+static sw_status check_length(const char *folder, const char *path, sw_error *err)
+{
+    struct stat info;
+    weight w = {.folder = folder, .limit_bytes = SHORT_BYTES};
+    if (lstat(path, &info) != 0 || info.st_size <= SHORT_BYTES ||
+        info.st_size > SW_MANIFEST_MAX_BYTES) /* which no folder warrants */
+        return SW_OK;
+    SW_TRY(sw_folder_list(folder, weigh, &w, err));
+    if ((uint64_t)info.st_size > w.limit_bytes)
+        SW_FAIL(err, SW_E_INVALID,
+                "'%.300s' has %" PRId64 " bytes, where one of the files beside it takes at most "
+                "%" PRIu64,
+                path, (int64_t)info.st_size, w.limit_bytes);
+    return SW_OK;
+}
+
 sw_status sw_manifest_read(const char *folder, sw_manifest *manifest, sw_error *err)
 {
     char path[SW_PATH_BYTES];
     char *text = NULL;
     size_t size_bytes = 0;
     SW_TRY(sw_path_join(path, folder, SW_MANIFEST_NAME, err));
+    SW_TRY(check_length(folder, path, err));
     SW_TRY(sw_file_read_whole(path, SW_MANIFEST_MAX_BYTES, &text, &size_bytes, err));
-    sw_status status = sw_manifest_parse(text, size_bytes, false, path, manifest, err);
+    sw_status status = sw_manifest_parse(text, size_bytes, path, manifest, err);
     free(text);
     return status;
 }

@@ -10,7 +10,7 @@
 #include "checkpoint/safetensors.h"
 #include "kernels/crc32c.h"
 
-enum { PATH_COMPONENT_MAX = 128, HEADER_ALIGNMENT = 4096 };
+enum { PATH_COMPONENT_MAX = 128, HEADER_ALIGNMENT = 4096, ENTRY_BYTES = 64 };
 
 typedef struct draft { /* a plan being made */
     sw_plan *plan;
@@ -125,8 +125,11 @@ static sw_status add_pieces(draft *d, sw_plan_file *file, const sw_plan_group *g
             if (sw_safetensors_element_bytes(tensor->dtype) != width)
                 continue;
             print_entry(text, tensor, data, data + d->sizes[i]);
-            d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){
-                .source = d->next_source + i, .begin = data, .size_bytes = d->sizes[i]};
+            d->plan->pieces[d->plan->piece_count++] =
+                (sw_plan_piece){.source = d->next_source + i,
+                                .begin = data,
+                                .size_bytes = d->sizes[i],
+                                .holder = tensor->holder};
             data += d->sizes[i];
         }
     SW_TRY(finish_header(d, file, text));
@@ -203,14 +206,15 @@ static sw_status add_text(draft *d, const sw_plan_text *text)
 {
     sw_plan_file *file = NULL;
     SW_TRY(add_file(d, text->path, &file));
-    d->plan->pieces[d->plan->piece_count++] =
-        (sw_plan_piece){.source = d->next_source++, .size_bytes = text->size_bytes};
+    d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){.source = d->next_source++,
+                                                              .size_bytes = text->size_bytes,
+                                                              .holder = text->holder};
     file->piece_count = 1;
     file->size_bytes = text->size_bytes;
     return SW_OK;
 }
 
-static sw_status number_blocks(draft *d)
+static void number_blocks(draft *d)
 {
     sw_plan *plan = d->plan;
     for (size_t i = 0; i < plan->file_count; ++i) {
@@ -221,29 +225,50 @@ static sw_status number_blocks(draft *d)
         plan->digest = sw_crc32c(plan->digest, file->path, strlen(file->path) + 1);
         plan->digest = sw_crc32c(plan->digest, &file->size_bytes, sizeof file->size_bytes);
         plan->digest = sw_crc32c(plan->digest, file->header, file->header_bytes);
+        plan->manifest_bytes += strlen(file->path) + ENTRY_BYTES + 8 * file->block_count;
     }
-    plan->is_pinned = calloc((size_t)plan->block_count + 1, sizeof *plan->is_pinned);
-    return plan->is_pinned ? SW_OK : no_memory(d);
 }
 
-static void pin_blocks(sw_plan *plan, const sw_plan_group *groups, size_t group_count)
+/* Bytes [begin, end) of a file are held by all: with the range before if they continue it. */
+static void add_common(sw_plan *plan, size_t file, uint64_t begin, uint64_t end)
 {
+    sw_plan_common *last = plan->common_count ? &plan->common[plan->common_count - 1] : NULL;
+    uint64_t first = plan->common_blocks;
+    if (begin == end)
+        return;
+    if (last && last->range.file == file && last->range.end == begin) {
+        last->range.end = end;
+        first = last->first;
+        begin = last->range.begin;
+    } else {
+        if (last && last->range.file == file &&
+            (last->range.end - 1) / SW_BLOCK_BYTES == begin / SW_BLOCK_BYTES)
+            --first; /* one block touches both */
+        plan->common[plan->common_count++] = (sw_plan_common){{file, begin, end}, first};
+    }
+    plan->common_blocks = first + (end - 1) / SW_BLOCK_BYTES - begin / SW_BLOCK_BYTES + 1;
+}
+
+static sw_status list_common(draft *d)
+{
+    sw_plan *plan = d->plan;
+    plan->common = calloc(plan->file_count + plan->piece_count + 1, sizeof *plan->common);
+    plan->piece_of = calloc(plan->source_count + 1, sizeof *plan->piece_of);
+    if (!plan->common || !plan->piece_of)
+        return no_memory(d);
     for (size_t f = 0; f < plan->file_count; ++f) {
         const sw_plan_file *file = &plan->files[f];
-        for (size_t p = 0; p < file->piece_count; ++p) {
-            const sw_plan_piece *piece = &plan->pieces[file->first_piece + p];
-            size_t index = piece->source, g = 0;
-            while (g < group_count && index >= groups[g].tensor_count)
-                index -= groups[g++].tensor_count;
-            if (g == group_count || !groups[g].tensors[index].is_pinned || piece->size_bytes == 0)
-                continue;
-            uint64_t last = (piece->begin + piece->size_bytes - 1) / SW_BLOCK_BYTES;
-            for (uint64_t b = piece->begin / SW_BLOCK_BYTES; b <= last; ++b) {
-                plan->pinned_count += !plan->is_pinned[file->first_block + b];
-                plan->is_pinned[file->first_block + b] = true;
-            }
+        add_common(plan, f, 0, file->header_bytes);
+        for (size_t p = file->first_piece; p < file->first_piece + file->piece_count; ++p) {
+            const sw_plan_piece *piece = &plan->pieces[p];
+            plan->piece_of[piece->source] = p;
+            if (piece->holder == SW_HELD_BY_ALL)
+                add_common(plan, f, piece->begin, piece->begin + piece->size_bytes);
+            else if (piece->holder == SW_HELD_BY_FIRST)
+                plan->first_bytes += piece->size_bytes;
         }
     }
+    return SW_OK;
 }
 
 sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count, const sw_plan_text *texts,
@@ -264,14 +289,15 @@ sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count, const 
     for (size_t i = 0; i < text_count && status == SW_OK; ++i)
         status = add_text(&d, &texts[i]);
     d.plan->source_count = sources;
-    if (status == SW_OK)
-        status = number_blocks(&d);
+    if (status == SW_OK) {
+        number_blocks(&d);
+        status = list_common(&d);
+    }
     free(d.sizes);
     if (status != SW_OK) {
         sw_plan_destroy(d.plan);
         return status;
     }
-    pin_blocks(d.plan, groups, group_count);
     *plan = d.plan;
     return SW_OK;
 }
@@ -286,9 +312,117 @@ void sw_plan_destroy(sw_plan *plan)
     }
     free(plan->files);
     free(plan->pieces);
-    free(plan->is_pinned);
-    free(plan->owners);
+    free(plan->piece_of);
+    free(plan->common);
     free(plan);
+}
+
+/* The part of the common blocks that a rank writes begins there. Rank 0, which has the bytes of
+ * SW_HELD_BY_FIRST too, takes less by so much; the others take equal parts of the rest. */
+static uint64_t part_begin(const sw_plan *plan, int rank, int world_size)
+{
+    uint64_t all = plan->common_blocks, first = plan->first_bytes / SW_BLOCK_BYTES;
+    uint64_t world = (uint64_t)world_size, equal = (all + first + world - 1) / world;
+    uint64_t of_rank_0 = equal > first ? equal - first : 0;
+    if (world == 1 || of_rank_0 > all)
+        of_rank_0 = all;
+    if (rank == 0)
+        return 0;
+    return world == 1 ? all : of_rank_0 + (all - of_rank_0) * (uint64_t)(rank - 1) / (world - 1);
+}
+
+static uint64_t block_count_of(const sw_plan_common *common)
+{
+    return (common->range.end - 1) / SW_BLOCK_BYTES - common->range.begin / SW_BLOCK_BYTES + 1;
+}
+
+/* The first common range with a block of a number from `number` on. */
+static size_t find_common(const sw_plan *plan, uint64_t number)
+{
+    size_t low = 0, high = plan->common_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (plan->common[middle].first + block_count_of(&plan->common[middle]) <= number)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* The bytes of a common range in blocks [low, high) of its numbers; false: none. */
+static bool clip_common(const sw_plan_common *common, uint64_t low, uint64_t high,
+                        sw_plan_range *clipped)
+{
+    uint64_t first_block = common->range.begin / SW_BLOCK_BYTES;
+    *clipped = common->range;
+    if (low > common->first)
+        clipped->begin = (first_block + low - common->first) * SW_BLOCK_BYTES;
+    if (high < common->first + block_count_of(common))
+        clipped->end = high <= common->first
+                           ? clipped->begin
+                           : (first_block + high - common->first) * SW_BLOCK_BYTES;
+    return clipped->begin < clipped->end;
+}
+
+static int compare_ranges(const void *a, const void *b)
+{
+    const sw_plan_range *x = a, *y = b;
+    if (x->file != y->file)
+        return x->file < y->file ? -1 : 1;
+    return x->begin < y->begin ? -1 : x->begin > y->begin;
+}
+
+sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size, sw_plan_range **ranges,
+                             size_t *count, sw_error *err)
+{
+    uint64_t low = part_begin(plan, rank, world_size), high = part_begin(plan, rank + 1, world_size);
+    size_t begin = find_common(plan, low), used = 0, most = 1;
+    for (size_t i = begin; i < plan->common_count && plan->common[i].first < high; ++i)
+        ++most;
+    sw_plan_range *made = malloc((most + (rank == 0 ? plan->piece_count : 0)) * sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the ranges of a plan of %zu files",
+                plan->file_count);
+    for (size_t i = begin; i < plan->common_count && plan->common[i].first < high; ++i)
+        used += clip_common(&plan->common[i], low, high, &made[used]);
+    for (size_t f = 0; rank == 0 && f < plan->file_count; ++f)
+        for (size_t p = 0; p < plan->files[f].piece_count; ++p) {
+            const sw_plan_piece *piece = &plan->pieces[plan->files[f].first_piece + p];
+            if (piece->holder == SW_HELD_BY_FIRST && piece->size_bytes)
+                made[used++] = (sw_plan_range){f, piece->begin, piece->begin + piece->size_bytes};
+        }
+    if (rank == 0 && used)
+        qsort(made, used, sizeof *made, compare_ranges);
+    *ranges = made;
+    *count = used;
+    return SW_OK;
+}
+
+size_t sw_plan_find_piece(const sw_plan *plan, const sw_plan_file *file, uint64_t offset)
+{
+    size_t low = file->first_piece, high = file->first_piece + file->piece_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (plan->pieces[middle].begin + plan->pieces[middle].size_bytes <= offset)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+const sw_plan_file *sw_plan_file_of(const sw_plan *plan, size_t piece)
+{
+    size_t low = 0, high = plan->file_count;
+    while (high - low > 1) { /* of files without a piece, which share a number, the last has it */
+        size_t middle = low + (high - low) / 2;
+        if (plan->files[middle].first_piece <= piece)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &plan->files[low];
 }
 
 const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset,

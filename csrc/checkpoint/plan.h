@@ -1,11 +1,13 @@
-/* plan.h - which bytes stand where in which file, and which rank writes them. Arithmetic only.
+/* plan.h - which bytes stand where in which file, and which of them a rank writes. Arithmetic only.
  *
- * Idea: a file is a header and pieces; it is cut into blocks of 1 MiB; blocks are numbered through
- * all files. A rank owns a run of block numbers. Nothing but names, shapes, dtypes and
- * max_file_bytes decides the bytes; the world size decides only the owners. Example, 2 files of 5
- * and 3 blocks, block 7 pinned, W = 3: rank 0 owns 0 1 7, rank 1 owns 2 3, rank 2 owns 4 5 6.
+ * Idea: a file is a header and pieces; it is cut into blocks of 1 MiB. Names, shapes, dtypes and
+ * max_file_bytes alone decide the bytes. Each source is held in one of three ways, from which a
+ * rank knows its ranges without a table of the others'. Bytes that all ranks hold, headers among
+ * them, are divided by the blocks that touch them: these are numbered through all files, and rank r
+ * writes such bytes of the r-th part of the numbers. Example, 2 files of 5 and 3 blocks that all
+ * hold, W = 3: rank 0 writes blocks 0 1 2, rank 1 blocks 3 4, rank 2 blocks 5 6 7.
  *
- * Thread rule: any; a plan does not change, but by assign() before it is used.
+ * Thread rule: any; a plan does not change.
  */
 #ifndef SW_CHECKPOINT_PLAN_H
 #define SW_CHECKPOINT_PLAN_H
@@ -18,12 +20,18 @@
 
 enum { SW_BLOCK_BYTES = 1 << 20 };
 
+typedef enum sw_plan_holder {
+    SW_HELD_BY_ALL = 0,   /* every rank holds the same bytes: each writes a part */
+    SW_HELD_BY_FIRST = 1, /* ranks may hold different bytes: rank 0 writes its own */
+    SW_HELD_IN_PARTS = 2, /* each rank writes all that it gives as a source of a save */
+} sw_plan_holder;
+
 typedef struct sw_plan_tensor {
     const char *name;  /* borrowed for the call */
     const char *dtype; /* safetensors' name; borrowed for the call */
     const int64_t *shape;
     int ndim;
-    bool is_pinned; /* ranks may hold different values: rank 0 writes every block that touches it */
+    sw_plan_holder holder;
 } sw_plan_tensor;
 
 typedef struct sw_plan_group { /* a list of tensors that becomes one or more safetensors files */
@@ -38,12 +46,14 @@ typedef struct sw_plan_group { /* a list of tensors that becomes one or more saf
 typedef struct sw_plan_text { /* a file whose bytes are the caller's */
     const char *path;
     uint64_t size_bytes;
+    sw_plan_holder holder;
 } sw_plan_text;
 
 typedef struct sw_plan_piece {
     size_t source;  /* number of the tensor through all groups; then of the text, counted on */
     uint64_t begin; /* in the file */
     uint64_t size_bytes;
+    sw_plan_holder holder;
 } sw_plan_piece;
 
 typedef struct sw_plan_file {
@@ -55,15 +65,28 @@ typedef struct sw_plan_file {
     uint64_t first_block, block_count;
 } sw_plan_file;
 
+typedef struct sw_plan_range { /* contiguous bytes of a file */
+    size_t file;
+    uint64_t begin, end;
+} sw_plan_range;
+
+typedef struct sw_plan_common { /* a range that all ranks hold */
+    sw_plan_range range;
+    uint64_t first; /* the number of its first block among those that touch such ranges */
+} sw_plan_common;
+
 typedef struct sw_plan {
     sw_plan_file *files; /* owned */
     size_t file_count;
     sw_plan_piece *pieces; /* owned */
     size_t piece_count, source_count;
-    bool *is_pinned; /* owned; a block each */
-    int *owners;     /* owned; a rank each block, by assign(); NULL: equal runs */
-    uint64_t block_count, pinned_count;
-    uint32_t digest; /* of paths, headers and sizes: equal plans have equal digests */
+    size_t *piece_of;       /* owned; of each source */
+    sw_plan_common *common; /* owned; in the order of the files, as long as can be */
+    size_t common_count;
+    uint64_t common_blocks, first_bytes; /* blocks that touch them; bytes of SW_HELD_BY_FIRST */
+    uint64_t block_count;
+    uint64_t manifest_bytes; /* what a manifest takes to list it, at most */
+    uint32_t digest;         /* of paths, headers and sizes: equal plans have equal digests */
 } sw_plan;
 
 /* SW_E_INVALID: a dtype safetensors cannot name, a name twice in one group, a header beyond 100 MB,
@@ -73,34 +96,21 @@ SW_MUST_USE sw_status sw_plan_create(const sw_plan_group *groups, size_t group_c
                                      sw_error *err);
 void sw_plan_destroy(sw_plan *plan);
 
-typedef struct sw_plan_holding { /* bytes of a source that this rank holds, and others need not */
-    size_t source;
-    uint64_t begin, size_bytes; /* in the source */
-    int rank;
-} sw_plan_holding;
+/* What `rank` of `world_size` writes of what it does not hold in parts: ranges in the order of the
+ * files (*ranges is malloc'ed). Over all ranks these are all such bytes, each once. Cost: the
+ * logarithm of the pieces, and the ranges; on rank 0 also the pieces. */
+SW_MUST_USE sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size,
+                                         sw_plan_range **ranges, size_t *count, sw_error *err);
 
-typedef struct sw_plan_transfer { /* bytes that the writer of their block does not hold */
-    size_t source;
-    uint64_t begin, size_bytes; /* in the source */
-    int holder, owner;
-} sw_plan_transfer;
-
-/* Gives blocks to the ranks that hold most of their bytes. `holdings` name each byte at most once;
- * bytes they do not name are held by every rank. *transfers (malloc'ed, in the holdings' order) is
- * what owners lack. Equal arguments give equal results on every rank. SW_E_INVALID: a holding
- * outside its source. Cost: 4 bytes of memory a block and rank. */
-SW_MUST_USE sw_status sw_plan_assign(sw_plan *plan, const sw_plan_holding *holdings, size_t count,
-                                     int world_size, sw_plan_transfer **transfers,
-                                     size_t *transfer_count, sw_error *err);
-
-/* The blocks that `rank` of `world_size` writes, ascending; *blocks is malloc'ed. Their union over
- * ranks is every block, once. */
-SW_MUST_USE sw_status sw_plan_owned(const sw_plan *plan, int rank, int world_size,
-                                    uint64_t **blocks, size_t *count, sw_error *err);
+/* The file in which a piece lies. */
+const sw_plan_file *sw_plan_file_of(const sw_plan *plan, size_t piece);
 
 /* The file of a block, and the block's place in it. */
 const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset,
                                    size_t *size_bytes);
+
+/* The first piece of a file that ends after `offset`. */
+size_t sw_plan_find_piece(const sw_plan *plan, const sw_plan_file *file, uint64_t offset);
 
 /* One or two components of [A-Za-z0-9._-], none beginning with a dot, each at most 128 bytes. */
 bool sw_plan_is_path(const char *path);

@@ -10,6 +10,7 @@
 
 #include "platform/file.h"
 
+#define REPLACED ".replaced"
 static const sw_load_options ALONE = {.thread_count = 1};
 
 /* A component in the middle of a path could be a link that leads out of the folder: `ranks` must be
@@ -29,14 +30,39 @@ static sw_status check_folders(const char *folder, const char *path, sw_error *e
     return SW_OK;
 }
 
+/* The other name of a checkpoint while it is replaced. */
+static bool other_name(const char *folder, char other[SW_PATH_BYTES])
+{
+    size_t length = strlen(folder), suffix = strlen(REPLACED);
+    if (length > suffix && strcmp(folder + length - suffix, REPLACED) == 0)
+        return snprintf(other, SW_PATH_BYTES, "%.*s", (int)(length - suffix), folder) <
+               SW_PATH_BYTES;
+    return sw_checkpoint_replaced_name(other, folder, NULL) == SW_OK;
+}
+
+static sw_status open_under(const char *folder, const char *name, bool direct,
+                            char path[SW_PATH_BYTES], int *fd, uint64_t *size_bytes, sw_error *err)
+{
+    SW_TRY(sw_path_join(path, folder, name, err));
+    SW_TRY(check_folders(folder, name, err));
+    return sw_file_open_read(path, direct, fd, size_bytes, err);
+}
+
 sw_status sw_checkpoint_open_file(const char *folder, const sw_manifest_file *file, bool direct,
                                   char path[SW_PATH_BYTES], int *fd, sw_error *err)
 {
     uint64_t size_bytes = 0;
     int opened = -1;
-    SW_TRY(sw_path_join(path, folder, file->path, err));
-    SW_TRY(check_folders(folder, file->path, err));
-    SW_TRY(sw_file_open_read(path, direct, &opened, &size_bytes, err));
+    char other[SW_PATH_BYTES];
+    sw_error why = {0};
+    sw_status status = open_under(folder, file->path, direct, path, &opened, &size_bytes, &why);
+    if (status != SW_OK && !sw_file_exists(folder) && other_name(folder, other))
+        status = open_under(other, file->path, direct, path, &opened, &size_bytes, NULL);
+    if (status != SW_OK) {
+        if (err)
+            *err = why;
+        return why.status;
+    }
     if (size_bytes != file->size_bytes) {
         close(opened);
         SW_FAIL(err, SW_E_INVALID, "'%s' has %" PRIu64 " bytes, the manifest says %" PRIu64, path,
@@ -53,7 +79,7 @@ sw_status sw_checkpoint_replaced_name(char replaced[SW_PATH_BYTES], const char *
     while (length > 1 && folder[length - 1] == '/')
         --length;
     if (length >= SW_PATH_BYTES ||
-        snprintf(replaced, SW_PATH_BYTES, "%.*s.replaced", (int)length, folder) >= SW_PATH_BYTES)
+        snprintf(replaced, SW_PATH_BYTES, "%.*s" REPLACED, (int)length, folder) >= SW_PATH_BYTES)
         SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES,
                 folder);
     return SW_OK;

@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "checkpoint/commit.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/read.h"
 #include "platform/file.h"
@@ -20,6 +21,7 @@
 /* Names of version 1; # is digits. */
 static const char *const OWN_NAMES[] = {
     SW_MANIFEST_NAME,
+    SW_LOCK_NAME, /* of a save that died right after its commit */
     STATE_NAME,
     "state.safetensors",
     "model.safetensors",
@@ -27,6 +29,8 @@ static const char *const OWN_NAMES[] = {
     "model.safetensors.index.json",
     "optimizer.json",
     "optimizer-#-of-#.safetensors",
+    "ranks/all.jsonl",
+    "ranks/all.safetensors",
     "ranks/#.json",
     "ranks/#.safetensors",
 };
@@ -60,7 +64,8 @@ static bool matches(const char *name, const char *pattern)
 static bool belongs(const sw_manifest *listed, const char *path)
 {
     if (listed)
-        return strcmp(path, SW_MANIFEST_NAME) == 0 || sw_manifest_find(listed, path);
+        return strcmp(path, SW_MANIFEST_NAME) == 0 || strcmp(path, SW_LOCK_NAME) == 0 ||
+               sw_manifest_find(listed, path);
     for (size_t i = 0; i < sizeof OWN_NAMES / sizeof *OWN_NAMES; ++i)
         if (matches(path, OWN_NAMES[i]))
             return true;

@@ -1,12 +1,13 @@
 /* save.c - the saver: one save at a time, and the life of its threads.
  *
  * Thread 0 coordinates: it starts the others, opens the folder, writes too, acknowledges and
- * concludes. The others help the caller's thread to copy, and write; one more may copy ahead.
+ * concludes. The others help the caller's thread to copy, and write.
  * Threads live as long as their save: an idle saver has none, so that a fork between saves copies
  * none. */
 #include "checkpoint/save.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +15,9 @@
 #include "checkpoint/save_job.h"
 #include "platform/clock.h"
 
-sw_status sw_saver_create(sw_board *board, const sw_saver_options *options, sw_saver **saver,
+enum { HEADING_BYTES = 1024 }; /* of a manifest, beside its files */
+
+sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options, sw_saver **saver,
                           sw_error *err)
 {
     pthread_condattr_t attributes;
@@ -24,7 +27,7 @@ sw_status sw_saver_create(sw_board *board, const sw_saver_options *options, sw_s
     sw_saver *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a saver");
-    made->board = board;
+    made->channel = channel;
     made->options = *options;
     made->lock_fd = -1;
     pthread_mutex_init(&made->mutex, NULL);
@@ -60,14 +63,16 @@ static sw_status copy_strings(const char *const *from, size_t count, char ***to,
 /* Everything of one save; slots go back, memory stays. */
 static void clear_save(sw_saver *saver)
 {
-    for (size_t i = 0; i < saver->block_count; ++i)
-        if (saver->blocks[i].slot)
-            sw_stage_give(&saver->stage, saver->blocks[i].slot);
-    free(saver->blocks);
+    for (size_t i = 0; i < saver->chunk_count; ++i)
+        if (saver->chunks[i].slot)
+            sw_stage_give(&saver->stage, saver->chunks[i].slot);
+    free(saver->chunks);
+    free(saver->ranges);
     free(saver->sources);
-    saver->blocks = NULL;
+    saver->chunks = NULL;
+    saver->ranges = NULL;
     saver->sources = NULL;
-    saver->block_count = saver->next_block = saver->copying_count = 0;
+    saver->chunk_count = saver->range_count = saver->next_chunk = saver->copying_count = 0;
     free_strings(&saver->stale, &saver->stale_count);
     free_strings(&saver->retired, &saver->retired_count);
     sw_manifest_fini(&saver->manifest);
@@ -108,7 +113,8 @@ static void *help(void *context)
 {
     sw_saver *saver = context;
     sw_error err = {0};
-    sw_thread_lower_io_priority();
+    if (saver->options.is_idle_io)
+        sw_thread_lower_io_priority();
     if (await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
         sw_save_record_failure(saver, &err);
     return NULL;
@@ -129,9 +135,6 @@ static sw_status write_together(sw_saver *saver, sw_error *err)
     sw_status status = SW_OK;
     for (int t = 1; t < saver->options.thread_count && status == SW_OK; ++t)
         status = sw_thread_start(&saver->threads[t], help, saver, "sw-save", err);
-    if (status == SW_OK && saver->ahead.goal > 0)
-        status =
-            sw_thread_start(&saver->ahead_thread, sw_save_copy_ahead, saver, "sw-save-ahead", err);
     if (status == SW_OK)
         status = open_and_write(saver, err);
     if (status != SW_OK)
@@ -139,7 +142,6 @@ static sw_status write_together(sw_saver *saver, sw_error *err)
                                err); /* which ends the helpers, and a caller's wait in protect() */
     for (int t = 1; t < saver->options.thread_count; ++t)
         sw_thread_join(&saver->threads[t]);
-    sw_thread_join(&saver->ahead_thread);
     return sw_save_check(saver, err);
 }
 
@@ -147,7 +149,8 @@ static void *coordinate(void *context)
 {
     sw_saver *saver = context;
     sw_error own = {0}, outcome = {0};
-    sw_thread_lower_io_priority();
+    if (saver->options.is_idle_io)
+        sw_thread_lower_io_priority();
     sw_status status = write_together(saver, &own);
     if (status == SW_OK)
         status = sw_save_acknowledge(saver, &own);
@@ -175,13 +178,29 @@ static sw_status check_request(const sw_saver *saver, const sw_save_request *req
     size_t slot_bytes = request->stage ? sw_device_stage_slot_bytes(request->stage) : 0;
     if (slot_bytes % SW_BLOCK_BYTES != 0)
         SW_FAIL(err, SW_E_INVALID,
-                "slots of a device stage must hold whole blocks of %d bytes, "
+                "slots of a device stage must hold whole chunks of %d bytes, "
                 "not %zu bytes",
                 SW_BLOCK_BYTES, slot_bytes);
+    uint64_t manifest_bytes = request->shared.plan->manifest_bytes +
+                              (request->own.plan ? request->own.plan->manifest_bytes : 0);
+    if (manifest_bytes + HEADING_BYTES > SW_MANIFEST_MAX_BYTES)
+        SW_FAIL(err, SW_E_INVALID,
+                "a checkpoint of %" PRIu64
+                " MiB cannot be listed: a manifest of at most %d bytes has 8 a MiB",
+                request->shared.plan->block_count, SW_MANIFEST_MAX_BYTES);
     for (size_t i = 0; i < request->shared.source_count && !request->stage; ++i)
         if (request->shared.sources[i].is_on_device)
             SW_FAIL(err, SW_E_INVALID, "tensor number %zu is on a device, and no stage was given",
                     request->shared.sources[i].source);
+    return SW_OK;
+}
+
+/* Rank 0's manifest lists the files in the order of the plans, whose blocks are numbered alike. */
+static sw_status add_files(sw_saver *saver, const sw_plan *plan, sw_error *err)
+{
+    for (size_t i = 0; plan && i < plan->file_count; ++i)
+        SW_TRY(sw_manifest_add_file(&saver->manifest, plan->files[i].path,
+                                    plan->files[i].size_bytes, err));
     return SW_OK;
 }
 
@@ -206,7 +225,7 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     saver->failure = saver->outcome = (sw_error){0};
     saver->is_open = saver->is_over = false;
     saver->manifest.step = request->step;
-    saver->manifest.world_size = saver->board->world_size;
+    saver->manifest.world_size = saver->channel->world_size;
     saver->manifest.has_metric = request->has_metric;
     saver->manifest.metric = request->metric;
     snprintf(saver->manifest.nonce, sizeof saver->manifest.nonce, "%s", request->nonce);
@@ -214,28 +233,11 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
                         err));
     SW_TRY(copy_strings(request->retired, request->retired_count, &saver->retired,
                         &saver->retired_count, err));
-    SW_TRY(sw_save_list_blocks(saver, request, err));
-    sw_save_ahead_prepare(saver, request->is_lazy);
-    return SW_OK;
-}
-
-/* A flag a source of the shared plan, from a flag a range; NULL when everything is copied at once.
- * What is on a device cannot be left for later: its threads know no stream. */
-static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_error *err)
-{
-    *is_eager = NULL;
-    if (!request->is_lazy)
-        return SW_OK;
-    *is_eager = calloc(request->shared.plan->source_count + 1, sizeof **is_eager);
-    if (!*is_eager)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the flags of %zu tensors",
-                request->shared.plan->source_count);
-    for (size_t i = 0; i < request->shared.source_count; ++i) {
-        const sw_save_source *range = &request->shared.sources[i];
-        (*is_eager)[range->source] |=
-            range->is_on_device || (request->is_eager && request->is_eager[i]);
+    if (saver->channel->rank == 0) {
+        SW_TRY(add_files(saver, request->shared.plan, err));
+        SW_TRY(add_files(saver, request->own.plan, err));
     }
-    return SW_OK;
+    return sw_save_list_ranges(saver, request, err);
 }
 
 /* What the device refuses is a failure like a thread's: the save is under way. */
@@ -260,30 +262,24 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     sw_error why = {0};
     sw_status status;
     sw_save_claim claim = {0};
-    bool *is_eager = NULL;
     SW_TRY(check_request(saver, request, err));
-    sw_board_begin(saver->board, request->number, request->step);
     pthread_mutex_lock(&saver->mutex); /* who looks at progress may do so at any time */
     status = prepare(saver, request, &why);
     pthread_mutex_unlock(&saver->mutex);
     if (status != SW_OK)
         goto failed;
-    SW_TRY_GOTO(status, sw_save_check_blocks(saver, &why), failed);
-    SW_TRY_GOTO(status, list_eager(request, &is_eager, &why), failed);
-    SW_TRY_GOTO(status, sw_save_claim_live(saver, is_eager, &claim, &why), failed);
+    SW_TRY_GOTO(status, sw_save_claim_live(saver, request->is_lazy, &claim, &why), failed);
     SW_TRY_GOTO(status, sw_save_take_samples(saver, &why), failed);
     SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
                 failed);
     set_running(saver, true);
     copy_claim(saver, &claim, request); /* while the first blocks are written already */
     sw_save_claim_fini(&claim);
-    free(is_eager);
     return SW_OK;
 failed:
     for (size_t i = 0; i < claim.count; ++i)
         sw_stage_give(&saver->stage, claim.slots[i]);
     sw_save_claim_fini(&claim);
-    free(is_eager);
     clear_save(saver);
     sw_saver_fail(saver, request->number, &why);
     if (err)
@@ -298,7 +294,7 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
     if (!saver->is_running)
         return SW_OK;
     sw_status status =
-        sw_save_check(saver, NULL) == SW_OK ? sw_save_claim_live(saver, NULL, &claim, &why) : SW_OK;
+        sw_save_check(saver, NULL) == SW_OK ? sw_save_claim_live(saver, false, &claim, &why) : SW_OK;
     if (status == SW_OK) {
         sw_save_copy(saver, &claim);
     } else {
@@ -339,15 +335,15 @@ sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_e
 
 void sw_saver_fail(sw_saver *saver, uint64_t number, const sw_error *reason)
 {
-    if (saver->board->rank != 0) {
-        sw_board_fail(saver->board, number, reason);
+    if (saver->channel->rank != 0) {
+        sw_channel_fail(saver->channel, number, reason);
         return;
     }
     sw_error verdict = *reason;
-    if (saver->board->world_size > 1)
+    if (saver->channel->world_size > 1)
         (void)sw_error_set(&verdict, reason->status, reason->detail, "rank 0: %.480s",
                            reason->message);
-    sw_board_decide(saver->board, number, &verdict);
+    sw_channel_decide(saver->channel, number, &verdict);
 }
 
 void sw_saver_cancel(sw_saver *saver, const sw_error *reason)
@@ -367,7 +363,6 @@ void sw_saver_progress(sw_saver *saver, sw_save_progress *progress)
                            .bytes_written = saver->bytes_written,
                            .staging_bytes = saver->stage.slot_count * (uint64_t)SW_BLOCK_BYTES,
                            .direct_bytes = saver->direct_bytes,
-                           .ahead_bytes = saver->ahead.copied * (uint64_t)SW_BLOCK_BYTES,
                            .is_busy = saver->is_running && !saver->is_over};
     pthread_mutex_unlock(&saver->mutex);
 }
@@ -376,7 +371,7 @@ uint8_t *sw_saver_spare(const sw_saver *saver, size_t index, size_t *size_bytes)
 {
     if (saver->is_running || index >= saver->stage.region_count)
         return NULL;
-    *size_bytes = saver->stage.regions[index].slot_count * SW_BLOCK_BYTES;
+    *size_bytes = saver->stage.regions[index].touched * SW_BLOCK_BYTES;
     return saver->stage.regions[index].base;
 }
 
@@ -394,6 +389,7 @@ void sw_saver_destroy(sw_saver *saver)
             sw_saver_cancel(saver, &saver->failure);
         sw_thread_join(&saver->threads[0]);
     }
+    sw_save_end_warming(saver);
     clear_save(saver);
     free(saver->samples);
     sw_stage_fini(&saver->stage);

@@ -1,11 +1,11 @@
 /* save.h - one save at a time: a snapshot on the caller's thread, everything else on threads of our
  * own.
  *
- * Idea: the job is a list of blocks that this rank owns, each live (its bytes are still the
- * caller's), staged (copied), or written. begin() copies what may change at once; protect() copies
- * all that is still live, and so must come before the caller changes anything: "copy" is begin and
- * protect in one call, "lazy" leaves protect to the next optimizer step. What lies on a GPU is
- * copied by begin() in either form.
+ * Idea: the job is a list of ranges that this rank writes (plan.h), in chunks of 1 MiB, each live
+ * (its bytes are still the caller's), staged (copied), or written. begin() copies what may change at
+ * once; protect() copies all that is still live, and so must come before the caller changes
+ * anything: "copy" is begin and protect in one call, "lazy" leaves protect to the next optimizer
+ * step. What lies on a GPU is copied by begin() in either form.
  *
  * Thread rule: begin, protect, wait, fail, spare, destroy: one thread at a time, which the caller
  * sees to. progress, cancel: any.
@@ -18,7 +18,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
-#include "checkpoint/board.h"
+#include "checkpoint/channel.h"
 #include "checkpoint/device_stage.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/plan.h"
@@ -46,10 +46,10 @@ typedef struct sw_save_request {
     uint64_t step;
     bool has_metric;
     double metric;
-    sw_save_part shared; /* equal plans on all ranks; this rank writes the blocks it owns */
-    sw_save_part own;    /* this rank's alone; plan NULL: none */
-    const bool
-        *is_eager; /* a flag a source of shared: copied at begin() even when lazy; NULL: none is */
+    sw_save_part shared; /* equal plans on all ranks; this rank writes its ranges */
+    sw_save_part own;    /* rank 0: files of which the others know nothing; plan NULL: none */
+    const bool *is_eager; /* a flag each of shared.sources: copied at begin() even when lazy; NULL:
+                             none is */
     bool is_lazy;
     const char *const *stale; /* rank 0: folders to remove before anything is written */
     size_t stale_count;
@@ -63,6 +63,8 @@ typedef struct sw_save_request {
 typedef struct sw_saver_options {
     int thread_count;                    /* that write, in [1, 16] */
     bool use_direct;                     /* past the page cache, where the file system allows it */
+    bool is_idle_io; /* writes only while no other process uses the disk, where the I/O scheduler
+                        knows priorities: a busy disk may then keep a save past its deadline */
     uint64_t bandwidth_bytes_per_second; /* 0: no limit */
 } sw_saver_options;
 
@@ -70,19 +72,22 @@ typedef struct sw_save_progress {
     uint64_t bytes_total, bytes_written; /* of this rank, in the present or last save */
     uint64_t staging_bytes;              /* memory held */
     uint64_t direct_bytes;               /* written past the page cache, in all saves */
-    uint64_t ahead_bytes; /* of the present or last save, copied before protect() asked for it */
     bool is_busy;
 } sw_save_progress;
 
 typedef struct sw_saver sw_saver;
 
-/* `board` is borrowed until destroy. */
-SW_MUST_USE sw_status sw_saver_create(sw_board *board, const sw_saver_options *options,
+/* `channel` is borrowed until destroy. */
+SW_MUST_USE sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options,
                                       sw_saver **saver, sw_error *err);
+
+/* Staging for a save of `bytes` is there soon: a thread of its own touches it. At any time. A hint;
+ * SW_E_MEMORY, SW_E_OS: saves take what they need themselves. */
+SW_MUST_USE sw_status sw_saver_warm(sw_saver *saver, uint64_t bytes, sw_error *err);
 
 /* Takes the snapshot and starts the rest. SW_E_STATE while a save runs or its outcome was not taken
  * by wait(). An error here has been told to the other ranks; one of the device's makes the save
- * fail, as a thread's does. Cost: one read of the blocks owned, one write of staging; what is on
+ * fail, as a thread's does. Cost: one read of the ranges, one write of staging; what is on
  * the device goes through its stage first. */
 SW_MUST_USE sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request,
                                      sw_error *err);

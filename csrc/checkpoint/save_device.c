@@ -1,8 +1,8 @@
-/* save_device.c - the caller's thread brings blocks down from a GPU, a slot of the device stage
+/* save_device.c - the caller's thread brings chunks down from a GPU, a slot of the device stage
  * full at a time, and copies each slot's as sw_save_copy does, with the helping threads.
  *
- * A slot is an image of its blocks: what is on the device of a block comes to lie at its place in
- * it, so that filling the block needs no second list. */
+ * A slot is an image of its chunks: what is on the device of a chunk comes to lie at its place in
+ * it, so that filling the chunk needs no second list. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,14 +11,14 @@
 typedef struct copy_list {
     sw_device_stage_copy *copies; /* owned */
     size_t count, room;
-    size_t at; /* of the block, in its slot */
+    size_t at; /* of the chunk, in its slot */
     bool has_failed;
 } copy_list;
 
 typedef struct down_pass {
     sw_saver *saver;
     sw_save_claim *claim;
-    size_t blocks_a_slot;
+    size_t chunks_a_slot;
 } down_pass;
 
 static void list_span(void *context, sw_save_span span)
@@ -39,25 +39,25 @@ static void list_span(void *context, sw_save_span span)
         (sw_device_stage_copy){span.data, list->at + span.at, span.size_bytes};
 }
 
-/* The blocks of batch `number`, as a claim of its own whose lists are the whole's. */
-static sw_save_claim blocks_of(const down_pass *pass, size_t number)
+/* The chunks of batch `number`, as a claim of its own whose lists are the whole's. */
+static sw_save_claim chunks_of(const down_pass *pass, size_t number)
 {
     const sw_save_claim *whole = pass->claim;
-    size_t first = number * pass->blocks_a_slot, left = whole->count - first;
+    size_t first = number * pass->chunks_a_slot, left = whole->count - first;
     return (sw_save_claim){.wanted = whole->wanted + first,
                            .slots = whole->slots + first,
-                           .count = left < pass->blocks_a_slot ? left : pass->blocks_a_slot};
+                           .count = left < pass->chunks_a_slot ? left : pass->chunks_a_slot};
 }
 
 static void copy_batch(void *context, size_t number, const uint8_t *memory)
 {
     const down_pass *pass = context;
     sw_saver *saver = pass->saver;
-    sw_save_claim blocks = blocks_of(pass, number);
-    for (size_t i = 0; i < blocks.count; ++i)
-        saver->blocks[blocks.wanted[i]].image = memory ? memory + i * SW_BLOCK_BYTES : NULL;
-    sw_save_copy(saver, &blocks);
-    pass->claim->done += blocks.count;
+    sw_save_claim chunks = chunks_of(pass, number);
+    for (size_t i = 0; i < chunks.count; ++i)
+        saver->chunks[chunks.wanted[i]].image = memory ? memory + i * SW_BLOCK_BYTES : NULL;
+    sw_save_copy(saver, &chunks);
+    pass->claim->done += chunks.count;
 }
 
 static void give_back(sw_saver *saver, const sw_save_claim *claim)
@@ -71,11 +71,11 @@ static void give_back(sw_saver *saver, const sw_save_claim *claim)
 static sw_status list_batch(const down_pass *pass, size_t number, copy_list *list,
                             sw_device_stage_batch *batch, sw_error *err)
 {
-    sw_save_claim blocks = blocks_of(pass, number);
+    sw_save_claim chunks = chunks_of(pass, number);
     batch->first = list->count;
-    for (size_t i = 0; i < blocks.count; ++i) {
+    for (size_t i = 0; i < chunks.count; ++i) {
         list->at = i * SW_BLOCK_BYTES;
-        sw_save_walk(&pass->saver->blocks[blocks.wanted[i]], list_span, list);
+        sw_save_walk(&pass->saver->chunks[chunks.wanted[i]], list_span, list);
     }
     if (list->has_failed)
         SW_FAIL(err, SW_E_MEMORY, "no memory to list %zu copies of a save", list->count);
@@ -88,9 +88,9 @@ sw_status sw_save_copy_down(sw_saver *saver, sw_save_claim *claim, const sw_save
 {
     down_pass pass = {.saver = saver,
                       .claim = claim,
-                      .blocks_a_slot = sw_device_stage_slot_bytes(request->stage) / SW_BLOCK_BYTES};
+                      .chunks_a_slot = sw_device_stage_slot_bytes(request->stage) / SW_BLOCK_BYTES};
     copy_list list = {0};
-    size_t count = (claim->count + pass.blocks_a_slot - 1) / pass.blocks_a_slot;
+    size_t count = (claim->count + pass.chunks_a_slot - 1) / pass.chunks_a_slot;
     sw_device_stage_batch *batches = calloc(count + 1, sizeof *batches);
     sw_status status = SW_OK;
     if (!batches)

@@ -1,8 +1,8 @@
-/* save_sample.c - whether a block's bytes are still those of the moment at which a lazy save began.
+/* save_sample.c - whether a chunk's bytes are still those of the moment at which a lazy save began.
  *
- * Idea: begin() takes a sample (sample.h) of what each live block has of each tensor; who copies
- * the block takes it again, of the copy. Where they differ, something wrote to the memory that
- * protect() knew nothing of, and blocks that were copied before hold what was there before: the
+ * Idea: begin() takes a sample (sample.h) of what each live chunk has of each tensor; what copies
+ * the chunk takes it again, of the copy. Where they differ, something wrote to the memory that
+ * protect() knew nothing of, and chunks that were copied before hold what was there before: the
  * save fails with the tensor's name. What begin() copies itself needs none. */
 #include <stdlib.h>
 
@@ -40,23 +40,24 @@ sw_status sw_save_take_samples(sw_saver *saver, sw_error *err)
 {
     sampling pass = {.saver = saver};
     saver->sample_count = 0;
-    for (size_t i = 0; i < saver->block_count && !pass.has_failed; ++i) {
-        sw_save_block *block = &saver->blocks[i];
-        if (block->state != SW_BLOCK_LIVE)
+    for (size_t i = 0; i < saver->chunk_count && !pass.has_failed; ++i) {
+        sw_save_chunk *chunk = &saver->chunks[i];
+        if (chunk->state != SW_CHUNK_LIVE)
             continue;
-        block->sample_base = saver->sample_count;
-        sw_save_walk(block, sample_span, &pass);
-        block->sample_count = (uint32_t)(saver->sample_count - block->sample_base);
+        chunk->sample_base = saver->sample_count;
+        sw_save_walk(chunk, sample_span, &pass);
+        chunk->sample_count = (uint32_t)(saver->sample_count - chunk->sample_base);
     }
     if (pass.has_failed)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the samples of %zu blocks", saver->block_count);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the samples of %zu chunks", saver->chunk_count);
     return SW_OK;
 }
 
 typedef struct comparison {
-    const uint8_t *copy;      /* of the block */
+    const uint8_t *copy;      /* of the chunk */
     const uint32_t *expected; /* the next span's */
-    uint64_t changed_at;      /* in the block */
+    const sw_plan_file *file; /* where the change is */
+    uint64_t changed_at;
     bool is_changed;
 } comparison;
 
@@ -67,7 +68,8 @@ static void compare_span(void *context, sw_save_span span)
         return;
     pass->is_changed =
         sw_sample_crc32c(pass->copy + span.at, span.size_bytes, STRIDE_BYTES) != *pass->expected++;
-    pass->changed_at = span.at;
+    pass->file = span.range->file;
+    pass->changed_at = span.range->offset + (span.at - span.range->at);
 }
 
 /* What the tensor at `at` of a file is called. */
@@ -88,15 +90,15 @@ static void fail_with_name(const sw_plan_file *file, uint64_t at, sw_error *err)
     sw_safetensors_fini(&header);
 }
 
-sw_status sw_save_compare_sample(const sw_saver *saver, const sw_save_block *block,
+sw_status sw_save_compare_sample(const sw_saver *saver, const sw_save_chunk *chunk,
                                  const uint8_t *copy, sw_error *err)
 {
-    if (block->sample_count == 0)
+    if (chunk->sample_count == 0)
         return SW_OK;
-    comparison pass = {.copy = copy, .expected = saver->samples + block->sample_base};
-    sw_save_walk(block, compare_span, &pass);
+    comparison pass = {.copy = copy, .expected = saver->samples + chunk->sample_base};
+    sw_save_walk(chunk, compare_span, &pass);
     if (!pass.is_changed)
         return SW_OK;
-    fail_with_name(block->file, block->offset + pass.changed_at, err);
+    fail_with_name(pass.file, pass.changed_at, err);
     return err ? err->status : SW_E_STATE;
 }

@@ -1,11 +1,11 @@
-/* save_write.c - threads take runs of neighbouring blocks and write each run at its place.
+/* save_write.c - threads take runs of chunks and write each range at its place.
  *
- * Live blocks are copied on the way, through slots of the stage: those are warm, which memory that
+ * Live chunks are copied on the way, through slots of the stage: those are warm, which memory that
  * is mapped for a save is not (a fault a page, and on a virtual machine one of the host's behind
- * it). Up to 8 MiB a write, so that two threads keep a disk busy. Whole pages go past the page
- * cache; the last bytes of a file, less than a page, through it: no two writes touch one page. Each
- * thread syncs what it wrote before it turns to another file; a failed fsync ends the save, and is
- * never tried again on the same file. */
+ * it). Up to 8 MiB a write, so that two threads keep a disk busy. The whole pages of a range go past
+ * the page cache; its edges, less than a page each, through it: the page cache of a host merges what
+ * its ranks write of one page. Each thread syncs what it wrote before it turns to another file; a
+ * failed fsync ends the save, and is never tried again on the same file. */
 #include <inttypes.h>
 #include <string.h>
 #include <unistd.h>
@@ -16,18 +16,36 @@
 typedef struct writer {
     sw_saver *saver;
     bool is_helper;
-    uint8_t *bounce[SW_SAVE_RUN_BLOCKS]; /* slots of the stage: a run that was live */
+    uint8_t *bounce[SW_SAVE_RUN_CHUNKS]; /* slots of the stage: a run that was live */
     size_t bounce_count;
     const sw_plan_file *file; /* open, or NULL */
     char path[SW_PATH_BYTES];
-    int fd;
+    int fd, edge_fd; /* edge_fd: through the page cache, once there is an edge; -1: not yet */
+    bool is_direct;
+    struct iovec batch[SW_SAVE_RUN_CHUNKS]; /* neighbours in the file that wait to be written */
+    int batch_count;
+    uint64_t batch_begin, batch_end, direct_bytes;
 } writer;
+
+static sw_status flush_batch(writer *w, sw_error *err)
+{
+    int count = w->batch_count;
+    w->batch_count = 0;
+    if (count == 0)
+        return SW_OK;
+    if (w->is_direct)
+        w->direct_bytes += w->batch_end - w->batch_begin;
+    return sw_file_write_at(w->fd, w->path, w->batch, count, w->batch_begin, err);
+}
 
 static sw_status close_file(writer *w, sw_error *err)
 {
     if (w->fd < 0)
         return SW_OK;
-    sw_status status = sw_file_sync(w->fd, w->path, err);
+    SW_TRY(flush_batch(w, err));
+    sw_status status = sw_file_close(&w->edge_fd, w->path, err);
+    if (status == SW_OK)
+        status = sw_file_sync(w->fd, w->path, err); /* of the file, whichever way it was written */
     sw_status closed = sw_file_close(&w->fd, w->path, status == SW_OK ? err : NULL);
     w->file = NULL;
     return status == SW_OK ? closed : status;
@@ -39,39 +57,39 @@ static sw_status open_file(writer *w, const sw_plan_file *file, sw_error *err)
         return SW_OK;
     SW_TRY(close_file(w, err));
     SW_TRY(sw_path_join(w->path, w->saver->partial, file->path, err));
-    SW_TRY(sw_file_open_write(w->path, w->saver->options.use_direct, &w->fd, err));
+    SW_TRY(sw_save_open_late(w->saver, w->path, w->saver->options.use_direct, !w->is_helper, &w->fd,
+                             err));
+    w->is_direct = sw_file_is_direct(w->fd);
     w->file = file;
     return SW_OK;
 }
 
-/* The next run: blocks that follow each other in one file, all staged or all live. */
-static size_t take_run_locked(sw_saver *saver, sw_save_block **first, bool *is_live)
+/* The next run: chunks that follow each other, all staged or all live. */
+static size_t take_run_locked(sw_saver *saver, sw_save_chunk **first, bool *is_live)
 {
-    size_t begin = saver->next_block, count = 0;
-    while (begin < saver->block_count && saver->failure.status == SW_OK &&
-           saver->blocks[begin].state == SW_BLOCK_COPYING) { /* the caller's: soon staged */
+    size_t begin = saver->next_chunk, count = 0;
+    while (begin < saver->chunk_count && saver->failure.status == SW_OK &&
+           saver->chunks[begin].state == SW_CHUNK_COPYING) { /* the caller's: soon staged */
         if (!sw_save_help_copy_locked(saver))
             pthread_cond_wait(&saver->changed, &saver->mutex);
-        begin = saver->next_block;
+        begin = saver->next_chunk;
     }
-    if (begin >= saver->block_count || saver->failure.status != SW_OK)
+    if (begin >= saver->chunk_count || saver->failure.status != SW_OK)
         return 0;
-    *first = &saver->blocks[begin];
-    *is_live = (*first)->state == SW_BLOCK_LIVE;
-    for (; count < SW_SAVE_RUN_BLOCKS && begin + count < saver->block_count; ++count) {
-        sw_save_block *block = *first + count;
-        if (block->file != (*first)->file ||
-            block->offset != (*first)->offset + (uint64_t)count * SW_BLOCK_BYTES ||
-            block->state != (*is_live ? SW_BLOCK_LIVE : SW_BLOCK_STAGED))
+    *first = &saver->chunks[begin];
+    *is_live = (*first)->state == SW_CHUNK_LIVE;
+    for (; count < SW_SAVE_RUN_CHUNKS && begin + count < saver->chunk_count; ++count) {
+        sw_save_chunk *chunk = *first + count;
+        if (chunk->state != (*is_live ? SW_CHUNK_LIVE : SW_CHUNK_STAGED))
             break;
-        block->state = *is_live ? SW_BLOCK_COPYING : SW_BLOCK_TAKEN;
+        chunk->state = *is_live ? SW_CHUNK_COPYING : SW_CHUNK_TAKEN;
     }
-    saver->next_block = begin + count;
+    saver->next_chunk = begin + count;
     saver->copying_count += *is_live;
     return count;
 }
 
-/* As many slots as a run of `count` blocks needs: small saves take few. */
+/* As many slots as a run of `count` chunks needs: small saves take few. */
 static sw_status take_bounce(writer *w, size_t count, sw_error *err)
 {
     sw_status status = SW_OK;
@@ -94,51 +112,68 @@ static void give_bounce(writer *w)
     pthread_mutex_unlock(&w->saver->mutex);
 }
 
-static sw_status copy_live(writer *w, sw_save_block *first, size_t count, sw_error *err)
+static sw_status copy_live(writer *w, sw_save_chunk *first, size_t count, sw_error *err)
 {
     sw_status status = take_bounce(w, count, err);
     for (size_t i = 0; i < count && status == SW_OK; ++i)
         sw_save_fill(w->saver, &first[i], w->bounce[i]);
     pthread_mutex_lock(&w->saver->mutex);
     for (size_t i = 0; i < count; ++i)
-        first[i].state = SW_BLOCK_TAKEN;
+        first[i].state = SW_CHUNK_TAKEN;
     w->saver->copying_count--;
     pthread_cond_broadcast(&w->saver->changed);
     pthread_mutex_unlock(&w->saver->mutex);
     return status;
 }
 
-static sw_status write_tail(const writer *w, const uint8_t *data, size_t size_bytes,
-                            uint64_t offset, sw_error *err)
+/* Later, together with its neighbours in the file. */
+static sw_status write_later(writer *w, uint8_t *data, size_t size, uint64_t offset, sw_error *err)
 {
-    int fd = -1;
-    struct iovec part = {.iov_base = (void *)(uintptr_t)data, .iov_len = size_bytes};
-    SW_TRY(sw_file_open_write(w->path, false, &fd, err));
-    sw_status status = sw_file_write_at(fd, w->path, &part, 1, offset, err);
-    if (status == SW_OK)
-        status = sw_file_sync(fd, w->path, err);
-    sw_status closed = sw_file_close(&fd, w->path, status == SW_OK ? err : NULL);
-    return status == SW_OK ? closed : status;
+    if (w->batch_count == SW_SAVE_RUN_CHUNKS || (w->batch_count && w->batch_end != offset))
+        SW_TRY(flush_batch(w, err));
+    if (size == 0)
+        return SW_OK;
+    if (w->batch_count == 0)
+        w->batch_begin = offset;
+    w->batch[w->batch_count++] = (struct iovec){.iov_base = data, .iov_len = size};
+    w->batch_end = offset + size;
+    return SW_OK;
 }
 
-static sw_status write_run(const writer *w, const sw_save_block *first, size_t count, bool is_live,
+static sw_status write_edge(writer *w, uint8_t *data, size_t size, uint64_t offset, sw_error *err)
+{
+    struct iovec part = {.iov_base = data, .iov_len = size};
+    if (size == 0)
+        return SW_OK;
+    if (w->edge_fd < 0)
+        SW_TRY(sw_file_open_write(w->path, false, &w->edge_fd, err));
+    return sw_file_write_at(w->edge_fd, w->path, &part, 1, offset, err);
+}
+
+static sw_status write_range(writer *w, const sw_save_range *range, uint8_t *slot, sw_error *err)
+{
+    const size_t page = SW_FILE_ALIGNMENT_BYTES;
+    uint8_t *data = slot + range->at;
+    size_t size = range->size_bytes, head = (size_t)(-range->offset % page);
+    SW_TRY(open_file(w, range->file, err));
+    if (!w->is_direct)
+        return write_later(w, data, size, range->offset, err);
+    if (head + page > size) /* it has no whole page */
+        return write_edge(w, data, size, range->offset, err);
+    size_t inside = (size - head) / page * page;
+    SW_TRY(write_edge(w, data, head, range->offset, err));
+    SW_TRY(write_later(w, data + head, inside, range->offset + head, err));
+    return write_edge(w, data + head + inside, size - head - inside, range->offset + head + inside,
+                      err);
+}
+
+static sw_status write_run(writer *w, const sw_save_chunk *first, size_t count, bool is_live,
                            sw_error *err)
 {
-    struct iovec parts[SW_SAVE_RUN_BLOCKS];
-    const sw_save_block *last = &first[count - 1];
-    size_t tail = last->size_bytes % SW_FILE_ALIGNMENT_BYTES;
-    const uint8_t *tail_data = NULL;
-    for (size_t i = 0; i < count; ++i) {
-        uint8_t *data = is_live ? w->bounce[i] : first[i].slot;
-        parts[i] = (struct iovec){.iov_base = data,
-                                  .iov_len = first[i].size_bytes - (&first[i] == last ? tail : 0)};
-        tail_data = data + parts[i].iov_len;
-    }
-    int used = (int)count - (parts[count - 1].iov_len == 0);
-    if (used > 0)
-        SW_TRY(sw_file_write_at(w->fd, w->path, parts, used, first->offset, err));
-    return tail ? write_tail(w, tail_data, tail, last->offset + last->size_bytes - tail, err)
-                : SW_OK;
+    for (size_t i = 0; i < count; ++i)
+        for (uint32_t r = 0; r < first[i].range_count; ++r)
+            SW_TRY(write_range(w, &first[i].ranges[r], is_live ? w->bounce[i] : first[i].slot, err));
+    return flush_batch(w, err); /* the slots are given back */
 }
 
 /* When this run may be followed by the next, under the bandwidth limit. */
@@ -154,21 +189,21 @@ static int64_t book_locked(sw_saver *saver, uint64_t bytes)
     return saver->next_write_ns;
 }
 
-static sw_status finish_run(writer *w, sw_save_block *first, size_t count, sw_error *err)
+static sw_status finish_run(writer *w, sw_save_chunk *first, size_t count, sw_error *err)
 {
     sw_saver *saver = w->saver;
     uint64_t bytes = 0;
     pthread_mutex_lock(&saver->mutex);
     for (size_t i = 0; i < count; ++i) {
         bytes += first[i].size_bytes;
-        first[i].state = SW_BLOCK_WRITTEN;
+        first[i].state = SW_CHUNK_WRITTEN;
         if (first[i].slot)
             sw_stage_give(&saver->stage, first[i].slot);
         first[i].slot = NULL;
     }
     saver->bytes_written += bytes;
-    if (sw_file_is_direct(w->fd))
-        saver->direct_bytes += bytes;
+    saver->direct_bytes += w->direct_bytes;
+    w->direct_bytes = 0;
     int64_t until = book_locked(saver, bytes);
     pthread_mutex_unlock(&saver->mutex);
     for (int64_t now; (now = sw_clock_now_ns()) < until;) {
@@ -181,7 +216,7 @@ static sw_status finish_run(writer *w, sw_save_block *first, size_t count, sw_er
 static sw_status write_all(writer *w, sw_error *err)
 {
     for (;;) {
-        sw_save_block *first = NULL;
+        sw_save_chunk *first = NULL;
         bool is_live = false;
         pthread_mutex_lock(&w->saver->mutex);
         while (w->is_helper && sw_save_help_copy_locked(w->saver))
@@ -192,7 +227,6 @@ static sw_status write_all(writer *w, sw_error *err)
             return close_file(w, err);
         if (is_live)
             SW_TRY(copy_live(w, first, count, err));
-        SW_TRY(open_file(w, first->file, err));
         SW_TRY(write_run(w, first, count, is_live, err));
         SW_TRY(finish_run(w, first, count, err));
     }
@@ -200,8 +234,10 @@ static sw_status write_all(writer *w, sw_error *err)
 
 sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err)
 {
-    writer w = {.saver = saver, .is_helper = is_helper, .fd = -1};
+    writer w = {.saver = saver, .is_helper = is_helper, .fd = -1, .edge_fd = -1};
     sw_status status = write_all(&w, err);
+    if (w.edge_fd >= 0)
+        close(w.edge_fd);
     if (w.fd >= 0)
         close(w.fd); /* after an error that is already told */
     give_bounce(&w);

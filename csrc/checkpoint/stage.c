@@ -24,11 +24,10 @@ static sw_status grow(sw_stage *stage, size_t count, sw_error *err)
     if (slots)
         stage->free_slots = slots;
     if (!regions || !slots || !sw_size_multiply(count, SW_BLOCK_BYTES, &bytes))
-        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu blocks of staging", count);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu MiB of staging", count);
     uint8_t *base = NULL;
     SW_TRY(sw_pages_map(bytes, &base, err));
-    (void)madvise(base, bytes,
-                  MADV_HUGEPAGE); /* fewer faults in the first save; refused is as good */
+    (void)madvise(base, bytes, MADV_HUGEPAGE);  /* fewer faults; refused is as good */
     (void)madvise(base, bytes, MADV_DONTFORK); /* a forked child must not copy it page by page */
     stage->regions[stage->region_count++] = (sw_stage_region){.base = base, .slot_count = count};
     for (size_t i = 0; i < count; ++i)
@@ -37,10 +36,18 @@ static sw_status grow(sw_stage *stage, size_t count, sw_error *err)
     return SW_OK;
 }
 
+sw_status sw_stage_reserve(sw_stage *stage, size_t count, sw_error *err)
+{
+    return count > stage->slot_count ? grow(stage, count - stage->slot_count, err) : SW_OK;
+}
+
 sw_status sw_stage_take(sw_stage *stage, size_t count, uint8_t **slots, sw_error *err)
 {
-    if (count > stage->free_count)
+    if (count > stage->free_count) {
         SW_TRY(grow(stage, count - stage->free_count, err));
+        sw_stage_region *made = &stage->regions[stage->region_count - 1];
+        made->touched = made->slot_count;
+    }
     /* Slots come back in the order of the writes: sorted, neighbours in memory follow each other
      * again. */
     if (stage->free_count > 1)

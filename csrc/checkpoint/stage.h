@@ -1,6 +1,7 @@
-/* stage.h - warm memory for snapshots: slots of one block, kept between saves.
+/* stage.h - warm memory for snapshots: slots of 1 MiB, kept between saves.
  *
- * The first save pays for the page faults; later ones find the pages. Slots of one request lie side
+ * What a save takes beyond what is there it touches for the first time itself, which later saves do
+ * not; what was added before it can be touched by another thread (save_warm.c). Slots of one request lie side
  * by side as far as the pool allows, so that a run of blocks is one write. Slots begin on a page,
  * as O_DIRECT wants.
  *
@@ -17,6 +18,7 @@
 typedef struct sw_stage_region {
     uint8_t *base; /* owned */
     size_t slot_count;
+    size_t touched; /* slots from the first on that have their pages */
 } sw_stage_region;
 
 typedef struct sw_stage {
@@ -26,6 +28,8 @@ typedef struct sw_stage {
     size_t free_count, slot_count;
 } sw_stage;
 
+/* At least `count` slots in all; nothing is touched. SW_E_MEMORY: none was added. */
+SW_MUST_USE sw_status sw_stage_reserve(sw_stage *stage, size_t count, sw_error *err);
 /* `count` slots of SW_BLOCK_BYTES into `slots`; SW_E_MEMORY, and none, when they cannot be had. */
 SW_MUST_USE sw_status sw_stage_take(sw_stage *stage, size_t count, uint8_t **slots, sw_error *err);
 void sw_stage_give(sw_stage *stage, uint8_t *slot);

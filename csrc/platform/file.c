@@ -43,12 +43,21 @@ sw_status sw_file_create(const char *path, int *fd, sw_error *err)
     return SW_OK;
 }
 
-sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err)
+sw_status sw_file_lock(int fd, const char *path, bool *is_taken, sw_error *err)
 {
     struct flock whole = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+    *is_taken = fcntl(fd, F_OFD_SETLK, &whole) == 0;
+    if (*is_taken || errno == EAGAIN || errno == EACCES)
+        return SW_OK;
+    int code = errno;
+    return sw_error_set(err, SW_E_OS, code, "'%s' cannot be locked: %s", path, strerror(code));
+}
+
+sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err)
+{
+    bool ignored;
     SW_TRY(sw_file_create(path, fd, err));
-    /* the descriptor's own lock: one of the process would end with any other descriptor's close */
-    (void)!fcntl(*fd, F_OFD_SETLK, &whole);
+    (void)!sw_file_lock(*fd, path, &ignored, NULL);
     return SW_OK;
 }
 
@@ -342,6 +351,31 @@ bool sw_file_exists(const char *path)
 sw_status sw_folder_create(const char *path, sw_error *err)
 {
     return mkdir(path, 0777) == 0 ? SW_OK : fail_os(err, "creating the folder", path);
+}
+
+sw_status sw_folder_make(const char *path, sw_error *err)
+{
+    char parent[SW_PATH_BYTES];
+    if (mkdir(path, 0777) == 0) {
+        SW_TRY(sw_path_parent(path, parent, err));
+        return sw_folder_sync(parent, err);
+    }
+    if (errno == ENOENT) {
+        SW_TRY(sw_path_parent(path, parent, err));
+        if (strcmp(parent, path) != 0 && strcmp(parent, ".") != 0) {
+            SW_TRY(sw_folder_make(parent, err));
+            return sw_folder_make(path, err);
+        }
+        errno = ENOENT;
+    }
+    int code = errno;
+    struct stat info;
+    if (code == EEXIST && stat(path, &info) == 0 && S_ISDIR(info.st_mode))
+        return SW_OK;
+    if ((code == EACCES || code == EROFS) && stat(path, &info) == 0 && S_ISDIR(info.st_mode))
+        return SW_OK; /* some systems look at permissions first */
+    errno = code;
+    return fail_os(err, "creating the folder", path);
 }
 
 sw_status sw_folder_sync(const char *path, sw_error *err)

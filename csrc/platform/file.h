@@ -24,6 +24,11 @@ SW_MUST_USE sw_status sw_file_create(const char *path, int *fd, sw_error *err);
  * lock where the file system has none. */
 SW_MUST_USE sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err);
 
+/* Takes a lock on a whole file that is open for writing, without waiting. It belongs to the open
+ * file: another descriptor of the same file, in this process too, does not end it. *is_taken: false
+ * if another open file has it. SW_E_OS: the file system has no locks. */
+SW_MUST_USE sw_status sw_file_lock(int fd, const char *path, bool *is_taken, sw_error *err);
+
 /* A new file of no bytes in `folder` for reading and writing, without a name: it goes with its last
  * descriptor and mapping. Past the page cache when `direct` and the file system allows it. `path`:
  * its name in messages, and for a moment where the file system has no nameless ones. */
@@ -85,6 +90,8 @@ SW_MUST_USE sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes,
 bool sw_file_exists(const char *path);
 
 SW_MUST_USE sw_status sw_folder_create(const char *path, sw_error *err);
+/* The folder `path` and those above it, as far as they are missing, durable when this returns. */
+SW_MUST_USE sw_status sw_folder_make(const char *path, sw_error *err);
 SW_MUST_USE sw_status sw_folder_sync(const char *path, sw_error *err);
 SW_MUST_USE sw_status sw_file_remove(const char *path, sw_error *err);
 SW_MUST_USE sw_status sw_file_rename(const char *from, const char *to, sw_error *err);

@@ -239,6 +239,15 @@ static void collapse(uintptr_t begin, uintptr_t end)
     }
 }
 
+void sw_memory_touch(uint8_t *address, size_t size_bytes)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    if (madvise(address, size_bytes, MADV_POPULATE_WRITE) == 0)
+        return;
+    for (size_t at = 0; at < size_bytes; at += page) /* Linux < 5.14 */
+        __atomic_fetch_or(address + at, 0, __ATOMIC_RELAXED);
+}
+
 void sw_memory_populate(uint8_t *address, size_t size_bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);

@@ -2,20 +2,42 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checkpoint/catalog.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/read.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/safetensors.h"
+#include "platform/file.h"
 #include "python/engine.h"
 
 typedef struct folder_object {
     PyObject_HEAD char *path; /* owned */
     sw_manifest manifest;
+    sw_catalog catalog; /* of what is small; empty until it was read or received */
 } folder_object;
 
 static PyObject *fail(PyObject *op, const sw_error *err)
 {
     return sw_py_raise_checkpoint(sw_py_state_of(op), err);
+}
+
+/* Takes the manifest and the catalog over. */
+static PyObject *make_folder(PyTypeObject *type, const char *path, sw_manifest *manifest,
+                             sw_catalog *catalog)
+{
+    folder_object *self = (folder_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    char *copy = strdup(path);
+    if (!self || !copy) {
+        sw_manifest_fini(manifest);
+        sw_catalog_fini(catalog);
+        free(copy);
+        Py_XDECREF(self);
+        return self ? PyErr_NoMemory() : NULL;
+    }
+    self->path = copy;
+    self->manifest = *manifest;
+    self->catalog = *catalog;
+    return (PyObject *)self;
 }
 
 static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -24,6 +46,7 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     char found[SW_PATH_BYTES];
     sw_error err = {0};
     sw_manifest manifest = {0};
+    sw_catalog catalog = {0};
     sw_status status;
     if (kwargs && PyDict_Size(kwargs) > 0)
         return PyErr_Format(PyExc_TypeError, "CheckpointFolder: no keyword is known");
@@ -34,17 +57,57 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     Py_END_ALLOW_THREADS
     if (status != SW_OK)
         return sw_py_raise_checkpoint(PyType_GetModuleState(type), &err);
-    folder_object *self = (folder_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    char *copy = strdup(found);
-    if (!self || !copy) {
-        sw_manifest_fini(&manifest);
-        free(copy);
-        Py_XDECREF(self);
-        return self ? PyErr_NoMemory() : NULL;
-    }
-    self->path = copy;
-    self->manifest = manifest;
-    return (PyObject *)self;
+    return make_folder(type, found, &manifest, &catalog);
+}
+
+static PyObject *folder_received(PyObject *type, PyObject *args)
+{
+    const char *path;
+    char *data;
+    Py_ssize_t size_bytes;
+    PyObject *bytes;
+    sw_error err = {0};
+    sw_manifest manifest = {0};
+    sw_catalog catalog = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "sS:received", &path, &bytes) ||
+        PyBytes_AsStringAndSize(bytes, &data, &size_bytes) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_catalog_copy(data, (size_t)size_bytes, &catalog, &manifest, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    return make_folder((PyTypeObject *)type, path, &manifest, &catalog);
+}
+
+static PyObject *folder_catalog(PyObject *op, PyObject *args)
+{
+    folder_object *self = (folder_object *)op;
+    PyObject *list;
+    sw_error err = {0};
+    sw_catalog catalog = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "O!:catalog", &PyList_Type, &list))
+        return NULL;
+    size_t count = (size_t)PyList_Size(list);
+    const char **paths = calloc(count + 1, sizeof *paths);
+    if (!paths)
+        return PyErr_NoMemory();
+    for (size_t i = 0; i < count; ++i)
+        if (!(paths[i] = PyUnicode_AsUTF8AndSize(PyList_GetItem(list, (Py_ssize_t)i), NULL))) {
+            free((void *)paths);
+            return NULL;
+        }
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_catalog_read(self->path, &self->manifest, paths, count, &catalog, &err);
+    Py_END_ALLOW_THREADS
+    free((void *)paths);
+    if (status != SW_OK)
+        return fail(op, &err);
+    sw_catalog_fini(&self->catalog);
+    self->catalog = catalog;
+    return PyBytes_FromStringAndSize((const char *)catalog.data, (Py_ssize_t)catalog.size_bytes);
 }
 
 static void folder_dealloc(PyObject *op)
@@ -52,6 +115,7 @@ static void folder_dealloc(PyObject *op)
     folder_object *self = (folder_object *)op;
     PyTypeObject *type = Py_TYPE(op);
     sw_manifest_fini(&self->manifest);
+    sw_catalog_fini(&self->catalog);
     free(self->path);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
     Py_DECREF(type);
@@ -158,14 +222,20 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Bytes [begin, begin + size) of a file in malloc'ed memory. */
+/* Bytes [0, size) of a file in malloc'ed memory, out of the catalog where it has them. */
 static sw_status read_part(const folder_object *self, const char *path, size_t size_bytes,
                            uint8_t **data, sw_error *err)
 {
+    size_t known_bytes = 0;
+    const uint8_t *known = sw_catalog_find(&self->catalog, path, &known_bytes);
     sw_read_range range = {.size_bytes = size_bytes, .destination = malloc(size_bytes + 1)};
     if (!range.destination)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu bytes of '%s'", size_bytes, path);
-    sw_status status = sw_checkpoint_read(self->path, &self->manifest, path, &range, 1, err);
+    sw_status status = SW_OK;
+    if (known && size_bytes <= known_bytes)
+        memcpy(range.destination, known, size_bytes);
+    else
+        status = sw_checkpoint_read(self->path, &self->manifest, path, &range, 1, err);
     if (status == SW_OK)
         *data = range.destination;
     else
@@ -391,11 +461,44 @@ static PyObject *folder_identity(PyObject *type, PyObject *args)
     return PyUnicode_FromString(identity);
 }
 
+static PyObject *folder_lock(PyObject *type, PyObject *args)
+{
+    const char *path;
+    int fd;
+    bool is_taken = false;
+    sw_error err = {0};
+    if (!PyArg_ParseTuple(args, "is:lock", &fd, &path))
+        return NULL;
+    if (sw_file_lock(fd, path, &is_taken, &err) != SW_OK)
+        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    return PyBool_FromLong(is_taken);
+}
+
+static PyObject *folder_make(PyObject *type, PyObject *args)
+{
+    return check_path(type, args, sw_folder_make);
+}
+
+static PyObject *folder_sync(PyObject *type, PyObject *args)
+{
+    return check_path(type, args, sw_folder_sync);
+}
+
 static PyMethodDef folder_methods[] = {
+    {"lock", folder_lock, METH_VARARGS | METH_CLASS,
+     "lock(fd, path)\n--\n\nLock an open file; return False where another open file has the lock."},
+    {"make", folder_make, METH_VARARGS | METH_CLASS,
+     "make(path)\n--\n\nMake a folder and those above it, durable."},
+    {"sync", folder_sync, METH_VARARGS | METH_CLASS,
+     "sync(path)\n--\n\nMake the names in a folder durable."},
     {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
      "check_removable(path)\n--\n\nCheckpointError unless nothing is there but a checkpoint."},
     {"check_replaceable", folder_check_replaceable, METH_VARARGS | METH_CLASS,
      "check_replaceable(path)\n--\n\nThe same for all that a save to `path` takes the place of."},
+    {"received", folder_received, METH_VARARGS | METH_CLASS,
+     "received(path, catalog)\n--\n\nA checkpoint of which another rank has read the catalog."},
+    {"catalog", folder_catalog, METH_VARARGS,
+     "catalog(paths)\n--\n\nThe manifest, headers of safetensors files and other files whole."},
     {"identity", folder_identity, METH_VARARGS | METH_CLASS,
      "identity(path)\n--\n\nReturn a text that identifies what lies there now; '' for nothing."},
     {"verify", folder_verify, METH_VARARGS,

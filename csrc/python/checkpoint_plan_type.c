@@ -5,6 +5,8 @@
 #include <string.h>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/write.h"
+#include "platform/file.h"
 #include "python/engine.h"
 
 typedef struct plan_input { /* what sw_plan_create() borrows while it runs; the strings live in
@@ -48,13 +50,23 @@ static int read_shape(PyObject *shape, sw_plan_tensor *tensor)
     return 0;
 }
 
+static int read_holder(int number, sw_plan_holder *holder)
+{
+    if (number < SW_HELD_BY_ALL || number > SW_HELD_IN_PARTS) {
+        PyErr_Format(PyExc_ValueError, "CheckpointPlan: holder must be in [0, 2], got %d", number);
+        return -1;
+    }
+    *holder = (sw_plan_holder)number;
+    return 0;
+}
+
 static int read_tensors(PyObject *tensors, sw_plan_group *group, sw_plan_tensor **list)
 {
     Py_ssize_t count = PyList_Check(tensors) ? PyList_Size(tensors) : -1;
     if (count < 0) {
         PyErr_SetString(
             PyExc_TypeError,
-            "CheckpointPlan: tensors must be a list of (name, dtype, shape, pinned) tuples");
+            "CheckpointPlan: tensors must be a list of (name, dtype, shape, holder) tuples");
         return -1;
     }
     *list = calloc((size_t)count + 1, sizeof **list);
@@ -67,12 +79,11 @@ static int read_tensors(PyObject *tensors, sw_plan_group *group, sw_plan_tensor 
     for (Py_ssize_t i = 0; i < count; ++i) {
         sw_plan_tensor *tensor = &(*list)[i];
         PyObject *shape;
-        int pinned;
-        if (!PyArg_ParseTuple(PyList_GetItem(tensors, i), "ssOp", &tensor->name, &tensor->dtype,
-                              &shape, &pinned) ||
-            read_shape(shape, tensor) < 0)
+        int holder;
+        if (!PyArg_ParseTuple(PyList_GetItem(tensors, i), "ssOi", &tensor->name, &tensor->dtype,
+                              &shape, &holder) ||
+            read_shape(shape, tensor) < 0 || read_holder(holder, &tensor->holder) < 0)
             return -1;
-        tensor->is_pinned = pinned != 0;
     }
     return 0;
 }
@@ -102,8 +113,10 @@ static int read_input(PyObject *groups, PyObject *texts, plan_input *input)
     }
     for (size_t i = 0; i < input->text_count; ++i) {
         unsigned long long size_bytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(texts, (Py_ssize_t)i), "sK", &input->texts[i].path,
-                              &size_bytes))
+        int holder;
+        if (!PyArg_ParseTuple(PyList_GetItem(texts, (Py_ssize_t)i), "sKi", &input->texts[i].path,
+                              &size_bytes, &holder) ||
+            read_holder(holder, &input->texts[i].holder) < 0)
             return -1;
         input->texts[i].size_bytes = size_bytes;
     }
@@ -172,20 +185,16 @@ static PyObject *plan_files(PyObject *op, PyObject *unused)
     return files;
 }
 
-/* Flags of the sources that the rank's blocks touch. */
-static void mark_needed(const sw_plan *plan, const uint64_t *blocks, size_t count, bool *needed)
+/* Flags of the sources that ranges touch. */
+static void mark_needed(const sw_plan *plan, const sw_plan_range *ranges, size_t count,
+                        bool *needed)
 {
     for (size_t i = 0; i < count; ++i) {
-        uint64_t offset;
-        size_t size_bytes;
-        const sw_plan_file *file = sw_plan_locate(plan, blocks[i], &offset, &size_bytes);
-        for (size_t p = file->first_piece; p < file->first_piece + file->piece_count; ++p) {
-            const sw_plan_piece *piece = &plan->pieces[p];
-            if (piece->begin >= offset + size_bytes)
-                break;
-            if (piece->begin + piece->size_bytes > offset)
-                needed[piece->source] = true;
-        }
+        const sw_plan_file *file = &plan->files[ranges[i].file];
+        size_t end = file->first_piece + file->piece_count;
+        for (size_t p = sw_plan_find_piece(plan, file, ranges[i].begin);
+             p < end && plan->pieces[p].begin < ranges[i].end; ++p)
+            needed[plan->pieces[p].source] |= plan->pieces[p].size_bytes > 0;
     }
 }
 
@@ -193,7 +202,7 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
 {
     const sw_plan *plan = ((plan_object *)op)->plan;
     int rank, world_size;
-    uint64_t *blocks = NULL;
+    sw_plan_range *ranges = NULL;
     size_t count = 0;
     sw_error err = {0};
     if (!PyArg_ParseTuple(args, "ii:needed", &rank, &world_size))
@@ -202,12 +211,12 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
         return PyErr_Format(PyExc_ValueError,
                             "needed: rank must be in [0, world_size), got %d of %d", rank,
                             world_size);
-    if (sw_plan_owned(plan, rank, world_size, &blocks, &count, &err) != SW_OK)
+    if (sw_plan_own_ranges(plan, rank, world_size, &ranges, &count, &err) != SW_OK)
         return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
     bool *needed = calloc(plan->source_count + 1, sizeof *needed);
     PyObject *result = needed ? PyList_New(0) : PyErr_NoMemory();
     if (needed)
-        mark_needed(plan, blocks, count, needed);
+        mark_needed(plan, ranges, count, needed);
     for (size_t i = 0; result && i < plan->source_count; ++i) {
         PyObject *index = needed[i] ? PyLong_FromSize_t(i) : NULL;
         if (needed[i] && (!index || PyList_Append(result, index) < 0))
@@ -215,98 +224,114 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
         Py_XDECREF(index);
     }
     free(needed);
-    free(blocks);
+    free(ranges);
     return result;
 }
 
-static int read_holdings(PyObject *list, sw_plan_holding **holdings)
+static PyObject *plan_get_digest(PyObject *op, void *unused)
+{
+    (void)unused;
+    return PyLong_FromUnsignedLong(((plan_object *)op)->plan->digest);
+}
+
+static PyObject *plan_create_files(PyObject *op, PyObject *args)
+{
+    const char *folder;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "s:create_files", &folder))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_plan_create_files(((plan_object *)op)->plan, folder, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    Py_RETURN_NONE;
+}
+
+/* [(begin, nbytes)]; NULL with a Python error. */
+static sw_write_range *read_ranges(PyObject *list)
 {
     Py_ssize_t count = PyList_Size(list);
-    *holdings = calloc((size_t)count + 1, sizeof **holdings);
-    if (!*holdings) {
+    sw_write_range *ranges = calloc((size_t)count + 1, sizeof *ranges);
+    if (!ranges)
         PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        Py_ssize_t source;
+    for (Py_ssize_t i = 0; ranges && i < count; ++i) {
         unsigned long long begin, size_bytes;
-        int rank;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nKKi", &source, &begin, &size_bytes, &rank))
-            return -1;
-        (*holdings)[i] = (sw_plan_holding){(size_t)source, begin, size_bytes, rank};
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "KK", &begin, &size_bytes)) {
+            free(ranges);
+            return NULL;
+        }
+        ranges[i] = (sw_write_range){begin, size_bytes};
     }
-    return 0;
+    return ranges;
 }
 
-static PyObject *describe_transfers(const sw_plan_transfer *transfers, size_t count)
+static PyObject *plan_write(PyObject *type, PyObject *args)
 {
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (size_t i = 0; list && i < count; ++i) {
-        const sw_plan_transfer *t = &transfers[i];
-        PyObject *item =
-            Py_BuildValue("(nKKii)", (Py_ssize_t)t->source, (unsigned long long)t->begin,
-                          (unsigned long long)t->size_bytes, t->holder, t->owner);
-        if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
-            ENGINE_CLEAR(list);
-    }
-    return list;
-}
-
-static PyObject *plan_assign(PyObject *op, PyObject *args)
-{
-    PyObject *list, *result = NULL;
-    int world_size;
-    sw_plan_holding *holdings = NULL;
-    sw_plan_transfer *transfers = NULL;
-    size_t count = 0;
+    const char *path;
+    unsigned long long size_bytes, first_block, address;
+    PyObject *list;
+    sw_tally_list tallies = {0};
     sw_error err = {0};
-    if (!PyArg_ParseTuple(args, "O!i:assign", &PyList_Type, &list, &world_size))
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "sKKO!K:write", &path, &size_bytes, &first_block, &PyList_Type,
+                          &list, &address))
         return NULL;
-    if (world_size < 1)
-        return PyErr_Format(PyExc_ValueError, "assign: world_size must be at least 1, got %d",
-                            world_size);
-    if (read_holdings(list, &holdings) == 0) {
-        if (sw_plan_assign(((plan_object *)op)->plan, holdings, (size_t)PyList_Size(list),
-                           world_size, &transfers, &count, &err) == SW_OK)
-            result = describe_transfers(transfers, count);
-        else
-            sw_py_raise_checkpoint(sw_py_state_of(op), &err);
-    }
-    free(transfers);
-    free(holdings);
+    sw_write_range *ranges = read_ranges(list);
+    if (!ranges)
+        return NULL;
+    size_t count = (size_t)PyList_Size(list);
+    sw_write_file file = {path, size_bytes, first_block};
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_checkpoint_write(&file, ranges, count, (const void *)(uintptr_t)address, &tallies,
+                                 &err);
+    Py_END_ALLOW_THREADS
+    free(ranges);
+    PyObject *result = NULL;
+    if (status == SW_OK)
+        result = PyBytes_FromStringAndSize((const char *)tallies.data,
+                                           (Py_ssize_t)tallies.size_bytes);
+    else
+        sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    sw_tally_list_fini(&tallies);
     return result;
 }
 
-static PyObject *plan_headers(PyObject *op, PyObject *unused)
+static PyObject *plan_sync(PyObject *type, PyObject *args)
 {
-    const sw_plan *plan = ((plan_object *)op)->plan;
-    PyObject *headers = PyList_New((Py_ssize_t)plan->file_count);
-    (void)unused;
-    for (size_t f = 0; headers && f < plan->file_count; ++f) {
-        const sw_plan_file *file = &plan->files[f];
-        PyObject *header = PyBytes_FromStringAndSize(file->header ? file->header : "",
-                                                     (Py_ssize_t)file->header_bytes);
-        if (!header || PyList_SetItem(headers, (Py_ssize_t)f, header) < 0)
-            ENGINE_CLEAR(headers);
-    }
-    return headers;
+    const char *path;
+    int fd = -1;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "s:sync", &path))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_file_open_write(path, false, &fd, &err);
+    if (status == SW_OK)
+        status = sw_file_sync(fd, path, &err);
+    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? &err : NULL);
+    status = status == SW_OK ? closed : status;
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    Py_RETURN_NONE;
 }
 
-/* One file with the checksums of its blocks; -1 with a Python error or *err set. */
-static int add_checksums(const sw_plan_file *file, PyObject *list, sw_manifest *manifest,
-                         sw_error *err)
+static sw_status merge_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
 {
-    if (!PyList_Check(list) || (uint64_t)PyList_Size(list) != file->block_count) {
-        PyErr_Format(PyExc_ValueError, "commit: '%s' needs a list with a checksum a block",
-                     file->path);
-        return -1;
-    }
-    if (sw_manifest_add_file(manifest, file->path, file->size_bytes, err) != SW_OK)
-        return -1;
-    for (uint64_t block = 0; block < file->block_count; ++block) {
-        unsigned long crc = PyLong_AsUnsignedLong(PyList_GetItem(list, (Py_ssize_t)block));
-        if (PyErr_Occurred() ||
-            sw_manifest_add_block(manifest, file->path, block, (uint32_t)crc, err) != SW_OK)
+    return sw_manifest_add_tally(context, block, tally, err);
+}
+
+/* What ranks have written; -1 with a Python error, or *err set. */
+static int merge_lists(PyObject *lists, sw_manifest *manifest, sw_error *err)
+{
+    for (Py_ssize_t i = 0; i < PyList_Size(lists); ++i) {
+        char *data;
+        Py_ssize_t size_bytes;
+        if (PyBytes_AsStringAndSize(PyList_GetItem(lists, i), &data, &size_bytes) < 0 ||
+            sw_tally_list_read((const uint8_t *)data, (size_t)size_bytes, merge_tally, manifest,
+                               err) != SW_OK)
             return -1;
     }
     return 0;
@@ -314,8 +339,8 @@ static int add_checksums(const sw_plan_file *file, PyObject *list, sw_manifest *
 
 static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"partial", "folder",     "replaces",  "nonce",
-                            "step",    "world_size", "checksums", NULL};
+    static char *names[] = {"partial", "folder",     "replaces", "nonce",
+                            "step",    "world_size", "tallies",  NULL};
     const sw_plan *plan = ((plan_object *)op)->plan;
     const char *partial, *folder, *replaces, *nonce;
     unsigned long long step;
@@ -327,22 +352,22 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
                                      &replaces, &nonce, &step, &manifest.world_size, &PyList_Type,
                                      &lists))
         return NULL;
-    if (!sw_manifest_is_nonce(nonce) || (size_t)PyList_Size(lists) != plan->file_count)
-        return PyErr_Format(PyExc_ValueError,
-                            "commit: nonce must be 1 to 64 of [0-9a-z], and every file needs its "
-                            "checksums; got '%.80s'",
-                            nonce);
     manifest.step = step;
     snprintf(manifest.nonce, sizeof manifest.nonce, "%s", nonce);
     for (size_t f = 0; f < plan->file_count && status == SW_OK; ++f)
-        if (add_checksums(&plan->files[f], PyList_GetItem(lists, (Py_ssize_t)f), &manifest, &err) <
-            0)
-            status = SW_E_INVALID;
+        status = sw_manifest_add_file(&manifest, plan->files[f].path, plan->files[f].size_bytes,
+                                      &err);
+    if (status == SW_OK && merge_lists(lists, &manifest, &err) < 0)
+        status = SW_E_INVALID;
     if (status == SW_OK) {
         Py_BEGIN_ALLOW_THREADS
-        status = sw_manifest_complete(&manifest, &err);
+        status = sw_plan_write_headers(plan, partial, &manifest, &err);
+        if (status == SW_OK)
+            status = sw_manifest_complete(&manifest, &err);
         if (status == SW_OK)
             status = sw_commit(partial, folder, replaces, &manifest, &err);
+        if (status == SW_OK)
+            sw_commit_clean(folder, nonce);
         Py_END_ALLOW_THREADS
     }
     sw_manifest_fini(&manifest);
@@ -352,24 +377,32 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 static PyMethodDef plan_methods[] = {
-    {"headers", plan_headers, METH_NOARGS,
-     "headers()\n--\n\nWhat stands before the tensors of each file."},
+    {"write", plan_write, METH_VARARGS | METH_CLASS,
+     "write(path, nbytes, first_block, ranges, address)\n--\n\nWrites [(begin, nbytes)] of a file of "
+     "a plan; what it has written, for commit()."},
+    {"sync", plan_sync, METH_VARARGS | METH_CLASS, "sync(path)\n--\n\nMakes a file durable."},
+    {"create_files", plan_create_files, METH_VARARGS,
+     "create_files(folder)\n--\n\nEvery file, with its whole size and disk space."},
     {"commit", (PyCFunction)(void (*)(void))plan_commit, METH_VARARGS | METH_KEYWORDS,
-     "Makes a folder that holds every file of this plan a checkpoint."},
-    {"assign", plan_assign, METH_VARARGS,
-     "assign(holdings, world_size)\n--\n\nBlocks to the ranks that hold most of them; what those "
-     "lack."},
+     "Makes a folder that holds every file of this plan a checkpoint, headers included."},
     {"files", plan_files, METH_NOARGS,
      "files()\n--\n\n[(path, nbytes, [(source, begin, nbytes)])], in order."},
     {"needed", plan_needed, METH_VARARGS,
-     "needed(rank, world_size)\n--\n\nSources that lie in blocks of the rank."},
+     "needed(rank, world_size)\n--\n\nSources of which the rank writes bytes, but for those that "
+     "are held in parts."},
     {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef plan_properties[] = {
+    {"digest", plan_get_digest, NULL, "of paths, headers and sizes", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot plan_slots[] = {
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_methods, plan_methods},
+    {Py_tp_getset, plan_properties},
     {Py_tp_doc,
      "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a checkpoint."},
     {0, NULL},

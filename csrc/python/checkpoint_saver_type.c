@@ -10,9 +10,9 @@
 #include "python/device_stage_object.h"
 
 typedef struct saver_object {
-    PyObject_HEAD sw_board board;
+    PyObject_HEAD sw_channel channel;
     sw_saver *saver; /* owned; NULL once closed */
-    PyObject *arena; /* owned; the board's memory, NULL where it is a file or there is one rank */
+    PyObject *arena; /* owned; the channel's pages, NULL where there is one rank */
     PyObject *shared, *own; /* owned plans of the present save */
     long owner_pid;
     bool in_use; /* a thread is inside of a call that only one may be in */
@@ -80,60 +80,90 @@ static void leave(saver_object *self)
     self->in_use = false;
 }
 
+/* Each rank's host; NULL with a Python error. */
+static int *read_hosts(PyObject *list, int world_size)
+{
+    if (!PyList_Check(list) || PyList_Size(list) != world_size) {
+        PyErr_Format(PyExc_ValueError, "CheckpointSaver: hosts must be a list of %d", world_size);
+        return NULL;
+    }
+    int *hosts = calloc((size_t)world_size, sizeof *hosts);
+    if (!hosts)
+        PyErr_NoMemory();
+    for (int r = 0; hosts && r < world_size; ++r) {
+        long host = PyLong_AsLong(PyList_GetItem(list, r));
+        if (host < 0 || host >= world_size) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_ValueError, "CheckpointSaver: a host must be in [0, %d), got %ld",
+                             world_size, host);
+            free(hosts);
+            return NULL;
+        }
+        hosts[r] = (int)host;
+    }
+    return hosts;
+}
+
+/* The control pages of the ranks of this host; NULL with a Python error. */
+static uint8_t **read_pages(engine_state *state, PyObject *arena, int rank, int world_size)
+{
+    const arena_object *memory = (arena_object *)arena;
+    if (Py_TYPE(arena) == state->arena_type && memory->arena &&
+        memory->arena->world_size == world_size && memory->owner->comm->rank == rank &&
+        memory->arena->size_bytes >= SW_CHANNEL_PAGE_BYTES)
+        return memory->arena->base;
+    PyErr_Format(PyExc_TypeError,
+                 "CheckpointSaver: pages must be an Arena of these ranks with at least %d bytes",
+                 SW_CHANNEL_PAGE_BYTES);
+    return NULL;
+}
+
 static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "world_size", "board", "threads", "direct", "bandwidth", NULL};
+    static char *names[] = {"rank",    "world_size", "pages",   "hosts",     "path",
+                            "threads", "direct",     "idle_io", "bandwidth", NULL};
     saver_object *self = (saver_object *)op;
     engine_state *state = sw_py_state_of(op);
-    PyObject *arena = Py_None;
-    int rank, world_size, threads = 2, direct = 1;
+    PyObject *arena = Py_None, *host_list = Py_None;
+    int rank, world_size, threads = 2, direct = 1, idle_io = 0;
     unsigned long long bandwidth = 0;
     uint8_t **pages = NULL;
+    int *hosts = NULL;
     const char *path = NULL;
     sw_error err = {0};
     if (self->saver) {
         PyErr_SetString(PyExc_TypeError, "CheckpointSaver: already initialised");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|O$ipK:CheckpointSaver", names, &rank,
-                                     &world_size, &arena, &threads, &direct, &bandwidth))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|OOz$ippK:CheckpointSaver", names, &rank,
+                                     &world_size, &arena, &host_list, &path, &threads, &direct,
+                                     &idle_io, &bandwidth))
         return -1;
-    if (PyUnicode_Check(arena)) {
-        path = PyUnicode_AsUTF8AndSize(arena, NULL);
-        if (!path)
-            return -1;
-    } else if (arena != Py_None) {
-        const arena_object *memory = (arena_object *)arena;
-        if (Py_TYPE(arena) != state->arena_type || !memory->arena ||
-            memory->arena->world_size != world_size || memory->owner->comm->rank != rank ||
-            memory->arena->size_bytes < SW_BOARD_PAGE_BYTES) {
-            PyErr_Format(
-                PyExc_TypeError,
-                "CheckpointSaver: board must be a file's path, or an Arena of these ranks with at "
-                "least %d bytes",
-                SW_BOARD_PAGE_BYTES);
-            return -1;
-        }
-        pages = memory->arena->base;
-    }
-    if (world_size < 1 || rank < 0 || rank >= world_size || (world_size > 1 && !pages && !path)) {
+    if (world_size < 1 || rank < 0 || rank >= world_size || (world_size > 1) != (arena != Py_None) ||
+        (host_list != Py_None) != (path != NULL)) {
         PyErr_Format(PyExc_ValueError,
-                     "CheckpointSaver: rank must be in [0, world_size), and several ranks need a "
-                     "board; got %d of %d",
+                     "CheckpointSaver: rank must be in [0, world_size), several ranks need pages, "
+                     "and several hosts a path; got %d of %d",
                      rank, world_size);
         return -1;
     }
+    if (arena != Py_None && !(pages = read_pages(state, arena, rank, world_size)))
+        return -1;
+    if (host_list != Py_None && !(hosts = read_hosts(host_list, world_size)))
+        return -1;
     sw_saver_options options = {.thread_count = threads,
                                 .use_direct = direct != 0,
+                                .is_idle_io = idle_io != 0,
                                 .bandwidth_bytes_per_second = bandwidth};
-    sw_status status = path ? sw_board_init_file(&self->board, rank, world_size, path, &err)
-                            : sw_board_init(&self->board, rank, world_size, pages, &err);
-    if (status != SW_OK || sw_saver_create(&self->board, &options, &self->saver, &err) != SW_OK) {
-        sw_board_fini(&self->board);
+    sw_status status =
+        sw_channel_init(&self->channel, rank, world_size, pages, hosts, path, &err);
+    free(hosts);
+    if (status != SW_OK || sw_saver_create(&self->channel, &options, &self->saver, &err) != SW_OK) {
+        sw_channel_fini(&self->channel);
         sw_py_raise(state, &err, NULL);
         return -1;
     }
-    if (arena != Py_None && !path) {
+    if (arena != Py_None) {
         Py_INCREF(arena);
         self->arena = arena;
     }
@@ -151,7 +181,7 @@ static void close_saver(saver_object *self)
         Py_BEGIN_ALLOW_THREADS
         sw_saver_destroy(saver);
         Py_END_ALLOW_THREADS
-        sw_board_fini(&self->board);
+        sw_channel_fini(&self->channel);
     }
     Py_CLEAR(self->shared);
     Py_CLEAR(self->own);
@@ -234,6 +264,8 @@ static int read_strings(PyObject *list, const char ***strings)
 
 static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_save_part *part)
 {
+    if (plan == Py_None && PyList_Size(sources) == 0) /* nothing of this rank's own */
+        return 0;
     if (Py_TYPE(plan) != state->plan_type) {
         PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
         return -1;
@@ -329,6 +361,16 @@ done:
     return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(state, &err);
 }
 
+static PyObject *saver_warm(PyObject *op, PyObject *args)
+{
+    saver_object *self = (saver_object *)op;
+    unsigned long long bytes;
+    if (!PyArg_ParseTuple(args, "K:warm", &bytes) || !is_usable(self))
+        return NULL;
+    /* without it the first save takes longer, and that is all */
+    return PyBool_FromLong(sw_saver_warm(self->saver, bytes, NULL) == SW_OK);
+}
+
 static PyObject *saver_protect(PyObject *op, PyObject *unused)
 {
     saver_object *self = (saver_object *)op;
@@ -415,11 +457,10 @@ static PyObject *saver_progress(PyObject *op, PyObject *unused)
         return NULL;
     sw_saver_progress(self->saver, &progress);
     return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:N}", "bytes_total", (unsigned long long)progress.bytes_total,
+        "{s:K,s:K,s:K,s:K,s:N}", "bytes_total", (unsigned long long)progress.bytes_total,
         "bytes_written", (unsigned long long)progress.bytes_written, "staging_bytes",
         (unsigned long long)progress.staging_bytes, "direct_bytes",
-        (unsigned long long)progress.direct_bytes, "ahead_bytes",
-        (unsigned long long)progress.ahead_bytes, "busy", PyBool_FromLong(progress.is_busy));
+        (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
 }
 
 static PyObject *saver_spare(PyObject *op, PyObject *unused)
@@ -442,6 +483,8 @@ static PyObject *saver_spare(PyObject *op, PyObject *unused)
 static PyMethodDef saver_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))saver_begin, METH_VARARGS | METH_KEYWORDS,
      "Takes the snapshot and starts the rest."},
+    {"warm", saver_warm, METH_VARARGS,
+     "warm(nbytes)\n--\n\nStaging for a save of as many bytes is touched by a thread of its own."},
     {"protect", saver_protect, METH_NOARGS, "protect()\n--\n\nCopies what is still live."},
     {"wait", saver_wait, METH_VARARGS,
      "wait(timeout_s)\n--\n\nWhether nothing runs any more; raises a save's error once."},
@@ -450,8 +493,7 @@ static PyMethodDef saver_methods[] = {
     {"cancel", saver_cancel, METH_VARARGS,
      "cancel(message)\n--\n\nMakes a running save fail soon."},
     {"progress", saver_progress, METH_NOARGS,
-     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, "
-     "busy."},
+     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
     {"spare", saver_spare, METH_NOARGS,
      "spare()\n--\n\n[(address, nbytes)] of memory that is anybody's until the next save begins."},
     {"close", saver_close, METH_NOARGS,
@@ -463,8 +505,8 @@ static PyType_Slot saver_slots[] = {
     {Py_tp_init, saver_init},
     {Py_tp_dealloc, saver_dealloc},
     {Py_tp_methods, saver_methods},
-    {Py_tp_doc, "CheckpointSaver(rank, world_size, board=None, *, threads=2, direct=True, "
-                "bandwidth=0)\n--\n\nOne save at a time."},
+    {Py_tp_doc, "CheckpointSaver(rank, world_size, pages=None, hosts=None, path=None, *, threads=2, direct=True, "
+                "idle_io=False, bandwidth=0)\n--\n\nOne save at a time."},
     {0, NULL},
 };
 

@@ -220,16 +220,6 @@ static PyObject *sample_crc32c(PyObject *module, PyObject *args)
         sw_sample_crc32c((const void *)(uintptr_t)address, (size_t)size, (size_t)stride));
 }
 
-static PyObject *crc32c_join(PyObject *module, PyObject *args)
-{
-    unsigned long a, b;
-    unsigned long long b_bytes;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "kkK:crc32c_join", &a, &b, &b_bytes))
-        return NULL;
-    return PyLong_FromUnsignedLong(sw_crc32c_join((uint32_t)a, (uint32_t)b, b_bytes));
-}
-
 static PyObject *prefer_huge_pages(PyObject *module, PyObject *args)
 {
     unsigned long long address, size_bytes;
@@ -254,8 +244,6 @@ PyMethodDef sw_py_kernel_functions[] = {
     {"sample_crc32c", sample_crc32c, METH_VARARGS,
      "sample_crc32c(address, nbytes, stride)\n--\n\nThe checksum of a few cache lines of some "
      "memory."},
-    {"crc32c_join", crc32c_join, METH_VARARGS,
-     "crc32c_join(a, b, b_nbytes)\n--\n\nThe checksum of A then B, from those of A and B."},
     {"prefer_huge_pages", prefer_huge_pages, METH_VARARGS,
      "prefer_huge_pages(address, nbytes)\n--\n\nA hint for memory that nobody touched yet."},
     {"host_limits", host_limits, METH_NOARGS, "host_limits()\n--\n\nWhat this process may take."},

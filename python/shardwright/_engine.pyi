@@ -49,9 +49,6 @@ def crc32c(address: int, nbytes: int) -> int:
 def sample_crc32c(address: int, nbytes: int, stride: int) -> int:
     """The checksum of a few cache lines of some memory: its first and last 64 bytes, and 64 at every `stride`."""
 
-def crc32c_join(a: int, b: int, b_nbytes: int) -> int:
-    """The checksum of A followed by the `b_nbytes` bytes of B, from those of A and B."""
-
 def prefer_huge_pages(address: int, nbytes: int) -> None:
     """Asks for huge pages in memory that nobody touched yet. A hint."""
 
@@ -749,25 +746,31 @@ class Units:
 
 @final
 class CheckpointPlan:
-    """Which bytes stand where in which file, and which rank writes them. Arithmetic only; see docs/format.md."""
+    """Which bytes stand where in which file, and which of them a rank writes. Arithmetic only; see docs/format.md."""
 
+    #: of paths, headers and sizes
+    digest: int
     def __new__(
         cls,
-        groups: list[tuple[str, bool, int, str, list[tuple[str, str, list[int], bool]]]],
-        texts: list[tuple[str, int]],
+        groups: list[tuple[str, bool, int, str, list[tuple[str, str, list[int], int]]]],
+        texts: list[tuple[str, int, int]],
     ) -> CheckpointPlan:
-        """`groups`: (stem, numbered, max_file_bytes, metadata as JSON, tensors), tensors (name, dtype, shape, pinned);
-        `texts`: (path, nbytes). Sources are numbered through all groups' tensors, then the texts."""
+        """`groups`: (stem, numbered, max_file_bytes, metadata as JSON, tensors), tensors (name, dtype, shape, holder);
+        `texts`: (path, nbytes, holder). Sources are numbered through all groups' tensors, then the texts. `holder` 0: all ranks hold
+        the same, each writes a part; 1: rank 0 writes its own; 2: each writes what it gives as a source."""
     def files(self) -> list[tuple[str, int, list[tuple[int, int, int]]]]:
         """(path, nbytes, [(source, begin, nbytes)]), in order."""
-    def assign(
-        self, holdings: list[tuple[int, int, int, int]], world_size: int
-    ) -> list[tuple[int, int, int, int, int]]:
-        """Gives blocks to the ranks that hold most of them. `holdings`: (source, begin, nbytes, rank), each byte at most
-        once; what they do not name is held by every rank. Returns what owners lack, in the holdings' order: (source, begin,
-        nbytes, holder, owner). Before the plan is used."""
-    def headers(self) -> list[bytes]:
-        """What stands before the tensors of each file, in files()' order; b"" for a text."""
+    def needed(self, rank: int, world_size: int) -> list[int]:
+        """Sources of which the rank writes some byte, but for those of holder 2."""
+    def create_files(self, folder: str) -> None:
+        """Makes every file in `folder`, with its whole size and disk space."""
+    @classmethod
+    def write(cls, path: str, nbytes: int, first_block: int, ranges: list[tuple[int, int]], address: int) -> bytes:
+        """Writes (begin, nbytes), ascending, of a file of `nbytes` whose blocks are numbered from `first_block` in its plan; their bytes
+        follow each other at `address`. Returns tallies of what was written, for commit(). Not durable."""
+    @classmethod
+    def sync(cls, path: str) -> None:
+        """Makes a file durable."""
     def commit(
         self,
         *,
@@ -777,13 +780,10 @@ class CheckpointPlan:
         nonce: str,
         step: int,
         world_size: int,
-        checksums: list[list[int]],
+        tallies: list[bytes],
     ) -> None:
-        """Makes `partial`, which holds every file of this plan, the checkpoint `folder`, durable when this returns;
-        `checksums` has a list a file, in files()' order, with the CRC-32C of each block. An existing folder is replaced in
-        one step."""
-    def needed(self, rank: int, world_size: int) -> list[int]:
-        """Sources of which some byte lies in a block that the rank writes."""
+        """Makes `partial`, which holds every file of this plan, the checkpoint `folder`, durable when this returns; writes headers.
+        `tallies`: what write() has returned, on all ranks. An existing folder is replaced in one step."""
 
 @final
 class DeviceStage:
@@ -803,14 +803,17 @@ class CheckpointSaver:
         self,
         rank: int,
         world_size: int,
-        board: Arena | str | None = None,
+        pages: Arena | None = None,
+        hosts: list[int] | None = None,
+        path: str | None = None,
         *,
         threads: int = 2,
         direct: bool = True,
+        idle_io: bool = False,
         bandwidth: int = 0,
     ) -> None:
-        """`board`: an Arena of these ranks with at least 4096 bytes, or the path of a zeroed file of as many for each rank; None at
-        world size 1. `bandwidth`: bytes a second."""
+        """`pages`: an Arena of these ranks with at least 4096 bytes; None at world size 1. `hosts`: each rank's, numbered by their lowest
+        ranks, and `path`: a zeroed file of 4096 bytes for each; None where there is one. `bandwidth`: bytes a second."""
     def begin(
         self,
         *,
@@ -822,7 +825,7 @@ class CheckpointSaver:
         metric: float | None,
         shared: CheckpointPlan,
         shared_sources: list[tuple[int, int, int, int, bool, bool]],
-        own: CheckpointPlan,
+        own: CheckpointPlan | None,
         own_sources: list[tuple[int, int, int, int, bool, bool]],
         lazy: bool,
         stale: list[str],
@@ -834,6 +837,8 @@ class CheckpointSaver:
         memory is read until protect() returns (lazy) or this returns (else, and what is on a device). `number` counts saves
         from 1, alike on all ranks; `nonce` is equal on all and never used before. `device`: what the GPU's memory comes down
         through, and the stream that wrote it."""
+    def warm(self, nbytes: int) -> bool:
+        """Staging for a save of as many bytes is touched by a thread of its own. Whether that could be begun."""
     def protect(self) -> None:
         """Copies what is still live: call it before the memory of a lazy save changes."""
     def wait(self, timeout_s: float) -> bool:
@@ -843,7 +848,7 @@ class CheckpointSaver:
     def cancel(self, message: str) -> None:
         """Makes a running save fail soon, with this reason."""
     def progress(self) -> dict[str, int]:
-        """bytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, busy."""
+        """bytes_total, bytes_written, staging_bytes, direct_bytes, busy."""
     def spare(self) -> list[tuple[int, int]]:
         """(address, nbytes) of the memory for snapshots, which is anybody's until the next save begins; none while one runs."""
     def close(self) -> None:
@@ -870,6 +875,21 @@ class CheckpointFolder:
     def check_replaceable(cls, path: str) -> None:
         """The same for all that a save to `path` takes the place of."""
     @classmethod
+    def lock(cls, fd: int, path: str) -> bool:
+        """Lock an open file for this descriptor; return False where another open file has the lock. CheckpointError: the file system
+        has no locks."""
+    @classmethod
+    def make(cls, path: str) -> None:
+        """Make a folder and those above it that are missing, durable when this returns."""
+    @classmethod
+    def sync(cls, path: str) -> None:
+        """Make the names in a folder durable."""
+    @classmethod
+    def received(cls, path: str, catalog: bytes) -> CheckpointFolder:
+        """The checkpoint at `path`, of which another rank has read `catalog`: no file is opened until something is read of it."""
+    def catalog(self, paths: list[str]) -> bytes:
+        """The manifest, and of `paths` the headers of safetensors files and the others whole, checked. tensors() and read_bytes() of
+        these files read nothing then."""
     def identity(cls, path: str) -> str:
         """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""
     def verify(self, first: int, end: int) -> None:

@@ -19,19 +19,21 @@
 #include "checkpoint/save.h"
 #include "platform/file.h"
 
-enum { CASE_TENSORS = 4, CASE_WORLD_MAX = 5, CASE_NAMES_MAX = 16 };
+enum { CASE_TENSORS = 6, CASE_WORLD_MAX = 5, CASE_NAMES_MAX = 16, CASE_LINE_BYTES = 64 };
 
 typedef struct case_tensor {
     const char *name, *dtype;
     int64_t rows, columns;
-    bool is_pinned;
+    sw_plan_holder holder;
 } case_tensor;
 
 static const case_tensor case_model[CASE_TENSORS] = {
-    {"a", "U8", 3, 1, false},
-    {"b", "F32", 700, 401, false}, /* more than a block */
-    {"c", "F32", 0, 5, false},
-    {"d", "I64", 77, 1, true},
+    {"a", "U8", 3, 1, SW_HELD_BY_ALL},
+    {"b", "F32", 700, 401, SW_HELD_BY_ALL}, /* more than a block */
+    {"c", "F32", 0, 5, SW_HELD_BY_ALL},
+    {"d", "I64", 77, 1, SW_HELD_BY_FIRST},
+    {"e", "F32", 600, 501, SW_HELD_IN_PARTS}, /* cuts fall anywhere */
+    {"f", "U8", 5003, 1, SW_HELD_IN_PARTS},
 };
 
 static inline uint8_t case_byte(int step, size_t tensor, uint64_t place)
@@ -59,7 +61,7 @@ static inline const uint8_t *case_bytes(int step, size_t tensor)
     return made[step][tensor];
 }
 
-static inline sw_status case_plan(sw_plan **plan, sw_error *err)
+static inline sw_status case_plan(int world_size, sw_plan **plan, sw_error *err)
 {
     int64_t shapes[CASE_TENSORS][2];
     sw_plan_tensor tensors[CASE_TENSORS];
@@ -67,29 +69,43 @@ static inline sw_status case_plan(sw_plan **plan, sw_error *err)
         shapes[i][0] = case_model[i].rows;
         shapes[i][1] = case_model[i].columns;
         tensors[i] = (sw_plan_tensor){case_model[i].name, case_model[i].dtype, shapes[i], 2,
-                                      case_model[i].is_pinned};
+                                      case_model[i].holder};
     }
     sw_plan_group group = {"model", false, 0, "{\"format\":\"pt\"}", tensors, CASE_TENSORS};
-    return sw_plan_create(&group, 1, NULL, 0, plan, err);
+    sw_plan_text lines = {"ranks/all.jsonl", (uint64_t)world_size * CASE_LINE_BYTES,
+                          SW_HELD_IN_PARTS};
+    return sw_plan_create(&group, 1, &lines, 1, plan, err);
 }
 
-/* One rank's data of a step: what sw_save_source points to. */
+/* One rank's data of a step: what sw_save_source points to. `own` is rank 0's file. */
 typedef struct case_data {
     uint8_t *bytes[CASE_TENSORS];
-    sw_save_source sources[CASE_TENSORS];
-    char text[64];
+    sw_save_source sources[CASE_TENSORS + 1];
+    char line[CASE_LINE_BYTES + 1], text[64];
     sw_save_source own;
 } case_data;
 
-static inline void case_fill(case_data *data, int step, int rank)
+/* Of what is held in parts a rank gives the bytes from size * rank / world_size on, in two ranges of
+ * memory where there are two bytes. */
+static inline void case_fill(case_data *data, int step, int rank, int world_size)
 {
     for (size_t i = 0; i < CASE_TENSORS; ++i) {
-        uint64_t size = case_size(i);
+        uint64_t size = case_size(i), begin = 0, end = size;
+        if (case_model[i].holder == SW_HELD_IN_PARTS) {
+            begin = size * (uint64_t)rank / (uint64_t)world_size;
+            end = size * (uint64_t)(rank + 1) / (uint64_t)world_size;
+        }
         data->bytes[i] = malloc(size + 1);
         memcpy(data->bytes[i], case_bytes(step, i), size);
-        data->sources[i] = (sw_save_source){i, 0, size, data->bytes[i], false};
+        data->sources[i] = (sw_save_source){i, begin, end - begin, data->bytes[i] + begin, false};
     }
-    snprintf(data->text, sizeof data->text, "{\"step\":%d,\"rank\":%d}\n", step, rank);
+    snprintf(data->line, sizeof data->line, "{\"step\":%d,\"rank\":%d}", step, rank);
+    memset(data->line + strlen(data->line), ' ', sizeof data->line - strlen(data->line));
+    data->line[CASE_LINE_BYTES - 1] = '\n';
+    data->sources[CASE_TENSORS] =
+        (sw_save_source){CASE_TENSORS, (uint64_t)rank * CASE_LINE_BYTES, CASE_LINE_BYTES,
+                         data->line, false};
+    snprintf(data->text, sizeof data->text, "{\"step\":%d}\n", step);
     data->own = (sw_save_source){0, 0, strlen(data->text), data->text, false};
 }
 
@@ -103,7 +119,8 @@ typedef struct case_rank {
     int rank, world_size, step;
     const char *directory;
     uint8_t *const *pages;
-    const char *board_path; /* a board in a file, in place of pages; NULL: none */
+    const int *host_of;     /* several hosts, whose ranks map no other's pages; NULL: one */
+    const char *board_path; /* the file between them */
     const char *const *stale, *const *retired;
     size_t stale_count, retired_count;
     bool is_direct, is_lazy;
@@ -118,24 +135,21 @@ typedef struct case_rank {
 static inline void *case_save(void *argument)
 {
     case_rank *self = argument;
-    char folder[SW_PATH_BYTES], own_path[64];
-    sw_board board;
+    char folder[SW_PATH_BYTES];
+    sw_channel channel;
     sw_saver *saver = NULL;
     sw_plan *shared = NULL, *own = NULL;
     case_data data = {0};
     sw_saver_options options = {.thread_count = self->thread_count, .use_direct = self->is_direct};
     bool is_over = false;
     snprintf(folder, sizeof folder, "%s/step-%06d", self->directory, self->step);
-    snprintf(own_path, sizeof own_path, "ranks/%05d.json", self->rank);
-    case_fill(&data, self->step, self->rank);
-    sw_plan_text text = {own_path, data.own.size_bytes};
-    self->status =
-        self->board_path
-            ? sw_board_init_file(&board, self->rank, self->world_size, self->board_path, &self->err)
-            : sw_board_init(&board, self->rank, self->world_size,
-                            self->world_size > 1 ? self->pages : NULL, &self->err);
-    if (self->status != SW_OK || sw_saver_create(&board, &options, &saver, &self->err) != SW_OK ||
-        case_plan(&shared, &self->err) != SW_OK ||
+    case_fill(&data, self->step, self->rank, self->world_size);
+    sw_plan_text text = {"state.json", data.own.size_bytes, SW_HELD_BY_ALL};
+    self->status = sw_channel_init(&channel, self->rank, self->world_size,
+                                   self->world_size > 1 ? self->pages : NULL, self->host_of,
+                                   self->board_path, &self->err);
+    if (self->status != SW_OK || sw_saver_create(&channel, &options, &saver, &self->err) != SW_OK ||
+        case_plan(self->world_size, &shared, &self->err) != SW_OK ||
         sw_plan_create(NULL, 0, &text, 1, &own, &self->err) != SW_OK)
         exit(90);
     sw_save_request request = {.folder = folder,
@@ -143,8 +157,8 @@ static inline void *case_save(void *argument)
                                .replaces = self->replaces,
                                .number = self->number,
                                .step = (uint64_t)self->step,
-                               .shared = {shared, data.sources, CASE_TENSORS},
-                               .own = {own, &data.own, 1},
+                               .shared = {shared, data.sources, CASE_TENSORS + 1},
+                               .own = {self->rank ? NULL : own, &data.own, self->rank ? 0 : 1},
                                .is_lazy = self->is_lazy,
                                .stale = self->stale,
                                .stale_count = self->stale_count,
@@ -158,7 +172,7 @@ static inline void *case_save(void *argument)
     while (self->status == SW_OK && !is_over)
         self->status = sw_saver_wait(saver, 1000000000, &is_over, &self->err);
     sw_saver_destroy(saver);
-    sw_board_fini(&board);
+    sw_channel_fini(&channel);
     sw_plan_destroy(shared);
     sw_plan_destroy(own);
     case_free(&data);
@@ -169,7 +183,7 @@ static inline void *case_save(void *argument)
  * same. */
 static inline sw_status case_save_together(case_rank settings, sw_error *err)
 {
-    static uint8_t memory[CASE_WORLD_MAX][SW_BOARD_PAGE_BYTES] __attribute__((aligned(4096)));
+    static uint8_t memory[CASE_WORLD_MAX][SW_CHANNEL_PAGE_BYTES] __attribute__((aligned(4096)));
     uint8_t *pages[CASE_WORLD_MAX];
     case_rank ranks[CASE_WORLD_MAX];
     pthread_t threads[CASE_WORLD_MAX];
@@ -207,10 +221,12 @@ static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
         return false;
     sw_plan *plan = NULL;
     if (sw_checkpoint_verify(folder, &manifest, 0, manifest.block_count, err) != SW_OK ||
-        case_plan(&plan, err) != SW_OK)
+        case_plan(manifest.world_size, &plan, err) != SW_OK)
         right = false;
     for (size_t p = 0; right && p < plan->piece_count; ++p) {
         const sw_plan_piece *piece = &plan->pieces[p];
+        if (piece->source >= CASE_TENSORS)
+            continue;
         uint8_t *bytes = malloc(piece->size_bytes + 1);
         sw_read_range range = {piece->begin, piece->size_bytes, bytes};
         if (sw_checkpoint_read(folder, &manifest, "model.safetensors", &range, 1, err) != SW_OK)

@@ -214,39 +214,161 @@ static void safetensors_headers(void)
           "2^64", err.message);
 }
 
-static char *print_case(bool is_acknowledgement, size_t *size)
+static sw_status append_part(void *context, const char *part, size_t size, sw_error *err)
+{
+    (void)err;
+    sw_text_append(context, part, size);
+    return SW_OK;
+}
+
+/* The tally of a whole block with checksum `crc`. */
+static sw_tally whole_block(uint32_t crc, uint32_t size)
+{
+    return (sw_tally){crc, sw_tally_whole(size)};
+}
+
+static char *print_case(size_t *size)
 {
     sw_manifest manifest = {
         .step = 12, .world_size = 3, .nonce = "abc9", .has_metric = true, .metric = 0.125};
     sw_error err = {0};
-    char *text = NULL;
+    sw_text text = {0};
     bool made = sw_manifest_add_file(&manifest, "ranks/00001.json", 10, &err) == SW_OK &&
                 sw_manifest_add_file(&manifest, "model.safetensors",
                                      3 * (uint64_t)SW_BLOCK_BYTES + 1, &err) == SW_OK &&
                 sw_manifest_add_file(&manifest, "empty", 0, &err) == SW_OK;
     for (uint64_t b = 0; b < 4; ++b)
-        if (b != 2 || !is_acknowledgement)
-            made = made && sw_manifest_add_block(&manifest, "model.safetensors", b,
-                                                 0xdeadbeef + (uint32_t)b, &err) == SW_OK;
-    made = made && sw_manifest_add_block(&manifest, "ranks/00001.json", 0, 5, &err) == SW_OK;
-    check(sw_manifest_add_block(&manifest, "ranks/00001.json", 0, 5, &err) != SW_OK,
-          "a block twice", err.message);
-    check(sw_manifest_add_block(&manifest, "model.safetensors", 4, 5, &err) != SW_OK,
-          "a block beyond", err.message);
-    check((sw_manifest_complete(&manifest, &err) == SW_OK) == !is_acknowledgement, "completeness",
+        made = made &&
+               sw_manifest_add_tally(
+                   &manifest, 1 + b,
+                   whole_block(0xdeadbeef + (uint32_t)b, b < 3 ? SW_BLOCK_BYTES : 1), &err) == SW_OK;
+    made = made && sw_manifest_add_tally(&manifest, 0, whole_block(5, 10), &err) == SW_OK;
+    check(sw_manifest_add_tally(&manifest, 5, whole_block(5, 10), &err) != SW_OK, "a block beyond",
           err.message);
-    check(made && sw_manifest_print(&manifest, is_acknowledgement, &text, size, &err) == SW_OK,
-          "print", err.message);
+    check(sw_manifest_complete(&manifest, &err) == SW_OK, "completeness", err.message);
+    check(made && sw_manifest_print(&manifest, append_part, &text, &err) == SW_OK, "print",
+          err.message);
     sw_manifest_fini(&manifest);
-    return text;
+    *size = text.size_bytes;
+    return text.data;
 }
 
-static bool is_manifest(const char *text, size_t size, bool is_acknowledgement, sw_manifest *found)
+/* What may not become a manifest. */
+static void incomplete_manifests(void)
+{
+    static const struct {
+        sw_tally second;
+        const char *said; /* NULL: complete */
+    } cases[] = {{{7, 0}, "block 1 of 'model.safetensors'"}, {{7, 1}, "block 1 of"}};
+    for (size_t i = 0; i < 5; ++i) {
+        sw_manifest manifest = {.step = 1, .world_size = 2, .nonce = "n"};
+        sw_error err = {0};
+        const char *said = i < 2 ? cases[i].said : NULL;
+        check(sw_manifest_add_file(&manifest, "model.safetensors", SW_BLOCK_BYTES + 9, &err) ==
+                      SW_OK &&
+                  sw_manifest_add_tally(&manifest, 0, whole_block(3, SW_BLOCK_BYTES), &err) ==
+                      SW_OK &&
+                  sw_manifest_add_tally(&manifest, 1, i < 2 ? cases[i].second : whole_block(7, 9),
+                                        &err) == SW_OK,
+              "add", err.message);
+        if (i == 2) {
+            manifest.step = UINT64_C(1) << 53;
+            said = "step, world_size or nonce is missing or out of range";
+        } else if (i == 3) {
+            check(sw_manifest_add_file(&manifest, "model.safetensors", 0, &err) == SW_OK, "add", "");
+            said = "'model.safetensors' stands twice";
+        }
+        bool is_complete = sw_manifest_complete(&manifest, &err) == SW_OK;
+        check(said ? !is_complete && strstr(err.message, said) : is_complete,
+              said ? said : "complete", err.message);
+        sw_manifest_fini(&manifest);
+    }
+}
+
+typedef struct sum { /* of one block's tallies */
+    sw_tally total;
+    uint64_t block;
+} sum;
+
+static sw_status add_to_sum(void *context, uint64_t block, sw_tally tally, sw_error *err)
+{
+    sum *to = context;
+    (void)err;
+    if (block == to->block) {
+        to->total.crc ^= tally.crc;
+        to->total.cover = (uint16_t)(to->total.cover + tally.cover);
+    }
+    return SW_OK;
+}
+
+/* Law: ranges that tile a block make its checksum and its cover in whatever order; a hole, a byte
+ * twice, and both at once do not make its cover. */
+static void tallies(void)
+{
+    enum { CUTS = 9 };
+    uint8_t *data = malloc(SW_BLOCK_BYTES);
+    int missed = 0, tried = 0;
+    for (size_t i = 0; i < SW_BLOCK_BYTES; ++i)
+        data[i] = (uint8_t)rand_r(&seed);
+    for (int round = 0; round < 100; ++round) {
+        uint32_t size = round % 3 ? 1 + (uint32_t)chance(SW_BLOCK_BYTES) : SW_BLOCK_BYTES;
+        uint32_t cuts[CUTS + 1] = {0};
+        sw_tally total = {0};
+        sw_tally_list list = {0};
+        for (int i = 1; i < CUTS; ++i)
+            cuts[i] = cuts[i - 1] + (uint32_t)chance((size - cuts[i - 1]) / 2 + 1);
+        cuts[CUTS] = size;
+        size_t first = chance(CUTS);
+        for (size_t i = 0; i < CUTS; ++i) {
+            size_t c = (first + i * 4) % CUTS;
+            sw_tally one = {0};
+            if (cuts[c] == cuts[c + 1])
+                continue;
+            sw_tally_add(&one, sw_crc32c(0, data + cuts[c], cuts[c + 1] - cuts[c]), cuts[c],
+                         cuts[c + 1] - cuts[c], size);
+            sw_tally_list_append(&list, 7 + i % 2, one); /* two lists' worth: blocks 7 and 8 */
+            sw_tally_list_append(&list, 20, one);
+            total.crc ^= one.crc;
+            total.cover = (uint16_t)(total.cover + one.cover);
+        }
+        check(total.crc == sw_crc32c(0, data, size) && total.cover == sw_tally_whole(size),
+              "tiles make the block", "");
+        sum read = {.block = 20};
+        check(!list.is_out_of_memory && sw_tally_list_read(list.data, list.size_bytes, add_to_sum,
+                                                           &read, NULL) == SW_OK &&
+                  read.total.crc == total.crc && read.total.cover == total.cover,
+              "a list", "");
+        for (size_t end = 1; end < list.size_bytes; end += 1 + chance(40))
+            check(end % 8 == 0 ||
+                      sw_tally_list_read(list.data, end, add_to_sum, &read, NULL) != SW_OK,
+                  "a list that is cut off", "");
+        sw_tally_list_fini(&list);
+        for (int i = 0; i < 20 && size > 64; ++i, ++tried) {
+            uint32_t at = (uint32_t)chance(size - 32), other = (uint32_t)chance(size - 32),
+                     length = 1 + (uint32_t)chance(31);
+            sw_tally wrong = total;
+            if (at == other)
+                continue;
+            if (i % 3 != 1)
+                sw_tally_add(&wrong, 0, at, length, size);
+            if (i % 3 != 0) { /* taken out */
+                sw_tally gone = {0};
+                sw_tally_add(&gone, 0, other, length, size);
+                wrong.cover = (uint16_t)(wrong.cover - gone.cover);
+            }
+            missed += wrong.cover == sw_tally_whole(size);
+        }
+    }
+    check(missed <= tried / 1000, "holes and bytes twice are seen", "");
+    free(data);
+}
+
+static bool is_manifest(const char *text, size_t size, sw_manifest *found)
 {
     sw_error err = {0};
     char *exact = malloc(size + 1); /* so that the address sanitizer sees a read beyond */
     memcpy(exact, text, size);
-    bool sound = sw_manifest_parse(exact, size, is_acknowledgement, "text", found, &err) == SW_OK;
+    bool sound = sw_manifest_parse(exact, size, "text", found, &err) == SW_OK;
     free(exact);
     return sound;
 }
@@ -265,7 +387,7 @@ static bool survives_change(const char *text, size_t size, const char *from, con
     sw_text_append(&made, to, strlen(to));
     sw_text_append(&made, place + strlen(from), (size_t)(seal - place) - strlen(from));
     sw_text_print(&made, ",\"self_crc32c\":\"%08x\"}\n", sw_crc32c(0, made.data, made.size_bytes));
-    bool sound = is_manifest(made.data, made.size_bytes, false, &found);
+    bool sound = is_manifest(made.data, made.size_bytes, &found);
     sw_manifest_fini(&found);
     sw_text_fini(&made);
     return sound;
@@ -305,9 +427,9 @@ static void manifests(void)
         {"\"files\"", "\"filez\""},
     };
     size_t size = 0;
-    char *text = print_case(false, &size);
+    char *text = print_case(&size);
     sw_manifest found = {0};
-    check(is_manifest(text, size, false, &found), "reads what it wrote", "");
+    check(is_manifest(text, size, &found), "reads what it wrote", "");
     const sw_manifest_file *model = sw_manifest_find(&found, "model.safetensors");
     check(found.step == 12 && found.world_size == 3 && strcmp(found.nonce, "abc9") == 0 &&
               found.metric == 0.125,
@@ -321,37 +443,13 @@ static void manifests(void)
     check(survives_change(text, size, "\"step\":12", "\"step\":12,\"new\":[1]"),
           "unknown keys are ignored", "");
     for (size_t end = 0; end < size; ++end)
-        check(!is_manifest(text, end, false, &found), "cut off", "");
+        check(!is_manifest(text, end, &found), "cut off", "");
     for (size_t at = 0; at < size; ++at)
         for (int bit = 0; bit < 8; ++bit) {
             text[at] = (char)(text[at] ^ (1 << bit));
-            check(!is_manifest(text, size, false, &found), "a bit changed", "");
+            check(!is_manifest(text, size, &found), "a bit changed", "");
             text[at] = (char)(text[at] ^ (1 << bit));
         }
-    free(text);
-    text = print_case(true, &size);
-    check(is_manifest(text, size, true, &found) && found.file_count == 4,
-          "an acknowledgement lists runs", text);
-    sw_manifest whole = {.step = 12, .world_size = 3, .nonce = "abc9"};
-    sw_error err = {0};
-    check(sw_manifest_add_file(&whole, "model.safetensors", 3 * (uint64_t)SW_BLOCK_BYTES + 1,
-                               &err) == SW_OK &&
-              sw_manifest_add_file(&whole, "empty", 0, &err) == SW_OK,
-          "add", err.message);
-    check(sw_manifest_merge(&whole, &found, 2, &err) == SW_E_INVALID &&
-              strstr(err.message, "ranks/00001.json"),
-          "a stranger's file", err.message);
-    sw_manifest_fini(&whole);
-    check(sw_manifest_add_file(&whole, "model.safetensors", 3 * (uint64_t)SW_BLOCK_BYTES + 1,
-                               &err) == SW_OK &&
-              sw_manifest_add_file(&whole, "empty", 0, &err) == SW_OK &&
-              sw_manifest_merge(&whole, &found, 1, &err) == SW_OK,
-          "merge", err.message);
-    check(sw_manifest_complete(&whole, &err) == SW_E_STATE &&
-              strstr(err.message, "block 2 of 'model.safetensors'"),
-          "a hole", err.message);
-    sw_manifest_fini(&whole);
-    sw_manifest_fini(&found);
     free(text);
 }
 
@@ -405,6 +503,53 @@ static void fuzz(int rounds)
     }
 }
 
+/* Over all ranks every byte that is not held in parts, once; ascending; about as much each. */
+static void check_own_ranges(const sw_plan *plan, int world)
+{
+    uint64_t all = 0, most = 0, expected = 0, first = plan->first_bytes;
+    uint8_t **seen = calloc(plan->file_count + 1, sizeof *seen);
+    for (size_t f = 0; f < plan->file_count; ++f) {
+        const sw_plan_file *file = &plan->files[f];
+        seen[f] = calloc(file->size_bytes + 1, 1);
+        expected += file->header_bytes;
+        for (size_t p = 0; p < file->piece_count; ++p) {
+            const sw_plan_piece *piece = &plan->pieces[file->first_piece + p];
+            check(plan->piece_of[piece->source] == file->first_piece + p &&
+                      (piece->size_bytes == 0 ||
+                       sw_plan_file_of(plan, file->first_piece + p) == file),
+                  "where a source is", file->path);
+            if (piece->holder == SW_HELD_IN_PARTS)
+                memset(seen[f] + piece->begin, 1, piece->size_bytes);
+            else
+                expected += piece->size_bytes;
+        }
+    }
+    for (int rank = 0; rank < world; ++rank) {
+        sw_plan_range *ranges = NULL;
+        size_t count = 0;
+        uint64_t bytes = 0;
+        check(sw_plan_own_ranges(plan, rank, world, &ranges, &count, NULL) == SW_OK, "ranges", "");
+        for (size_t i = 0; i < count; ++i) {
+            check(i == 0 || ranges[i].file > ranges[i - 1].file ||
+                      ranges[i].begin >= ranges[i - 1].end,
+                  "ascending", "");
+            uint8_t *bytes_of = seen[ranges[i].file] + ranges[i].begin;
+            check(!memchr(bytes_of, 1, ranges[i].end - ranges[i].begin), "each byte once", "");
+            memset(bytes_of, 1, ranges[i].end - ranges[i].begin);
+            bytes += ranges[i].end - ranges[i].begin;
+        }
+        all += bytes;
+        most = bytes > most ? bytes : most;
+        free(ranges);
+    }
+    check(all == expected, "every byte", "");
+    uint64_t fair = expected / (uint64_t)world + 3 * (uint64_t)SW_BLOCK_BYTES;
+    check(most <= (fair > first ? fair : first + SW_BLOCK_BYTES), "balanced", "");
+    for (size_t f = 0; f < plan->file_count; ++f)
+        free(seen[f]);
+    free(seen);
+}
+
 static void check_plan(const sw_plan *plan, const sw_plan_tensor *tensors, size_t count,
                        uint64_t limit)
 {
@@ -430,27 +575,8 @@ static void check_plan(const sw_plan *plan, const sw_plan_tensor *tensors, size_
     }
     for (size_t i = 0; i < count; ++i)
         check(seen[i], "every tensor", tensors[i].name);
-    for (int world = 1; world <= 9; ++world) {
-        uint8_t *owners = calloc(plan->block_count + 1, 1);
-        size_t most = 0;
-        for (int rank = 0; rank < world; ++rank) {
-            uint64_t *blocks = NULL;
-            size_t owned = 0;
-            check(sw_plan_owned(plan, rank, world, &blocks, &owned, NULL) == SW_OK, "owned", "");
-            most = owned > most ? owned : most;
-            for (size_t i = 0; i < owned; ++i) {
-                owners[blocks[i]]++;
-                check(!plan->is_pinned[blocks[i]] || rank == 0, "pinned blocks are rank 0's", "");
-                check(i == 0 || blocks[i] > blocks[i - 1], "ascending", "");
-            }
-            free(blocks);
-        }
-        for (uint64_t b = 0; b < plan->block_count; ++b)
-            check(owners[b] == 1, "every block has one owner", "");
-        uint64_t fair = plan->block_count / (uint64_t)world + 2;
-        check(most <= (fair > plan->pinned_count ? fair : plan->pinned_count), "balanced", "");
-        free(owners);
-    }
+    for (int world = 1; world <= 9; ++world)
+        check_own_ranges(plan, world);
     free(seen);
 }
 
@@ -469,7 +595,7 @@ static void plans(void)
             shapes[i][1] = (int64_t)chance(900);
             snprintf(names[i], sizeof names[i], "layer.%zu.\"w\\", i);
             tensors[i] = (sw_plan_tensor){names[i], dtypes[chance(7)], shapes[i], (int)chance(3),
-                                          chance(6) == 0};
+                                          (sw_plan_holder)(round % 4 ? chance(6) % 3 : 0)};
         }
         sw_plan_group group = {"model", round % 2, limit, "{}", tensors, count};
         sw_plan *plan = NULL, *again = NULL;
@@ -483,7 +609,8 @@ static void plans(void)
         sw_plan_destroy(again);
     }
     int64_t shape[1] = {3};
-    sw_plan_tensor twice[2] = {{"x", "U8", shape, 1, false}, {"x", "U8", shape, 1, false}};
+    sw_plan_tensor twice[2] = {{"x", "U8", shape, 1, SW_HELD_BY_ALL},
+                               {"x", "U8", shape, 1, SW_HELD_BY_ALL}};
     sw_plan_group group = {"model", false, 0, "{}", twice, 2};
     sw_plan *plan = NULL;
     sw_error err = {0};
@@ -510,6 +637,8 @@ int main(void)
     json_texts();
     safetensors_headers();
     manifests();
+    incomplete_manifests();
+    tallies();
     plans();
     fuzz(getenv("SW_TEST_LONG") ? 2000000 : 100000);
     return failed ? 1 : 0;

@@ -183,14 +183,15 @@ def test_generators_of_more_gpus_than_there_are_here(rank, world_size):
 @on_every_rank()
 def test_a_file_system_without_locks_is_not_called_another_writer(rank, world_size):
     from shardwright.checkpoint import retention
+    from shardwright.checkpoint.peers import os_error
 
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    def refuse(_, path):
+        raise os_error(f"'{path}' cannot be locked: {os.strerror(errno.ENOLCK)}", errno.ENOLCK)
 
     model, optimizer = build(Small)
     folder = shared_folder(rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retention.fcntl, "lockf", refuse)
+        patch.setattr(retention, "lock_file", refuse)
         assert "cannot be locked: No locks available" in agreed(lambda: sw.Checkpointer(folder, model, optimizer))
     with sw.Checkpointer(folder, model, optimizer) as checkpoints:
         checkpoints.save(0)
@@ -216,7 +217,7 @@ def test_a_lazy_save_is_given_up_if_something_is_loaded_before_it_is_written(ran
 
 @pytest.mark.parametrize("zero", [None, 2])
 @on_every_rank(deadline_s=60)
-def test_a_save_that_failed_on_one_rank_alone_costs_at_most_the_next_one(rank, world_size, zero):
+def test_a_save_that_one_rank_cannot_begin_is_heard_by_all_at_once(rank, world_size, zero):
     model, optimizer = build(Small)
     model.register_buffer("steps", torch.zeros(3))  # whose values ranks compare before they begin
     if zero is not None:
@@ -233,28 +234,25 @@ def test_a_save_that_failed_on_one_rank_alone_costs_at_most_the_next_one(rank, w
                 outcomes.append(str(error))
         checkpoints.wait()
         heard = f"rank {culprit}: metric must be finite, got nan"
-        if zero is None and world_size > 1:  # the others did begin, and hear of it at the next one
-            first = ["metric must be finite, got nan" if rank == culprit else "begun", heard]
-        else:
-            first = ["metric must be finite, got nan" if rank == culprit else heard, "begun"]
+        first = ["metric must be finite, got nan" if rank == culprit else heard, "begun"]
         assert outcomes == [*first, "begun", "begun", "begun"]
         assert checkpoints.restore() == 5
 
 
 @on_every_rank(deadline_s=60)
-def test_a_rank_that_cannot_give_away_what_it_holds_of_a_cut_leaves_nobody_waiting(rank, world_size):
-    from shardwright.checkpoint import content
+def test_a_rank_that_cannot_describe_what_it_holds_leaves_no_rank_waiting(rank, world_size):
+    from shardwright.checkpoint import writing
 
     def refuse(*_):
-        raise MemoryError("no memory for bytes beyond a cut")
+        raise MemoryError("no memory to describe the state")
 
     model, optimizer = sw.wrap(*build(Small), zero=1)
     culprit = world_size - 1
     with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:
-                patch.setattr(content, "Cuts", refuse)
-            with pytest.raises(sw.CheckpointError, match="no memory for bytes beyond a cut"):
+                patch.setattr(writing, "describe_state", refuse)
+            with pytest.raises(sw.CheckpointError, match="no memory to describe the state"):
                 checkpoints.save(0)
         checkpoints.save(1)
         checkpoints.wait()
@@ -263,22 +261,28 @@ def test_a_rank_that_cannot_give_away_what_it_holds_of_a_cut_leaves_nobody_waiti
 
 @on_every_rank(deadline_s=60)
 def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
-    """Between the two steps in which a writer replaces it."""
+    """Between the two steps in which a writer replaces it; and it goes on between rank 0's look and the others'."""
     folder = shared_folder(rank)
     model, _ = build(Small)
     sw.save(f"{folder}/a", model)
-    if rank == 0:
-        shutil.copytree(f"{folder}/a", f"{folder}/a.replaced")
-    gather(None)
-    opened = reading.CheckpointFolder
-    with mock.patch.object(
-        reading, "CheckpointFolder", lambda path: opened(path + ".replaced" if rank == world_size - 1 else path)
-    ):
-        other, _ = build(Small, seed=9)
-        sw.load(f"{folder}/a", other)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
-        with mock.patch.object(reading.Reader, "_fill_model", side_effect=RuntimeError("no more")):
-            said = agreed(lambda: sw.load(f"{folder}/a", other))
+    openings = reading._open_together
+    for before, after in (("a", "a.replaced"), ("a.replaced", "a")):
+
+        def opened(path, peers):
+            found = openings(path, peers)
+            assert os.path.basename(found[0].path) == before  # noqa: B023
+            gather(None)
+            if rank == 0:
+                os.rename(f"{folder}/{before}", f"{folder}/{after}")  # noqa: B023
+            gather(None)
+            return found
+
+        with mock.patch.object(reading, "_open_together", opened):
+            other, _ = build(Small, seed=9)
+            sw.load(f"{folder}/a", other)
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+    with mock.patch.object(reading.Reader, "_fill_model", side_effect=RuntimeError("no more")):
+        said = agreed(lambda: sw.load(f"{folder}/a", other))
     assert "was loaded in part" in said
 
 
@@ -312,6 +316,7 @@ def test_what_must_not_be_replaced_or_passed_over_is_named_by_all(rank, world_si
     refused = f"{folder}/runs/step-000002"
     assert "takes the place of checkpoints alone" in agreed(lambda: sw.save(refused, model, overwrite=True))
     sw.save(f"{folder}/runs/step-000001", model, overwrite=True)
+    gather(None)  # rank 0 returns when it has removed what was replaced; the others when the new one is durable
     assert sorted(os.listdir(f"{folder}/runs")) == [".lock", "step-000001", "step-000002", "step-000003"]
 
 
@@ -348,7 +353,7 @@ def test_arguments_that_one_rank_alone_gives_are_told_to_all(rank, world_size):
 def test_whatever_goes_wrong_on_rank_0_is_told_to_all(rank, world_size):
     folder = shared_folder(rank)
     model, _ = build(Small)
-    with mock.patch("os.makedirs", side_effect=RecursionError("too deep") if rank == 0 else None):
+    with mock.patch("shardwright.checkpoint.files.why_not_there", side_effect=RecursionError("too deep") if rank == 0 else None):
         assert "cannot be made: too deep" in agreed(lambda: sw.save(f"{folder}/a", model, timeout_s=20))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import math
@@ -30,6 +31,8 @@ from .retention import (
     DirectoryLock,
     Kept,
     folder_name,
+    go_on_from,
+    in_order,
     left_overs,
     list_checkpoints,
     replaced_ones,
@@ -47,7 +50,7 @@ class Checkpointer:
     Parameters
     ----------
     directory : path-like
-        Made if it is not there. One Checkpointer writes to it at a time.
+        Made if it is not there. One Checkpointer writes to it at a time. One that may not be written to can be restored from.
     model : Module
         Plain, or wrapped by torch or shardwright.
     optimizer : Optimizer, optional
@@ -82,6 +85,9 @@ class Checkpointer:
         Writing threads a rank, in [1, 16].
     direct_io : bool
         Write past the page cache where the file system allows it.
+    idle_io : bool
+        Write only while no other program uses the disk, where its I/O scheduler has priorities (bfq, cfq). A disk that is always busy
+        may keep such a save from its end until `timeout_s`.
     bandwidth_bytes_per_s : int
         Limit of this rank's writing; 0: none.
     verify : bool
@@ -130,6 +136,7 @@ class Checkpointer:
         max_file_bytes: int = MAX_FILE_BYTES,
         threads: int = 2,
         direct_io: bool = True,
+        idle_io: bool = False,
         bandwidth_bytes_per_s: int = 0,
         verify: bool = True,
         timeout_s: float = 1800.0,
@@ -174,14 +181,15 @@ class Checkpointer:
         self._warned: set[str] = set()
         self._call = OneCall()
         self._lock: DirectoryLock | None = None
+        self._read_only = ""  # why nothing can be saved
         self._every: int | None = None  # of the first save(), which all ranks agree on
         self._hooks: list[Any] = []
         self._take_directory()
         try:
-            board = os.path.join(self.directory, BOARD)
+            board = None if self._read_only else os.path.join(self.directory, BOARD)
             self._writer = Writer(
-                self._peers, board, threads=threads, direct=direct_io, bandwidth=bandwidth, timeout_s=timeout_s,
-                max_file_bytes=max_file_bytes,
+                self._peers, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
+                timeout_s=timeout_s, max_file_bytes=max_file_bytes,
             )  # fmt: skip
             if self._lazy:
                 self._hooks = _before_writes(
@@ -190,26 +198,40 @@ class Checkpointer:
         except BaseException:
             self._release()
             raise
+        self._warm_staging()
         self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
         _live.add(self)
         _register_exit()
 
+    def _warm_staging(self) -> None:
+        """For the model now, and for the optimizer's state once it is there: after its first step."""
+        if self._read_only:
+            return
+        optimizer = stepping_optimizer(self._training.optimizer)
+        self._writer.warm(self._training, lazy=self._lazy)
+        if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
+            with contextlib.suppress(TypeError):  # a class that keeps its hooks in a plain dict: the first save touches staging
+                self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
+
     def _take_directory(self) -> None:
-        """The directory is rank 0's to make and to lock; every rank hears of a refusal."""
-        refusal, code = "", None
+        """The directory is rank 0's to make and to lock; every rank hears of a refusal. A directory that may only be read is taken."""
+        refusal, code, is_readable = "", None, False
         if self._peers.rank == 0:
             try:
-                os.makedirs(self.directory, exist_ok=True)
-                self._lock = DirectoryLock(self.directory)
+                self._lock = _lock_directory(self.directory)
             except CheckpointError as error:
                 refusal, code = str(error), error.errno
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be written to: {in_words(error)}"
                 code = getattr(error, "errno", None)
-        refusal, code = self._peers.exchange([refusal, code], f"Checkpointer for {self.directory}")[0]
-        if refusal:
+                is_readable = code in (errno.EACCES, errno.EPERM, errno.EROFS) and os.path.isdir(self.directory)
+        told = [refusal, code, is_readable]
+        refusal, code, is_readable = self._peers.exchange(told, f"Checkpointer for {self.directory}")[0]
+        if is_readable:
+            self._read_only = refusal
+        elif refusal:
             self._release()
             raise os_error(refusal, code)
 
@@ -246,6 +268,8 @@ class Checkpointer:
 
     def _save(self, step: int, every: int, metric: float | None) -> bool:
         self._check_open()
+        if self._read_only:
+            raise CheckpointError(self._read_only)
         refusal = None
         try:
             step = integer("step", step, 0, STEP_LIMIT - 1, f"an integer in [0, {STEP_LIMIT - 1})")
@@ -266,7 +290,7 @@ class Checkpointer:
             return False
         self._settle(f"saves step {step + 1}" if refusal is None else "", refusal)
         if not _is_finite(metric):  # it may be one rank's alone: the others do begin
-            self._writer.skip(f"metric must be finite, got {metric!r}", self._training)
+            self._writer.skip(f"metric must be finite, got {metric!r}")
             raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
@@ -318,7 +342,7 @@ class Checkpointer:
                 retired = self._to_retire(Kept(step, folder, metric))
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
-                self._writer.skip(refusal, self._training)
+                self._writer.skip(refusal)
                 raise os_error(refusal, getattr(error, "errno", None)) from error
         self._writer.begin(
             folder,
@@ -372,9 +396,7 @@ class Checkpointer:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, ahead_bytes (of a lazy
-        save, copied before the optimizer's step asked for it), received_bytes (of other ranks' slices, in the last save), device_bytes (came
-        down from a GPU, in all saves), busy. No communication."""
+        """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, device_bytes (came down from a GPU, in all saves), busy. No communication."""
         self._check_open()
         return self._writer.progress()
 
@@ -386,7 +408,8 @@ class Checkpointer:
         Parameters
         ----------
         step : int, optional
-            Take the checkpoint of that many completed steps, and no other. Newer ones stay: a later restore() prefers them.
+            Take the checkpoint of that many completed steps, and no other. Newer ones stay, abandoned: a later restore() takes
+            one of them only if nothing else can be read, or if it is asked for by its step.
 
         Returns
         -------
@@ -410,7 +433,7 @@ class Checkpointer:
         asked = self._peers.together(check, "step to restore")
         if any(each != asked[0] for each in asked):
             raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
-        listed = self._list()
+        listed = self._list(is_preference=step is None)
         if step is not None:
             chosen = [path for found, path in listed if found == asked[0]]
             if not chosen:
@@ -424,7 +447,11 @@ class Checkpointer:
             spare = self._writer.spare()
             reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare)
             if reader is not None:
+                if step is not None:
+                    self._go_on_from(Kept(asked[0], path, nonce=reader.folder.nonce))
                 apply_together(reader, self._peers, everything=True)
+                if not self._read_only:
+                    self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
             logger.warning("checkpoint passed over: %s", why)
             refusals.append(why)
@@ -437,13 +464,25 @@ class Checkpointer:
             )
         return 0
 
-    def _list(self) -> list[tuple[int, str]]:
-        """(step, path) of the folders that claim to be checkpoints, oldest first, as rank 0 sees them."""
+    def _go_on_from(self, chosen: Kept) -> None:
+        """Later checkpoints are abandoned, as far as the directory can hold a note of it. Collective."""
+
+        def note() -> None:
+            if self._peers.rank == 0 and self._lock is not None:
+                go_on_from(self.directory, chosen)
+
+        self._peers.together(note, f"rollback to step {chosen.step}")
+
+    def _list(self, *, is_preference: bool = False) -> list[tuple[int, str]]:
+        """(step, path) of the folders that claim to be checkpoints, as rank 0 sees them: oldest first, or the one last that restore()
+        prefers."""
         listed: list[tuple[int, str]] = []
         refusal, code = "", None
         if self._peers.rank == 0:
             try:
-                listed = [(kept.step, kept.path) for kept in list_checkpoints(self.directory)]
+                found = list_checkpoints(self.directory)
+                found = in_order(self.directory, found) if is_preference else found
+                listed = [(kept.step, kept.path) for kept in found]
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
                 code = getattr(error, "errno", None)
@@ -454,8 +493,9 @@ class Checkpointer:
 
     def _reject(self, path: str) -> None:
         """Retention counts it no more: some rank has found it damaged."""
-        with contextlib.suppress(CheckpointError, OSError, MemoryError):  # then the manifest says so itself
-            self._rejected.add(CheckpointFolder(path).nonce)
+        if self._peers.rank == 0:
+            with contextlib.suppress(CheckpointError, OSError, MemoryError):  # then the manifest says so itself
+                self._rejected.add(CheckpointFolder(path).nonce)
 
     def steps(self) -> list[int]:
         """Completed steps of the checkpoints in the directory, oldest first; those of saves that are durable. None is read but its
@@ -520,9 +560,31 @@ class Checkpointer:
         return {"directory": self.directory, "snapshot": "lazy" if self._lazy else "copy", "state": state}
 
 
+def _lock_directory(directory: str) -> DirectoryLock:
+    try:
+        CheckpointFolder.make(directory)
+    except CheckpointError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno)) from None
+    return DirectoryLock(directory)
+
+
 def live_checkpointers() -> list[Checkpointer]:
     """Those of this process that are open."""
     return [each for each in _live if not each._closed]
+
+
+def _warmer(checkpointer: weakref.ref[Checkpointer], place: int) -> Any:
+    """A hook of a step that is called once."""
+
+    def warm(*_: Any) -> None:
+        alive = checkpointer()
+        if alive is not None and not alive._closed:
+            alive._hooks[place].remove()
+            alive._writer.warm(alive._training, lazy=alive._lazy)
+
+    return warm
 
 
 def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, protect: Any) -> list[Any]:

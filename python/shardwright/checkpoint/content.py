@@ -1,7 +1,6 @@
 """What a training consists of: which tensors and texts make a checkpoint. Nothing here touches the disk.
 
-Shared content is the same on every rank, and written once: model and optimizer. Own content is one rank's: its random
-generators, its data position, buffers that differ from rank 0's; and rank 0's is all that is small.
+Shared content is known to every rank: model, optimizer, and a line and rows of each rank's own. Rank 0 adds what it alone knows of.
 """
 
 from __future__ import annotations
@@ -17,15 +16,17 @@ import torch
 
 from .._engine import CheckpointError, CheckpointPlan
 from . import tree
-from .cuts import CutExchange, Cuts
 from .device_staging import DeviceStaging
 from .names import ModelTensors, check_savable, dtype_name, stored_shape
 from .optimizer_extras import further_state
-from .peers import Peers
-from .slices import Sliced, check_placements, is_dtensor, merge_holdings, slice_of_dtensor
+from .slices import Boxes, Sliced, check_placements, is_dtensor, slice_of_dtensor
 
 #: (source, begin, nbytes, address, eager, on_device)
 Source = tuple[int, int, int, int, bool, bool]
+#: how a source is held (csrc/checkpoint/plan.h)
+BY_ALL, BY_FIRST, IN_PARTS = 0, 1, 2
+#: what CheckpointPlan takes
+Entries = tuple[list[tuple[str, bool, int, str, list[tuple[str, str, list[int], int]]]], list[tuple[str, int, int]]]
 MODEL_METADATA = {"format": "pt"}
 
 
@@ -33,7 +34,8 @@ MODEL_METADATA = {"format": "pt"}
 class Group:
     """Tensors that become one list of safetensors files, in order.
 
-    `eager`: names that must be copied at the snapshot whatever its form, because more than the optimizer writes them.
+    `eager`: names that must be copied at the snapshot whatever its form, because more than the optimizer writes them. `first`: names of
+    what ranks may hold with other values: rank 0's count.
     """
 
     stem: str
@@ -42,8 +44,9 @@ class Group:
     numbered: bool = False
     max_file_bytes: int = 0
     eager: frozenset[str] = frozenset()
+    first: frozenset[str] = frozenset()
 
-    def plan_entry(self) -> tuple[str, bool, int, str, list[tuple[str, str, list[int], bool]]]:
+    def plan_entry(self) -> tuple[str, bool, int, str, list[tuple[str, str, list[int], int]]]:
         complex_ones = {
             f"complex.{n}": str(t.dtype).removeprefix("torch.") for n, t in self.tensors.items() if t.is_complex()
         }
@@ -51,8 +54,13 @@ class Group:
         for name, tensor in self.tensors.items():
             if not isinstance(tensor, Sliced):
                 check_savable(name, tensor)
-        entries = [(n, dtype_name(n, t.dtype), stored_shape(t), n in self.eager) for n, t in self.tensors.items()]
+        entries = [(n, dtype_name(n, t.dtype), stored_shape(t), self._holder(n, t)) for n, t in self.tensors.items()]
         return (self.stem, self.numbered, self.max_file_bytes, metadata, entries)
+
+    def _holder(self, name: str, tensor: Any) -> int:
+        if isinstance(tensor, Sliced):
+            return IN_PARTS
+        return BY_FIRST if name in self.first else BY_ALL
 
 
 @dataclasses.dataclass
@@ -63,102 +71,79 @@ class Content:
     ----------
     staging : DeviceStaging
         What is on a GPU is a source there as far as this takes it.
+    texts : dict of str to bytes
+        Files that every rank has whole.
+    lines : dict of str to (int, int, bytes)
+        Files of which each rank has a part: bytes in all, where the part begins, the part.
     held : list
         What the sources' addresses point into: keep it until the snapshot is taken.
-    received_bytes : int
-        Of other ranks' slices, by slice_sources().
     """
 
     groups: list[Group]
     staging: DeviceStaging
     texts: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    lines: dict[str, tuple[int, int, bytes]] = dataclasses.field(default_factory=dict)
     held: list[Any] = dataclasses.field(default_factory=list)
-    received_bytes: int = 0
+
+    def entries(self) -> Entries:
+        """What decides the plan: equal entries, equal plans."""
+        texts = [(path, len(text), BY_ALL) for path, text in self.texts.items()]
+        texts += [(path, nbytes, IN_PARTS) for path, (nbytes, _, _) in self.lines.items()]
+        return [group.plan_entry() for group in self.groups], texts
 
     def plan(self) -> CheckpointPlan:
-        return CheckpointPlan(
-            [group.plan_entry() for group in self.groups], [(path, len(text)) for path, text in self.texts.items()]
-        )
+        return CheckpointPlan(*self.entries())
 
-    def sources(self, needed: Sequence[int] | None = None) -> list[Source]:
-        """Of all tensors and texts, or of those whose numbers are in `needed`."""
-        wanted = None if needed is None else set(needed)
-        found = []
-        number = -1
-        for group in self.groups:
-            for name, tensor in group.tensors.items():
-                number += 1
-                if isinstance(tensor, Sliced):
-                    continue  # slice_sources() has them
-                if tensor.numel() and (wanted is None or number in wanted):
-                    bytes_of, on_device = self.staging.memory_of(tensor)
-                    self.held.append(bytes_of)
-                    size = bytes_of.numel() * bytes_of.element_size()
-                    found.append((number, 0, size, bytes_of.data_ptr(), name in group.eager, on_device))
-        for text in self.texts.values():
-            number += 1
-            if text:
-                memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-                self.held.append(memory)
-                found.append((number, 0, len(text), memory.data_ptr(), True, False))
-        return found
-
-    def slice_tensors(self) -> None:
+    def slice_tensors(self, boxes: Boxes) -> None:
         """Sliced in the place of every DTensor."""
         for group in self.groups:
             for name, tensor in group.tensors.items():
                 if is_dtensor(tensor):
                     check_placements(name, tensor)
-                    group.tensors[name] = slice_of_dtensor(tensor, stays=self.staging.takes)
+                    group.tensors[name] = slice_of_dtensor(tensor, boxes, stays=self.staging.takes)
 
-    def sliced(self) -> dict[int, tuple[str, Sliced, bool]]:
-        """Number of a source -> (name, what this rank holds of it, eager), of those that are spread over ranks."""
-        named = [(n, t, n in group.eager) for group in self.groups for n, t in group.tensors.items()]
-        return {i: (n, t, eager) for i, (n, t, eager) in enumerate(named) if isinstance(t, Sliced)}
+    def sources(self, needed: Sequence[int] | None = None) -> list[Source]:
+        """What this rank writes from, ascending: of what all ranks hold, the tensors and texts whose numbers are in `needed` (None: all);
+        of what is held in parts, the parts that are this rank's turn."""
+        wanted = None if needed is None else set(needed)
+        found: list[Source] = []
+        number = -1
+        for group in self.groups:
+            for name, tensor in group.tensors.items():
+                number += 1
+                eager = name in group.eager
+                if isinstance(tensor, Sliced):
+                    mine, count = tensor.turn
+                    if number % count == mine:
+                        found += [(number, *part, eager, on_device) for *part, on_device in self._parts(tensor)]
+                elif tensor.numel() and (wanted is None or number in wanted):
+                    bytes_of, on_device = self.staging.memory_of(tensor)
+                    self.held.append(bytes_of)
+                    size = bytes_of.numel() * bytes_of.element_size()
+                    found.append((number, 0, size, bytes_of.data_ptr(), eager, on_device))
+        for text in self.texts.values():
+            number += 1
+            if text and (wanted is None or number in wanted):
+                found.append((number, 0, len(text), self._keep(text), True, False))
+        for _, begin, line in self.lines.values():
+            number += 1
+            found.append((number, begin, len(line), self._keep(line), True, False))
+        return found
 
-    def slice_sources(self, plan: CheckpointPlan, peers: Peers, exchange: CutExchange) -> list[Source]:
-        """Gives the plan's blocks to those who hold them, and exchanges what they lack: sources of what is spread over
-        ranks, as sources() has those of the rest. Collective."""
-        sliced = self.sliced()
-        held = {number: tensor for number, (_, tensor, _) in sliced.items()}
-        sizes = {number: tensor.numel() * tensor.dtype.itemsize for number, tensor in held.items()}
-        names = {number: name for number, (name, _, _) in sliced.items()}
-        tables = peers.together(
-            lambda: [(number, [(b, n) for b, n, _ in tensor.ranges()]) for number, tensor in held.items()],
-            "slices of a checkpoint",
-        )
-        holdings: list[tuple[int, int, int, int]] = []
-        made: list[Cuts] = []
+    def _keep(self, text: bytes) -> int:
+        memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.held.append(memory)
+        return memory.data_ptr()
 
-        def assign() -> int:
-            holdings.extend(merge_holdings(tables, sizes, names))
-            made.append(Cuts(plan.assign(holdings, peers.world_size), peers.rank, held, peers.host_of))
-            return 0
-
-        peers.together(assign, "cuts of a checkpoint")
-        (cuts,) = made
-        exchange.carry(cuts)
-        self.received_bytes = cuts.nbytes
-        found = []
-        places = {(n, begin): place for n, t in held.items() for begin, place in self._places(t)}
-        for number, begin, nbytes, rank in holdings:
-            if rank == peers.rank:
-                address, on_device = places[number, begin]
-                found.append((number, begin, nbytes, address, sliced[number][2], on_device))
-        for number, begin, memory in cuts.received:
-            self.held.append(memory)
-            found.append((number, begin, memory.numel(), memory.data_ptr(), sliced[number][2], False))
-        return sorted(found)
-
-    def _places(self, tensor: Sliced) -> Iterator[tuple[int, tuple[int, bool]]]:
-        """First byte in the whole -> (address, whether it is on the GPU), of each part."""
+    def _parts(self, tensor: Sliced) -> Iterator[tuple[int, int, int, bool]]:
+        """(first byte in the whole, bytes, address, whether it is on the GPU), of each part."""
         for first, memory in tensor.parts:
             if not memory.numel():
                 continue
             on_device = self.staging.takes(memory)
             there = memory if on_device else memory.cpu()
             self.held.append(there)
-            yield first * tensor.dtype.itemsize, (there.data_ptr(), on_device)
+            yield first * tensor.dtype.itemsize, there.nbytes, there.data_ptr(), on_device
 
 
 # shared ---------------------------------------------------------------------------------------------------------------
@@ -167,7 +152,8 @@ class Content:
 def model_group(found: ModelTensors, max_file_bytes: int) -> Group:
     """model*.safetensors: parameters, then buffers; a tied name stands in the metadata."""
     metadata = MODEL_METADATA | found.tied | MODEL_METADATA  # which is not to be lost to a tied name 'format'
-    return Group("model", found.all(), metadata, max_file_bytes=max_file_bytes, eager=frozenset(found.buffers))
+    buffers = frozenset(found.buffers)
+    return Group("model", found.all(), metadata, max_file_bytes=max_file_bytes, eager=buffers, first=buffers)
 
 
 def optimizer_content(
@@ -210,7 +196,7 @@ def optimizer_content(
         )
     body["state"] = state
     group = Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
-    group.eager = eager
+    group.eager = group.first = eager
     return group, body
 
 
@@ -311,6 +297,17 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     raise CheckpointError(
         f"{name} is a {type(value).__name__}: it needs state_dict() and load_state_dict(), or to be a dict of plain values"
     )
+
+
+def holds_shards(value: Any) -> bool:
+    """Whether a stateful value has DTensors, of which each rank holds a part. No state_dict() is asked for but modules'."""
+    if isinstance(value, torch.nn.Module):
+        return any(map(is_dtensor, (*value.parameters(), *value.buffers())))
+    if isinstance(value, Mapping):
+        return any(map(holds_shards, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(holds_shards, value))
+    return is_dtensor(value)
 
 
 def load_stateful(value: Any, state: Any, name: str) -> None:

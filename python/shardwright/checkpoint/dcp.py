@@ -1,8 +1,8 @@
 """Checkpoints of this format through torch.distributed.checkpoint: dcp.save, dcp.async_save and dcp.load.
 
 torch plans who writes which box of which tensor, and carries the results to its coordinator; here each box becomes ranges of
-our files. Two ranks may write into one block: each reports the checksum of its part, and the coordinator joins them (a CRC is
-linear), so nothing is exchanged and no process group is touched. The commit is the engine's.
+our files. Two ranks may write into one block: each reports a tally of its part (csrc/checkpoint/tally.h), and the coordinator joins
+them, so nothing is exchanged and no process group is touched. Writing and the commit are the engine's.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .. import _engine
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from . import tree
-from .content import Group
-from .files import MAX_FILE_BYTES, check_step, why_not_there
+from .content import IN_PARTS, Group
+from .files import MAX_FILE_BYTES, absolute_path, check_step, in_words, why_not_there
 from .names import check_savable, plain
 from .partial import PartialLock, of_saves
+from .peers import os_error
 from .retention import find
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
 
 _BLOCK_BYTES = 1 << 20
 _READERS = 2
-#: (file, offset, bytes, checksum) of a part of one block
-Part = tuple[str, int, int, int]
+#: where a tensor begins: its file, the first byte there, and of the file its bytes and its first block
+Place = tuple[str, int, int, int]
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
@@ -146,7 +146,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
             raise CheckpointError(refusal)
 
     def _folder(self) -> str:
-        return os.path.abspath(os.fspath(self.checkpoint_id))
+        return absolute_path("path", self.checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -167,7 +167,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         partial, places = plan.storage_data
-        results, files = [], _Files(partial)
+        results, written = [], set()
         try:
             for item in plan.items:
                 if item.type == WriteItemType.BYTE_IO:
@@ -181,19 +181,20 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                 tensor = planner.resolve_data(item)
                 check_savable(item.index.fqn, tensor)
                 memory = plain(tensor)
-                path, begin = places[item.index.fqn]
-                data = item.tensor_data
+                path, begin, *of_file = places[item.index.fqn]
+                path, data = os.path.join(partial, path), item.tensor_data
                 ranges = _ranges(
                     tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
                 )
-                results.append(WriteResult(item.index, memory.nbytes, files.write(path, begin, ranges, memory)))
+                ranges = [(begin + first, nbytes) for first, nbytes in ranges]
+                results.append(WriteResult(item.index, memory.nbytes, _write(path, of_file, ranges, memory)))
+                written.add(path)
                 del memory, tensor  # it may be a copy: one at a time
-            files.close(sync=True)
+            for path in sorted(written):
+                CheckpointPlan.sync(path)
         except BaseException:
             self._layout = None
             raise
-        finally:
-            files.close(sync=False)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -201,14 +202,14 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The coordinator: checksums of whole blocks, what is no tensor, and the commit."""
         assert self._layout is not None
-        parts: list[Part] = []
+        tallies: list[bytes] = []
         objects: dict[str, Any] = {}
         for each in (result for of_rank in results for result in of_rank):
             if each.index.fqn in self._layout.places:
-                parts += each.storage_data
+                tallies.append(each.storage_data)
             else:
                 objects[each.index.fqn] = each.storage_data
-        self._layout.commit(parts, objects, self._step, len(results), self._replaces)
+        self._layout.commit(tallies, objects, self._step, len(results), self._replaces)
         self._layout = None
 
 
@@ -260,7 +261,7 @@ class StorageReader(TorchStorageReader):
 
     def _open(self) -> CheckpointFolder:
         if self._folder is None:
-            self._folder = CheckpointFolder(os.path.abspath(os.fspath(self.checkpoint_id)))
+            self._folder = CheckpointFolder(absolute_path("path", self.checkpoint_id))
             self._tensors, self._objects = _names(self._folder, self._keys)
         return self._folder
 
@@ -363,13 +364,15 @@ class _Layout:
         self._groups = [group for group in self._groups if group.tensors or group.stem != "optimizer"]
         self._plan = self._make_plan({})
         sources = [(g.stem, n) for g in self._groups for n in g.tensors]
-        where = {
-            sources[source]: (path, begin) for path, _, pieces in self._plan.files() for source, begin, _ in pieces
-        }
+        where: dict[tuple[str, str], Place] = {}
+        first_block = 0
+        for path, nbytes, pieces in self._plan.files():
+            where |= {sources[source]: (path, begin, nbytes, first_block) for source, begin, _ in pieces}
+            first_block += -(-nbytes // _BLOCK_BYTES)
         self.places = {name: where[place] for name, place in self._stored.items()}
 
     def _make_plan(self, texts: Mapping[str, bytes]) -> CheckpointPlan:
-        return CheckpointPlan([g.plan_entry() for g in self._groups], [(p, len(t)) for p, t in texts.items()])
+        return CheckpointPlan([g.plan_entry() for g in self._groups], [(p, len(t), IN_PARTS) for p, t in texts.items()])
 
     def _place(self, name: str) -> tuple[str, str]:
         """(group, name in the file) of a tensor."""
@@ -383,49 +386,45 @@ class _Layout:
 
     def create(self) -> None:
         """The folder with every file of tensors, as large as it will be, and its header."""
-        os.makedirs(os.path.dirname(self.folder), exist_ok=True)
+        CheckpointFolder.make(os.path.dirname(self.folder))
         for path in of_saves(*os.path.split(self.folder)):
             shutil.rmtree(path, ignore_errors=True)
         os.mkdir(self.partial)
         try:
             self.lock = PartialLock(self.partial)
-            for (path, nbytes, _), header in zip(self._plan.files(), self._plan.headers()):
-                with open(os.path.join(self.partial, path), "xb") as file:
-                    os.posix_fallocate(file.fileno(), 0, nbytes)
-                    file.write(header)
-        except OSError as error:
+            self._plan.create_files(self.partial)
+        except (OSError, CheckpointError) as error:
             _remove(self.partial, self.lock, os.getpid())
-            failure = CheckpointError(f"'{self.folder}' cannot be written: {error.strerror}")
-            failure.errno = error.errno
-            raise failure from error
+            raise os_error(f"'{self.folder}' cannot be written: {in_words(error)}", error.errno) from error
 
-    def commit(self, parts: list[Part], objects: Mapping[str, Any], step: int, world_size: int, replaces: str) -> None:
+    def commit(
+        self, tallies: list[bytes], objects: Mapping[str, Any], step: int, world_size: int, replaces: str
+    ) -> None:
+        """`tallies`: of what ranks have written."""
         texts = {"state.json": tree.dumps(self._state(objects, step))}
         if any(group.stem == "optimizer" for group in self._groups):
             texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
-        plan = self._make_plan(texts)
+        plan, first_block = self._make_plan(texts), 0
         try:
-            for path, text in texts.items():
-                with open(os.path.join(self.partial, path), "xb") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-            for (path, _, _), header in zip(plan.files(), plan.headers()):
-                memory = torch.frombuffer(bytearray(header or texts[path]), dtype=torch.uint8)
-                parts = parts + _checksums(path, 0, memory)
-            by_file: dict[str, list[Part]] = collections.defaultdict(list)
-            for part in sorted(parts):
-                by_file[part[0]].append(part)
-            checksums = [_join(path, nbytes, by_file[path]) for path, nbytes, _ in plan.files()]
-            if self.lock is not None:
-                self.lock.release()
+            for path, nbytes, _ in plan.files():
+                if path in texts:
+                    tallies = [*tallies, self._write_text(path, texts[path], first_block)]
+                first_block += -(-nbytes // _BLOCK_BYTES)
             plan.commit(
                 partial=self.partial, folder=self.folder, replaces=replaces, nonce=self.nonce, step=step,
-                world_size=world_size, checksums=checksums,
+                world_size=world_size, tallies=tallies,
             )  # fmt: skip
+            if self.lock is not None:
+                self.lock.release(self.folder)
         except BaseException:
             shutil.rmtree(self.partial, ignore_errors=True)
             raise
+
+    def _write_text(self, path: str, text: bytes, first_block: int) -> bytes:
+        memory, path = torch.frombuffer(bytearray(text), dtype=torch.uint8), os.path.join(self.partial, path)
+        with open(path, "xb") as file:
+            file.truncate(len(text))
+        return _write(path, (len(text), first_block), [(0, len(text))], memory)
 
     def _state(self, objects: Mapping[str, Any], step: int) -> dict[str, Any]:
         extra = {name: node for name, node in objects.items() if self._path(name)[0] != self._keys[1]}
@@ -463,59 +462,10 @@ def _remove(partial: str, lock: PartialLock | None, pid: int) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-class _Files:
-    """The files of one folder, written at many places."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._open: dict[str, int] = {}
-
-    def write(self, path: str, begin: int, ranges: Sequence[tuple[int, int]], memory: torch.Tensor) -> list[Part]:
-        """Writes `memory` to byte ranges of a tensor that begins at `begin`."""
-        if path not in self._open:
-            self._open[path] = os.open(os.path.join(self._folder, path), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        data, at, parts = memory.reshape(-1).view(torch.uint8), 0, []
-        for first, nbytes in ranges:
-            piece, offset = data[at : at + nbytes], begin + first
-            parts += _checksums(path, offset, piece)
-            view, done = memoryview(piece.numpy()), 0
-            while done < nbytes:
-                done += os.pwrite(self._open[path], view[done:], offset + done)
-            at += nbytes
-        return parts
-
-    def close(self, *, sync: bool) -> None:
-        while self._open:
-            _, fd = self._open.popitem()
-            try:
-                if sync:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-
-
-def _checksums(path: str, offset: int, memory: torch.Tensor) -> list[Part]:
-    """Of the parts of blocks that `memory` at `offset` of a file consists of."""
-    parts, at = [], 0
-    while at < memory.numel():
-        nbytes = min(memory.numel() - at, _BLOCK_BYTES - (offset + at) % _BLOCK_BYTES)
-        parts.append((path, offset + at, nbytes, _engine.crc32c(memory.data_ptr() + at, nbytes)))
-        at += nbytes
-    return parts
-
-
-def _join(path: str, nbytes: int, parts: Sequence[Part]) -> list[int]:
-    """Checksums of a file's blocks, from those of parts, ascending."""
-    checksums, at = [0] * -(-nbytes // _BLOCK_BYTES), 0
-    for _, offset, size, crc in parts:
-        if offset != at:
-            raise CheckpointError(f"'{path}': bytes [{at}, {offset}) were written by no rank, or by two")
-        block = offset // _BLOCK_BYTES
-        checksums[block] = _engine.crc32c_join(checksums[block], crc, size)
-        at += size
-    if at != nbytes:
-        raise CheckpointError(f"'{path}': bytes from {at} on were written by no rank")
-    return checksums
+def _write(path: str, of_file: Sequence[int], ranges: list[tuple[int, int]], memory: torch.Tensor) -> bytes:
+    """`memory` to ranges of a file of a plan; what was written, for its commit(). `of_file`: its bytes, and its first block."""
+    nbytes, first_block = of_file
+    return CheckpointPlan.write(path, nbytes, first_block, ranges, memory.data_ptr())
 
 
 def _ranges(

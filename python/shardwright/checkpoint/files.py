@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from .retention import REPLACED
 from .writing import Training, Writer
 
 MAX_FILE_BYTES = 5_000_000_000
+#: also as a pathlib.Path, which drops the second slash
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def save(
@@ -88,7 +91,7 @@ def save(
     refusal, code, stale, replaces = "", None, [], ""
     if peers.rank == 0:
         try:
-            os.makedirs(os.path.dirname(folder), exist_ok=True)
+            CheckpointFolder.make(os.path.dirname(folder))
             replaces = CheckpointFolder.identity(folder)  # before the check: what comes after it is another save's
             refusal = why_not_there(folder, overwrite)
             stale = of_saves(*os.path.split(folder))
@@ -170,7 +173,10 @@ def in_words(error: Exception) -> str:
 
 def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
     """`path` from the root on; ValueError on every rank for one that the engine cannot name."""
-    found = os.path.abspath(os.fsdecode(path))
+    given = os.fsdecode(path)
+    if _SCHEME.match(given):
+        raise ValueError(f"{name} must be a path of a mounted file system, got the address {given!r}")
+    found = os.path.abspath(given)
     try:
         found.encode("utf-8")
     except UnicodeEncodeError:

@@ -13,7 +13,7 @@ import torch
 from .._engine import CheckpointFolder
 from ..layout.memory import has_memory
 from .names import plain
-from .slices import Sliced, is_dtensor, slice_of_dtensor
+from .slices import Boxes, Sliced, is_dtensor, slice_of_dtensor
 from .stored import Stored
 
 _BLOCK_BYTES = 1 << 20
@@ -45,6 +45,7 @@ class Filler:
     def __init__(self, folder: CheckpointFolder, rank: int, world_size: int) -> None:
         self._folder = folder
         self._turn = (rank, world_size)
+        self._boxes = Boxes(())
         self._first_block: dict[str, int] = {}
         self._checked = bytearray(folder.block_count)
         self._kept: list[_Piece] = []
@@ -62,7 +63,7 @@ class Filler:
             if not stored.nbytes:
                 continue
             if isinstance(target, Sliced) or is_dtensor(target):
-                sliced = target if isinstance(target, Sliced) else slice_of_dtensor(target)
+                sliced = target if isinstance(target, Sliced) else slice_of_dtensor(target, self._boxes)
                 own += [_Piece(stored.path, stored.begin + begin, n, at) for begin, n, at in sliced.ranges()]
                 landed.append(functools.partial(_land_slice, sliced))
             else:

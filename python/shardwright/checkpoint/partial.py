@@ -7,14 +7,15 @@ removes what lies there by its name alone: a nonce as this package makes them, a
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
-import struct
 import time
 
+from .._engine import CheckpointError, CheckpointFolder
+
 LOCK = "LOCK"
+#: for this descriptor alone: False where another open file has the lock
+lock_file = CheckpointFolder.lock
 #: a name, and the nonces of Writer and of StorageWriter
 _OF_A_SAVE = re.compile(r"(.+)\.(?:[0-9a-f]{24}n[0-9a-z]{1,13}|d[0-9a-f]{24})\.(partial|trash)\Z", re.DOTALL)
 #: seconds after which a folder without LOCK is nobody's: one of an earlier release, or whose save is just about to make the file, or
@@ -29,14 +30,14 @@ class PartialLock:
     def __init__(self, partial: str) -> None:
         self._path = os.path.join(partial, LOCK)
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody is told, then
-            _lock(self._fd)
+        with contextlib.suppress(CheckpointError):  # a file system without locks: nobody is told, then
+            lock_file(self._fd, self._path)
 
-    def release(self) -> None:
-        """The file goes, and the lock. Idempotent."""
+    def release(self, folder: str | None = None) -> None:
+        """The file goes, and the lock. Idempotent. `folder`: what the new folder has become."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                os.unlink(self._path)
+                os.unlink(self._path if folder is None else os.path.join(folder, LOCK))
             os.close(self._fd)
             self._fd = -1
 
@@ -48,12 +49,11 @@ def is_alive(partial: str) -> bool | None:
     except OSError:
         return None
     try:
-        _lock(fd)
-    except OSError as error:
-        return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
+        return not lock_file(fd, partial)
+    except CheckpointError:
+        return None
     finally:
         os.close(fd)
-    return False
 
 
 def of_saves(directory: str, name: str | None = None) -> list[str]:
@@ -85,9 +85,3 @@ def _is_dead(partial: str) -> bool:
         return not os.path.lexists(os.path.join(partial, LOCK)) and time.time() - os.stat(partial).st_mtime > _NOBODYS_S
     except OSError:
         return False
-
-
-def _lock(fd: int) -> None:
-    """Of the descriptor, and not of the process, which may save twice at once."""
-    whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole)

@@ -1,4 +1,4 @@
-"""The ranks that save and load together: one communicator, and the page a rank through which they tell of failures."""
+"""The ranks that save and load together: one communicator, and the pages through which they tell each other of a save under way."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils.dlpack import from_dlpack
 
 from .._engine import CheckpointError, CommError
-from ..comm.process_group import HostGroup, host_group, resolve_group
+from ..comm.process_group import host_group, resolve_group
 from ..parallel.fully_shard import wrapper_of
 
-_BOARD_BYTES = 4096
+_PAGE_BYTES = 4096
 
 
 def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContextManager[Any]:
@@ -33,12 +33,6 @@ def averages_gradients(model: Any) -> bool:
     """Whether a wrapper is known to keep the ranks' parameters alike."""
     model = getattr(model, "_orig_mod", model)
     return isinstance(model, TorchDDP) or wrapper_of(model) is not None
-
-
-def has_passing_parameters(model: Any) -> bool:
-    """Whether whole parameters are there inside of whole_parameters() alone."""
-    wrapped = wrapper_of(model)
-    return wrapped is not None and wrapped._engine().releases_parameters
 
 
 class Peers:
@@ -64,17 +58,19 @@ class Peers:
         self.world_size = self._group.world_size
 
     @property
-    def host_of(self) -> list[int]:
-        """Each rank's host, numbered by their lowest rank."""
-        return [0] * self.world_size if self.world_size == 1 else self._group.host_of
+    def global_ranks(self) -> list[int]:
+        """Each rank's number in torch's default group."""
+        group = self._group.torch_group
+        return [0] if group is None else dist.get_process_group_ranks(group)
 
     @property
     def has_hosts(self) -> bool:
         """Whether ranks are on several hosts."""
         return self._group.host_count > 1
 
-    def board(self, path: str, nonce: str) -> Any:
-        """What all ranks see, for a saver: memory, or over hosts a file at `path`; None at world size 1. Collective.
+    def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
+        """What ranks tell each other through while they save: control pages that the ranks of a host map, and over hosts each rank's host
+        and a file at `path`. Collective.
 
         Raises
         ------
@@ -82,12 +78,13 @@ class Peers:
             On every rank: the file cannot be made, or some rank does not see the one that rank 0 made.
         """
         if self.world_size == 1:
-            return None
+            return None, None, None
+        pages = self._group.comm.arena(_PAGE_BYTES, "pages of checkpoints", of_hosts=True)
         if not self.has_hosts:
-            return self._group.comm.arena(_BOARD_BYTES, "checkpoint board")
+            return pages, None, None
         self.together(lambda: self.make_board(path, nonce), f"making {path}")
         self.check_board(path, nonce)
-        return path
+        return pages, list(self._group.host_of), path
 
     def check_board(self, path: str, nonce: str) -> None:
         """Raises CheckpointError on every rank if some rank does not see the board that rank 0 made. Called again once the file is
@@ -96,12 +93,12 @@ class Peers:
             self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
 
     def make_board(self, path: str, nonce: str) -> None:
-        """On rank 0: the file that board() gives, all of its disk space included. In place of one that is there."""
+        """On rank 0: the file of a channel, all of its disk space included. In place of one that is there."""
         if self.rank:
             return
         try:
             with open(f"{path}.new", "wb") as file:
-                file.write(bytes(_BOARD_BYTES * self.world_size) + nonce.encode())
+                file.write(bytes(_PAGE_BYTES * self._group.host_count) + nonce.encode())
             os.replace(f"{path}.new", path)
         except OSError as error:
             raise os_error(f"'{path}' cannot be made: {error.strerror}", error.errno) from error
@@ -124,7 +121,7 @@ class Peers:
     def _look_at_board(self, path: str, nonce: str) -> None:
         found = b""
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            file.seek(_BOARD_BYTES * self.world_size)
+            file.seek(_PAGE_BYTES * self._group.host_count)
             found = file.read()
         if found.decode("ascii", "replace") != nonce:
             raise CheckpointError(
@@ -138,6 +135,28 @@ class Peers:
             return [value]
         return [json.loads(text) for text in self._group.comm.all_gather_bytes(json.dumps(value).encode(), label)]
 
+    def agreement(self, value: Any, label: str) -> list[Any] | None:
+        """None if every rank gave the same `value` (of JSON), which is what it is made for; else every rank's, in rank order. Collective."""
+        mine = json.dumps(value).encode()
+        answers = [mine] if self.world_size == 1 else self._group.comm.all_gather_bytes(mine, label)
+        return None if all(each == mine for each in answers) else [json.loads(each) for each in answers]
+
+    def gather(self, value: Any, label: str) -> list[Any]:
+        """Every rank's `value` (of JSON), on rank 0; nothing on the others. Collective."""
+        everyone = self.exchange(value, label)
+        return everyone if self.rank == 0 else []
+
+    def broadcast(self, data: bytes, label: str) -> bytes:
+        """Rank 0's `data`. Collective."""
+        if self.world_size == 1:
+            return data
+        (nbytes,) = {each for each in self.exchange(len(data) if self.rank == 0 else None, label) if each is not None}
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if self.rank == 0:
+            memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._group.comm.broadcast([(memory.data_ptr(), nbytes)], 0, label)
+        return data if self.rank == 0 else memory.numpy().tobytes()
+
     def together(self, make: Callable[[], Any], label: str) -> list[Any]:
         """Every rank's make(), of JSON. Collective: a rank whose make() raises takes part first, and then all raise."""
         value, failure = None, None
@@ -146,7 +165,7 @@ class Peers:
         except Exception as error:
             failure = error
         told = "" if failure is None else str(failure) or type(failure).__name__
-        answers = self.exchange([told, value], label)
+        answers = self.agreement([told, value], label) or [[told, value]] * self.world_size
         if failure is not None:
             raise failure
         for rank, (why, _) in enumerate(answers):
@@ -171,69 +190,10 @@ class Peers:
                         f"{call}: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}: all ranks give the same"
                     )
 
-    def shared_memory(self, nbytes: int, label: str) -> SharedMemory:
-        """Memory that this host's ranks all map, at world sizes above 1. Collective; MemoryError on every rank alike."""
-        return SharedMemory(self._group, nbytes, label)
-
-    def copied_memory(self, nbytes: int, label: str) -> CopiedMemory:
-        """What goes where there is no shared memory. Collective; MemoryError on every rank alike."""
-        made: list[CopiedMemory] = []
-        self.together(lambda: made.append(CopiedMemory(self, nbytes, label)), label)
-        return made[0]
-
     @property
     def is_alive(self) -> bool:
         """Whether no other rank is known to have failed or left."""
         return self.world_size == 1 or self._group.comm.is_alive
-
-
-class SharedMemory:
-    """Of one size on every host; the part of a host's lowest rank is what all of its ranks write to and read.
-
-    Attributes
-    ----------
-    memory : Tensor
-        Of uint8, one-dimensional.
-    """
-
-    def __init__(self, group: HostGroup, nbytes: int, label: str) -> None:
-        self._comm, self._label = group.comm, label
-        self._arena = group.comm.arena(nbytes, label, of_hosts=True)
-        home = group.host_of.index(group.host_of[group.rank])
-        self.memory: torch.Tensor = from_dlpack(self._arena.tensor(0, "uint8", [nbytes], None, home))
-
-    def meet(self) -> None:
-        """What every rank of this host wrote before is there for the others. Collective over all hosts."""
-        self._comm.barrier(self._label)
-
-    def spread(self, begin: int, nbytes: int) -> None:
-        """As meet(), and of bytes [begin, begin + nbytes), cut into world_size equal slices, each rank's is there on every host."""
-        self._comm.all_gather(self._arena, [(begin, nbytes)], self._label, one_copy=True)
-
-
-class CopiedMemory:
-    """Of every rank's own, where ranks cannot map each other's (a limit of files, of descriptors, of memory): what one has in its slot
-    is copied to all of them, so that it costs what an all-gather does.
-
-    Attributes
-    ----------
-    memory : Tensor
-        As SharedMemory's.
-    """
-
-    def __init__(self, peers: Peers, nbytes: int, label: str) -> None:
-        self._peers, self._label = peers, label
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def copy(self, begin: int, stride: int, nbytes: int) -> None:
-        """The first `nbytes` of each rank's slot are there on every rank; slots begin at `begin`, each `stride` bytes on. Collective."""
-        comm, own = self._peers._group.comm, self._slot(begin, stride, nbytes, self._peers.rank)
-        for rank, data in enumerate(comm.all_gather_bytes(own.numpy().tobytes(), self._label)):
-            if rank != self._peers.rank and nbytes:
-                self._slot(begin, stride, nbytes, rank).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-    def _slot(self, begin: int, stride: int, nbytes: int, rank: int) -> torch.Tensor:
-        return self.memory[begin + rank * stride : begin + rank * stride + nbytes]
 
 
 def os_error(sentence: str, errno: int | None) -> CheckpointError:

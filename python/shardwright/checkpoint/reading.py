@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +15,22 @@ from ..layout.memory import has_memory
 from ..layout.shard_runs import memory_order
 from ..optim.master_weights import kept_by
 from ..optim.sharded import ShardedOptimizer
-from ..parallel.ddp import DistributedDataParallel
 from ..parallel.optimizer_agreement import unlike_saved
 from . import tree
-from .content import load_stateful, parameter_names, set_random_state
+from .content import holds_shards, load_stateful, parameter_names, set_random_state, stateful_tree
 from .filling import Filler
 from .names import dtype_name, model_tensors, stored_shape
 from .optimizer_extras import further_state, give_back, users_optimizer
-from .peers import Peers, has_passing_parameters, whole_parameters
-from .slices import Sliced, is_dtensor, is_row_major, own_parameters
+from .peers import Peers, whole_parameters
+from .rows import TENSORS, has_rows, read_line, rows_of
+from .slices import Sliced, engine_of, fills_slices, is_dtensor, is_row_major, own_parameters
 from .stored import Stored, stored_tensors
 from .writing import Training
 
 _logger = logging.getLogger("shardwright")
 _NAMES_SHOWN = 5
+_STATE_KEYS = ("scheduler", "scaler", "user_state", "model_extra_state", "extra")
+_OWN_KEYS = ("random", "dataloader", "buffers")
 
 
 class Mismatch(CheckpointError):
@@ -54,6 +56,7 @@ class Reader:
     Parameters
     ----------
     path : str
+    folder : CheckpointFolder
     training : Training
     rank, world_size : int
 
@@ -65,14 +68,15 @@ class Reader:
         It is, but of something else.
     """
 
-    def __init__(self, path: str, training: Training, rank: int, world_size: int) -> None:
-        self.path = path  # the same on all ranks; one may find it under the name that it has while it is replaced
-        self.folder = CheckpointFolder(path)
+    def __init__(self, path: str, folder: CheckpointFolder, training: Training, rank: int, world_size: int) -> None:
+        self.path, self.folder = path, folder
         self.training = training
         self._filler = Filler(self.folder, rank, world_size)
         self._found = model_tensors(training.model)
-        self._state = self._tree("state.json")
+        self._state = self._check_tree("state.json", self._tree("state.json"), _STATE_KEYS)
         stored_tensors(self.folder, "state")  # a bad header is refused now, and not when live tensors have changed
+        own = self._own_tree(rank) if self.folder.world_size == world_size else None
+        self._own = None if own is None else self._check_tree(f"ranks/ of rank {rank}", own, _OWN_KEYS)
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
         self._optimizer_targets: _Targets | None = None
@@ -86,6 +90,17 @@ class Reader:
             return tree.loads(self.folder.read_bytes(path))
         except ValueError as error:
             raise CheckpointError(f"'{self.folder.path}/{path}' is no JSON: {error}") from None
+
+    def _check_tree(self, name: str, body: Any, keys: Sequence[str]) -> dict[str, Any]:
+        """`body`, if it has `keys` and can be decoded: what is malformed is found before a live tensor changes."""
+        try:
+            missing = [key for key in keys if key not in body]
+            if missing:
+                raise CheckpointError(f"it lacks '{missing[0]}'")
+            tree.decode(body, dict.fromkeys(tree.tensor_names(body), torch.empty(0)))
+        except Exception as error:
+            raise CheckpointError(f"'{self.folder.path}', {name}: {error or type(error).__name__}") from None
+        return dict(body)
 
     def _match_model(self) -> list[list[tuple[Stored, torch.Tensor]]]:
         """What goes where; one after the other where what is stored once is not tied here."""
@@ -119,7 +134,7 @@ class Reader:
     def _match_optimizer(self) -> dict[str, Any]:
         if "optimizer.json" not in self.folder.files:
             raise Mismatch(f"'{self.folder.path}' was saved without an optimizer: load it without one")
-        body = self._tree("optimizer.json")
+        body = self._check_tree("optimizer.json", self._tree("optimizer.json"), ("groups", "state"))
         optimizer = self.training.optimizer
         names = parameter_names(optimizer, self._found)
         ours = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -198,7 +213,7 @@ class Reader:
         if self._optimizer is not None:
             with torch.no_grad():
                 self._apply_optimizer(self._optimizer)
-        tensors = self._load_all("state")
+        tensors = self._load_state()
         for name, module in self._found.extras.items():
             if name in self._state["model_extra_state"]:  # all of them, or written through torch.distributed.checkpoint
                 module.set_extra_state(tree.decode(self._state["model_extra_state"][name], tensors))
@@ -220,26 +235,42 @@ class Reader:
 
     def _is_sliced(self) -> bool:
         """Whether this rank writes slices of parameters alone, or none outside of whole_parameters()."""
-        model = getattr(self.training.model, "_orig_mod", self.training.model)
-        return isinstance(model, DistributedDataParallel) and bool(model._engine().zero)
+        replica = engine_of(self.training.model)
+        return replica is not None and bool(replica.zero)
 
     def _fill_model(self) -> None:
-        model = getattr(self.training.model, "_orig_mod", self.training.model)
+        replica = engine_of(self.training.model)
         with torch.no_grad():
-            if not self._is_sliced() or has_passing_parameters(model):
-                with whole_parameters(model, writable=True):
+            if replica is None or not fills_slices(replica):
+                with whole_parameters(self.training.model, writable=True):
                     for turn in self._model_reads:
                         self._filler.fill(turn)
                 return
-            with own_parameters(model) as slices:
+            with own_parameters(replica) as slices:
                 for turn in self._model_reads:
                     self._filler.fill((stored, slices.get(id(target), target)) for stored, target in turn)
 
     def _load_all(self, prefix: str) -> dict[str, torch.Tensor]:
         """New tensors with the values of files `prefix`*.safetensors."""
-        stored, _ = stored_tensors(self.folder, prefix)
+        return self._load(stored_tensors(self.folder, prefix)[0])
+
+    def _load(self, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
         tensors = {name: entry.empty() for name, entry in stored.items()}
         self._filler.fill((entry, tensors[name]) for name, entry in stored.items())
+        return tensors
+
+    def _load_state(self) -> dict[str, torch.Tensor]:
+        """New tensors of state.safetensors; of what is a DTensor in this rank's user state, its own part."""
+        stored, _ = stored_tensors(self.folder, "state")
+        live: dict[str, torch.Tensor] = {}
+        if holds_shards(self.training.user_state):
+            stateful_tree(self.training.user_state, "user_state", live)
+        tensors = {
+            name: torch.empty_like(live[name]) if is_dtensor(live.get(name)) and _fits(entry, live[name]) else entry.empty()
+            for name, entry in stored.items()
+        }
+        with torch.no_grad():
+            self._filler.fill((entry, tensors[name]) for name, entry in stored.items())
         return tensors
 
     def _by_name(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
@@ -351,12 +382,25 @@ class Reader:
         ]
         optimizer.load_held_state(groups, states)
 
+    def _own_tree(self, rank: int) -> Any:
+        """What a rank alone held; None of a folder that torch.distributed.checkpoint has written."""
+        if has_rows(self.folder):
+            return read_line(self.folder, rank)
+        path = f"ranks/{rank:05d}.json"  # as folders of the first release have it
+        return self._tree(path) if path in self.folder.files else None
+
+    def _own_tensors(self, rank: int, body: Any) -> dict[str, torch.Tensor]:
+        """New tensors, as the tree of a rank names them."""
+        if not has_rows(self.folder):
+            return self._load_all(f"ranks/{rank:05d}")
+        stored, _ = stored_tensors(self.folder, TENSORS)
+        return self._load(rows_of(stored, rank, tree.tensor_names(body)))
+
     def _apply_own(self, rank: int, everything: bool) -> None:
-        stem = f"ranks/{rank:05d}"
-        if f"{stem}.json" not in self.folder.files:  # written through torch.distributed.checkpoint
+        body = self._own
+        if body is None:
             return
-        body = self._tree(f"{stem}.json")
-        tensors = self._load_all(stem)
+        tensors = self._own_tensors(rank, body)
         with torch.no_grad():
             for name, node in body["buffers"].items():
                 if name in self._found.buffers:
@@ -405,12 +449,12 @@ class Reader:
 
     def _compressor_node(self, rank: int) -> dict[str, Any] | None:
         """Without its tensors."""
-        stem = f"ranks/{rank:05d}"
-        return self._tree(f"{stem}.json").get("compressor") if f"{stem}.json" in self.folder.files else None
+        body = self._own_tree(rank)
+        return None if body is None else body.get("compressor")
 
     def _compressor_of(self, rank: int) -> dict[str, Any] | None:
         node = self._compressor_node(rank)
-        return None if node is None else tree.decode(node, self._load_all(f"ranks/{rank:05d}"))
+        return None if node is None else tree.decode(node, self._own_tensors(rank, node))
 
 
 def _add_in_turn(turns: list[dict[Stored, torch.Tensor]], stored: Stored, target: torch.Tensor) -> None:
@@ -489,6 +533,10 @@ def _some(names: list[str]) -> str:
 SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"
 
 
+#: which of a folder's files rank 0 reads for all
+_SMALL = ("state.json", "optimizer.json")
+
+
 def agree_on(
     path: str, training: Training, peers: Peers, *, verify: bool, spare: Sequence[tuple[int, int]] = ()
 ) -> tuple[Reader | None, str]:
@@ -500,55 +548,79 @@ def agree_on(
     CheckpointError
         It is sound or of a newer version, but some rank cannot use it: the same sentence on every rank.
     """
-    look = _Look(path, training, peers)
+    folder, refusal = _open_together(path, peers)
+    if folder is None:
+        return None, refusal
+    made: list[Reader] = []
     is_sound = False
+
+    def look() -> None:
+        made.append(Reader(path, folder, training, peers.rank, peers.world_size))
+        if verify:
+            made[0].verify_share(peers.rank, peers.world_size, spare)
+
     try:
-        look.begin(verify, spare)
-        refusal = look.hear_others()
+        mine = _verdict_of(look, path)
+        refusal = _hear(peers.agreement(mine, f"verdict on {path}") or [mine], peers)
         is_sound = not refusal
     finally:
-        if look.reader is not None and not is_sound:
-            look.reader.take_back()
-    return (look.reader, "") if is_sound else (None, refusal)
+        if made and not is_sound:
+            made[0].take_back()
+    return (made[0], "") if is_sound else (None, refusal)
 
 
-class _Look:
-    """One rank's look at a folder, and what all ranks make of theirs."""
+def _open_together(path: str, peers: Peers) -> tuple[CheckpointFolder | None, str]:
+    """The folder, as rank 0 finds it; None, and why, where it finds none that is sound. The other ranks open nothing. Collective."""
+    catalog = b""
+    found: list[CheckpointFolder] = []
 
-    def __init__(self, path: str, training: Training, peers: Peers) -> None:
-        self.path, self.training, self.peers = path, training, peers
-        self.reader: Reader | None = None
-        self._verdict = [SOUND, ""]
+    def read() -> None:
+        nonlocal catalog
+        found.append(CheckpointFolder(path))
+        headers = [each for each in found[0].files if each.endswith(".safetensors") and not _is_of_one_rank(each)]
+        catalog = found[0].catalog([*(name for name in _SMALL if name in found[0].files), *headers])
 
-    def begin(self, verify: bool, spare: Sequence[tuple[int, int]]) -> None:
-        rank, world_size = self.peers.rank, self.peers.world_size
-        try:
-            self.reader = Reader(self.path, self.training, rank, world_size)
-            self._verdict = [SOUND, self.reader.folder.nonce]
-            if verify:
-                self.reader.verify_share(rank, world_size, spare)
-        except (Mismatch, NewerCheckpointError) as error:
-            self._verdict = [FATAL, str(error)]
-        except CheckpointError as error:
-            self._verdict = [REJECTED, str(error)]
-        except (KeyError, TypeError) as error:
-            self._verdict = [REJECTED, f"'{self.path}': {type(error).__name__}: {error}"]
-        except Exception as error:
-            self._verdict = [FATAL, f"'{self.path}': {type(error).__name__}: {error}"]
+    verdict = _verdict_of(read, path) if peers.rank == 0 else _SOUND
+    verdict, name = peers.exchange([verdict, found[0].path if found else path], f"opening {path}")[0]
+    refusal = _hear([verdict], peers)
+    if refusal:
+        return None, refusal
+    catalog = peers.broadcast(catalog, f"catalog of {path}")
+    return (found[0] if found else CheckpointFolder.received(name, catalog)), ""
 
-    def hear_others(self) -> str:
-        """Why the folder is passed over; "": it is sound for all. CheckpointError: it is not to be passed over."""
-        verdicts = self.peers.exchange(self._verdict, f"verdict on {self.path}")
-        for kind in (FATAL, REJECTED):
-            for rank, (found, text) in enumerate(verdicts):
-                if found == kind:
-                    sentence = text if self.peers.world_size == 1 else f"rank {rank}: {text}"
-                    if kind == FATAL:
-                        raise CheckpointError(sentence)
-                    return sentence
-        if len({nonce for _, nonce in verdicts}) > 1:
-            return f"ranks see different checkpoints at '{self.path}'"
-        return ""
+
+def _is_of_one_rank(path: str) -> bool:
+    return path.startswith("ranks/") and not path.startswith(TENSORS)
+
+
+_SOUND = [SOUND, ""]
+
+
+def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
+    """What this rank tells the others of its look at a folder."""
+    try:
+        look()
+    except (Mismatch, NewerCheckpointError) as error:
+        return [FATAL, str(error)]
+    except CheckpointError as error:
+        return [REJECTED, str(error)]
+    except (KeyError, TypeError) as error:
+        return [REJECTED, f"'{path}': {type(error).__name__}: {error}"]
+    except Exception as error:
+        return [FATAL, f"'{path}': {type(error).__name__}: {error}"]
+    return _SOUND
+
+
+def _hear(verdicts: Sequence[Sequence[str]], peers: Peers) -> str:
+    """Why the folder is passed over; "": it is sound for all. CheckpointError: it is not to be passed over."""
+    for kind in (FATAL, REJECTED):
+        for rank, (found, text) in enumerate(verdicts):
+            if found == kind:
+                sentence = text if peers.world_size == 1 else f"rank {rank}: {text}"
+                if kind == FATAL:
+                    raise CheckpointError(sentence)
+                return sentence
+    return ""
 
 
 def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
+import json
+import logging
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
-from .partial import is_left, of_saves
+from .partial import is_left, lock_file, of_saves
 
+logger = logging.getLogger("shardwright")
 _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|trash)\Z")
 #: what a folder is called while it is replaced where two names cannot be exchanged (docs/format.md)
@@ -22,6 +25,10 @@ MANIFEST = "MANIFEST.json"
 _NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
 BOARD = ".board"  # stays, as .lock does: a slower rank may still read the last verdict
 STEP_LIMIT = 10**15  # a folder's number has 15 digits at most
+#: nonces of checkpoints that a rollback has abandoned: after restore(step=2) a training goes on from step 2, while step-000005 of the
+#: abandoned course may still lie there, which a restore() after a crash must not prefer
+BRANCH = ".branch"
+_BRANCH_BYTES = 1 << 20
 
 
 #: of a checkpoint: it has a manifest that reads and files of its sizes, or none was looked at; it has not; it is not known, for
@@ -108,13 +115,8 @@ def remove(path: str) -> None:
         shutil.rmtree(path)
 
 
-def sync(directory: str) -> None:
-    """Makes its names durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+#: makes a directory's names durable
+sync = CheckpointFolder.sync
 
 
 def to_retire(
@@ -147,11 +149,52 @@ def to_retire(
     return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
 
 
-_held: set[tuple[int, int] | None] = set()
+def abandoned(directory: str) -> set[str]:
+    """Return the nonces of abandoned checkpoints."""
+    path = os.path.join(directory, BRANCH)
+    try:
+        with open(path, "rb") as file:
+            nonces = json.loads(file.read(_BRANCH_BYTES))["abandoned"]
+        return {nonce for nonce in nonces if isinstance(nonce, str)}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning("'%s' cannot be read (%s): restore() prefers the newest checkpoint", path, error)
+        return set()
+
+
+def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
+    """Return checkpoints as restore() prefers them, the best last: abandoned ones come first."""
+    nonces = abandoned(directory)
+    if not nonces:
+        return list(kept)
+    known = {each.path: each.nonce for each in list_checkpoints(directory, look=True)}
+    return sorted(kept, key=lambda each: (known.get(each.path) not in nonces, each.step, each.path))
+
+
+def go_on_from(directory: str, chosen: Kept) -> None:
+    """Record that training goes on from `chosen`: later checkpoints are abandoned, and `chosen` is not. Durable.
+
+    Cost: one manifest read a checkpoint.
+    """
+    path = os.path.join(directory, BRANCH)
+    listed = list_checkpoints(directory, look=True)
+    before = abandoned(directory)
+    after = {k.nonce for k in listed if k.nonce and (k.step > chosen.step or k.nonce in before)} - {chosen.nonce}
+    if after == before:
+        return
+    with open(f"{path}.new", "wb") as file:
+        file.write(json.dumps({"abandoned": sorted(after)}).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.new", path)
+    sync(directory)
 
 
 class DirectoryLock:
-    """One writer a directory, while it lives: the kernel lets go when the process ends, and forked children have no part.
+    """One writer a directory, while it lives: the kernel releases the lock when the process ends, and forked children have no part.
+
+    The lock is of the open file: reading or copying `.lock` in the same process, as a copy of the directory does, does not end it.
 
     Raises
     ------
@@ -161,41 +204,39 @@ class DirectoryLock:
 
     def __init__(self, directory: str) -> None:
         path = os.path.join(directory, ".lock")
-        if _key(path) in _held:  # not opened: closing any descriptor of the file would drop the lock we hold on it
-            raise CheckpointError(f"another Checkpointer of this program writes to '{directory}': close it first")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            self._take(directory)
+            self._take(directory, path)
         except BaseException:
             os.close(self._fd)
             raise
-        self._held_key = _key(path)
-        _held.add(self._held_key)
+        _held.add(self)
 
-    def _take(self, directory: str) -> None:
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                failure = CheckpointError(f"'{directory}/.lock' cannot be locked: {error.strerror}")
-                failure.errno = error.errno
-                raise failure from None
+    def _take(self, directory: str, path: str) -> None:
+        mine = f"process {os.getpid()} on host {os.uname().nodename}"
+        if not lock_file(self._fd, path):
             holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
-            raise CheckpointError(f"{holder} writes to '{directory}': one directory has one writer") from None
+            if holder == mine:
+                raise CheckpointError(f"another Checkpointer of this program writes to '{directory}': close it first")
+            raise CheckpointError(f"{holder} writes to '{directory}': one directory has one writer")
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} on host {os.uname().nodename}\n".encode(), 0)
+        os.pwrite(self._fd, f"{mine}\n".encode(), 0)
 
     def release(self) -> None:
-        """Lets go. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._fd >= 0:
-            _held.discard(self._held_key)
+            _held.discard(self)
             os.close(self._fd)
             self._fd = -1
 
 
-def _key(path: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    """Close what a forked child has inherited: it would keep the lock beyond its parent's end."""
+    for each in list(_held):
+        each.release()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

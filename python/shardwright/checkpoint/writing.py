@@ -13,17 +13,41 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError, CheckpointSaver, Error
+from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, Error
 from ..optim.sharded import ShardedOptimizer
-from . import tree
-from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
-from .cuts import CutExchange
+from . import rows, tree
+from .content import (
+    Content,
+    Entries,
+    Group,
+    holds_shards,
+    model_group,
+    optimizer_content,
+    random_state,
+    stateful_tree,
+)
 from .device_staging import DeviceStaging
 from .names import ModelTensors, check_wrappers, model_tensors
 from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
-from .peers import Peers, averages_gradients, has_passing_parameters, whole_parameters
+from .peers import Peers, averages_gradients, whole_parameters
+from .rows import Rows, Structure, structure_of
 from .samples import Samples, check_alike, digest, take_samples
-from .slices import Sliced, describe_state, is_sliced, sliced_state
+from .slices import (
+    VALUE,
+    Boxes,
+    Entry,
+    Sliced,
+    compact,
+    describe_state,
+    expand,
+    held_bytes,
+    held_values,
+    is_dtensor,
+    is_row_major,
+    is_sliced,
+    released_slices,
+    sliced_state,
+)
 
 logger = logging.getLogger("shardwright")
 _POLL_S, _ROUND_S = 0.1, 0.5
@@ -68,24 +92,99 @@ class Training:
             )
 
 
-#: tensors, buffers unlike rank 0's, content, plan, sources, the tree of optimizer.json
-_Parts = tuple[ModelTensors, dict[str, torch.Tensor], Content, Any, list[Any], dict[str, Any] | None]
+@dataclasses.dataclass
+class _Draft:
+    """What one rank finds in its training, before it hears of the others.
+
+    Attributes
+    ----------
+    found : ModelTensors
+    described : dict
+        The entries of a sliced optimizer's state that this rank holds.
+    body, tensors
+        The tree and the tensors of what is this rank's own.
+    samples, checksums
+        Of what all ranks hold alike, and of buffers.
+    released, passing
+        Of parameters that are whole only while they are used, by id: slices, and those that are saved whole.
+    state : (tree, tensors), optional
+        Of state.json: rank 0's, and any rank's that holds parts of what is in it.
+    """
+
+    found: ModelTensors
+    described: dict[int, dict[str, Entry]]
+    body: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    samples: Samples
+    checksums: dict[str, int]
+    released: dict[int, Sliced]
+    passing: set[int]
+    state: tuple[dict[str, Any], dict[str, torch.Tensor]] | None
+
+    @property
+    def line_bytes(self) -> int:
+        return len(tree.dumps(self.body))
+
+    @property
+    def shards(self) -> dict[str, torch.Tensor]:
+        """DTensors in the state."""
+        return {n: t for n, t in self.state[1].items() if is_dtensor(t)} if self.state is not None else {}
+
+    def state_structure(self) -> list[tuple[str, str, list[int]]] | None:
+        """Of all tensors in the state, if some are DTensors."""
+        return structure_of(self.state[1]) if self.shards else None  # type: ignore[index]
+
+
+@dataclasses.dataclass
+class _Layout:
+    """What stands from save to save, until some rank's training no longer fits it.
+
+    Attributes
+    ----------
+    described : dict
+        The entries of a sliced optimizer's state, of all ranks together.
+    rows : Rows
+    has_values : bool
+        Whether some entries are no tensors, which rank 0 writes and others may hold.
+    state : Structure, optional
+        Of all tensors of rank 0's state, where each rank holds a part of some.
+    """
+
+    described: dict[int, dict[str, Entry]]
+    rows: Rows
+    has_values: bool
+    state: Structure | None
+    entries: Entries | None = None
+    plan: CheckpointPlan | None = None
+
+    def fits(self, draft: _Draft) -> bool:
+        return (
+            all(self.described.get(n) == e for n, e in draft.described.items())
+            and self.rows.fits(structure_of(draft.tensors), draft.line_bytes)
+            and self._fits_state(draft)
+        )
+
+    def _fits_state(self, draft: _Draft) -> bool:
+        if self.rows.rank == 0:
+            return draft.state_structure() == self.state
+        return all(entry in (self.state or ()) for entry in structure_of(draft.shards))
 
 
 class Writer:
     """This rank's part in saves. One at a time; save() is a collective call.
 
     Collective when it is made: the nonce is agreed on, and the page through which failures are told. `board`: the path of
-    the file that holds it where ranks are on several hosts.
+    the file that holds it where ranks are on several hosts; None: nothing can be saved.
     """
 
     def __init__(
         self,
         peers: Peers,
-        board: str,
+        board: str | None,
         *,
         threads: int,
         direct: bool,
+        idle_io: bool = False,
         bandwidth: int,
         timeout_s: float,
         max_file_bytes: int,
@@ -99,19 +198,22 @@ class Writer:
         self._spoiled = ""  # why the save that begins may not go on
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._staging = DeviceStaging()
-        self._cuts = CutExchange(peers)
-        self._received_bytes = 0
+        self._boxes = Boxes(peers.global_ranks)
+        self._layout: _Layout | None = None
         self._warned: set[str] = set()
         self._board = board
+        channel: tuple[Any, ...] = (0, 1)
+        if board is not None:
+            channel = (peers.rank, peers.world_size, *peers.channel(board, self._nonce_prefix))
         self._saver = CheckpointSaver(
-            peers.rank,
-            peers.world_size,
-            peers.board(board, self._nonce_prefix),
+            *channel,
             threads=threads,
             direct=direct,
+            idle_io=idle_io,
             bandwidth=bandwidth,
         )
-        peers.check_board(board, self._nonce_prefix)
+        if board is not None:
+            peers.check_board(board, self._nonce_prefix)
 
     def begin(
         self,
@@ -133,17 +235,21 @@ class Writer:
         Raises
         ------
         CheckpointError
-            What is wrong on this rank. The other ranks hear of it at their next save() or wait().
+            What is wrong on this rank, or on another before it began: all ranks then raise. Of what goes wrong later the other ranks
+            hear at their next save() or wait().
         """
+        assert self._board is not None
         try:
             self._peers.renew_board(self._board, self._nonce_prefix)
         except CheckpointError as error:
-            self.skip(str(error), training)
+            self.skip(str(error))
             raise
         self._number += 1
         try:
-            with whole_parameters(training.model, writable=False):
-                self._begin(folder, step, training, lazy, metric, stale, retired, replaces)
+            slices, passing = released_slices(training.model)
+            with whole_parameters(training.model, writable=False) if passing else contextlib.nullcontext():
+                content, own, plan = self._agree(training, step, slices, passing)
+                self._start(folder, step, content, own, plan, lazy, metric, stale, retired, replaces)
         except BaseException as error:
             self._give_up(_tellable(str(error) or type(error).__name__))
             if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
@@ -160,35 +266,31 @@ class Writer:
             self._saver.fail(self._number, reason)
         self._held, self._versions = None, []
 
-    def skip(self, reason: str, training: Training) -> None:
-        """This rank begins no save, which the others may: it then fails for all. It takes part first in what they exchange."""
-        self._number += 1
-        with contextlib.suppress(Exception), whole_parameters(training.model, writable=False):  # what is told matters
-            if is_sliced(training.model, training.optimizer):
-                self._sliced_parts(training, refusal=reason)
-            else:
-                self._look_together(training, refusal=reason)
-        self._saver.fail(self._number, _tellable(reason))
+    def warm(self, training: Training, *, lazy: bool) -> None:
+        """Staging for the first save is touched in the background, as far as its size is known yet. Communicates nothing."""
+        nbytes = held_bytes(training.model, training.optimizer, self._peers.world_size)
+        self._saver.warm(nbytes // 2 if lazy else nbytes)  # a lazy save writes most chunks from where they are
 
-    def _begin(
+    def skip(self, reason: str) -> None:
+        """This rank begins no save, which the others may: all of them hear of it as they agree on that save."""
+        self._number += 1
+        with contextlib.suppress(Exception):  # what is told matters
+            self._hear(None, CheckpointError(reason))
+
+    def _start(
         self,
         folder: str,
         step: int,
-        training: Training,
+        shared: Content,
+        own: Content | None,
+        plan: CheckpointPlan,
         lazy: bool,
         metric: float | None,
         stale: Sequence[str],
         retired: Sequence[str],
         replaces: str | None,
     ) -> None:
-        if is_sliced(training.model, training.optimizer):
-            parts = self._sliced_parts(training)
-        else:
-            parts = self._whole_parts(training)
-        found, divergent, shared, plan, sources, optimizer_tree = parts
-        own = self._own_content(training, divergent)
-        if self._peers.rank == 0:
-            _add_rank0_content(own, training, found, step, plan, optimizer_tree)
+        sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
         self._held, self._spoiled = shared if lazy else None, ""
         self._saver.begin(
             folder=folder,
@@ -199,8 +301,8 @@ class Writer:
             metric=metric,
             shared=plan,
             shared_sources=sources,
-            own=own.plan(),
-            own_sources=own.sources(),
+            own=None if own is None else own.plan(),
+            own_sources=[] if own is None else own.sources(),
             lazy=lazy,
             stale=list(stale),
             retired=list(retired),
@@ -214,61 +316,163 @@ class Writer:
             watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
             self._versions = [(n, each, each._version) for n, each in watched if not self._staging.takes(each)]
 
-    def _whole_parts(self, training: Training) -> _Parts:
-        """Of a training whose ranks hold everything. Each then waits for nobody."""
-        found, divergent = self._look_together(training)
-        shared, optimizer_tree = self._shared_content(training, found, None)
-        plan = shared.plan()
-        sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
-        return found, divergent, shared, plan, sources, optimizer_tree
+    # agreement ----------------------------------------------------------------------------------------------------------
 
-    def _sliced_parts(self, training: Training, refusal: str = "") -> _Parts:
-        """Of one that is spread over ranks. Three exchanges, in which a rank takes part whatever goes wrong on it; `refusal`:
-        what has gone wrong on this one before."""
-        optimizer = training.optimizer
-        looked: list[tuple[ModelTensors, dict[str, torch.Tensor]]] = []
-        made: list[tuple[Content, Any, dict[str, Any] | None]] = []
-        tables: list[dict[str, str]] = []
-        failure: Exception | None = None
+    def _agree(
+        self, training: Training, step: int, released: dict[int, Sliced], passing: set[int]
+    ) -> tuple[Content, Content | None, CheckpointPlan]:
+        """What this rank saves: what all know of, and on rank 0 what it alone knows of; and the plan of the former. Collective.
+
+        One exchange if the layout stands, in which all say the same. Else ranks tell what they hold.
+        """
+        draft, failure = None, None
         try:
-            looked.append(self._look_together(training, refusal=refusal))
+            draft = self._find(training, step, released, passing)
         except Exception as error:
             failure = error
+        is_new = self._hear(draft, failure, averages_gradients(training.model))
+        assert draft is not None
+        if is_new or self._layout is None:
+            self._layout = self._lay_out(draft)
+        return self._content(training, draft, self._layout)
 
-        def describe() -> dict[str, str]:
-            if failure is not None:
-                raise failure
-            return describe_state(optimizer) if isinstance(optimizer, ShardedOptimizer) else {}
+    def _find(self, training: Training, step: int, released: dict[int, Sliced], passing: set[int]) -> _Draft:
+        found = model_tensors(training.model)
+        optimizer = training.optimizer
+        described = describe_state(optimizer) if isinstance(optimizer, ShardedOptimizer) else {}
+        if optimizer is not None:
+            self._look_for_more(training)
+        tensors: dict[str, torch.Tensor] = {}
+        body = {
+            "random": random_state(tensors),
+            "dataloader": stateful_tree(training.dataloader, "dataloader", tensors),
+            "compressor": tree.encode(_compressor_state(training.model), "compressor", tensors),
+            "buffers": {},
+        }
+        samples: Samples = {}
+        checksums: dict[str, int] = {}
+        if self._peers.world_size > 1:
+            samples = take_samples(found, None if is_sliced(training.model, optimizer) else optimizer)
+            checksums = self._staging.checksums(found.buffers)
+        state = None
+        if self._peers.rank == 0 or holds_shards([training.user_state, training.extra]):
+            state = _state_tree(training, found, step)
+        return _Draft(found, described, body, tensors, samples, checksums, released, passing, state)
 
-        tables += self._peers.together(describe, "optimizer state of a checkpoint")
+    def _hear(self, draft: _Draft | None, failure: Exception | None, is_averaged: bool = False) -> bool:
+        """Whether some rank's training does not fit the layout. Buffers whose bytes are not rank 0's, which are the model's, become the
+        rank's own. Collective: what went wrong on a rank is raised on all, as is another value of what all ranks should hold alike, of a
+        model whose gradients nobody is known to average."""
+        reason = "" if failure is None else str(failure) or type(failure).__name__
+        mine = [reason, False, 0, 0]
+        if draft is not None:
+            mine = [reason, self._is_new(draft), digest(draft.samples), digest(draft.checksums)]
+        answers = self._peers.agreement(mine, "what ranks hold alike")
+        if failure is not None:
+            raise failure
+        assert draft is not None
+        if answers is None:
+            return bool(mine[1])
+        for rank, (why, *_) in enumerate(answers):
+            if why:
+                raise CheckpointError(f"rank {rank}: {why}")
+        _, are_new, samples, checksums = zip(*answers)
+        if len({*samples}) > 1:
+            check_alike(self._peers.exchange(draft.samples, "what ranks hold apart"), is_averaged=is_averaged)
+        if len({*checksums}) == 1:
+            return any(are_new)
+        first = self._peers.exchange(draft.checksums if self._peers.rank == 0 else None, "buffers of rank 0")[0]
+        for name in (name for name, crc in draft.checksums.items() if first.get(name) != crc):
+            draft.body["buffers"][name] = tree.encode(draft.found.buffers[name], f"buffer.{name}", draft.tensors)
+        return self._peers.agreement(self._is_new(draft), "layout of a checkpoint") is not None or self._is_new(draft)
 
-        def plan_all() -> int:
-            states = sliced_state(optimizer, tables) if isinstance(optimizer, ShardedOptimizer) else None
-            content, optimizer_tree = self._shared_content(training, looked[0][0], states)
-            content.slice_tensors()
-            made.append((content, content.plan(), optimizer_tree))
-            return 0
+    def _is_new(self, draft: _Draft) -> bool:
+        return self._layout is None or not self._layout.fits(draft)
 
-        self._peers.together(plan_all, "plan of a checkpoint")
-        content, plan, optimizer_tree = made[0]
-        sources = content.slice_sources(plan, self._peers, self._cuts)
-        self._received_bytes = content.received_bytes
-        sources += content.sources(plan.needed(self._peers.rank, self._peers.world_size))
-        return *looked[0], content, plan, sorted(sources), optimizer_tree
+    def _lay_out(self, draft: _Draft) -> _Layout:
+        """Collective."""
+        state = draft.state_structure() if self._peers.rank == 0 else list(draft.shards) or None
+        mine = [compact(draft.described), structure_of(draft.tensors), draft.line_bytes, state]
+        everyone = self._peers.exchange(mine, "what ranks hold of a checkpoint")
+        state = everyone[0][3]
+        for rank, (*_, theirs) in enumerate(everyone[1:], 1):
+            odd = [name for name in theirs or () if name not in [each for each, *_ in state or ()]]
+            if odd:
+                raise CheckpointError(f"rank {rank} holds a part of '{odd[0]}', which rank 0 has none of: not savable")
+        described: dict[int, dict[str, Entry]] = {}
+        for theirs, *_ in everyone:
+            described |= expand(theirs)
+        has_values = any(how == VALUE for keys in described.values() for how, _, _ in keys.values())
+        own = Rows.over([(structure, nbytes) for _, structure, nbytes, _ in everyone], self._peers.rank)
+        return _Layout(described, own, has_values, None if state is None else [(n, d, list(s)) for n, d, s in state])
+
+    def _content(
+        self, training: Training, draft: _Draft, layout: _Layout
+    ) -> tuple[Content, Content | None, CheckpointPlan]:
+        optimizer, is_new = training.optimizer, layout.plan is None
+        made: list[tuple[Content, Content | None]] = []
+
+        def make() -> int:
+            states = None
+            if isinstance(optimizer, ShardedOptimizer):
+                states = sliced_state(optimizer, layout.described, self._values(optimizer, layout))
+            content, optimizer_tree = self._shared_content(training, draft, states, layout)
+            entries = content.entries()
+            if layout.plan is None or layout.entries != entries:
+                layout.entries, layout.plan = entries, CheckpointPlan(*entries)
+            made.append((content, self._own_content(draft, layout, optimizer_tree)))
+            return layout.plan.digest
+
+        # where the layout stands the others wait for nothing that this rank could fail to do
+        gathers = isinstance(optimizer, ShardedOptimizer) and not all(map(is_row_major, optimizer.layouts()))
+        if is_new or gathers or layout.has_values:
+            digests = self._peers.together(make, "plan of a checkpoint")
+            if any(each != digests[0] for each in digests):
+                other = next(rank for rank, each in enumerate(digests) if each != digests[0])
+                raise CheckpointError(
+                    f"rank {other} would write other files than rank 0: names, shapes, dtypes or max_file_bytes differ"
+                )
+        else:
+            make()
+        assert layout.plan is not None
+        return *made[0], layout.plan
+
+    def _values(self, optimizer: ShardedOptimizer, layout: _Layout) -> dict[int, dict[str, Any]]:
+        """Entries of the optimizer's state that are no tensors. Collective where there are some; rank 0 gets them."""
+        if not layout.has_values:
+            return {}
+        told = self._peers.gather(list(held_values(optimizer).items()), "values of the optimizer's state")
+        return {number: values for each in told for number, values in each}
 
     def _shared_content(
-        self, training: Training, found: ModelTensors, states: Any
+        self, training: Training, draft: _Draft, states: Any, layout: _Layout
     ) -> tuple[Content, dict[str, Any] | None]:
-        model = model_group(found, self._max_file_bytes)
-        if has_passing_parameters(training.model):  # a lazy snapshot would read them too late
-            model.eager = frozenset(model.tensors)
+        model = model_group(draft.found, self._max_file_bytes)
+        parameters = draft.found.parameters.items()
+        model.tensors |= {n: draft.released[id(p)] for n, p in parameters if id(p) in draft.released}
+        model.eager |= {n for n, p in parameters if id(p) in draft.passing}  # a lazy snapshot would read them too late
         shared = Content([model], self._staging)
-        if training.optimizer is None:
-            return shared, None
-        self._look_for_more(training)
-        group, optimizer_tree = optimizer_content(training.optimizer, found, self._max_file_bytes, states)
-        shared.groups.append(group)
+        optimizer_tree = None
+        if training.optimizer is not None:
+            group, optimizer_tree = optimizer_content(training.optimizer, draft.found, self._max_file_bytes, states)
+            shared.groups.append(group)
+        each_ranks = layout.rows.tensors({name: _dense(each) for name, each in draft.tensors.items()})
+        shared.groups.append(Group(rows.TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
+        shared.lines[rows.LINES] = layout.rows.line(draft.body)
+        if layout.state is not None:
+            held = draft.state[1] if draft.state is not None else {}
+            parts = {n: self._part_of_state(held.get(n), dtype, shape) for n, dtype, shape in layout.state}
+            shared.groups.append(Group("state", parts, {"format": "pt"}, eager=frozenset(parts)))
+        shared.slice_tensors(self._boxes)
         return shared, optimizer_tree
+
+    def _part_of_state(self, tensor: torch.Tensor | None, dtype: str, shape: Sequence[int]) -> Any:
+        """A DTensor as it is; of any other tensor rank 0 holds all."""
+        if tensor is not None and is_dtensor(tensor):
+            return tensor
+        mine = tensor is not None and self._peers.rank == 0
+        parts = ((0, _dense(tensor).reshape(-1)),) if mine and tensor is not None else ()
+        return Sliced(getattr(torch, dtype), tuple(shape), parts)
 
     def _look_for_more(self, training: Training) -> None:
         """Raises CheckpointError for state of the optimizer that no checkpoint would have, and warns of what may be some."""
@@ -282,52 +486,22 @@ class Writer:
                     name,
                 )
 
-    def _look_together(self, training: Training, refusal: str = "") -> tuple[ModelTensors, dict[str, torch.Tensor]]:
-        """The model's tensors, and this rank's buffers whose bytes are not rank 0's, which are the model's. CheckpointError on every
-        rank for another tensor whose sample is not alike on all of them, of a model whose gradients nobody is known to average.
-
-        Collective; a rank whose own part goes wrong, or has gone wrong before (`refusal`), takes part before it raises.
-        """
-        found, checksums, failure = None, None, None
-        samples: Samples = {}
-        try:
-            if refusal:
-                raise CheckpointError(refusal)
-            found = model_tensors(training.model)
-            if self._peers.world_size > 1:
-                is_whole = not is_sliced(training.model, training.optimizer)
-                samples = take_samples(found, training.optimizer if is_whole else None)
-                checksums = self._staging.checksums(found.buffers)
-        except Exception as error:
-            failure = error
-        first: dict[str, int] | None = None
-        if self._peers.world_size > 1:
-            mine = [None, None] if checksums is None else [checksums, digest(samples)]
-            answers = self._peers.exchange(mine, "what ranks hold alike")
-            first = answers[0][0]
-            if len({theirs for _, theirs in answers if theirs is not None}) > 1:
-                everyones = self._peers.exchange(samples, "what ranks hold apart")
-                if failure is None:
-                    check_alike(everyones, is_averaged=averages_gradients(training.model))
-        if failure is not None:
-            raise failure
-        assert found is not None
-        if first is None or checksums is None:  # one rank; or rank 0 has none: its save has failed already
-            return found, {}
-        return found, {name: found.buffers[name] for name, crc in checksums.items() if first.get(name) != crc}
-
-    def _own_content(self, training: Training, divergent: dict[str, torch.Tensor]) -> Content:
-        stem = f"ranks/{self._peers.rank:05d}"
-        tensors: dict[str, torch.Tensor] = {}
-        body = {
-            "random": random_state(tensors),
-            "dataloader": stateful_tree(training.dataloader, "dataloader", tensors),
-            "compressor": tree.encode(_compressor_state(training.model), "compressor", tensors),
-            "buffers": {name: tree.encode(value, f"buffer.{name}", tensors) for name, value in divergent.items()},
-        }
-        content = Content([Group(stem, tensors, {"format": "pt"})], self._staging)
-        content.texts[f"{stem}.json"] = tree.dumps(body)
-        return content
+    def _own_content(
+        self, draft: _Draft, layout: _Layout, optimizer_tree: dict[str, Any] | None
+    ) -> Content | None:
+        """Rank 0's: what the other ranks know nothing of."""
+        if self._peers.rank:
+            return None
+        assert draft.state is not None
+        body, tensors = draft.state
+        own = Content([Group("state", dict(tensors), {"format": "pt"})] if layout.state is None else [], self._staging)
+        own.texts["state.json"] = tree.dumps(body)
+        if optimizer_tree is not None:
+            own.texts["optimizer.json"] = tree.dumps(optimizer_tree)
+        index = _model_index(layout.plan, list(draft.found.all()))
+        if index:
+            own.texts["model.safetensors.index.json"] = index
+        return own
 
     # outcome ----------------------------------------------------------------------------------------------------------
 
@@ -398,8 +572,7 @@ class Writer:
         self._held = None
 
     def progress(self) -> dict[str, int]:
-        device_bytes = self._staging.stats().get("bytes_down", 0)
-        return {**self._saver.progress(), "received_bytes": self._received_bytes, "device_bytes": device_bytes}
+        return {**self._saver.progress(), "device_bytes": self._staging.stats().get("bytes_down", 0)}
 
     def spare(self) -> list[tuple[int, int]]:
         """(address, nbytes) of memory that is anybody's until the next save."""
@@ -409,7 +582,6 @@ class Writer:
         """Gives up what runs. wait() first."""
         self._held = None
         self._saver.close()
-        self._cuts.close()
         self._staging.close()
 
 
@@ -419,9 +591,10 @@ def _compressor_state(model: Any) -> dict[str, Any] | None:
     return None if state is None else state.state_dict()
 
 
-def _add_rank0_content(
-    own: Content, training: Training, found: ModelTensors, step: int, plan: Any, optimizer_tree: dict[str, Any] | None
-) -> None:
+def _state_tree(
+    training: Training, found: ModelTensors, step: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """state.json, and its tensors."""
     tensors: dict[str, torch.Tensor] = {}
     body = {
         "step": step,
@@ -433,13 +606,12 @@ def _add_rank0_content(
         },
         "extra": tree.encode(training.extra, "extra", tensors),
     }
-    own.groups.append(Group("state", tensors, {"format": "pt"}))
-    own.texts["state.json"] = tree.dumps(body)
-    if optimizer_tree is not None:
-        own.texts["optimizer.json"] = tree.dumps(optimizer_tree)
-    index = _model_index(plan, list(found.all()))
-    if index:
-        own.texts["model.safetensors.index.json"] = index
+    return body, tensors
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Row-major, with values of its own."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _model_index(plan: Any, names: Sequence[str]) -> bytes:

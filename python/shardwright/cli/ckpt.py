@@ -379,12 +379,14 @@ def run_export(options: argparse.Namespace) -> int:
     paths = [p for p in folder.files if p.startswith("model") and p.endswith(".safetensors")]
     if not any(folder.tensors(path)[1] for path in paths):
         raise Nothing(f"'{options.checkpoint}' holds no model")
-    made = f"{options.output.rstrip('/')}.{os.getpid()}.partial"
-    os.makedirs(made)
+    made = f"{os.path.abspath(options.output)}.{os.getpid()}.partial"
+    type(folder).make(made)
     try:
         tensors, total = _export(folder, paths, made, options)
         beside = _copy_beside(folder.path, made)
+        type(folder).sync(made)
         os.rename(made, options.output)  # readers see all of it or nothing
+        type(folder).sync(os.path.dirname(made))
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
@@ -400,7 +402,10 @@ def _copy_beside(folder: str, output: str) -> list[str]:
     for name in _BESIDE_A_MODEL:
         path = os.path.join(folder, name)
         if not os.path.islink(path) and os.path.isfile(path) and os.path.getsize(path) <= _BESIDE_BYTES:
-            shutil.copyfile(path, os.path.join(output, name))
+            with open(path, "rb") as source, open(os.path.join(output, name), "xb") as file:
+                shutil.copyfileobj(source, file)
+                file.flush()
+                os.fsync(file.fileno())
             copied.append(name)
     return copied
 
@@ -441,6 +446,8 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         with open(os.path.join(output, "model.safetensors.index.json"), "x", encoding="utf-8") as file:
             json.dump(index, file, indent=2, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
     return len(weight_map), total
 
 

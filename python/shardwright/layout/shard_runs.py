@@ -124,8 +124,17 @@ class SliceRuns:
         """Whether a parameter trains, or has: one that is frozen later is stepped on for as long as it has a gradient."""
         return self._reducer.place(index)[0] in self._stepped
 
+    def publish_all(self) -> None:
+        """As publish(), once slices of frozen parameters were written too, and unreleased ones whole on every rank. Collective."""
+        self.take_writes()
+        self.publish()  # type: ignore[attr-defined]
+
     def take_writes(self) -> None:
         """Where slices are apart from the parameters that a program sees: those take what it has written to these."""
+
+    def is_published(self, index: int) -> bool:
+        """Return whether publish() makes this rank's slice of a parameter visible where a program sees it whole."""
+        return False
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
@@ -178,7 +187,6 @@ class ParameterSlices(Storage, SliceRuns):
         return index in self._flat
 
     def is_published(self, index: int) -> bool:
-        """Whether publish() makes this rank's slice of a parameter everybody's."""
         return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
 
     def slice(self, index: int) -> torch.Tensor | None:

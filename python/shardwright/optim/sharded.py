@@ -525,11 +525,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A tensor with the shape and strides of a parameter, which itself may be released. Not to be read."""
         return self._replica.layout_of(self._index[id(parameter)])
 
-    def held_state(self, parameter: torch.Tensor) -> tuple[str, Mapping[str, Any], int]:
-        """(how each entry travels, as JSON; the state of this rank's slice; the slice's first element)."""
+    def layouts(self) -> Iterator[torch.Tensor]:
+        """layout_of() each of its parameters."""
+        return (self.layout_of(parameter) for group in self.param_groups for parameter in group["params"])
+
+    def held_state(self, parameter: torch.Tensor) -> tuple[Mapping[str, Any], torch.Tensor | None, int]:
+        """(the state of this rank's slice of a parameter; the slice, None if there is none; its first element)."""
         piece, run = self.slice_of(self._index[id(parameter)]), self.held_run(parameter)
         state = self._inner.state.get(piece, {}) if piece is not None else {}
-        return _describe(state, piece), state, run[0] if run else 0
+        return state, piece, run[0] if run else 0
 
     def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """The elements of held_run(), as the state keeps them."""

@@ -53,6 +53,10 @@ class ReleasedParameters(Storage, SliceRuns):
                 if mark is not None:
                     mark.join(self.schedule, number)
 
+    def is_released(self, index: int) -> bool:
+        """Whether a parameter is whole only while its unit runs."""
+        return index in self._whole
+
     def like(self, index: int) -> torch.Tensor:
         """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""
         return self._whole.get(index, self._table.parameters[index])

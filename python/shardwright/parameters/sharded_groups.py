@@ -271,6 +271,13 @@ class UnitMemory(ReleasedParameters):
         self._refresh()
         return outcomes.read() if outcomes is not None else None
 
+    def publish_all(self) -> None:
+        stepped, self._stepped = self._stepped, set(range(self._reducer.bucket_count))
+        try:
+            super().publish_all()
+        finally:
+            self._stepped = stepped
+
     def _bucket_range(self, bucket: int) -> tuple[int, int]:
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         return self._offsets[bucket], numel * itemsize_of(dtype)

@@ -1,0 +1,144 @@
+/* catalog.c - entries of (bytes of the name, bytes of the data, name, data), the manifest's first. */
+#include "checkpoint/catalog.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "checkpoint/json.h"
+#include "checkpoint/read.h"
+#include "checkpoint/safetensors.h"
+
+enum { HEAD_BYTES = 16 };
+
+static sw_status append_part(void *context, const char *part, size_t size_bytes, sw_error *err)
+{
+    (void)err;
+    sw_text_append(context, part, size_bytes);
+    return SW_OK;
+}
+
+static void append_head(sw_text *text, const char *path, uint64_t size_bytes)
+{
+    uint64_t head[2] = {strlen(path), size_bytes};
+    sw_text_append(text, (const char *)head, sizeof head);
+    sw_text_append(text, path, strlen(path));
+}
+
+/* How many bytes of a file go into a catalog. */
+static sw_status wanted_bytes(const char *folder, const sw_manifest *manifest,
+                              const sw_manifest_file *file, size_t *size_bytes, sw_error *err)
+{
+    static const char SUFFIX[] = ".safetensors";
+    size_t length = strlen(file->path);
+    uint8_t first[8];
+    sw_read_range range = {0, sizeof first, first};
+    *size_bytes = (size_t)file->size_bytes;
+    if (length < sizeof SUFFIX || strcmp(file->path + length - (sizeof SUFFIX - 1), SUFFIX) != 0)
+        return SW_OK;
+    if (file->size_bytes < sizeof first)
+        SW_FAIL(err, SW_E_INVALID, "'%.300s/%s' is no safetensors file: it has %zu bytes", folder,
+                file->path, *size_bytes);
+    SW_TRY(sw_checkpoint_read(folder, manifest, file->path, &range, 1, err));
+    return sw_safetensors_header_size(first, file->size_bytes, file->path, size_bytes, err);
+}
+
+static sw_status append_file(const char *folder, const sw_manifest *manifest, const char *path,
+                             sw_text *text, sw_error *err)
+{
+    const sw_manifest_file *file = sw_manifest_find(manifest, path);
+    size_t size_bytes = 0;
+    if (!file)
+        SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no file '%.120s'", folder, path);
+    SW_TRY(wanted_bytes(folder, manifest, file, &size_bytes, err));
+    append_head(text, path, size_bytes);
+    size_t at = text->size_bytes;
+    (void)sw_text_reserve(text, size_bytes);
+    SW_TRY(sw_text_check(text, path, err));
+    sw_read_range range = {0, size_bytes, text->data + at};
+    SW_TRY(sw_checkpoint_read(folder, manifest, path, &range, 1, err));
+    text->size_bytes += size_bytes;
+    return SW_OK;
+}
+
+static sw_status append_all(const char *folder, const sw_manifest *manifest,
+                            const char *const *paths, size_t count, sw_text *text, sw_error *err)
+{
+    append_head(text, SW_MANIFEST_NAME, 0);
+    size_t at = text->size_bytes;
+    SW_TRY(sw_manifest_print(manifest, append_part, text, err));
+    SW_TRY(sw_text_check(text, folder, err));
+    uint64_t manifest_bytes = text->size_bytes - at;
+    memcpy(text->data + sizeof manifest_bytes, &manifest_bytes, sizeof manifest_bytes);
+    for (size_t i = 0; i < count; ++i)
+        SW_TRY(append_file(folder, manifest, paths[i], text, err));
+    return SW_OK;
+}
+
+sw_status sw_catalog_read(const char *folder, const sw_manifest *manifest, const char *const *paths,
+                          size_t count, sw_catalog *catalog, sw_error *err)
+{
+    sw_text text = {0};
+    sw_status status = append_all(folder, manifest, paths, count, &text, err);
+    if (status != SW_OK) {
+        sw_text_fini(&text);
+        return status;
+    }
+    *catalog = (sw_catalog){(uint8_t *)text.data, text.size_bytes};
+    return SW_OK;
+}
+
+/* The entry at *at, which moves behind it; false: there is none, or it leaves the catalog. */
+static bool next_entry(const sw_catalog *catalog, size_t *at, const char **name, size_t *name_bytes,
+                       const uint8_t **data, size_t *size_bytes)
+{
+    uint64_t head[2];
+    size_t left = catalog->size_bytes - *at;
+    if (left < HEAD_BYTES)
+        return false;
+    memcpy(head, catalog->data + *at, sizeof head);
+    left -= HEAD_BYTES;
+    if (head[0] > left || head[1] > left - head[0])
+        return false;
+    *name = (const char *)catalog->data + *at + HEAD_BYTES;
+    *name_bytes = (size_t)head[0];
+    *data = catalog->data + *at + HEAD_BYTES + head[0];
+    *size_bytes = (size_t)head[1];
+    *at += HEAD_BYTES + (size_t)head[0] + (size_t)head[1];
+    return true;
+}
+
+const uint8_t *sw_catalog_find(const sw_catalog *catalog, const char *path, size_t *size_bytes)
+{
+    const char *name;
+    const uint8_t *data;
+    size_t at = 0, name_bytes, length = strlen(path);
+    while (next_entry(catalog, &at, &name, &name_bytes, &data, size_bytes))
+        if (name_bytes == length && memcmp(name, path, length) == 0)
+            return data;
+    return NULL;
+}
+
+sw_status sw_catalog_copy(const void *data, size_t size_bytes, sw_catalog *catalog,
+                          sw_manifest *manifest, sw_error *err)
+{
+    sw_catalog made = {malloc(size_bytes + 1), size_bytes};
+    size_t manifest_bytes = 0;
+    if (!made.data)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for a catalog of %zu bytes", size_bytes);
+    memcpy(made.data, data, size_bytes);
+    const uint8_t *text = sw_catalog_find(&made, SW_MANIFEST_NAME, &manifest_bytes);
+    sw_status status =
+        text ? sw_manifest_parse((const char *)text, manifest_bytes, SW_MANIFEST_NAME, manifest, err)
+             : sw_error_set(err, SW_E_INVALID, -1, "the catalog of a checkpoint has no manifest");
+    if (status == SW_OK)
+        *catalog = made;
+    else
+        sw_catalog_fini(&made);
+    return status;
+}
+
+void sw_catalog_fini(sw_catalog *catalog)
+{
+    free(catalog->data);
+    *catalog = (sw_catalog){0};
+}

@@ -1,0 +1,353 @@
+/* save_ranges.c - from a plan and what this rank holds to ranges, one block or less each, and to
+ * chunks of them.
+ *
+ * A chunk is what one slot of staging takes. Blocks that this rank writes whole have one each;
+ * smaller ranges share one, each at a place that is as the one in the file modulo a page, so that
+ * its whole pages can be written past the page cache. */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "checkpoint/save_job.h"
+
+typedef struct range_list {
+    sw_plan_range *ranges; /* owned */
+    size_t count;
+} range_list;
+
+static int compare_ranges(const void *a, const void *b)
+{
+    const sw_plan_range *x = a, *y = b;
+    if (x->file != y->file)
+        return x->file < y->file ? -1 : 1;
+    return x->begin < y->begin ? -1 : x->begin > y->begin;
+}
+
+static sw_status check_source(const sw_plan *plan, const sw_save_source *source, sw_error *err)
+{
+    uint64_t end;
+    if (source->source >= plan->source_count ||
+        __builtin_add_overflow(source->begin, source->size_bytes, &end) ||
+        end > plan->pieces[plan->piece_of[source->source]].size_bytes)
+        SW_FAIL(err, SW_E_INVALID,
+                "bytes [%" PRIu64 ", +%" PRIu64 ") of tensor number %zu are not inside the plan",
+                source->begin, source->size_bytes, source->source);
+    return SW_OK;
+}
+
+/* Ranges of the files that `rank` writes of `part`, ascending and as long as can be. */
+static sw_status list_files_ranges(const sw_save_part *part, int rank, int world_size,
+                                   range_list *list, sw_error *err)
+{
+    const sw_plan *plan = part->plan;
+    SW_TRY(sw_plan_own_ranges(plan, rank, world_size, &list->ranges, &list->count, err));
+    sw_plan_range *grown =
+        realloc(list->ranges, (list->count + part->source_count + 1) * sizeof *grown);
+    if (!grown)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu ranges of a save", part->source_count);
+    list->ranges = grown;
+    for (size_t i = 0; i < part->source_count; ++i) {
+        const sw_save_source *source = &part->sources[i];
+        SW_TRY(check_source(plan, source, err));
+        const sw_plan_piece *piece = &plan->pieces[plan->piece_of[source->source]];
+        if (piece->holder != SW_HELD_IN_PARTS || source->size_bytes == 0)
+            continue;
+        size_t file = (size_t)(sw_plan_file_of(plan, plan->piece_of[source->source]) - plan->files);
+        uint64_t begin = piece->begin + source->begin;
+        list->ranges[list->count++] = (sw_plan_range){file, begin, begin + source->size_bytes};
+    }
+    if (list->count)
+        qsort(list->ranges, list->count, sizeof *list->ranges, compare_ranges);
+    size_t used = 0;
+    for (size_t i = 0; i < list->count; ++i) {
+        sw_plan_range *last = used ? &list->ranges[used - 1] : NULL, next = list->ranges[i];
+        if (last && last->file == next.file && last->end > next.begin)
+            SW_FAIL(err, SW_E_INVALID, "byte %" PRIu64 " of '%.200s' would be written twice",
+                    next.begin, plan->files[next.file].path);
+        if (last && last->file == next.file && last->end == next.begin)
+            last->end = next.end;
+        else
+            list->ranges[used++] = next;
+    }
+    list->count = used;
+    return SW_OK;
+}
+
+static sw_status cut_at_blocks(sw_saver *saver, const sw_plan *plan, const range_list *list,
+                               sw_error *err)
+{
+    size_t count = saver->range_count;
+    for (size_t i = 0; i < list->count; ++i)
+        count += (size_t)((list->ranges[i].end - 1) / SW_BLOCK_BYTES -
+                          list->ranges[i].begin / SW_BLOCK_BYTES + 1);
+    sw_save_range *grown = realloc(saver->ranges, (count + 1) * sizeof *grown);
+    if (!grown)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for a save of %zu ranges", count);
+    saver->ranges = grown;
+    for (size_t i = 0; i < list->count; ++i)
+        for (uint64_t at = list->ranges[i].begin, next; at < list->ranges[i].end; at = next) {
+            next = (at / SW_BLOCK_BYTES + 1) * SW_BLOCK_BYTES;
+            if (next > list->ranges[i].end)
+                next = list->ranges[i].end;
+            saver->ranges[saver->range_count++] =
+                (sw_save_range){.file = &plan->files[list->ranges[i].file],
+                                .offset = at,
+                                .size_bytes = (uint32_t)(next - at)};
+            saver->bytes_total += next - at;
+        }
+    return SW_OK;
+}
+
+static bool has_whole_page(const sw_save_range *range)
+{
+    uint64_t page = SW_FILE_ALIGNMENT_BYTES,
+             first = (range->offset + page - 1) / page * page;
+    return first + page <= range->offset + range->size_bytes;
+}
+
+/* Where a range goes in a slot of which `used` bytes are taken. */
+static uint32_t place_after(const sw_save_range *range, uint32_t used)
+{
+    uint32_t page = SW_FILE_ALIGNMENT_BYTES, wanted = (uint32_t)(range->offset % page);
+    return has_whole_page(range) ? used + (wanted + page - used % page) % page : used;
+}
+
+/* Ranges [first, saver->range_count) in chunks of `part`. */
+static void fill_chunks(sw_saver *saver, const sw_save_part *part, size_t first)
+{
+    sw_save_chunk *chunk = NULL;
+    uint32_t used = 0;
+    for (size_t i = first; i < saver->range_count; ++i) {
+        sw_save_range *range = &saver->ranges[i];
+        range->at = place_after(range, used);
+        if (!chunk || range->at + range->size_bytes > SW_BLOCK_BYTES ||
+            range->is_eager != range[-1].is_eager) {
+            chunk = &saver->chunks[saver->chunk_count++];
+            *chunk = (sw_save_chunk){.part = part, .ranges = range};
+            range->at = place_after(range, 0);
+        }
+        used = range->at + range->size_bytes;
+        chunk->range_count++;
+        chunk->size_bytes += range->size_bytes;
+    }
+}
+
+/* The first range of memory of `source` that ends after `begin`. */
+static const sw_save_source *find_source(const sw_save_part *part, size_t source, uint64_t begin)
+{
+    size_t low = 0, high = part->source_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        const sw_save_source *found = &part->sources[middle];
+        if (found->source < source ||
+            (found->source == source && found->begin + found->size_bytes <= begin))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return &part->sources[low];
+}
+
+/* That bytes [begin, begin + size) of `source` are held here. */
+static sw_status check_held(const sw_save_part *part, size_t source, uint64_t begin, uint64_t size,
+                            int rank, sw_error *err)
+{
+    const sw_save_source *found = find_source(part, source, begin),
+                         *end = part->sources + part->source_count;
+    for (; size > 0; ++found) {
+        if (found >= end || found->source != source || found->begin > begin)
+            SW_FAIL(err, SW_E_STATE,
+                    "rank %d does not hold byte %" PRIu64
+                    " of tensor number %zu, which it would write",
+                    rank, begin, source);
+        uint64_t left = found->begin + found->size_bytes - begin, piece = left < size ? left : size;
+        begin += piece;
+        size -= piece;
+    }
+    return SW_OK;
+}
+
+static sw_status check_range(const sw_save_part *part, const sw_save_range *range, int rank,
+                             sw_error *err)
+{
+    const sw_plan *plan = part->plan;
+    uint64_t at = range->offset, end = at + range->size_bytes;
+    if (at < range->file->header_bytes)
+        at = end < range->file->header_bytes ? end : range->file->header_bytes;
+    for (size_t p = sw_plan_find_piece(plan, range->file, at); at < end; ++p) {
+        const sw_plan_piece *piece = &plan->pieces[p];
+        uint64_t stop =
+            piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
+        SW_TRY(check_held(part, piece->source, at - piece->begin, stop - at, rank, err));
+        at = stop;
+    }
+    return SW_OK;
+}
+
+static bool touches_eager(const sw_plan *plan, const sw_save_range *range, const bool *is_eager)
+{
+    const sw_plan_file *file = range->file;
+    size_t end = file->first_piece + file->piece_count;
+    for (size_t p = sw_plan_find_piece(plan, file, range->offset);
+         p < end && plan->pieces[p].begin < range->offset + range->size_bytes; ++p)
+        if (is_eager[plan->pieces[p].source])
+            return true;
+    return false;
+}
+
+/* `is_eager`: a flag a source; NULL: all are. */
+static sw_status list_part(sw_saver *saver, const sw_save_part *part, int rank, int world_size,
+                           const bool *is_eager, sw_error *err)
+{
+    range_list list = {0};
+    size_t first = saver->range_count;
+    sw_status status = list_files_ranges(part, rank, world_size, &list, err);
+    if (status == SW_OK)
+        status = cut_at_blocks(saver, part->plan, &list, err);
+    free(list.ranges);
+    for (size_t i = first; status == SW_OK && i < saver->range_count; ++i) {
+        sw_save_range *range = &saver->ranges[i];
+        status = check_range(part, range, saver->channel->rank, err);
+        range->is_eager = !is_eager || touches_eager(part->plan, range, is_eager);
+    }
+    return status;
+}
+
+static sw_status copy_sources(sw_saver *saver, const sw_save_request *request, sw_error *err)
+{
+    const sw_save_part *shared = &request->shared, *own = &request->own;
+    saver->sources = calloc(shared->source_count + own->source_count + 1, sizeof *saver->sources);
+    if (!saver->sources)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the %zu sources of a save",
+                shared->source_count + own->source_count);
+    if (shared->source_count)
+        memcpy(saver->sources, shared->sources, shared->source_count * sizeof *saver->sources);
+    if (own->source_count)
+        memcpy(saver->sources + shared->source_count, own->sources,
+               own->source_count * sizeof *saver->sources);
+    saver->shared_part = (sw_save_part){shared->plan, saver->sources, shared->source_count};
+    saver->own_part =
+        (sw_save_part){own->plan, saver->sources + shared->source_count, own->source_count};
+    return SW_OK;
+}
+
+/* A flag a source of the shared plan, from a flag a source of memory. What is on a device cannot be
+ * left for later: the threads of a save know no stream. */
+static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_error *err)
+{
+    size_t count = request->shared.plan->source_count;
+    bool *made = calloc(count + 1, sizeof *made);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the flags of %zu tensors", count);
+    for (size_t i = 0; i < request->shared.source_count; ++i) {
+        const sw_save_source *source = &request->shared.sources[i];
+        if (source->source < count)
+            made[source->source] |=
+                source->is_on_device || (request->is_eager && request->is_eager[i]);
+    }
+    *is_eager = made;
+    return SW_OK;
+}
+
+sw_status sw_save_list_ranges(sw_saver *saver, const sw_save_request *request, sw_error *err)
+{
+    bool *is_eager = NULL;
+    SW_TRY(copy_sources(saver, request, err));
+    SW_TRY(list_eager(request, &is_eager, err));
+    sw_status status = list_part(saver, &saver->shared_part, saver->channel->rank,
+                                 saver->channel->world_size, is_eager, err);
+    free(is_eager);
+    SW_TRY(status);
+    size_t own = saver->range_count;
+    if (saver->own_part.plan)
+        SW_TRY(list_part(saver, &saver->own_part, 0, 1, NULL, err));
+    saver->chunks = calloc(saver->range_count + 1, sizeof *saver->chunks);
+    if (!saver->chunks)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the chunks of %zu ranges", saver->range_count);
+    size_t all = saver->range_count;
+    saver->range_count = own;
+    fill_chunks(saver, &saver->shared_part, 0);
+    saver->range_count = all;
+    fill_chunks(saver, &saver->own_part, own);
+    return SW_OK;
+}
+
+static void walk_source(const sw_save_part *part, size_t source, uint64_t begin, sw_save_span span,
+                        void (*visit)(void *context, sw_save_span span), void *context)
+{
+    size_t size = span.size_bytes;
+    for (const sw_save_source *found = find_source(part, source, begin); size > 0; ++found) {
+        uint64_t left = found->begin + found->size_bytes - begin;
+        span.size_bytes = left < size ? (size_t)left : size;
+        span.data = (const uint8_t *)found->data + (begin - found->begin);
+        span.is_on_device = found->is_on_device;
+        visit(context, span);
+        span.at += span.size_bytes;
+        begin += span.size_bytes;
+        size -= span.size_bytes;
+    }
+}
+
+static void walk_range(const sw_save_part *part, sw_save_range *range,
+                       void (*visit)(void *context, sw_save_span span), void *context)
+{
+    const sw_plan_file *file = range->file;
+    uint64_t at = range->offset, end = at + range->size_bytes;
+    sw_save_span span = {.range = range, .at = range->at};
+    if (at < file->header_bytes) {
+        span.data = (const uint8_t *)file->header + at;
+        span.is_header = true;
+        span.size_bytes = (size_t)((end < file->header_bytes ? end : file->header_bytes) - at);
+        visit(context, span);
+        at += span.size_bytes;
+        span.is_header = false;
+    }
+    for (size_t p = sw_plan_find_piece(part->plan, file, at); at < end; ++p) {
+        const sw_plan_piece *piece = &part->plan->pieces[p];
+        uint64_t stop =
+            piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
+        span.at = range->at + (size_t)(at - range->offset);
+        span.size_bytes = (size_t)(stop - at);
+        walk_source(part, piece->source, at - piece->begin, span, visit, context);
+        at = stop;
+    }
+}
+
+void sw_save_walk(const sw_save_chunk *chunk, void (*visit)(void *context, sw_save_span span),
+                  void *context)
+{
+    for (uint32_t i = 0; i < chunk->range_count; ++i)
+        walk_range(chunk->part, &chunk->ranges[i], visit, context);
+}
+
+static uint64_t block_of(const sw_saver *saver, const sw_save_chunk *chunk,
+                         const sw_save_range *range)
+{
+    uint64_t base =
+        chunk->part == &saver->own_part ? saver->shared_part.plan->block_count : 0;
+    return base + range->file->first_block + range->offset / SW_BLOCK_BYTES;
+}
+
+sw_status sw_save_each_tally(const sw_saver *saver,
+                             sw_status (*take)(void *context, uint64_t block, sw_tally tally,
+                                               sw_error *err),
+                             void *context, sw_error *err)
+{
+    uint64_t open_block = UINT64_MAX;
+    sw_tally tally = {0};
+    for (size_t c = 0; c < saver->chunk_count; ++c)
+        for (uint32_t i = 0; i < saver->chunks[c].range_count; ++i) {
+            const sw_save_range *range = &saver->chunks[c].ranges[i];
+            uint64_t block = block_of(saver, &saver->chunks[c], range);
+            uint64_t begin = range->offset - range->offset % SW_BLOCK_BYTES,
+                     left = range->file->size_bytes - begin;
+            if (block != open_block && open_block != UINT64_MAX)
+                SW_TRY(take(context, open_block, tally, err));
+            if (block != open_block)
+                tally = (sw_tally){0};
+            open_block = block;
+            sw_tally_add(&tally, range->crc, (uint32_t)(range->offset - begin), range->size_bytes,
+                         (uint32_t)(left < SW_BLOCK_BYTES ? left : SW_BLOCK_BYTES));
+        }
+    return open_block == UINT64_MAX ? SW_OK : take(context, open_block, tally, err);
+}

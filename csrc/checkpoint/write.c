@@ -1,0 +1,94 @@
+/* write.c - see write.h. */
+#include "checkpoint/write.h"
+
+#include "kernels/crc32c.h"
+#include "platform/file.h"
+
+sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error *err)
+{
+    char path[SW_PATH_BYTES];
+    for (size_t i = 0; i < plan->file_count; ++i) {
+        int fd = -1;
+        SW_TRY(sw_path_join(path, folder, plan->files[i].path, err));
+        SW_TRY(sw_file_create(path, &fd, err));
+        sw_status status = sw_file_allocate(fd, path, plan->files[i].size_bytes, err);
+        sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
+        SW_TRY(status);
+        SW_TRY(closed);
+    }
+    return SW_OK;
+}
+
+static sw_status write_open(int fd, const sw_write_file *file, const sw_write_range *ranges,
+                            size_t count, const uint8_t *data, sw_tally_list *tallies,
+                            sw_error *err)
+{
+    uint64_t open_block = UINT64_MAX;
+    sw_tally tally = {0};
+    for (size_t i = 0; i < count; ++i)
+        for (uint64_t at = ranges[i].begin, end = at + ranges[i].size_bytes, next; at < end;
+             at = next) {
+            uint64_t block = at / SW_BLOCK_BYTES, begin = block * SW_BLOCK_BYTES,
+                     left = file->size_bytes - begin;
+            next = begin + SW_BLOCK_BYTES < end ? begin + SW_BLOCK_BYTES : end;
+            size_t size = (size_t)(next - at);
+            struct iovec part = {.iov_base = (void *)(uintptr_t)data, .iov_len = size};
+            if (block != open_block && open_block != UINT64_MAX)
+                sw_tally_list_append(tallies, file->first_block + open_block, tally);
+            if (block != open_block)
+                tally = (sw_tally){0};
+            open_block = block;
+            sw_tally_add(&tally, sw_crc32c(0, data, size), (uint32_t)(at - begin), (uint32_t)size,
+                         (uint32_t)(left < SW_BLOCK_BYTES ? left : SW_BLOCK_BYTES));
+            SW_TRY(sw_file_write_at(fd, file->path, &part, 1, at, err));
+            data += size;
+        }
+    if (open_block != UINT64_MAX)
+        sw_tally_list_append(tallies, file->first_block + open_block, tally);
+    if (tallies->is_out_of_memory)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the tallies of '%.300s'", file->path);
+    return SW_OK;
+}
+
+sw_status sw_checkpoint_write(const sw_write_file *file, const sw_write_range *ranges, size_t count,
+                              const void *data, sw_tally_list *tallies, sw_error *err)
+{
+    int fd = -1;
+    for (size_t i = 0; i < count; ++i) {
+        uint64_t end, before = i ? ranges[i - 1].begin + ranges[i - 1].size_bytes : 0;
+        if (__builtin_add_overflow(ranges[i].begin, ranges[i].size_bytes, &end) ||
+            end > file->size_bytes || ranges[i].begin < before)
+            SW_FAIL(err, SW_E_INVALID, "write to '%.300s': range %zu is not in order inside of it",
+                    file->path, i);
+    }
+    SW_TRY(sw_file_open_write(file->path, false, &fd, err));
+    sw_status status = write_open(fd, file, ranges, count, data, tallies, err);
+    sw_status closed = sw_file_close(&fd, file->path, status == SW_OK ? err : NULL);
+    return status == SW_OK ? closed : status;
+}
+
+static sw_status merge_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
+{
+    return sw_manifest_add_tally(context, block, tally, err);
+}
+
+sw_status sw_plan_write_headers(const sw_plan *plan, const char *folder, sw_manifest *manifest,
+                                sw_error *err)
+{
+    char path[SW_PATH_BYTES];
+    sw_status status = SW_OK;
+    for (size_t i = 0; i < plan->file_count && status == SW_OK; ++i) {
+        const sw_plan_file *file = &plan->files[i];
+        sw_write_file target = {path, file->size_bytes, file->first_block};
+        sw_write_range range = {0, file->header_bytes};
+        sw_tally_list list = {0};
+        if (file->header_bytes == 0)
+            continue;
+        SW_TRY(sw_path_join(path, folder, file->path, err));
+        status = sw_checkpoint_write(&target, &range, 1, file->header, &list, err);
+        if (status == SW_OK)
+            status = sw_tally_list_read(list.data, list.size_bytes, merge_tally, manifest, err);
+        sw_tally_list_fini(&list);
+    }
+    return status;
+}

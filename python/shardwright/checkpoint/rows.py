@@ -1,0 +1,126 @@
+"""What is each rank's own, in two files for all ranks: a line of JSON a rank, and tensors stacked in rank order.
+
+    ranks/all.jsonl          line r is rank r's tree, filled up with spaces: all lines have one length
+    ranks/all.safetensors    `name`: [world_size, *shape], row r is rank r's, where all ranks have such a tensor;
+                             `00003.name`: rank 3's, where they differ
+
+A rank writes its line and its rows without knowing of the others', as long as its line fits and its tensors are those that all know of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError, CheckpointFolder
+from . import tree
+from .slices import Sliced
+from .stored import Stored
+
+LINES, TENSORS = "ranks/all.jsonl", "ranks/all"
+_LINE_ALIGNMENT = 4096
+
+#: (name, dtype, shape) of a rank's tensors
+Structure = Sequence[tuple[str, str, Sequence[int]]]
+
+
+def structure_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list[int]]]:
+    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where each rank's own goes.
+
+    Attributes
+    ----------
+    line_bytes : int
+        Of each line, its end included.
+    entries : mapping of str to (dtype, shape, rank)
+        Name in the file -> what it is; rank None: a row a rank, and `shape` is a row's.
+    """
+
+    rank: int
+    world_size: int
+    line_bytes: int
+    entries: Mapping[str, tuple[str, tuple[int, ...], int | None]]
+
+    @classmethod
+    def over(cls, everyone: Sequence[tuple[Structure, int]], rank: int) -> Rows:
+        """Of every rank's (structure, bytes of its line)."""
+        longest = max(nbytes for _, nbytes in everyone)
+        line_bytes = -(-(longest + longest // 8 + 2) // _LINE_ALIGNMENT) * _LINE_ALIGNMENT
+        tables = [{name: (dtype, tuple(shape)) for name, dtype, shape in structure} for structure, _ in everyone]
+        entries: dict[str, tuple[str, tuple[int, ...], int | None]] = {}
+        for name, entry in tables[0].items():
+            if all(table.get(name) == entry for table in tables):
+                entries[name] = (*entry, None)
+        for number, table in enumerate(tables):
+            entries |= {_of(number, name): (*entry, number) for name, entry in table.items() if name not in entries}
+        return cls(rank, len(everyone), line_bytes, entries)
+
+    def fits(self, structure: Structure, nbytes: int) -> bool:
+        """Whether this rank's own goes there."""
+        mine = {name: (dtype, tuple(shape)) for name, dtype, shape in structure}
+        wanted = {
+            name if rank is None else name.partition(".")[2]: (dtype, shape)
+            for name, (dtype, shape, rank) in self.entries.items()
+            if rank in (None, self.rank)
+        }
+        return mine == wanted and nbytes < self.line_bytes
+
+    def line(self, body: Any) -> tuple[int, int, bytes]:
+        """(bytes of the file, this rank's first one, this rank's bytes)."""
+        text = tree.dumps(body).rstrip(b"\n").ljust(self.line_bytes - 1) + b"\n"
+        return self.world_size * self.line_bytes, self.rank * self.line_bytes, text
+
+    def tensors(self, own: Mapping[str, torch.Tensor]) -> dict[str, Sliced]:
+        """Of the file, as far as this rank holds them. `own`: row-major."""
+        found = {}
+        for name, (dtype, shape, rank) in self.entries.items():
+            kind, row = getattr(torch, dtype), 0 if rank is not None else self.rank
+            whole = shape if rank is not None else (self.world_size, *shape)
+            parts: tuple[tuple[int, torch.Tensor], ...] = ()
+            if rank in (None, self.rank):
+                flat = own[name if rank is None else name.partition(".")[2]].reshape(-1)
+                parts = ((row * flat.numel(), flat),)
+            found[name] = Sliced(kind, whole, parts)
+        return found
+
+
+def _of(rank: int, name: str) -> str:
+    return f"{rank:05d}.{name}"
+
+
+def has_rows(folder: CheckpointFolder) -> bool:
+    return LINES in folder.files
+
+
+def read_line(folder: CheckpointFolder, rank: int) -> Any:
+    """The tree of a rank, of a folder that has_rows()."""
+    nbytes, rest = divmod(folder.files[LINES], folder.world_size)
+    if rest:
+        raise CheckpointError(f"'{folder.path}/{LINES}' has {folder.files[LINES]} bytes for {folder.world_size} lines")
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    folder.read(LINES, [(rank * nbytes, nbytes, memory.data_ptr())])
+    try:
+        return tree.loads(memory.numpy().tobytes())
+    except ValueError as error:
+        raise CheckpointError(f"'{folder.path}/{LINES}' is no JSON in line {rank}: {error}") from None
+
+
+def rows_of(stored: Mapping[str, Stored], rank: int, names: Sequence[str]) -> dict[str, Stored]:
+    """Where the tensors of a rank's tree lie."""
+    found = {}
+    for name in names:
+        own, every = stored.get(_of(rank, name)), stored.get(name)
+        if own is not None:
+            found[name] = own
+        elif every is not None and every.shape:
+            nbytes = every.nbytes // every.shape[0] if every.shape[0] else 0
+            place = every.begin + rank * nbytes
+            found[name] = dataclasses.replace(every, shape=every.shape[1:], begin=place, nbytes=nbytes)
+    return found

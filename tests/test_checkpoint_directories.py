@@ -1,0 +1,190 @@
+"""A directory of checkpoints has one writer, whatever else is done to it; restoring needs no permission to write; a rollback stays
+rolled back; and what is no checkpoint is refused before it costs memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import shardwright as sw
+import torch
+import torch.distributed.checkpoint as dcp
+from shardwright._engine import CheckpointPlan, CheckpointSaver, crc32c
+from shardwright.checkpoint import StorageReader
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+NOBODY = 65534
+
+
+def trained(value: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = nn.Linear(8, 4)
+    nn.init.constant_(module.weight, value)
+    return module, torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def run(program: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
+
+
+OPENS = """
+    import sys, torch, shardwright as sw
+    try:
+        sw.Checkpointer(sys.argv[1], torch.nn.Linear(8, 4)).close()
+    except sw.CheckpointError as error:
+        print(error)
+"""
+
+
+def test_a_copy_of_the_directory_does_not_let_a_second_process_in(tmp_path):
+    with sw.Checkpointer(tmp_path / "a", *trained()) as checkpoints:
+        checkpoints.save(0)
+        checkpoints.wait()
+        shutil.copytree(tmp_path / "a", tmp_path / "copy")  # opens and closes `.lock` in this process
+        found = run(OPENS, str(tmp_path / "a"))
+        assert f"process {os.getpid()} on host" in found.stdout, found.stderr
+        with pytest.raises(sw.CheckpointError, match="another Checkpointer of this program"):
+            sw.Checkpointer(tmp_path / "a", *trained())
+    assert run(OPENS, str(tmp_path / "a")).stdout == ""
+
+
+def test_a_forked_child_does_not_keep_the_directory_beyond_its_parents_end(tmp_path):
+    program = """
+        import os, sys, time, torch, shardwright as sw
+        checkpoints = sw.Checkpointer(sys.argv[1], torch.nn.Linear(8, 4))
+        child = os.fork()
+        if child == 0:
+            os.close(1), os.close(2)
+            time.sleep(120)
+            os._exit(0)
+        print(child, flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    child = int(run(program, str(tmp_path)).stdout)
+    try:
+        os.kill(child, 0)
+        sw.Checkpointer(tmp_path, *trained()).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is tried as root only")
+def test_another_user_restores_and_may_not_save():
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
+        os.chmod(folder, 0o755)
+        check_another_user(Path(folder))
+
+
+def check_another_user(tmp_path: Path) -> None:
+    with sw.Checkpointer(tmp_path / "a", *trained(3.0)) as checkpoints:
+        checkpoints.save(4)
+    (tmp_path / "a").chmod(0o755)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgroups([]), os.setgid(NOBODY), os.setuid(NOBODY)
+            module, optimizer = trained()
+            with sw.Checkpointer(tmp_path / "a", module, optimizer) as checkpoints:
+                assert checkpoints.restore() == 5 and checkpoints.restore(step=5) == 5
+                assert float(module.weight.detach()[0, 0]) == 3.0
+                assert checkpoints.steps() == [5]
+                try:
+                    checkpoints.save(5)
+                except sw.CheckpointError as error:
+                    code = 0 if "cannot be written to: Permission denied" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sorted(os.listdir(tmp_path / "a")) == [".lock", "step-000005"]
+
+
+def value_after(directory: Path, **options) -> tuple[int, float]:
+    module, optimizer = trained()
+    with sw.Checkpointer(directory, module, optimizer) as checkpoints:
+        return checkpoints.restore(**options), float(module.weight.detach()[0, 0])
+
+
+def save_steps(directory: Path, values: dict[int, float]) -> None:
+    for step, value in values.items():
+        with sw.Checkpointer(directory, *trained(value)) as checkpoints:
+            checkpoints.save(step - 1)
+
+
+def test_a_rollback_stays_rolled_back(tmp_path):
+    save_steps(tmp_path, {1: 1.0, 2: 2.0, 5: 5.0})
+    assert value_after(tmp_path) == (5, 5.0)
+    assert value_after(tmp_path, step=2) == (2, 2.0)
+    assert value_after(tmp_path) == (2, 2.0)  # a crash before the first save of the new course
+    save_steps(tmp_path, {3: 3.5})
+    assert value_after(tmp_path) == (3, 3.5)
+    save_steps(tmp_path, {5: 5.5})  # the new course has come so far: this one is not abandoned
+    assert value_after(tmp_path) == (5, 5.5)
+    save_steps(tmp_path, {6: 6.0})
+    assert value_after(tmp_path, step=3) == (3, 3.5)
+    assert value_after(tmp_path, step=6) == (6, 6.0)  # asked for again
+    assert value_after(tmp_path) == (6, 6.0)
+
+
+def test_an_abandoned_checkpoint_is_better_than_none(tmp_path):
+    save_steps(tmp_path, {2: 2.0, 5: 5.0})
+    assert value_after(tmp_path, step=2) == (2, 2.0)
+    (tmp_path / "step-000002" / "MANIFEST.json").write_text("{")
+    assert value_after(tmp_path) == (5, 5.0)
+    (tmp_path / ".branch").write_text("[")  # damage of the note costs no checkpoint
+    assert value_after(tmp_path) == (5, 5.0)
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a", "file:///tmp/a", Path("s3://b/a")])
+def test_an_address_is_no_path(tmp_path, monkeypatch, address):
+    monkeypatch.chdir(tmp_path)
+    module, optimizer = trained()
+    calls = [
+        lambda: sw.save(address, module),
+        lambda: sw.load(address, module),
+        lambda: sw.Checkpointer(address, module, optimizer),
+        lambda: dcp.load(module.state_dict(), storage_reader=StorageReader(address), no_dist=True),
+    ]
+    for call in calls:
+        with pytest.raises((ValueError, CheckpointException), match=r"must be a path of a mounted file system, got the address"):
+            call()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("nbytes", [3 << 20, 64 << 20])
+def test_a_manifest_that_its_folder_does_not_warrant_costs_no_memory(tmp_path, nbytes):
+    sw.save(tmp_path / "a", trained()[0])
+    path = tmp_path / "a" / "MANIFEST.json"
+    found = json.loads(path.read_text())
+    del found["self_crc32c"]
+    head = json.dumps({**found, "more": []}, separators=(",", ":")).encode()[:-2]
+    text = torch.frombuffer(bytearray(head + b"0," * (nbytes // 2) + b"0]"), dtype=torch.uint8)
+    seal = crc32c(text.data_ptr(), text.numel())
+    path.write_bytes(text.numpy().tobytes() + f',"self_crc32c":"{seal:08x}"}}'.encode())
+    del text
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(sw.CheckpointError, match="where one of the files beside it takes at most"):
+        sw.load(tmp_path / "a", trained()[0])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_more_state_than_a_manifest_can_list_is_refused_before_a_byte_is_written(tmp_path):
+    plan = CheckpointPlan([("model", False, 2**53, "{}", [("a", "U8", [33 << 40], 2)])], [])
+    saver = CheckpointSaver(0, 1)
+    with pytest.raises((sw.CheckpointError, ValueError), match="manifest"):
+        saver.begin(
+            folder=str(tmp_path / "a"), nonce="n1", replaces="", number=1, step=1, metric=None, shared=plan,
+            shared_sources=[], own=None, own_sources=[], lazy=False, stale=[], retired=[], timeout_s=20.0, device=None,
+        )  # fmt: skip
+    saver.close()
+    assert os.listdir(tmp_path) == []
