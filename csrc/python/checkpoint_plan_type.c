@@ -353,16 +353,17 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 
 static PyMethodDef plan_methods[] = {
     {"headers", plan_headers, METH_NOARGS,
-     "headers()\n--\n\nWhat stands before the tensors of each file."},
+     "headers($self, /)\n--\n\nWhat stands before the tensors of each file."},
     {"commit", (PyCFunction)(void (*)(void))plan_commit, METH_VARARGS | METH_KEYWORDS,
      "Makes a folder that holds every file of this plan a checkpoint."},
     {"assign", plan_assign, METH_VARARGS,
-     "assign(holdings, world_size)\n--\n\nBlocks to the ranks that hold most of them; what those "
+     "assign($self, holdings, world_size, /)\n--\n\nBlocks to the ranks that hold most of them; "
+     "what those "
      "lack."},
     {"files", plan_files, METH_NOARGS,
-     "files()\n--\n\n[(path, nbytes, [(source, begin, nbytes)])], in order."},
+     "files($self, /)\n--\n\n[(path, nbytes, [(source, begin, nbytes)])], in order."},
     {"needed", plan_needed, METH_VARARGS,
-     "needed(rank, world_size)\n--\n\nSources that lie in blocks of the rank."},
+     "needed($self, rank, world_size, /)\n--\n\nSources that lie in blocks of the rank."},
     {NULL, NULL, 0, NULL},
 };
 

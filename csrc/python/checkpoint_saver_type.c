@@ -442,20 +442,23 @@ static PyObject *saver_spare(PyObject *op, PyObject *unused)
 static PyMethodDef saver_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))saver_begin, METH_VARARGS | METH_KEYWORDS,
      "Takes the snapshot and starts the rest."},
-    {"protect", saver_protect, METH_NOARGS, "protect()\n--\n\nCopies what is still live."},
+    {"protect", saver_protect, METH_NOARGS, "protect($self, /)\n--\n\nCopies what is still live."},
     {"wait", saver_wait, METH_VARARGS,
-     "wait(timeout_s)\n--\n\nWhether nothing runs any more; raises a save's error once."},
+     "wait($self, timeout_s, /)\n--\n\nWhether nothing runs any more; raises a save's error once."},
     {"fail", saver_fail, METH_VARARGS,
-     "fail(number, message)\n--\n\nTells the others that this rank cannot begin the save."},
+     "fail($self, number, message, /)\n--\n\nTells the others that this rank cannot begin the "
+     "save."},
     {"cancel", saver_cancel, METH_VARARGS,
-     "cancel(message)\n--\n\nMakes a running save fail soon."},
+     "cancel($self, message, /)\n--\n\nMakes a running save fail soon."},
     {"progress", saver_progress, METH_NOARGS,
-     "progress()\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, ahead_bytes, "
+     "progress($self, /)\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, "
+     "ahead_bytes, "
      "busy."},
     {"spare", saver_spare, METH_NOARGS,
-     "spare()\n--\n\n[(address, nbytes)] of memory that is anybody's until the next save begins."},
+     "spare($self, /)\n--\n\n[(address, nbytes)] of memory that is anybody's until the next save "
+     "begins."},
     {"close", saver_close, METH_NOARGS,
-     "close()\n--\n\nGives up a running save and frees everything."},
+     "close($self, /)\n--\n\nGives up a running save and frees everything."},
     {NULL, NULL, 0, NULL},
 };
 
