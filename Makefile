@@ -19,12 +19,13 @@ export SW_WERROR ?= 1
 MAKEFLAGS += --no-print-directory
 CSRC := $(sort $(shell find csrc -name '*.[ch]'))
 KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))
+PYTHON_TEXT := setup.py python tests examples benchmarks
 BUILD_INPUTS := $(CSRC) $(KERNEL_TEXT) setup.py pyproject.toml
 ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-long test-torch abi asan tsan crash fuzz fuzz-programs mutate-events bench fmt wheel clean check-machine
+.PHONY: build demo test test-fast test-long test-torch abi asan tsan crash fuzz fuzz-programs mutate-events bench fmt lint wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -127,7 +128,15 @@ $(VENV)/.fmt: requirements/fmt.txt | $(BIN)/python
 
 fmt: $(VENV)/.fmt
 	$(BIN)/clang-format -i $(CSRC) $(wildcard tests/csrc/*.[ch])
-	$(BIN)/ruff format --quiet setup.py python tests examples benchmarks
+	$(BIN)/ruff format --quiet $(PYTHON_TEXT)
+
+# Style, types, and _engine.pyi against the engine that was built. It changes no file.
+lint: build $(VENV)/.fmt
+	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(wildcard tests/csrc/*.[ch])
+	$(BIN)/ruff check $(PYTHON_TEXT)
+	$(BIN)/ruff format --check --quiet $(PYTHON_TEXT)
+	$(BIN)/mypy
+	MYPYPATH=python $(BIN)/python -m mypy.stubtest shardwright._engine
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .

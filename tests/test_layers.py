@@ -275,7 +275,9 @@ def circles(package: Path) -> list[list[str]]:
 
 
 def copy_package(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(PACKAGE, tmp_path / "shardwright", ignore=shutil.ignore_patterns("*.so", "__pycache__")))
+    return Path(
+        shutil.copytree(PACKAGE, tmp_path / "shardwright", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    )
 
 
 def test_the_python_table_has_a_row_for_every_folder_and_no_other() -> None:

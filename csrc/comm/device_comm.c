@@ -68,8 +68,8 @@ sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int ra
     SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
     c->lookout.minds_leaving = true;
-    sw_status status = sw_nccl_create(&c->library, c->device, id, rank, world_size,
-                                            timeout_ns, &c->lookout, &c->peers, err);
+    sw_status status = sw_nccl_create(&c->library, c->device, id, rank, world_size, timeout_ns,
+                                      &c->lookout, &c->peers, err);
     c->lookout.minds_leaving = false;
     return status;
 }
@@ -99,8 +99,8 @@ sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank
     SW_TRY(refuse_connected(c, err));
     SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
-    return sw_nccl_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns,
-                                &c->lookout, &c->peers, err);
+    return sw_nccl_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns, &c->lookout,
+                          &c->peers, err);
 }
 
 /* Our own communicator lets what was enqueued run as it ends. A borrowed one goes back to its

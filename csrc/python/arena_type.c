@@ -248,13 +248,16 @@ static PyObject *arena_get_address(PyObject *op, void *unused)
 
 static PyMethodDef arena_methods[] = {
     {"tensor", arena_tensor, METH_VARARGS,
-     "tensor(offset_bytes, dtype, shape, strides=None, rank=-1)\n--\n\nA DLPack capsule over this "
+     "tensor($self, offset_bytes, dtype, shape, strides=None, rank=-1, /)\n--\n\nA DLPack capsule "
+     "over this "
      "rank's part, or a peer's."},
     {"protect", arena_protect, METH_VARARGS,
-     "protect(writable)\n--\n\nWhether this process may write to any part that it maps; if not, "
+     "protect($self, writable, /)\n--\n\nWhether this process may write to any part that it maps; "
+     "if not, "
      "a write is a SIGSEGV."},
     {"populate", arena_populate, METH_VARARGS,
-     "populate(offset_bytes, nbytes)\n--\n\nPages of this rank's part are there from now on, huge "
+     "populate($self, offset_bytes, nbytes, /)\n--\n\nPages of this rank's part are there from now "
+     "on, huge "
      "ones where the kernel can."},
     {NULL, NULL, 0, NULL},
 };

@@ -486,34 +486,41 @@ static PyObject *folder_sync(PyObject *type, PyObject *args)
 
 static PyMethodDef folder_methods[] = {
     {"lock", folder_lock, METH_VARARGS | METH_CLASS,
-     "lock(fd, path)\n--\n\nLock an open file; return False where another open file has the lock."},
+     "lock($type, fd, path, /)\n--\n\nLock an open file; return False where another open file has "
+     "the lock."},
     {"make", folder_make, METH_VARARGS | METH_CLASS,
-     "make(path)\n--\n\nMake a folder and those above it, durable."},
+     "make($type, path, /)\n--\n\nMake a folder and those above it, durable."},
     {"sync", folder_sync, METH_VARARGS | METH_CLASS,
-     "sync(path)\n--\n\nMake the names in a folder durable."},
+     "sync($type, path, /)\n--\n\nMake the names in a folder durable."},
     {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
-     "check_removable(path)\n--\n\nCheckpointError unless nothing is there but a checkpoint."},
+     "check_removable($type, path, /)\n--\n\nCheckpointError unless nothing is there but a "
+     "checkpoint."},
     {"check_replaceable", folder_check_replaceable, METH_VARARGS | METH_CLASS,
-     "check_replaceable(path)\n--\n\nThe same for all that a save to `path` takes the place of."},
+     "check_replaceable($type, path, /)\n--\n\nThe same for all that a save to `path` takes the "
+     "place of."},
     {"received", folder_received, METH_VARARGS | METH_CLASS,
-     "received(path, catalog)\n--\n\nA checkpoint of which another rank has read the catalog."},
+     "received($type, path, catalog, /)\n--\n\nA checkpoint of which another rank has read the "
+     "catalog."},
     {"catalog", folder_catalog, METH_VARARGS,
-     "catalog(paths)\n--\n\nThe manifest, headers of safetensors files and other files whole."},
+     "catalog($self, paths, /)\n--\n\nThe manifest, headers of safetensors files and other files "
+     "whole."},
     {"identity", folder_identity, METH_VARARGS | METH_CLASS,
-     "identity(path)\n--\n\nReturn a text that identifies what lies there now; '' for nothing."},
+     "identity($type, path, /)\n--\n\nReturn a text that identifies what lies there now; '' for "
+     "nothing."},
     {"verify", folder_verify, METH_VARARGS,
-     "verify(first, end)\n--\n\nChecks these blocks of all files."},
+     "verify($self, first, end, /)\n--\n\nChecks these blocks of all files."},
     {"read", folder_read, METH_VARARGS,
-     "read(path, ranges)\n--\n\nFills [(begin, nbytes, address)] from checked blocks."},
+     "read($self, path, ranges, /)\n--\n\nFills [(begin, nbytes, address)] from checked blocks."},
     {"load", folder_load, METH_VARARGS,
-     "load(ranges, threads, direct, turn)\n--\n\nFills or checks [(path, begin, nbytes, address or "
+     "load($self, ranges, threads, direct, turn, /)\n--\n\nFills or checks [(path, begin, nbytes, "
+     "address or "
      "0, undo or 0)] by several threads."},
     {"read_bytes", folder_read_bytes, METH_VARARGS,
-     "read_bytes(path)\n--\n\nA whole file, checked."},
+     "read_bytes($self, path, /)\n--\n\nA whole file, checked."},
     {"tensors", folder_tensors, METH_VARARGS,
-     "tensors(path)\n--\n\n(metadata, [(name, dtype, shape, begin, nbytes)])."},
+     "tensors($self, path, /)\n--\n\n(metadata, [(name, dtype, shape, begin, nbytes)])."},
     {"checksums", folder_checksums, METH_VARARGS,
-     "checksums(path)\n--\n\nCRC32C of each block, as the manifest states."},
+     "checksums($self, path, /)\n--\n\nCRC32C of each block, as the manifest states."},
     {NULL, NULL, 0, NULL},
 };
 

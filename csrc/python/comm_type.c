@@ -696,28 +696,31 @@ static PyObject *comm_get_hosts(PyObject *op, void *unused)
 
 static PyMethodDef comm_methods[] = {
     {"connect", (PyCFunction)(void (*)(void))sw_py_comm_connect, METH_VARARGS | METH_KEYWORDS,
-     "connect(addresses, secret, hosts, *, members=None)\n--\n\nJoins the ranks of this host."},
+     "connect($self, addresses, secret, hosts, *, members=None)\n--\n\nJoins the ranks of this "
+     "host."},
     {"extend", (PyCFunction)(void (*)(void))sw_py_comm_extend, METH_VARARGS | METH_KEYWORDS,
-     "extend(host_of, host, *, wire=None)\n--\n\nJoins the ranks of other hosts."},
+     "extend($self, host_of, host, *, wire=None)\n--\n\nJoins the ranks of other hosts."},
     {"arena", (PyCFunction)(void (*)(void))comm_arena, METH_VARARGS | METH_KEYWORDS,
-     "arena(nbytes, label='arena', *, of_hosts=False)\n--\n\nCollective."},
+     "arena($self, nbytes, label='arena', *, of_hosts=False)\n--\n\nCollective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
-     "all_reduce(address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn "
+     "all_reduce($self, address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn "
      "place."},
     {"broadcast", comm_broadcast, METH_VARARGS,
-     "broadcast(ranges, root, label='broadcast')\n--\n\nOf bytes."},
+     "broadcast($self, ranges, root, label='broadcast', /)\n--\n\nOf bytes."},
     {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
-     "all_gather_bytes(data, label='all_gather')\n--\n\nEvery rank's data."},
+     "all_gather_bytes($self, data, label='all_gather', /)\n--\n\nEvery rank's data."},
     {"all_gather", (PyCFunction)(void (*)(void))comm_all_gather, METH_VARARGS | METH_KEYWORDS,
-     "all_gather(arena, ranges, label='all_gather', *, one_copy=False, slices=None)\n--\n\nEvery "
+     "all_gather($self, arena, ranges, label='all_gather', *, one_copy=False, "
+     "slices=None)\n--\n\nEvery "
      "rank's slice of each range, to all ranks."},
     {"barrier", comm_barrier, METH_VARARGS,
-     "barrier(label='barrier')\n--\n\nWaits for every rank."},
+     "barrier($self, label='barrier', /)\n--\n\nWaits for every rank."},
     {"abort", comm_abort, METH_VARARGS,
-     "abort(reason)\n--\n\nEnds the communicator on every rank. From any thread."},
-    {"stats", comm_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
-    {"describe", comm_describe, METH_NOARGS, "describe()\n--\n\nWhat was found and chosen."},
-    {"close", comm_close, METH_NOARGS, "close()\n--\n\nLeaves the group."},
+     "abort($self, reason, /)\n--\n\nEnds the communicator on every rank. From any thread."},
+    {"stats", comm_stats, METH_NOARGS, "stats($self, /)\n--\n\nCounts since creation."},
+    {"describe", comm_describe, METH_NOARGS,
+     "describe($self, /)\n--\n\nWhat was found and chosen."},
+    {"close", comm_close, METH_NOARGS, "close($self, /)\n--\n\nLeaves the group."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,8 +1,8 @@
 /* compress_module.c - the codecs and PowerSGD's passes, on addresses.
  *
- * Idea: the Python side (codecs.py, compress/powersgd.py) owns the tensors, has checked dtype, device and
- * layout, and hands over addresses, as it does to the communicator; one call goes over all matrices
- * of a bucket, without the GIL.
+ * Idea: the Python side (codecs.py, compress/powersgd.py) owns the tensors, has checked dtype,
+ * device and layout, and hands over addresses, as it does to the communicator; one call goes over
+ * all matrices of a bucket, without the GIL.
  */
 #include <stdlib.h>
 
@@ -301,35 +301,40 @@ static PyObject *powersgd_stride(PyObject *module, PyObject *count)
 
 static PyMethodDef compress_functions[] = {
     {"block_record_bytes", block_record_bytes, METH_VARARGS,
-     "block_record_bytes(block, bits)\n--\n\nOf one block."},
+     "block_record_bytes($module, block, bits, /)\n--\n\nOf one block."},
     {"block_encode", block_encode, METH_VARARGS,
-     "block_encode(block, bits, records, source, error, numel)\n--\n\nQuantizes an array."},
+     "block_encode($module, block, bits, records, source, error, numel, /)\n--\n\nQuantizes an "
+     "array."},
     {"block_fold", block_fold, METH_VARARGS,
-     "block_fold(block, bits, out, wires, count, scale, residual)\n--\n\nThe owner's fold of "
+     "block_fold($module, block, bits, out, wires, count, scale, residual, /)\n--\n\nThe owner's "
+     "fold of "
      "records."},
     {"block_is_finite", block_is_finite, METH_VARARGS,
-     "block_is_finite(block, bits, records, count)\n--\n\nWhether no block met infinity or NaN."},
+     "block_is_finite($module, block, bits, records, count, /)\n--\n\nWhether no block met "
+     "infinity or NaN."},
     {"block_decode", block_decode, METH_VARARGS,
-     "block_decode(block, bits, out, records, error, own, numel)\n--\n\nDecodes, and keeps the "
+     "block_decode($module, block, bits, out, records, error, own, numel, /)\n--\n\nDecodes, and "
+     "keeps the "
      "rest."},
     {"half_encode", half_encode, METH_VARARGS,
-     "half_encode(dtype, wire, source, numel, scale)\n--\n\nScales and rounds in one pass."},
+     "half_encode($module, dtype, wire, source, numel, scale, /)\n--\n\nScales and rounds in one "
+     "pass."},
     {"half_decode", half_decode, METH_VARARGS,
-     "half_decode(dtype, out, wire, numel)\n--\n\nWidens."},
+     "half_decode($module, dtype, out, wire, numel, /)\n--\n\nWidens."},
     {"powersgd_stride", powersgd_stride, METH_O,
-     "powersgd_stride(count)\n--\n\nElements of a factor's row."},
+     "powersgd_stride($module, count, /)\n--\n\nElements of a factor's row."},
     {"powersgd_init_basis", powersgd_init_basis, METH_VARARGS,
-     "powersgd_init_basis(matrices)\n--\n\nA first basis."},
+     "powersgd_init_basis($module, matrices, /)\n--\n\nA first basis."},
     {"powersgd_project", powersgd_project, METH_VARARGS,
-     "powersgd_project(matrices, p)\n--\n\nP = v Q."},
+     "powersgd_project($module, matrices, p, /)\n--\n\nP = v Q."},
     {"powersgd_absorb", powersgd_absorb, METH_VARARGS,
-     "powersgd_absorb(matrices, p, q)\n--\n\nOrthonormalizes P; Q = vᵀ P; keeps v."},
+     "powersgd_absorb($module, matrices, p, q, /)\n--\n\nOrthonormalizes P; Q = vᵀ P; keeps v."},
     {"powersgd_decompress", powersgd_decompress, METH_VARARGS,
-     "powersgd_decompress(matrices, q)\n--\n\nGradients from P and Q."},
+     "powersgd_decompress($module, matrices, q, /)\n--\n\nGradients from P and Q."},
     {"powersgd_error", powersgd_error, METH_VARARGS,
-     "powersgd_error(matrices, errors)\n--\n\nWrites down what is still owed."},
+     "powersgd_error($module, matrices, errors, /)\n--\n\nWrites down what is still owed."},
     {"powersgd_is_finite", powersgd_is_finite, METH_VARARGS,
-     "powersgd_is_finite(values, numel)\n--\n\nWhether all float32 values are finite."},
+     "powersgd_is_finite($module, values, numel, /)\n--\n\nWhether all float32 values are finite."},
     {NULL, NULL, 0, NULL},
 };
 

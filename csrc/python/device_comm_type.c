@@ -593,37 +593,41 @@ static PyObject *device_get_failed(PyObject *op, void *unused)
 
 static PyMethodDef device_methods[] = {
     {"connect", device_connect, METH_VARARGS,
-     "connect(id, rank, world_size, timeout_s)\n--\n\nJoins the peers. Collective."},
+     "connect($self, id, rank, world_size, timeout_s, /)\n--\n\nJoins the peers. Collective."},
     {"connect_slots", device_connect_slots, METH_VARARGS,
-     "connect_slots(arena, members, slot_bytes, place, rank, timeout_s)\n--\n\n"
+     "connect_slots($self, arena, members, slot_bytes, place, rank, timeout_s, /)\n--\n\n"
      "Joins peers of this host through slots. Collective."},
     {"borrow", device_borrow, METH_VARARGS,
-     "borrow(handle, rank, world_size, timeout_s)\n--\n\nIn place of connect: over a "
+     "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\nIn place of connect: over a "
      "communicator that stays its owner's."},
     {"give_back", device_give_back, METH_O,
-     "give_back(stream)\n--\n\nWhere it is borrowed: the stream's next operations come after "
+     "give_back($self, stream, /)\n--\n\nWhere it is borrowed: the stream's next operations come "
+     "after "
      "ours."},
     {"refuse_capture", device_refuse_capture, METH_VARARGS,
-     "refuse_capture(stream, what)\n--\n\nRaises when the stream is being captured into a graph."},
+     "refuse_capture($self, stream, what, /)\n--\n\nRaises when the stream is being captured into "
+     "a graph."},
     {"broadcast", device_broadcast, METH_VARARGS,
-     "broadcast(ranges, root, stream)\n--\n\nOf (address, numel, dtype) ranges."},
+     "broadcast($self, ranges, root, stream, /)\n--\n\nOf (address, numel, dtype) ranges."},
     {"all_gather", device_all_gather, METH_VARARGS,
-     "all_gather(ranges, stream)\n--\n\nOf each range the slices, one a rank."},
+     "all_gather($self, ranges, stream, /)\n--\n\nOf each range the slices, one a rank."},
     {"exchange", device_exchange, METH_VARARGS,
-     "exchange(range, received, stream)\n--\n\nEach rank gets its slice of everybody's."},
+     "exchange($self, range, received, stream, /)\n--\n\nEach rank gets its slice of everybody's."},
     {"norm_sum", device_norm, METH_VARARGS,
-     "norm_sum(ranges, stream)\n--\n\nThe exact sum of squares, as norm_sum()'s bytes; waits."},
+     "norm_sum($self, ranges, stream, /)\n--\n\nThe exact sum of squares, as norm_sum()'s bytes; "
+     "waits."},
     {"follow", device_follow, METH_VARARGS,
-     "follow(later, earlier)\n--\n\nOne stream after what another was given."},
+     "follow($self, later, earlier, /)\n--\n\nOne stream after what another was given."},
     {"pack", device_pack, METH_VARARGS,
-     "pack(copies, stream, verdict=0)\n--\n\nCopies of (to, from, nbytes), many a launch."},
+     "pack($self, copies, stream, verdict=0, /)\n--\n\nCopies of (to, from, nbytes), many a "
+     "launch."},
     {"watch", device_watch, METH_NOARGS,
-     "watch()\n--\n\nRaises when a rank has failed or is late; does not wait."},
+     "watch($self, /)\n--\n\nRaises when a rank has failed or is late; does not wait."},
     {"abort", device_abort, METH_VARARGS,
-     "abort(reason)\n--\n\nEnds the communicator on this rank."},
-    {"describe", device_describe, METH_NOARGS, "describe()\n--\n\nWhat was found."},
-    {"stats", device_stats, METH_NOARGS, "stats()\n--\n\nDriver calls since creation."},
-    {"close", device_close, METH_NOARGS, "close()\n--\n\nEnds the communicator."},
+     "abort($self, reason, /)\n--\n\nEnds the communicator on this rank."},
+    {"describe", device_describe, METH_NOARGS, "describe($self, /)\n--\n\nWhat was found."},
+    {"stats", device_stats, METH_NOARGS, "stats($self, /)\n--\n\nDriver calls since creation."},
+    {"close", device_close, METH_NOARGS, "close($self, /)\n--\n\nEnds the communicator."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -80,7 +80,7 @@ static PyObject *get_thread_count(PyObject *op, void *unused)
 
 static PyMethodDef offload_methods[] = {
     {"stats", offload_stats, METH_NOARGS,
-     "stats()\n--\n\nBatches stepped on, and bytes of both ways, since creation."},
+     "stats($self, /)\n--\n\nBatches stepped on, and bytes of both ways, since creation."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -110,7 +110,7 @@ static PyObject *region_get_registered(PyObject *op, void *unused)
 
 static PyMethodDef region_methods[] = {
     {"deregister", region_deregister, METH_NOARGS,
-     "deregister()\n--\n\nThe memory stays; waits for the communicator's stream."},
+     "deregister($self, /)\n--\n\nThe memory stays; waits for the communicator's stream."},
     {NULL, NULL, 0, NULL},
 };
 

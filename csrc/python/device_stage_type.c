@@ -59,7 +59,8 @@ static PyObject *stage_stats(PyObject *op, PyObject *unused)
 
 static PyMethodDef stage_methods[] = {
     {"stats", stage_stats, METH_NOARGS,
-     "stats()\n--\n\nbatches, bytes_down and host_waits since creation, pinned_bytes held."},
+     "stats($self, /)\n--\n\nbatches, bytes_down and host_waits since creation, pinned_bytes "
+     "held."},
     {NULL, NULL, 0, NULL},
 };
 

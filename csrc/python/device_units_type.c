@@ -289,16 +289,20 @@ static PyObject *units_stats(PyObject *op, PyObject *unused)
 
 static PyMethodDef units_methods[] = {
     {"gather", units_gather, METH_O,
-     "gather(unit)\n--\n\nInto its place, once that is left; nobody waits."},
-    {"take", units_take, METH_VARARGS, "take(unit, stream)\n--\n\nThe stream sees it from now on."},
+     "gather($self, unit, /)\n--\n\nInto its place, once that is left; nobody waits."},
+    {"take", units_take, METH_VARARGS,
+     "take($self, unit, stream, /)\n--\n\nThe stream sees it from now on."},
     {"release", units_release, METH_VARARGS,
-     "release(unit, stream)\n--\n\nThe stream was given all that uses it."},
+     "release($self, unit, stream, /)\n--\n\nThe stream was given all that uses it."},
     {"gather_apart", units_gather_apart, METH_VARARGS,
-     "gather_apart(unit, address, stream)\n--\n\nInto other memory, in the order of the stream."},
-    {"update", units_update, METH_O, "update(stream)\n--\n\nSlices were written on it."},
-    {"state", units_state, METH_O, "state(unit)\n--\n\n'sharded', 'gathering' or 'unsharded'."},
-    {"holder", units_holder, METH_O, "holder(place)\n--\n\nThe unit that lies there, or None."},
-    {"stats", units_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
+     "gather_apart($self, unit, address, stream, /)\n--\n\nInto other memory, in the order of the "
+     "stream."},
+    {"update", units_update, METH_O, "update($self, stream, /)\n--\n\nSlices were written on it."},
+    {"state", units_state, METH_O,
+     "state($self, unit, /)\n--\n\n'sharded', 'gathering' or 'unsharded'."},
+    {"holder", units_holder, METH_O,
+     "holder($self, place, /)\n--\n\nThe unit that lies there, or None."},
+    {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nCounts since creation."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -84,8 +84,8 @@ PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
 /* module.c */
 engine_state *sw_py_state_of(PyObject *self); /* of an instance of one of our types */
 
-/* self.name(), self.name(a) or self.name(a, b). PyObject_CallMethod is a private name of Python's where lengths are
- * Py_ssize_t, and the stable ABI is public names. */
+/* self.name(), self.name(a) or self.name(a, b). PyObject_CallMethod is a private name of Python's
+ * where lengths are Py_ssize_t, and the stable ABI is public names. */
 static inline PyObject *sw_py_call(PyObject *self, const char *name, PyObject *a, PyObject *b)
 {
     PyObject *method = PyObject_GetAttrString(self, name);

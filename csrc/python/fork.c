@@ -33,7 +33,7 @@ static PyObject *forked(PyObject *module, PyObject *unused)
 
 static PyMethodDef fork_functions[] = {
     {"forked", forked, METH_NOARGS,
-     "forked()\n--\n\nIn a forked child, before anything else: its writes stay its own."},
+     "forked($module, /)\n--\n\nIn a forked child, before anything else: its writes stay its own."},
     {NULL, NULL, 0, NULL},
 };
 

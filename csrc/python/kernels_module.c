@@ -232,22 +232,25 @@ static PyObject *prefer_huge_pages(PyObject *module, PyObject *args)
 
 PyMethodDef sw_py_kernel_functions[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS,
-     "instruction_sets()\n--\n\nTables that run here, best last."},
+     "instruction_sets($module, /)\n--\n\nTables that run here, best last."},
     {"instruction_set", instruction_set, METH_NOARGS,
-     "instruction_set()\n--\n\nThe table in force."},
+     "instruction_set($module, /)\n--\n\nThe table in force."},
     {"force_instruction_set", force_instruction_set, METH_VARARGS,
-     "force_instruction_set(name)\n--\n\nDebug entry."},
+     "force_instruction_set($module, name, /)\n--\n\nDebug entry."},
     {"fold", fold, METH_VARARGS,
-     "fold(destination, sources, numel, dtype, op)\n--\n\nThe kernel, on addresses."},
+     "fold($module, destination, sources, numel, dtype, op, /)\n--\n\nThe kernel, on addresses."},
     {"crc32c", crc32c, METH_VARARGS,
-     "crc32c(address, nbytes)\n--\n\nThe checksum that checkpoints use."},
+     "crc32c($module, address, nbytes, /)\n--\n\nThe checksum that checkpoints use."},
     {"sample_crc32c", sample_crc32c, METH_VARARGS,
-     "sample_crc32c(address, nbytes, stride)\n--\n\nThe checksum of a few cache lines of some "
+     "sample_crc32c($module, address, nbytes, stride, /)\n--\n\nThe checksum of a few cache lines "
+     "of some "
      "memory."},
     {"prefer_huge_pages", prefer_huge_pages, METH_VARARGS,
-     "prefer_huge_pages(address, nbytes)\n--\n\nA hint for memory that nobody touched yet."},
-    {"host_limits", host_limits, METH_NOARGS, "host_limits()\n--\n\nWhat this process may take."},
+     "prefer_huge_pages($module, address, nbytes, /)\n--\n\nA hint for memory that nobody touched "
+     "yet."},
+    {"host_limits", host_limits, METH_NOARGS,
+     "host_limits($module, /)\n--\n\nWhat this process may take."},
     {"self_test", self_test, METH_NOARGS,
-     "self_test()\n--\n\nA threaded all_reduce; Error when it is wrong."},
+     "self_test($module, /)\n--\n\nA threaded all_reduce; Error when it is wrong."},
     {NULL, NULL, 0, NULL},
 };

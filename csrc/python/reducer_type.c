@@ -686,87 +686,98 @@ static PyObject *reducer_get(PyObject *op, void *which)
 
 static PyMethodDef reducer_methods[] = {
     {"gradient", reducer_gradient, METH_VARARGS,
-     "gradient(index, shape, strides=None)\n--\n\nA DLPack capsule."},
+     "gradient($self, index, shape, strides=None, /)\n--\n\nA DLPack capsule."},
     {"result", reducer_result, METH_O,
-     "result(index)\n--\n\nA DLPack capsule over this rank's slice of a mean."},
+     "result($self, index, /)\n--\n\nA DLPack capsule over this rank's slice of a mean."},
     {"bucket", reducer_bucket, METH_O,
-     "bucket(bucket)\n--\n\nA DLPack capsule over a whole bucket."},
+     "bucket($self, bucket, /)\n--\n\nA DLPack capsule over a whole bucket."},
     {"bucket_parameters", reducer_bucket_parameters, METH_O,
-     "bucket_parameters(bucket)\n--\n\nIndices, in memory order."},
-    {"bucket_dtype", reducer_bucket_dtype, METH_O, "bucket_dtype(bucket)\n--\n\nIts element type."},
+     "bucket_parameters($self, bucket, /)\n--\n\nIndices, in memory order."},
+    {"bucket_dtype", reducer_bucket_dtype, METH_O,
+     "bucket_dtype($self, bucket, /)\n--\n\nIts element type."},
     {"place", reducer_place, METH_O,
-     "place(index)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
+     "place($self, index, /)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
     {"bucket_shape", reducer_bucket_shape, METH_O,
-     "bucket_shape(bucket)\n--\n\n(offset_bytes, numel, dtype, trainable)."},
+     "bucket_shape($self, bucket, /)\n--\n\n(offset_bytes, numel, dtype, trainable)."},
     {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
-     "attach(parameters, views, *, copy, open, renew, task_id, layouts)\n--\n\nBinds "
-     "tensors."},
+     "attach($self, parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, "
+     "describe=None, stream=None)\n--\n\nBinds tensors."},
     {"watch_hooks", reducer_watch_hooks, METH_VARARGS,
-     "watch_hooks(index, table)\n--\n\nNotices hooks after ours."},
+     "watch_hooks($self, index, table, /)\n--\n\nNotices hooks after ours."},
     {"hook", reducer_hook, METH_O,
-     "hook(index)\n--\n\nThe post-accumulate-grad hook of a parameter."},
+     "hook($self, index, /)\n--\n\nThe post-accumulate-grad hook of a parameter."},
     {"forward", sw_py_round_forward, METH_O,
-     "forward(synchronised)\n--\n\nCounts a forward with gradients."},
+     "forward($self, synchronised, /)\n--\n\nCounts a forward with gradients."},
     {"open_round", sw_py_round_announce, METH_NOARGS,
-     "open_round()\n--\n\nAnnounces a round to the first gradient."},
-    {"close", sw_py_round_close, METH_NOARGS, "close()\n--\n\nEnds the round."},
+     "open_round($self, /)\n--\n\nAnnounces a round to the first gradient."},
+    {"close", sw_py_round_close, METH_NOARGS, "close($self, /)\n--\n\nEnds the round."},
     {"fail", sw_py_round_fail, METH_NOARGS,
-     "fail()\n--\n\nThe backward of an open round has failed: tells the peers."},
+     "fail($self, /)\n--\n\nThe backward of an open round has failed: tells the peers."},
     {"close_pending", sw_py_round_close_pending, METH_NOARGS,
-     "close_pending()\n--\n\nA whole round, if a forward has none."},
+     "close_pending($self, /)\n--\n\nA whole round, if a forward has none."},
     {"shadow", sw_py_round_shadow, METH_VARARGS,
-     "shadow(standing=())\n--\n\nA whole round without contributing. `standing`, on a GPU: a byte "
+     "shadow($self, standing=(), /)\n--\n\nA whole round without contributing. `standing`, on a "
+     "GPU: a byte "
      "a "
      "parameter, whether the other ranks' contributions are on top of the mean that stands."},
     {"has_memory", reducer_has_memory, METH_O,
-     "has_memory(index)\n--\n\nWhether its gradient has memory: on a GPU once it trains."},
+     "has_memory($self, index, /)\n--\n\nWhether its gradient has memory: on a GPU once it "
+     "trains."},
     {"average", sw_py_round_average, METH_NOARGS,
-     "average()\n--\n\nA whole round over what stands in .grad."},
+     "average($self, /)\n--\n\nA whole round over what stands in .grad."},
     {"count_step", reducer_count_step, METH_NOARGS,
-     "count_step()\n--\n\nA step of the optimizer; ranks compare."},
+     "count_step($self, /)\n--\n\nA step of the optimizer; ranks compare."},
     {"note_step", reducer_note_step, METH_O,
-     "note_step(digest)\n--\n\nWhat the step uses; ranks compare it in the next round."},
+     "note_step($self, digest, /)\n--\n\nWhat the step uses; ranks compare it in the next round."},
     {"forget_steps", reducer_forget_steps, METH_NOARGS,
-     "forget_steps()\n--\n\nCounts from 0 again."},
+     "forget_steps($self, /)\n--\n\nCounts from 0 again."},
     {"set_divide_by", reducer_set_divide_by, METH_O,
-     "set_divide_by(active_only)\n--\n\nWhat the mean divides by."},
+     "set_divide_by($self, active_only, /)\n--\n\nWhat the mean divides by."},
     {"set_bucket_callback", reducer_set_bucket_callback, METH_VARARGS,
-     "set_bucket_callback(callback, wait=None)\n--\n\nA communication hook, or None: "
+     "set_bucket_callback($self, callback, wait=None, /)\n--\n\nA communication hook, or None: "
      "callback(bucket, is_last, is_early) averages a bucket. With `wait` it may only begin to, and "
      "comes early where it can."},
     {"used_by_any", reducer_used_by_any, METH_O,
-     "used_by_any(index)\n--\n\nWhether some rank used it."},
+     "used_by_any($self, index, /)\n--\n\nWhether some rank used it."},
     {"divisor", reducer_divisor, METH_NOARGS,
-     "divisor()\n--\n\nRanks that a communication hook's mean is to be over, in the last round."},
+     "divisor($self, /)\n--\n\nRanks that a communication hook's mean is to be over, in the last "
+     "round."},
     {"standing_ranks", reducer_standing_ranks, METH_O,
-     "standing_ranks(index)\n--\n\nRanks that contribute on top of the standing mean."},
+     "standing_ranks($self, index, /)\n--\n\nRanks that contribute on top of the standing mean."},
     {"is_used", reducer_is_used, METH_O,
-     "is_used(index)\n--\n\nWhether this rank used it since the last round."},
+     "is_used($self, index, /)\n--\n\nWhether this rank used it since the last round."},
     {"averaged_in", reducer_averaged_in, METH_O,
-     "averaged_in(index)\n--\n\nNumber of the last round in which some rank used it, from 1."},
+     "averaged_in($self, index, /)\n--\n\nNumber of the last round in which some rank used it, "
+     "from 1."},
     {"foreign", reducer_foreign, METH_NOARGS,
-     "foreign()\n--\n\nIndices of the parameters whose .grad is no view of ours."},
+     "foreign($self, /)\n--\n\nIndices of the parameters whose .grad is no view of ours."},
     {"mark_unfrozen", reducer_mark_unfrozen, METH_O,
-     "mark_unfrozen(index)\n--\n\nLets its bucket take part."},
+     "mark_unfrozen($self, index, /)\n--\n\nLets its bucket take part."},
     {"stats", reducer_stats, METH_NOARGS,
-     "stats()\n--\n\nCounts since creation; those of the driver, on a GPU, are of all of it."},
+     "stats($self, /)\n--\n\nCounts since creation; those of the driver, on a GPU, are of all of "
+     "it."},
     {"adopt", sw_py_reducer_adopt, METH_VARARGS,
-     "adopt(bucket, tensor)\n--\n\nOn a GPU: its memory; it takes part from the next round on."},
+     "adopt($self, bucket, tensor, /)\n--\n\nOn a GPU: its memory; it takes part from the next "
+     "round on."},
     {"set_places", sw_py_reducer_set_places, METH_VARARGS,
-     "set_places(tensors)\n--\n\nOn a GPU, sliced: where buckets travel in turn, the largest "
+     "set_places($self, tensors, /)\n--\n\nOn a GPU, sliced: where buckets travel in turn, the "
+     "largest "
      "first."},
     {"lend", sw_py_reducer_lend, METH_VARARGS,
-     "lend(tensors)\n--\n\nOn a GPU: memory for what others send, and for what a bucket travels "
+     "lend($self, tensors, /)\n--\n\nOn a GPU: memory for what others send, and for what a bucket "
+     "travels "
      "as."},
     {"withdraw", sw_py_reducer_withdraw, METH_NOARGS,
-     "withdraw()\n--\n\nOn a GPU: the engine averages no bucket any more."},
+     "withdraw($self, /)\n--\n\nOn a GPU: the engine averages no bucket any more."},
     {"set_active", sw_py_reducer_set_active, METH_O,
-     "set_active(trains)\n--\n\nOn a GPU: which ranks still train, a byte a rank."},
+     "set_active($self, trains, /)\n--\n\nOn a GPU: which ranks still train, a byte a rank."},
     {"set_order", sw_py_reducer_set_order, METH_O,
-     "set_order(callable)\n--\n\nOn a GPU: a digest that ranks must agree on in each round, or "
+     "set_order($self, order, /)\n--\n\nOn a GPU: a digest that ranks must agree on in each "
+     "round, or "
      "None."},
     {"set_announcer", sw_py_reducer_set_announcer, METH_O,
-     "set_announcer(callable)\n--\n\nOn a GPU: told what stands as a round opens, or None."},
+     "set_announcer($self, announce, /)\n--\n\nOn a GPU: told what stands as a round opens, or "
+     "None."},
     {NULL, NULL, 0, NULL},
 };
 

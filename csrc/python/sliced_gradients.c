@@ -41,8 +41,7 @@ static int place_nothing(reducer_object *self, size_t index, bool standing)
     if (!standing)
         return reducer_raise(self, sw_reducer_clear(self->reducer, index, &err), &err);
     if (self->gpu)
-        return reducer_called(
-            sw_py_call_at((PyObject *)self, "_blank", index));
+        return reducer_called(sw_py_call_at((PyObject *)self, "_blank", index));
     write_negative_zeros(self, index);
     return 0;
 }

@@ -149,11 +149,14 @@ static PyObject *get_direct(PyObject *op, void *unused)
 }
 
 static PyMethodDef state_file_methods[] = {
-    {"grow", state_file_grow, METH_O, "grow(nbytes)\n--\n\nThe address of zeroed bytes more."},
+    {"grow", state_file_grow, METH_O,
+     "grow($self, nbytes, /)\n--\n\nThe address of zeroed bytes more."},
     {"tensor", state_file_tensor, METH_VARARGS,
-     "tensor(address, dtype, shape, strides, owner)\n--\n\nA DLPack capsule that keeps owner."},
+     "tensor($self, address, dtype, shape, strides, owner, /)\n--\n\nA DLPack capsule that keeps "
+     "owner."},
     {"forget", state_file_forget, METH_NOARGS,
-     "forget()\n--\n\nPages of the file that were looked at are no memory of the process longer."},
+     "forget($self, /)\n--\n\nPages of the file that were looked at are no memory of the process "
+     "longer."},
     {NULL, NULL, 0, NULL},
 };
 

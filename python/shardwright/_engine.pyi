@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
+from typing_extensions import disjoint_base
 
 class Error(RuntimeError):
     """Base of the engine's errors: ranks that disagree, a move that the state does not allow."""
@@ -37,16 +38,16 @@ def instruction_sets() -> list[str]:
 def instruction_set() -> str:
     """The table in force."""
 
-def force_instruction_set(name: str | None) -> None:
+def force_instruction_set(name: str | None, /) -> None:
     """Debug entry: `name` from instruction_sets(), or None for the best one. ValueError otherwise."""
 
-def fold(destination: int, sources: Sequence[int], numel: int, dtype: str, op: str) -> None:
+def fold(destination: int, sources: Sequence[int], numel: int, dtype: str, op: str, /) -> None:
     """The kernel itself, on addresses of `numel` elements each: destination = op over sources in their order (a test's entry)."""
 
-def crc32c(address: int, nbytes: int) -> int:
+def crc32c(address: int, nbytes: int, /) -> int:
     """CRC-32C of `nbytes` bytes at `address`: the checksum of checkpoints' blocks."""
 
-def sample_crc32c(address: int, nbytes: int, stride: int) -> int:
+def sample_crc32c(address: int, nbytes: int, stride: int, /) -> int:
     """The checksum of a few cache lines of some memory: its first and last 64 bytes, and 64 at every `stride`."""
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
@@ -118,11 +119,11 @@ class StateFile:
     """
 
     def __init__(self, folder: str, label: str, buffer_bytes: int) -> None: ...
-    def grow(self, nbytes: int) -> int:
+    def grow(self, nbytes: int, /) -> int:
         """The address of so many zeroed bytes more, in whole pages. OSError where there is no space: as before then."""
 
     def tensor(
-        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: object
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: object, /
     ) -> object:
         """A DLPack capsule over bytes at `address`; `owner`, which must keep this object, lives as long as its tensor."""
 
@@ -136,34 +137,36 @@ class StateFile:
     @property
     def direct(self) -> bool: ...
 
-def norm_sum(tensors: Iterable[torch.Tensor]) -> bytes:
+def norm_sum(tensors: Iterable[torch.Tensor], /) -> bytes:
     """The exact sum of squares of dense CPU tensors (float32, bfloat16, float16, float64), closed: 139 int64 words,
     whose word-by-word sum over ranks is the sum of all."""
 
-def norm_value(sums: Iterable[bytes]) -> float:
+def norm_value(sums: Iterable[bytes], /) -> float:
     """The square root of all `sums` together, rounded once; NaN or infinity if such an element was met."""
 
 # Compression, on addresses; see csrc/compress/codec.h and powersgd.h. An address of 0 means: none.
 
-def block_record_bytes(block: int, bits: int) -> int:
+def block_record_bytes(block: int, bits: int, /) -> int:
     """Bytes of one record. ValueError unless block is a multiple of 32 in [32, 4096] and bits 8 or 4."""
 
-def block_encode(block: int, bits: int, records: int, source: int, error: int, numel: int) -> None:
+def block_encode(block: int, bits: int, records: int, source: int, error: int, numel: int, /) -> None:
     """records = quantized source (+ error); an array's records begin with it."""
 
-def block_fold(block: int, bits: int, out: int, wires: Sequence[int], count: int, scale: float, residual: int) -> None:
+def block_fold(
+    block: int, bits: int, out: int, wires: Sequence[int], count: int, scale: float, residual: int, /
+) -> None:
     """out = quantized (scale * sum of the decoded wires, in order) of `count` records; residual: what that left out."""
 
-def block_is_finite(block: int, bits: int, records: int, count: int) -> bool:
+def block_is_finite(block: int, bits: int, records: int, count: int, /) -> bool:
     """Whether no record says that something was not finite."""
 
-def block_decode(block: int, bits: int, out: int, records: int, error: int, own: int, numel: int) -> None:
+def block_decode(block: int, bits: int, out: int, records: int, error: int, own: int, numel: int, /) -> None:
     """out = decoded records; first, with an error: error = (out + error) - decoded own."""
 
-def half_encode(dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
+def half_encode(dtype: str, wire: int, source: int, numel: int, scale: float, /) -> None:
     """wire = round(source * scale) to "float16" or "bfloat16"."""
 
-def half_decode(dtype: str, out: int, wire: int, numel: int) -> None:
+def half_decode(dtype: str, out: int, wire: int, numel: int, /) -> None:
     """out = wire as float32."""
 
 def cuda_devices(library: str | None = None, /) -> dict[str, Any]:
@@ -442,22 +445,22 @@ _Matrix = tuple[int, int, int, int, int, int, int, int, int, str]
 def powersgd_stride(count: int, /) -> int:
     """Elements of a factor's row for `count` rows or columns of a matrix."""
 
-def powersgd_init_basis(matrices: Sequence[_Matrix]) -> None:
+def powersgd_init_basis(matrices: Sequence[_Matrix], /) -> None:
     """basis = orthonormal pseudo-random rows of the seed."""
 
-def powersgd_project(matrices: Sequence[_Matrix], p: Sequence[int]) -> None:
+def powersgd_project(matrices: Sequence[_Matrix], p: Sequence[int], /) -> None:
     """P = v Q, and the gradient becomes v: the state is not touched. ValueError for a rank out of range, before anything is written."""
 
-def powersgd_absorb(matrices: Sequence[_Matrix], p: Sequence[int], q: Sequence[int]) -> None:
+def powersgd_absorb(matrices: Sequence[_Matrix], p: Sequence[int], q: Sequence[int], /) -> None:
     """P is orthonormalized in place; Q = vᵀ P; the state takes both, and v."""
 
-def powersgd_decompress(matrices: Sequence[_Matrix], q: Sequence[int]) -> None:
+def powersgd_decompress(matrices: Sequence[_Matrix], q: Sequence[int], /) -> None:
     """gradient = P Qᵀ; the next step's basis is the orthonormalized Q."""
 
-def powersgd_error(matrices: Sequence[_Matrix], errors: Sequence[int]) -> None:
+def powersgd_error(matrices: Sequence[_Matrix], errors: Sequence[int], /) -> None:
     """What each matrix still owes, rows x cols float32."""
 
-def powersgd_is_finite(values: int, numel: int) -> bool:
+def powersgd_is_finite(values: int, numel: int, /) -> bool:
     """Whether all of `numel` float32 values are finite."""
 
 @final
@@ -467,15 +470,21 @@ class Arena:
     nbytes: int
     address: int
     def tensor(
-        self, offset_bytes: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None = None, rank: int = -1
+        self,
+        offset_bytes: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        rank: int = -1,
+        /,
     ) -> Any:
         """A DLPack capsule (for torch.utils.dlpack.from_dlpack) over this rank's part, or rank's: the memory lives as
         long as the tensor."""
 
-    def protect(self, writable: bool) -> None:
+    def protect(self, writable: bool, /) -> None:
         """Whether this process may write to any part that it maps; if not, a write is a SIGSEGV."""
 
-    def populate(self, offset_bytes: int, nbytes: int) -> None:
+    def populate(self, offset_bytes: int, nbytes: int, /) -> None:
         """Pages of this rank's part are there from now on, huge ones where the kernel can."""
 
 @final
@@ -516,7 +525,7 @@ class HostComm:
         rank, moves bytes between hosts: send(rank, tag, address, nbytes), receive(...) and wait(what those returned).
         A failure ends the communicator.
         """
-    def arena(self, nbytes: int, label: str, *, of_hosts: bool = False) -> Arena:
+    def arena(self, nbytes: int, label: str = "arena", *, of_hosts: bool = False) -> Arena:
         """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate.
 
         `of_hosts`: it is enough that the ranks of each host map one another's parts; else several hosts are a
@@ -532,9 +541,9 @@ class HostComm:
         arena: Arena | None = None,
     ) -> None:
         """In place, `numel` elements at `address`. Zero-copy when `arena` is given, in which the range must lie; else staged."""
-    def broadcast(self, ranges: Sequence[tuple[int, int]], root: int, label: str = "broadcast") -> None:
+    def broadcast(self, ranges: Sequence[tuple[int, int]], root: int, label: str = "broadcast", /) -> None:
         """Bytes of `ranges` (address, nbytes) of `root` to the same ranges of all."""
-    def all_gather_bytes(self, data: bytes, label: str = "all_gather") -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, label: str = "all_gather", /) -> list[bytes]:
         """Every rank's `data` (any length each), in rank order."""
     def all_gather(
         self,
@@ -548,8 +557,8 @@ class HostComm:
         """Of each range (offset_bytes, nbytes) of `arena`, cut into world_size equal slices of whole cache lines, every
         rank's slice of its own part to all parts. `one_copy`: of the part that the ranks of a host share, which is their
         lowest rank's, to that of every other host. `slices`: as Reducer's; slices go round inside a replica."""
-    def barrier(self, label: str = "barrier") -> None: ...
-    def abort(self, reason: str) -> None:
+    def barrier(self, label: str = "barrier", /) -> None: ...
+    def abort(self, reason: str, /) -> None:
         """Ends the communicator: every peer's present or next call raises CommError with `reason`; so does the call of another thread of
         this rank."""
     def stats(self) -> dict[str, int]:
@@ -565,6 +574,11 @@ class HostComm:
     def close(self) -> None:
         """Leaves the group; peers that wait for this rank afterwards get a CommError. Idempotent."""
 
+@final
+class GradientHook:
+    """The link from a hook that Reducer.hook() returns to its reducer: it does not keep the engine alive."""
+
+@disjoint_base
 class Reducer:
     """Buckets of gradients and their mean, round by round. See docs/design/reduce.md.
 
@@ -600,25 +614,25 @@ class Reducer:
     transport_reason: str
     bucket_count: int
     planned_bytes: int
-    def gradient(self, index: int, shape: Sequence[int], strides: Sequence[int] | None = None) -> Any:
+    def gradient(self, index: int, shape: Sequence[int], strides: Sequence[int] | None = None, /) -> Any:
         """A DLPack capsule over the gradient memory of parameter `index`, zeroed; exactly its bytes. Take it with
         torch.utils.dlpack.from_dlpack; the memory lives as long as the tensor, whatever becomes of the Reducer."""
-    def bucket(self, bucket: int) -> Any:
+    def bucket(self, bucket: int, /) -> Any:
         """A DLPack capsule over a whole bucket, 1-D, padding included (zeros; sliced, in a pool: anything, since buckets share
         their memory)."""
-    def bucket_parameters(self, bucket: int) -> list[int]:
+    def bucket_parameters(self, bucket: int, /) -> list[int]:
         """Parameter indices of a bucket, in memory order."""
-    def has_memory(self, index: int) -> bool:
+    def has_memory(self, index: int, /) -> bool:
         """Whether the gradient of a parameter has memory: on a GPU, once it trains."""
-    def is_used(self, index: int) -> bool:
+    def is_used(self, index: int, /) -> bool:
         """Whether a backward of this rank touched a parameter since the last synchronised one."""
-    def result(self, index: int) -> Any:
+    def result(self, index: int, /) -> Any:
         """A DLPack capsule over this rank's slice of a parameter's averaged gradient, one-dimensional."""
-    def place(self, index: int) -> tuple[int, int, int]:
+    def place(self, index: int, /) -> tuple[int, int, int]:
         """(bucket, begin, numel) of a parameter; begin in elements of its bucket."""
-    def bucket_shape(self, bucket: int) -> tuple[int, int, str, bool]:
+    def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
         """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
-    def bucket_dtype(self, bucket: int) -> str: ...
+    def bucket_dtype(self, bucket: int, /) -> str: ...
     def attach(
         self,
         parameters: Sequence[torch.Tensor],
@@ -643,18 +657,18 @@ class Reducer:
         that gradients have, where the parameter itself does not always (it may be released). `unlike()` is called on every rank
         after a round in which ranks had noted different steps; it raises.
         """
-    def watch_hooks(self, index: int, table: dict[int, Any]) -> None:
+    def watch_hooks(self, index: int, table: dict[int, Any], /) -> None:
         """`table` is where torch keeps the gradient hooks of a parameter, ours the last of them. Once there are more, the
         gradient is taken at the end of the backward, after all of them."""
     def count_step(self) -> None:
         """A step of the optimizer. Ranks compare steps, and rounds since the last one, in every round."""
-    def note_step(self, digest: int) -> None:
+    def note_step(self, digest: int, /) -> None:
         """Adds what the next step uses (32 bits, a digest of hyperparameters) to what ranks compare in every round."""
     def forget_steps(self) -> None:
         """Counts from 0 again; on all ranks."""
-    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+    def hook(self, index: int, /) -> Callable[[torch.Tensor], None]:
         """The post-accumulate-grad hook of parameter `index`."""
-    def forward(self, synchronised: bool) -> None:
+    def forward(self, synchronised: bool, /) -> None:
         """Counts a forward with gradients. A round left open by an exception is abandoned first (collective)."""
     @property
     def is_open(self) -> bool: ...
@@ -669,46 +683,46 @@ class Reducer:
         """The backward of an open round has ended in an exception: tells the peers, in 10 s at most."""
     def close_pending(self) -> None:
         """A whole round outside a backward, with the gradients as they stand, if pending_forward; else nothing."""
-    def shadow(self, standing: Sequence[int] = ()) -> None:
+    def shadow(self, standing: Sequence[int] = (), /) -> None:
         """A whole round in which this rank takes part without contributing (torch's Join). `standing`, on a GPU at zero >= 2: a byte a parameter,
         whether the other ranks' contributions are on top of the mean that stands."""
     def average(self) -> None:
         """A whole round outside a backward: what stands in `.grad` are the contributions, and every parameter that has one is used."""
-    def averaged_in(self, index: int) -> int:
+    def averaged_in(self, index: int, /) -> int:
         """The number, from 1, of the last round in which some rank used the parameter; 0: none."""
     def foreign(self) -> list[int]:
         """Indices of the parameters whose `.grad` is a tensor other than our view."""
-    def set_divide_by(self, active_only: bool) -> None:
+    def set_divide_by(self, active_only: bool, /) -> None:
         """True: the mean is over the ranks that contribute in the round; False (default): over the world size."""
     def set_bucket_callback(
-        self, callback: Callable[[int, bool, bool], None] | None, wait: Callable[[], None] | None = None
+        self, callback: Callable[[int, bool, bool], None] | None, wait: Callable[[], None] | None = None, /
     ) -> None:
         """A user's communication hook owns the buckets: called at the end of a round for each bucket in order,
         (bucket, is_last); it leaves the result in the memory of bucket(bucket), or, if sliced, in that of result()."""
-    def used_by_any(self, index: int) -> bool:
+    def used_by_any(self, index: int, /) -> bool:
         """In or after a round: whether some rank used the parameter in it."""
     def divisor(self) -> int: ...
-    def standing_ranks(self, index: int) -> int:
+    def standing_ranks(self, index: int, /) -> int:
         """In a bucket callback of sliced gradients: how many ranks did not clear the parameter's mean, which is to be added."""
-    def mark_unfrozen(self, index: int) -> None:
+    def mark_unfrozen(self, index: int, /) -> None:
         """Touches the memory of a parameter that was frozen, so that its hook may run."""
     def stats(self) -> dict[str, int]:
         """rounds, local_rounds, abandoned, buckets_sent, buckets_early, copies, bytes, unplaced_bytes_peak; on a GPU also DeviceComm.stats()."""
 
     # over a DeviceComm
-    def adopt(self, bucket: int, tensor: torch.Tensor) -> None:
+    def adopt(self, bucket: int, tensor: torch.Tensor, /) -> None:
         """Its memory, all of it written; it takes part from the next round on. Sliced: this rank's slice of the mean."""
-    def set_places(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def set_places(self, tensors: tuple[torch.Tensor, ...], /) -> None:
         """Sliced: where buckets travel, in turn, at most two, the largest first. Between two rounds."""
-    def lend(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def lend(self, tensors: tuple[torch.Tensor, ...], /) -> None:
         """Of one made `lent`, before the first round: of the largest bucket's bytes; and with `wire`, of as many elements of it."""
     def withdraw(self) -> None:
         """The engine averages no bucket from the next round on. Waits for what was enqueued."""
-    def set_active(self, trains: bytes) -> None:
+    def set_active(self, trains: bytes, /) -> None:
         """Which ranks still train, a byte a rank, alike on all ranks before a round."""
-    def set_order(self, order: Callable[[], int] | None) -> None:
+    def set_order(self, order: Callable[[], int] | None, /) -> None:
         """What gives a digest, of 32 bits, that ranks must agree on in each round."""
-    def set_announcer(self, announce: Callable[[bytes], None] | None) -> None:
+    def set_announcer(self, announce: Callable[[bytes], None] | None, /) -> None:
         """Told, as a round opens, which contributions are on top of the mean that stands: a byte a parameter."""
 
 @final
@@ -726,21 +740,21 @@ class Units:
         """`units`: (name, nbytes, runs), runs (target_bytes, rank, source_bytes, nbytes, coded). Coded: float32 of which each rank
         keeps records, blocks of 32 elements as 8 bits, in its part of `codes`, 36 bytes for 128 of its slices. ValueError for a
         run that leaves its unit or a rank's part of the arenas."""
-    def gather(self, unit: int) -> None:
+    def gather(self, unit: int, /) -> None:
         """Sharded to unsharded. Error from elsewhere."""
-    def gather_codes(self, unit: int) -> None:
+    def gather_codes(self, unit: int, /) -> None:
         """The same, with what the records say of coded runs."""
-    def release(self, unit: int) -> None:
+    def release(self, unit: int, /) -> None:
         """Unsharded to sharded: its addresses read as NaN. Error from elsewhere, and in a child of the process that made them."""
-    def take_write(self, unit: int) -> int:
+    def take_write(self, unit: int, /) -> int:
         """Of a sharded unit: the first byte that somebody changed since it was released; -1 if none, or where the system does not
         tell. What was written is dropped."""
-    def state(self, unit: int) -> str:
+    def state(self, unit: int, /) -> str:
         """ "sharded", "gathering" or "unsharded"."""
     def stats(self) -> dict[str, int]:
         """gathers, releases, gathered_bytes (read from ranks' parts), gather_ns, most_unit_bytes (of pages in use at once)."""
     def tensor(
-        self, unit: int, offset_bytes: int, numel: int, dtype: str, shape: Sequence[int], strides: Sequence[int]
+        self, unit: int, offset_bytes: int, numel: int, dtype: str, shape: Sequence[int], strides: Sequence[int], /
     ) -> Any:
         """A DLPack capsule over a unit's addresses, which last as long as the tensor, whatever lies behind them."""
 
@@ -796,6 +810,7 @@ class DeviceStage:
     def stats(self) -> dict[str, int]:
         """batches, bytes_down and host_waits since creation; pinned_bytes held."""
 
+@final
 class CheckpointSaver:
     """One save at a time: a snapshot on the caller's thread, the rest on threads that never take the GIL."""
 
@@ -841,11 +856,11 @@ class CheckpointSaver:
         """Staging for a save of as many bytes is touched by a thread of its own. Whether that could be begun."""
     def protect(self) -> None:
         """Copies what is still live: call it before the memory of a lazy save changes."""
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float, /) -> bool:
         """Whether nothing runs any more. Raises CheckpointError with the outcome of a save that failed, once."""
-    def fail(self, number: int, message: str) -> None:
+    def fail(self, number: int, message: str, /) -> None:
         """Tells the other ranks that this one cannot begin save `number`."""
-    def cancel(self, message: str) -> None:
+    def cancel(self, message: str, /) -> None:
         """Makes a running save fail soon, with this reason."""
     def progress(self) -> dict[str, int]:
         """bytes_total, bytes_written, staging_bytes, direct_bytes, busy."""
@@ -869,10 +884,10 @@ class CheckpointFolder:
     block_count: int
     def __new__(cls, path: str) -> CheckpointFolder: ...
     @classmethod
-    def check_removable(cls, path: str) -> None:
+    def check_removable(cls, path: str, /) -> None:
         """CheckpointError unless at `path` is nothing, an empty folder, or a checkpoint of a version known here and nothing else."""
     @classmethod
-    def check_replaceable(cls, path: str) -> None:
+    def check_replaceable(cls, path: str, /) -> None:
         """The same for all that a save to `path` takes the place of."""
     @classmethod
     def lock(cls, fd: int, path: str) -> bool:
@@ -892,21 +907,21 @@ class CheckpointFolder:
         these files read nothing then."""
     def identity(cls, path: str) -> str:
         """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""
-    def verify(self, first: int, end: int) -> None:
+    def verify(self, first: int, end: int, /) -> None:
         """Checks blocks [first, end), numbered through all files. CheckpointError names the file and the bytes."""
-    def tensors(self, path: str) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:
+    def tensors(self, path: str, /) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:
         """Metadata and (name, dtype, shape, begin, nbytes) of a safetensors file; begin is from the file's start."""
-    def read(self, path: str, ranges: list[tuple[int, int, int]]) -> None:
+    def read(self, path: str, ranges: list[tuple[int, int, int]], /) -> None:
         """Fills (begin, nbytes, address), ascending, from checked blocks."""
     def load(
-        self, ranges: list[tuple[str, int, int, int, int]], threads: int, direct: bool, turn: tuple[int, int]
+        self, ranges: list[tuple[str, int, int, int, int]], threads: int, direct: bool, turn: tuple[int, int], /
     ) -> None:
         """Fills (path, begin, nbytes, address, undo), ascending, from checked blocks, by several threads.
 
         An address 0: its blocks are checked alone. Memory at `undo` (0: none) holds what stood at the address afterwards,
         whatever the outcome. `direct`: past the page cache what is not in it. `turn` (i, of n): begins at this part.
         """
-    def read_bytes(self, path: str) -> bytes:
+    def read_bytes(self, path: str, /) -> bytes:
         """A whole file, checked."""
-    def checksums(self, path: str) -> list[int]:
+    def checksums(self, path: str, /) -> list[int]:
         """CRC-32C of each block, as the manifest states it."""

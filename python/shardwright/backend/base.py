@@ -109,12 +109,19 @@ class Backend(Protocol):
     ----------
     capabilities : Capabilities
     link : DeviceLink, optional
-        Of a GPU.
+        The link of a GPU; None on a host.
+    row : DeviceLink, optional
+        The link over the ranks that own all slices together; None on a host.
     """
 
     capabilities: Capabilities
-    link: DeviceLink | None
     group: HostGroup
+
+    @property
+    def link(self) -> DeviceLink | None: ...
+
+    @property
+    def row(self) -> DeviceLink | None: ...
 
     @staticmethod
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
@@ -149,3 +156,15 @@ class Backend(Protocol):
 
     def abort(self, reason: str) -> None:
         """End the communicators with a reason that every rank reports."""
+
+
+class BackendClass(Protocol):
+    """A class of backends: its capabilities are known, and a request can be checked, before one is made."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def check_request(self, module: torch.nn.Module, request: Request, group: HostGroup) -> None: ...
+
+    def __call__(self, group: HostGroup, request: Request) -> Backend:
+        """Make the backend. Collective."""

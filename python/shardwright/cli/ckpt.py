@@ -488,7 +488,9 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
         found = {k.path: _verify(k.path, options) for k in kept if k.state == SOUND}
         kept = [k if found.get(k.path, {}).get("ok", True) else dataclasses.replace(k, state=DAMAGED) for k in kept]
     rules = {name: getattr(options, name) for name in ("keep_last", "keep_every", "keep_best")}
-    goes, left, stays = [], all_left_overs(options.directory), []
+    goes: list[str] = []
+    left = all_left_overs(options.directory)
+    stays: list[dict[str, Any]] = []
     to_go = {k.path for k in to_retire(kept, **rules, largest=options.best == "max")}
     for path in [*(k.path for k in kept if k.path in to_go), *replaced_ones(options.directory)]:
         try:

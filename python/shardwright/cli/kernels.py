@@ -79,7 +79,8 @@ def _images(options: argparse.Namespace, architectures: list[int]) -> Iterator[d
         places |= {"packaged": None, "cache": options.to}
     for architecture in architectures:
         try:
-            origin, image = _engine.device_kernel_image(*divmod(architecture, 10), **places)
+            major, minor = divmod(architecture, 10)
+            origin, image = _engine.device_kernel_image(major, minor, **places)
         except (_engine.Error, NotImplementedError, RuntimeError) as error:
             yield {"arch": architecture, "ok": False, "detail": str(error)}
             continue

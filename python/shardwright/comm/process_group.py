@@ -140,7 +140,7 @@ class HostGroup:
             self._store_name = f"shardwright/{hashlib.sha256(met.secret).hexdigest()}"
             try:
                 self._join_host(met)
-                if self.world_size > 1 and (self.host_count > 1 or _forced_hosts is not None):
+                if meeting is not None and (self.host_count > 1 or _forced_hosts is not None):
                     self._join_hosts(met, meeting, host, timeout_s)
             except TimeoutError:
                 raise

@@ -184,7 +184,8 @@ def make_gloo(store: Any, rank: int, count: int, timeout: timedelta, connects_la
     """A Gloo group as a backend, without torch's dispatch. `connects_late`: each connection is made at its first use, where torch can."""
     if not connects_late or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
         return dist.ProcessGroupGloo(store, rank, count, timeout)
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs have no _Options
+    options = gloo._Options()
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     try:
         options._devices = [

@@ -215,8 +215,8 @@ def _owners(
     world = exchange.world_size
     if share is None:
         each = max(1, -(-count // world))
-        own = [min(rank * each, count) for rank in range(world + 1)]
-        return [_Owner(low, low, high, spans) for low, high in zip(own, own[1:])]
+        bounds = [min(rank * each, count) for rank in range(world + 1)]
+        return [_Owner(low, low, high, spans) for low, high in zip(bounds, bounds[1:])]
     owners = []
     for rank in range(world):
         own = _first_record(spans, rank * share, count, block)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+#: gradient, memory, left, right, basis (addresses); rows, columns, rank; seed; dtype of the memory
+MatrixRow = tuple[int, int, int, int, int, int, int, int, int, str]
+
 
 class Matrix:
     """One gradient as rows x cols, and its row in the engine's table."""
@@ -24,8 +27,8 @@ class Matrix:
         self.left_numel = entry["left"].numel()
         self.right_numel = entry["right"].numel()
         memory = entry["memory"].data_ptr() if "memory" in entry else 0
-        state = (entry["left"].data_ptr(), entry["right"].data_ptr(), entry["basis"].data_ptr())
-        self.row = (part.data_ptr(), memory, *state, rows, cols, rank, seed, dtype)
+        left, right, basis = (entry[key].data_ptr() for key in ("left", "right", "basis"))
+        self.row: MatrixRow = (part.data_ptr(), memory, left, right, basis, rows, cols, rank, seed, dtype)
 
     def left_from(self, factor: int, to: int = 0) -> tuple[int, int, int, int, int]:
         """Return a row of device_powersgd_orthonormalize() that makes P̂ of `factor` in `to` (0: in its own left)."""
@@ -35,9 +38,8 @@ class Matrix:
         """Return such a row that makes Q̂ of `factor` in its own basis."""
         return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
 
-    def row_with(self, **others: int) -> tuple[int, int, int, int, int, int, int, int, int, str]:
+    def row_with(self, **others: int) -> MatrixRow:
         """Return its row with other addresses for left or right."""
-        gradient, memory, left, right, *rest = self.row
+        gradient, memory, left, right, basis, rows, cols, rank, seed, dtype = self.row
         places = {"memory": memory, "left": left, "right": right, **others}
-        basis, rows, cols, rank, seed, dtype = rest
         return gradient, places["memory"], places["left"], places["right"], basis, rows, cols, rank, seed, dtype

@@ -142,9 +142,9 @@ class PowerSGDState(CompressionState):
             rows, cols = entry["memory"].shape
             error = torch.empty(rows, cols, dtype=torch.float32, device="cpu")
             held = [entry[key].cpu() for key in ("memory", "left", "right", "basis")]
-            row = (0, *(tensor.data_ptr() for tensor in held))
-            dtype = dtype_name(self.error_dtype)
-            powersgd_error([(*row, rows, cols, entry["left"].shape[0], 0, dtype)], [error.data_ptr()])
+            memory, left, right, basis = (tensor.data_ptr() for tensor in held)
+            rank, dtype = entry["left"].shape[0], dtype_name(self.error_dtype)
+            powersgd_error([(0, memory, left, right, basis, rows, cols, rank, 0, dtype)], [error.data_ptr()])
             found[name] = error
         return found
 
@@ -199,7 +199,7 @@ class PowerSGDState(CompressionState):
     def _matrix(self, parameter: torch.Tensor, part: torch.Tensor, rows: int, rank: int) -> Matrix:
         cols = part.numel() // rows
         left, right = (rank, powersgd_stride(rows)), (rank, powersgd_stride(cols))
-        shapes = {"left": left, "right": right, "basis": right}
+        shapes: dict[str, tuple[int, ...]] = {"left": left, "right": right, "basis": right}
         if self.use_error_feedback:
             shapes["memory"] = (rows, cols)
         if self.alternate:
@@ -264,6 +264,7 @@ def _rows_in_memory(gradient: torch.Tensor) -> int:
     """Return the size of the outermost dimension in memory order; 0 with less than two dimensions, or with gaps."""
     if gradient.dim() == 0 or gradient.numel() == 0:
         return 0
-    order = sorted(range(gradient.dim()), key=lambda d: (-gradient.stride(d), gradient.shape[d] == 1))
+    strides = gradient.stride()
+    order = sorted(range(gradient.dim()), key=lambda d: (-strides[d], gradient.shape[d] == 1))
     ordered = gradient.permute(order)
     return ordered.shape[0] if ordered.is_contiguous() else 0

@@ -161,7 +161,7 @@ class ShardedGradient(torch.Tensor):
         board: GradientBoard,
         held: torch.Tensor | None = None,
     ) -> ShardedGradient:
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         made.piece = piece
@@ -201,7 +201,7 @@ class ShardedGradient(torch.Tensor):
         )
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         """Itself. Assigned, it would be changed past the dispatch of operations, and the slice would stay."""
         return self
 
@@ -226,7 +226,9 @@ class ShardedGradient(torch.Tensor):
         return self.apply_(callable)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub declares the default, a plain function, not the protocol
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
             raise Error(

@@ -17,7 +17,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import accelerate
 import torch
@@ -121,6 +121,8 @@ class Accelerator(accelerate.Accelerator):
     >>> optimizer.step()
     """
 
+    ddp_handler: Any
+
     def __init__(
         self,
         *args: Any,
@@ -221,7 +223,7 @@ class Accelerator(accelerate.Accelerator):
             self._slice(optimizer)
         result: torch.nn.Module = wrapper
         if whole and backend != DynamoBackend.NO:
-            result = torch.compile(wrapper, **plugin.to_kwargs())
+            result = cast(torch.nn.Module, torch.compile(wrapper, **plugin.to_kwargs()))
         result._is_accelerate_prepared = True  # type: ignore[assignment]
         return result
 
@@ -309,8 +311,8 @@ class Accelerator(accelerate.Accelerator):
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
-        samplers = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
-        samplers = [each for each in samplers if even_batches is not None and hasattr(each, "even_batches")]
+        found: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
+        samplers = [each for each in found if even_batches is not None and hasattr(each, "even_batches")]
         before = [sampler.even_batches for sampler in samplers]
         for sampler in samplers:
             sampler.even_batches = even_batches

@@ -50,7 +50,12 @@ class TrainerMixin:
         wrap_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._stage = {"zero": zero, "compress": compress, "partition": partition, "wrap_options": wrap_options}
+        self._stage: dict[str, Any] = {
+            "zero": zero,
+            "compress": compress,
+            "partition": partition,
+            "wrap_options": wrap_options,
+        }
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:

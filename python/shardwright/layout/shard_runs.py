@@ -52,11 +52,15 @@ class Storage:
 
     reason = ""
     shared = releases = one_copy = False
-    bytes_held = 0
     _table: ParameterTable
 
     def __init__(self, table: ParameterTable) -> None:
         self._table = table
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the memory that this storage made for parameters; 0 where they stay in their own."""
+        return 0
 
     def like(self, index: int) -> torch.Tensor:
         """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""
@@ -196,7 +200,7 @@ class ParameterSlices(Storage, SliceRuns):
         return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
 
     @property
-    def bytes_held(self) -> int:  # type: ignore[override]
+    def bytes_held(self) -> int:
         """Of parameters, on this rank; where they are shared, on the host."""
         return sum(self._bucket_range(bucket)[1] for bucket in self._moved)
 

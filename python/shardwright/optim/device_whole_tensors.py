@@ -81,6 +81,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     ) -> Iterator[tuple[torch.Tensor, dict[int, tuple[int, int]]]]:
         """As _by_bucket, with everybody's slices of these tensors in it. Collective."""
         row = self._replica.backend.row
+        assert row is not None
         for whole, places in self._by_bucket(slices):
             self._copy((self._own_part(whole, i, begin), slices[i]) for i, (begin, _) in places.items())
             dtype = str(whole.dtype).removeprefix("torch.")

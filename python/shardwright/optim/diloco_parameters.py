@@ -49,7 +49,7 @@ class WholeParameters:
         self.module = _module_to_train(model, process_group)
         trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in trained]
-        self.tensors = [parameter for _, parameter in trained]
+        self.tensors: list[torch.Tensor] = [parameter for _, parameter in trained]
         self.numels = [parameter.numel() for parameter in self.tensors]
         for name, parameter in trained:
             _check_tensor(name, parameter, parameter.is_contiguous())

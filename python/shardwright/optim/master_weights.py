@@ -176,12 +176,12 @@ def load_with_hooks(
 ) -> None:
     """Run `load(state_dict)` with the hooks that users have registered on `optimizer`, as torch's own loading does."""
     state_dict = dict(state_dict)
-    for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
+    for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         changed = hook(optimizer, state_dict)
         state_dict = state_dict if changed is None else changed
     load(state_dict)
-    for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
-        hook(optimizer)
+    for loaded_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
+        loaded_hook(optimizer)
 
 
 def load_in_float32(
@@ -253,7 +253,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Return True if the optimizer steps on a master of `parameter`."""
         return parameter.dtype in LOW and all(parameter is not each for each in self._without)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step on the masters; `closure` runs before it, once."""
         loss = None
         if closure is not None:

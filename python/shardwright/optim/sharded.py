@@ -186,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters before is not known any longer, so a master that does not round to its parameter is taken anew."""
         self._consolidated = None
         with self._on_slices():
-            self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})  # type: ignore[attr-defined]
+            self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
         if self._masters is not None:
             self._masters.forget_all()
 
@@ -219,7 +219,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make this rank's slices visible to all. Return which ranks failed; None if it takes an exchange of its own to say so."""
         return self._memory.publish(failed=failed)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on this rank's slices; then every rank has every update. Collective.
 
         Raises
@@ -372,7 +372,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Torch's ordinary format is returned where this rank has the whole state: where nothing is sliced (one rank, or rows of one
         rank), and after consolidate_state_dict() until the next step.
         """
-        for hook in list(self._optimizer_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
         if self._consolidated is not None:
             made = self._in_torchs_format(self._consolidated.__getitem__)
@@ -380,8 +380,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             made = self._in_torchs_format(self._whole_state)
         else:
             made = {MARK: SlicedState(self._slices_of_state())}
-        for hook in list(self._optimizer_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
-            changed = hook(self, made)
+        for made_hook in list(self._optimizer_state_dict_post_hooks.values()):
+            changed = made_hook(self, made)
             made = made if changed is None else changed
         return made
 
@@ -570,7 +570,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine = self._inner.state.get(piece, {}) if piece is not None else {}
         label = f"optimizer state of {self._replica.table.names[index]}"
         owners = [json.loads(each) for each in comm.all_gather_bytes(_describe(mine, piece).encode(), label)]
-        described = next((each for each in owners if each), {})
+        described: dict[str, Any] = next((each for each in owners if each), {})
         whole: dict[str, Any] = {}
         for key, (kind, dtype, value) in described.items():
             if kind != "sliced":

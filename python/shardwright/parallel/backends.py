@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..backend.base import Backend
+from ..backend.base import BackendClass
 from ..layout.param_table import ParameterTable
 from .cuda_backend import CudaBackend
 from .host_backend import HostBackend
 
 
-def choose_backend(table: ParameterTable) -> type[Backend]:
-    """Return the backend of a module's parameters."""
+def choose_backend(table: ParameterTable) -> BackendClass:
+    """Return the class of the backend of a module's parameters."""
     return CudaBackend if table.is_on_gpu else HostBackend

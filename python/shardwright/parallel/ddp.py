@@ -208,7 +208,7 @@ class DistributedDataParallel(TorchDDP):
         self._drift: DriftCheck | None = None
         self.process_group = self._options.process_group
         self.reducer = ReducerFacade(self)  # type: ignore[assignment]
-        self.logger = LoggerFacade()
+        self.logger = LoggerFacade()  # type: ignore[assignment]
         self._assign_modules_buffers()
 
     def _plan_precision(self, precision: Any) -> PrecisionPlan | None:

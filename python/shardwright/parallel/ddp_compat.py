@@ -87,7 +87,8 @@ def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) 
 def to_device(value: Any, device: torch.device) -> Any:
     """`value` with the tensors of nested tuples, lists and dicts on `device`; of a PackedSequence all but its lengths, which stay on the CPU."""
     if isinstance(value, (torch.Tensor, PackedSequence)):
-        return value.to(device, non_blocking=True)
+        movable: Any = value  # torch's stub of PackedSequence.to() knows a dtype alone
+        return movable.to(device, non_blocking=True)
     if isinstance(value, tuple):
         moved = [to_device(item, device) for item in value]
         return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)

@@ -37,7 +37,7 @@ class HostBackend:
         rank_order_only=True,
         state_is_there=True,
     )
-    link = None
+    link = row = None
 
     def __init__(self, group: HostGroup, request: Request) -> None:
         self.group = group

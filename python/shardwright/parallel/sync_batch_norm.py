@@ -7,7 +7,7 @@ bit.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
@@ -117,7 +117,7 @@ class _Normalise(torch.autograd.Function):
             variance, mean = torch.var_mean(wide, others, correction=0)
             own[1:] = torch.cat([mean, variance])
         rows = gather_in_rank_order(own, group)
-        count = sum(row[0] for row in rows)
+        count = cast(torch.Tensor, sum(row[0] for row in rows))
         means, variances = zip(*(row[1:].chunk(2) for row in rows))
         mean = sum(row[0] * each for row, each in zip(rows, means)) / count
         variance = sum(row[0] * (v + (each - mean).square()) for row, each, v in zip(rows, means, variances)) / count

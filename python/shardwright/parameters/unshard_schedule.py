@@ -14,8 +14,9 @@ import functools
 import itertools
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -251,10 +252,12 @@ class UnitSchedule:
             module = reference()
             if module is None:
                 continue
-            if next(iter(module._forward_pre_hooks), before) != before and before in module._forward_pre_hooks:
-                module._forward_pre_hooks.move_to_end(before, last=False)
-            if next(reversed(module._forward_hooks), after) != after and after in module._forward_hooks:
-                module._forward_hooks.move_to_end(after)
+            first = cast(OrderedDict[int, Any], module._forward_pre_hooks)
+            last = cast(OrderedDict[int, Any], module._forward_hooks)
+            if next(iter(first), before) != before and before in first:
+                first.move_to_end(before, last=False)
+            if next(reversed(last), after) != after and after in last:
+                last.move_to_end(after)
 
     def _hook_states(self, module: torch.nn.Module) -> None:
         released = {id(p): unit.number for unit in self.units for p in unit.parameters}
