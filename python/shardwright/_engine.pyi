@@ -50,7 +50,7 @@ def crc32c(address: int, nbytes: int, /) -> int:
 def sample_crc32c(address: int, nbytes: int, stride: int, /) -> int:
     """The checksum of a few cache lines of some memory: its first and last 64 bytes, and 64 at every `stride`."""
 
-def prefer_huge_pages(address: int, nbytes: int) -> None:
+def prefer_huge_pages(address: int, nbytes: int, /) -> None:
     """Asks for huge pages in memory that nobody touched yet. A hint."""
 
 def host_limits() -> dict[str, Any]:
@@ -774,16 +774,16 @@ class CheckpointPlan:
         the same, each writes a part; 1: rank 0 writes its own; 2: each writes what it gives as a source."""
     def files(self) -> list[tuple[str, int, list[tuple[int, int, int]]]]:
         """(path, nbytes, [(source, begin, nbytes)]), in order."""
-    def needed(self, rank: int, world_size: int) -> list[int]:
+    def needed(self, rank: int, world_size: int, /) -> list[int]:
         """Sources of which the rank writes some byte, but for those of holder 2."""
-    def create_files(self, folder: str) -> None:
+    def create_files(self, folder: str, /) -> None:
         """Makes every file in `folder`, with its whole size and disk space."""
     @classmethod
-    def write(cls, path: str, nbytes: int, first_block: int, ranges: list[tuple[int, int]], address: int) -> bytes:
+    def write(cls, path: str, nbytes: int, first_block: int, ranges: list[tuple[int, int]], address: int, /) -> bytes:
         """Writes (begin, nbytes), ascending, of a file of `nbytes` whose blocks are numbered from `first_block` in its plan; their bytes
         follow each other at `address`. Returns tallies of what was written, for commit(). Not durable."""
     @classmethod
-    def sync(cls, path: str) -> None:
+    def sync(cls, path: str, /) -> None:
         """Makes a file durable."""
     def commit(
         self,
@@ -852,7 +852,7 @@ class CheckpointSaver:
         memory is read until protect() returns (lazy) or this returns (else, and what is on a device). `number` counts saves
         from 1, alike on all ranks; `nonce` is equal on all and never used before. `device`: what the GPU's memory comes down
         through, and the stream that wrote it."""
-    def warm(self, nbytes: int) -> bool:
+    def warm(self, nbytes: int, /) -> bool:
         """Staging for a save of as many bytes is touched by a thread of its own. Whether that could be begun."""
     def protect(self) -> None:
         """Copies what is still live: call it before the memory of a lazy save changes."""
@@ -890,22 +890,23 @@ class CheckpointFolder:
     def check_replaceable(cls, path: str, /) -> None:
         """The same for all that a save to `path` takes the place of."""
     @classmethod
-    def lock(cls, fd: int, path: str) -> bool:
+    def lock(cls, fd: int, path: str, /) -> bool:
         """Lock an open file for this descriptor; return False where another open file has the lock. CheckpointError: the file system
         has no locks."""
     @classmethod
-    def make(cls, path: str) -> None:
+    def make(cls, path: str, /) -> None:
         """Make a folder and those above it that are missing, durable when this returns."""
     @classmethod
-    def sync(cls, path: str) -> None:
+    def sync(cls, path: str, /) -> None:
         """Make the names in a folder durable."""
     @classmethod
-    def received(cls, path: str, catalog: bytes) -> CheckpointFolder:
+    def received(cls, path: str, catalog: bytes, /) -> CheckpointFolder:
         """The checkpoint at `path`, of which another rank has read `catalog`: no file is opened until something is read of it."""
-    def catalog(self, paths: list[str]) -> bytes:
+    def catalog(self, paths: list[str], /) -> bytes:
         """The manifest, and of `paths` the headers of safetensors files and the others whole, checked. tensors() and read_bytes() of
         these files read nothing then."""
-    def identity(cls, path: str) -> str:
+    @classmethod
+    def identity(cls, path: str, /) -> str:
         """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""
     def verify(self, first: int, end: int, /) -> None:
         """Checks blocks [first, end), numbered through all files. CheckpointError names the file and the bytes."""

@@ -681,3 +681,30 @@ def test_a_write_through_data_is_named_where_units_stay_whole_until_the_step(ran
         p.data.mul_(0.5)
     with pytest.raises(engine.Error, match=r"parameter '.*weight' was written to while it was whole.*is lost"):
         optimizer.step()
+
+
+@on_every_rank()
+def test_a_backward_that_fails_releases_its_units(rank, world_size):
+    """A write after it would be lost: the unit is gathered from slices that do not have it."""
+    module = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
+    model, optimizer = sw.wrap(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        zero=3,
+        share_parameters=False,
+        units=nn.Linear,
+        timeout_s=20,
+    )
+
+    def fail(gradient):
+        raise ValueError("on purpose")
+
+    handle = module[0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        model(batch(rank, 6, 7)).square().mean().backward()
+    handle.remove()
+    with pytest.raises(engine.Error, match=r"parameter '0.weight' is released.*\.data needs all of its values"):
+        module[0].weight.data.mul_(0.5)
+    model.zero_grad()
+    model(batch(rank, 6, 7)).square().mean().backward()
+    optimizer.step()

@@ -115,7 +115,10 @@ class Content:
                 if isinstance(tensor, Sliced):
                     mine, count = tensor.turn
                     if number % count == mine:
-                        found += [(number, *part, eager, on_device) for *part, on_device in self._parts(tensor)]
+                        found += [
+                            (number, first, nbytes, address, eager, on_device)
+                            for first, nbytes, address, on_device in self._parts(tensor)
+                        ]
                 elif tensor.numel() and (wanted is None or number in wanted):
                     bytes_of, on_device = self.staging.memory_of(tensor)
                     self.held.append(bytes_of)

@@ -168,6 +168,8 @@ class DeviceUnitSchedule(UnitSchedule):
     """
 
     unit_class = DeviceUnit
+    #: a thread of torch's may drop a backward later
+    ends_failed_backwards = False
     units: list[Any]
 
     def __init__(self, units: Places, *arguments: Any, places: Sequence[int]) -> None:

@@ -204,6 +204,8 @@ class UnitSchedule:
     """
 
     unit_class = Unit
+    #: whether a backward that fails releases its units at once, on the thread that called it; else the next forward does
+    ends_failed_backwards = True
 
     def __init__(
         self,
@@ -458,7 +460,8 @@ class UnitSchedule:
         task = _hooks.graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
-            _hooks.queue_at_end(functools.partial(_end_task, weakref.ref(self), task))
+            finish = functools.partial(_end_task, weakref.ref(self), task)
+            _hooks.queue_at_end(finish, finish if self.ends_failed_backwards else None)
         for other in self.units:
             if other.opened and min(other.opened)[0] > end:
                 other.opened.clear()
