@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 import pytest
-import test_gradients_that_nobody_averaged_are_refused as gradients
+import test_gradients_that_are_not_averaged_are_refused as gradients
 import test_units_are_whole_only_while_they_run as units
 import torch
 from harness import at_least_two, gather
@@ -23,7 +23,7 @@ QUICK_FORM_IS_THE_LARGEST_WORLD = True
 _SLICES = "test_slices_of_an_optimizer_are_not_saved_as_whole"
 _OPTIMIZERS = "test_an_optimizer_is_its_modules_and_the_same_on_all_ranks"
 _AVERAGES = "test_averages_of_weights_at_every_stage"
-_GRADIENTS = "test_gradients_that_nobody_averaged_are_refused"
+_GRADIENTS = "test_gradients_that_are_not_averaged_are_refused"
 _UNITS = "test_fully_shard_composes_zero_3_in_place"
 _READS = "test_released_parameters_are_not_read"
 #: (module, test without "test_", arguments)
