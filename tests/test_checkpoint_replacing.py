@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from shardwright.checkpoint import StorageReader, retention
 from shardwright.cli import main
-from test_checkpoint_takes_nobodys_place import model_of
+from test_checkpoint_takes_the_place_of_checkpoints_alone import model_of
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_who_lists_while_a_writer_replaces_finds_every_step(tmp_path: Path) -> N
         assert found == [2], steps
 
 
-def test_a_single_save_takes_nobodys_place(tmp_path: Path) -> None:
+def test_a_single_save_takes_the_place_of_checkpoints_alone(tmp_path: Path) -> None:
     (tmp_path / "a.replaced").mkdir()
     (tmp_path / "a.replaced" / "notes.txt").write_text("of somebody")
     with pytest.raises(sw.CheckpointError, match=r"a\.replaced' exists already"):
