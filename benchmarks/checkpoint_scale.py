@@ -1,6 +1,6 @@
 """Plans and commits of checkpoints at 1,024 to 16,384 ranks, without tensors' bytes: compiles and runs checkpoint_scale.c.
 
-    .venv/bin/python benchmarks/checkpoint_scale.py [--quick] [--json FILE]     # SW_BENCH_DIR: a directory for sparse files
+.venv/bin/python benchmarks/checkpoint_scale.py [--quick] [--json FILE]     # SW_BENCH_DIR: a directory for sparse files
 """
 
 from __future__ import annotations

@@ -156,7 +156,9 @@ def test_an_address_is_no_path(tmp_path, monkeypatch, address):
         lambda: dcp.load(module.state_dict(), storage_reader=StorageReader(address), no_dist=True),
     ]
     for call in calls:
-        with pytest.raises((ValueError, CheckpointException), match=r"must be a path of a mounted file system, got the address"):
+        with pytest.raises(
+            (ValueError, CheckpointException), match=r"must be a path of a mounted file system, got the address"
+        ):
             call()
     assert os.listdir(tmp_path) == []
 

@@ -1,4 +1,5 @@
-/* catalog.c - entries of (bytes of the name, bytes of the data, name, data), the manifest's first. */
+/* catalog.c - entries of (bytes of the name, bytes of the data, name, data), the manifest's first.
+ */
 #include "checkpoint/catalog.h"
 
 #include <stdlib.h>
@@ -128,8 +129,9 @@ sw_status sw_catalog_copy(const void *data, size_t size_bytes, sw_catalog *catal
     memcpy(made.data, data, size_bytes);
     const uint8_t *text = sw_catalog_find(&made, SW_MANIFEST_NAME, &manifest_bytes);
     sw_status status =
-        text ? sw_manifest_parse((const char *)text, manifest_bytes, SW_MANIFEST_NAME, manifest, err)
-             : sw_error_set(err, SW_E_INVALID, -1, "the catalog of a checkpoint has no manifest");
+        text
+            ? sw_manifest_parse((const char *)text, manifest_bytes, SW_MANIFEST_NAME, manifest, err)
+            : sw_error_set(err, SW_E_INVALID, -1, "the catalog of a checkpoint has no manifest");
     if (status == SW_OK)
         *catalog = made;
     else

@@ -147,9 +147,8 @@ static void tell(sw_channel *channel)
     channel->is_told = false;
     if (sw_file_open_write(channel->path, false, &fd, &ignored) != SW_OK)
         return;
-    sw_status status =
-        sw_file_write_at(fd, channel->path, &part, 1,
-                         (uint64_t)channel->host * SW_CHANNEL_PAGE_BYTES, &ignored);
+    sw_status status = sw_file_write_at(fd, channel->path, &part, 1,
+                                        (uint64_t)channel->host * SW_CHANNEL_PAGE_BYTES, &ignored);
     sw_status closed = sw_file_close(&fd, channel->path, &ignored);
     channel->is_told = status == SW_OK && closed == SW_OK;
 }

@@ -1,21 +1,21 @@
-/* channel.h - what ranks that save together tell each other while they write: a control page a rank,
- * and between hosts a file with a slot a host.
+/* channel.h - what ranks that save together tell each other while they write: a control page a
+ * rank, and between hosts a file with a slot a host.
  *
  * Idea: a rank writes only its own page, which the ranks of its host map; the words first, the
- * number of the save they belong to last, so that a number read (acquire) says that the words before
- * it are of that save or of a later one. The lowest rank of a host is its carrier: it copies what
- * its host's ranks have said to the host's slot of the file, and what rank 0 has said from the file
- * to its own page, where the others of the host find it. So a host opens the file, and not each
- * rank, and all hosts together at most LOOKS_A_SECOND times a second. A rank whose carrier could not
- * begin the save looks at the file itself.
+ * number of the save they belong to last, so that a number read (acquire) says that the words
+ * before it are of that save or of a later one. The lowest rank of a host is its carrier: it copies
+ * what its host's ranks have said to the host's slot of the file, and what rank 0 has said from the
+ * file to its own page, where the others of the host find it. So a host opens the file, and not
+ * each rank, and all hosts together at most LOOKS_A_SECOND times a second. A rank whose carrier
+ * could not begin the save looks at the file itself.
  *
  * No file is made while a save runs, so the channel works when the disk is full; and it needs no
  * communicator. Rank 0 may fail a few saves in a row before a sleeping peer looks: its last four
  * verdicts stand side by side. The file is opened for each look: a network file system shows what
  * others wrote to whoever opens, not to whoever has open.
  *
- * Thread rule: one at a time of a rank (the owner's, while no save runs; else the save's); the pages
- * outlive every user.
+ * Thread rule: one at a time of a rank (the owner's, while no save runs; else the save's); the
+ * pages outlive every user.
  */
 #ifndef SW_CHECKPOINT_CHANNEL_H
 #define SW_CHECKPOINT_CHANNEL_H
@@ -29,7 +29,8 @@
 enum { SW_CHANNEL_PAGE_BYTES = 4096, SW_CHANNEL_VERDICTS = 4 };
 
 typedef struct sw_channel_page {
-    _Atomic uint64_t opened;  /* the save whose files are there: of rank 0, and as its carriers know */
+    _Atomic uint64_t
+        opened; /* the save whose files are there: of rank 0, and as its carriers know */
     _Atomic uint64_t decided; /* the save that rank 0 decided last, likewise */
     _Atomic uint64_t written; /* the save of which this rank's ranges are durable; in a slot: all of
                                  the host's ranks' */
@@ -53,8 +54,9 @@ typedef struct sw_channel {
 } sw_channel;
 
 /* `pages`: of the ranks of this host, zeroed, SW_CHANNEL_PAGE_BYTES each; NULL at world size 1.
- * `host_of`: each rank's host, numbered by their lowest ranks; NULL: all on one. `path`: where there
- * are several, a file of as many pages as there are hosts, zeroed before any rank comes here. */
+ * `host_of`: each rank's host, numbered by their lowest ranks; NULL: all on one. `path`: where
+ * there are several, a file of as many pages as there are hosts, zeroed before any rank comes here.
+ */
 SW_MUST_USE sw_status sw_channel_init(sw_channel *channel, int rank, int world_size,
                                       uint8_t *const *pages, const int *host_of, const char *path,
                                       sw_error *err);
@@ -65,8 +67,8 @@ bool sw_channel_is_carrier(const sw_channel *channel);
  * questions below does it first. */
 void sw_channel_relay(sw_channel *channel, uint64_t number);
 
-/* Rank 0: the files of save `number` are there. Another carrier: so is its host's. No tallies of the
- * save are placed yet. */
+/* Rank 0: the files of save `number` are there. Another carrier: so is its host's. No tallies of
+ * the save are placed yet. */
 void sw_channel_say_open(sw_channel *channel, uint64_t number);
 /* Whether this rank may write to them: its carrier has said so. */
 bool sw_channel_is_open(sw_channel *channel, uint64_t number);

@@ -134,7 +134,8 @@ static sw_status check_covers(const sw_manifest_file *file, sw_error *err)
         uint64_t left = file->size_bytes - b * SW_BLOCK_BYTES;
         if (file->covers[b] != (left < SW_BLOCK_BYTES ? sw_tally_whole((uint32_t)left) : whole))
             SW_FAIL(err, SW_E_STATE,
-                    "of block %" PRIu64 " of '%.200s' some bytes were written by no rank, or by two",
+                    "of block %" PRIu64
+                    " of '%.200s' some bytes were written by no rank, or by two",
                     b, file->path);
     }
     return SW_OK;
@@ -399,8 +400,8 @@ static bool weigh(void *context, const char *name)
     return true;
 }
 
-/* A text of 256 MiB can hold values that take 7 GiB once they are read. A short one is read as it is;
- * a long one must belong to a folder with so many files and bytes. */
+/* A text of 256 MiB can hold values that take 7 GiB once they are read. A short one is read as it
+ * is; a long one must belong to a folder with so many files and bytes. */
 static sw_status check_length(const char *folder, const char *path, sw_error *err)
 {
     struct stat info;

@@ -125,11 +125,10 @@ static sw_status add_pieces(draft *d, sw_plan_file *file, const sw_plan_group *g
             if (sw_safetensors_element_bytes(tensor->dtype) != width)
                 continue;
             print_entry(text, tensor, data, data + d->sizes[i]);
-            d->plan->pieces[d->plan->piece_count++] =
-                (sw_plan_piece){.source = d->next_source + i,
-                                .begin = data,
-                                .size_bytes = d->sizes[i],
-                                .holder = tensor->holder};
+            d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){.source = d->next_source + i,
+                                                                      .begin = data,
+                                                                      .size_bytes = d->sizes[i],
+                                                                      .holder = tensor->holder};
             data += d->sizes[i];
         }
     SW_TRY(finish_header(d, file, text));
@@ -206,9 +205,8 @@ static sw_status add_text(draft *d, const sw_plan_text *text)
 {
     sw_plan_file *file = NULL;
     SW_TRY(add_file(d, text->path, &file));
-    d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){.source = d->next_source++,
-                                                              .size_bytes = text->size_bytes,
-                                                              .holder = text->holder};
+    d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){
+        .source = d->next_source++, .size_bytes = text->size_bytes, .holder = text->holder};
     file->piece_count = 1;
     file->size_bytes = text->size_bytes;
     return SW_OK;
@@ -376,7 +374,8 @@ static int compare_ranges(const void *a, const void *b)
 sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size, sw_plan_range **ranges,
                              size_t *count, sw_error *err)
 {
-    uint64_t low = part_begin(plan, rank, world_size), high = part_begin(plan, rank + 1, world_size);
+    uint64_t low = part_begin(plan, rank, world_size),
+             high = part_begin(plan, rank + 1, world_size);
     size_t begin = find_common(plan, low), used = 0, most = 1;
     for (size_t i = begin; i < plan->common_count && plan->common[i].first < high; ++i)
         ++most;

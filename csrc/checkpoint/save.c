@@ -293,8 +293,9 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
     sw_save_claim claim = {0};
     if (!saver->is_running)
         return SW_OK;
-    sw_status status =
-        sw_save_check(saver, NULL) == SW_OK ? sw_save_claim_live(saver, false, &claim, &why) : SW_OK;
+    sw_status status = sw_save_check(saver, NULL) == SW_OK
+                           ? sw_save_claim_live(saver, false, &claim, &why)
+                           : SW_OK;
     if (status == SW_OK) {
         sw_save_copy(saver, &claim);
     } else {

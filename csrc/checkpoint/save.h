@@ -2,8 +2,8 @@
  * own.
  *
  * Idea: the job is a list of ranges that this rank writes (plan.h), in chunks of 1 MiB, each live
- * (its bytes are still the caller's), staged (copied), or written. begin() copies what may change at
- * once; protect() copies all that is still live, and so must come before the caller changes
+ * (its bytes are still the caller's), staged (copied), or written. begin() copies what may change
+ * at once; protect() copies all that is still live, and so must come before the caller changes
  * anything: "copy" is begin and protect in one call, "lazy" leaves protect to the next optimizer
  * step. What lies on a GPU is copied by begin() in either form.
  *
@@ -46,8 +46,8 @@ typedef struct sw_save_request {
     uint64_t step;
     bool has_metric;
     double metric;
-    sw_save_part shared; /* equal plans on all ranks; this rank writes its ranges */
-    sw_save_part own;    /* rank 0: files of which the others know nothing; plan NULL: none */
+    sw_save_part shared;  /* equal plans on all ranks; this rank writes its ranges */
+    sw_save_part own;     /* rank 0: files of which the others know nothing; plan NULL: none */
     const bool *is_eager; /* a flag each of shared.sources: copied at begin() even when lazy; NULL:
                              none is */
     bool is_lazy;
@@ -61,10 +61,10 @@ typedef struct sw_save_request {
 } sw_save_request;
 
 typedef struct sw_saver_options {
-    int thread_count;                    /* that write, in [1, 16] */
-    bool use_direct;                     /* past the page cache, where the file system allows it */
-    bool is_idle_io; /* writes only while no other process uses the disk, where the I/O scheduler
-                        knows priorities: a busy disk may then keep a save past its deadline */
+    int thread_count; /* that write, in [1, 16] */
+    bool use_direct;  /* past the page cache, where the file system allows it */
+    bool is_idle_io;  /* writes only while no other process uses the disk, where the I/O scheduler
+                         knows priorities: a busy disk may then keep a save past its deadline */
     uint64_t bandwidth_bytes_per_second; /* 0: no limit */
 } sw_saver_options;
 

@@ -1,11 +1,11 @@
-/* save_agree.c - how ranks that share a file system and a channel, and nothing else, finish one save
- * together.
+/* save_agree.c - how ranks that share a file system and a channel, and nothing else, finish one
+ * save together.
  *
  * Rank 0 makes the files and says so; each rank writes, places what it has written of each block in
- * its host's file of tallies, and says so; rank 0 puts these together and commits. No name is looked
- * up before the channel has said that it exists: a client of a network file system remembers for a
- * while that a name does not. LOCK is locked by rank 0: whoever finds the folder knows whether its
- * save is alive. Waiting is looking again, after 1 to 20 ms.
+ * its host's file of tallies, and says so; rank 0 puts these together and commits. No name is
+ * looked up before the channel has said that it exists: a client of a network file system remembers
+ * for a while that a name does not. LOCK is locked by rank 0: whoever finds the folder knows
+ * whether its save is alive. Waiting is looking again, after 1 to 20 ms.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -32,7 +32,8 @@ static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited
     return SW_OK;
 }
 
-/* Whether a name that is known to exist may be missing for a moment: a network file system's caches. */
+/* Whether a name that is known to exist may be missing for a moment: a network file system's
+ * caches. */
 static bool is_of_a_moment(const sw_error *why)
 {
     return why->status == SW_E_OS &&
@@ -47,9 +48,9 @@ sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct, bool
         sw_status status = sw_file_open_write(path, direct, fd, &why);
         if (status == SW_OK)
             return SW_OK;
-        bool is_over = sw_save_check(saver, NULL) != SW_OK ||
-                       (is_first_thread &&
-                        sw_channel_is_decided(saver->channel, saver->number, &verdict));
+        bool is_over =
+            sw_save_check(saver, NULL) != SW_OK ||
+            (is_first_thread && sw_channel_is_decided(saver->channel, saver->number, &verdict));
         if (!is_of_a_moment(&why) || is_over || saver->channel->rank == 0 ||
             sw_clock_now_ns() > until_ns) {
             if (err)

@@ -38,8 +38,9 @@ typedef struct sw_save_range { /* bytes of one block of a file that this rank wr
     const sw_plan_file *file;
     uint64_t offset; /* in the file */
     uint32_t size_bytes;
-    uint32_t at;  /* in its chunk's slot; where the range has a whole page: as `offset`, modulo one */
-    uint32_t crc; /* once it was copied */
+    uint32_t
+        at; /* in its chunk's slot; where the range has a whole page: as `offset`, modulo one */
+    uint32_t crc;  /* once it was copied */
     bool is_eager; /* of a lazy save: to be copied by begin() all the same */
 } sw_save_range;
 
@@ -153,8 +154,8 @@ void sw_save_end_warming(sw_saver *saver);
  * copies first, whenever the caller's thread does. */
 SW_MUST_USE sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err);
 
-/* save_agree.c. Opens a file that rank 0 has made, for writing; tried again for some seconds where a
- * network file system does not show it yet. The first thread looks for a verdict meanwhile. */
+/* save_agree.c. Opens a file that rank 0 has made, for writing; tried again for some seconds where
+ * a network file system does not show it yet. The first thread looks for a verdict meanwhile. */
 SW_MUST_USE sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct,
                                         bool is_first_thread, int *fd, sw_error *err);
 SW_MUST_USE sw_status sw_save_open(sw_saver *saver,

@@ -100,8 +100,7 @@ static sw_status cut_at_blocks(sw_saver *saver, const sw_plan *plan, const range
 
 static bool has_whole_page(const sw_save_range *range)
 {
-    uint64_t page = SW_FILE_ALIGNMENT_BYTES,
-             first = (range->offset + page - 1) / page * page;
+    uint64_t page = SW_FILE_ALIGNMENT_BYTES, first = (range->offset + page - 1) / page * page;
     return first + page <= range->offset + range->size_bytes;
 }
 
@@ -323,8 +322,7 @@ void sw_save_walk(const sw_save_chunk *chunk, void (*visit)(void *context, sw_sa
 static uint64_t block_of(const sw_saver *saver, const sw_save_chunk *chunk,
                          const sw_save_range *range)
 {
-    uint64_t base =
-        chunk->part == &saver->own_part ? saver->shared_part.plan->block_count : 0;
+    uint64_t base = chunk->part == &saver->own_part ? saver->shared_part.plan->block_count : 0;
     return base + range->file->first_block + range->offset / SW_BLOCK_BYTES;
 }
 

@@ -1,5 +1,5 @@
-/* save_snapshot.c - copies live chunks to slots of staging, by the caller's thread and by those that
- * help it. */
+/* save_snapshot.c - copies live chunks to slots of staging, by the caller's thread and by those
+ * that help it. */
 #include <stdlib.h>
 
 #include "checkpoint/save_job.h"

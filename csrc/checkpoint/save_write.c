@@ -2,10 +2,10 @@
  *
  * Live chunks are copied on the way, through slots of the stage: those are warm, which memory that
  * is mapped for a save is not (a fault a page, and on a virtual machine one of the host's behind
- * it). Up to 8 MiB a write, so that two threads keep a disk busy. The whole pages of a range go past
- * the page cache; its edges, less than a page each, through it: the page cache of a host merges what
- * its ranks write of one page. Each thread syncs what it wrote before it turns to another file; a
- * failed fsync ends the save, and is never tried again on the same file. */
+ * it). Up to 8 MiB a write, so that two threads keep a disk busy. The whole pages of a range go
+ * past the page cache; its edges, less than a page each, through it: the page cache of a host
+ * merges what its ranks write of one page. Each thread syncs what it wrote before it turns to
+ * another file; a failed fsync ends the save, and is never tried again on the same file. */
 #include <inttypes.h>
 #include <string.h>
 #include <unistd.h>
@@ -172,7 +172,8 @@ static sw_status write_run(writer *w, const sw_save_chunk *first, size_t count, 
 {
     for (size_t i = 0; i < count; ++i)
         for (uint32_t r = 0; r < first[i].range_count; ++r)
-            SW_TRY(write_range(w, &first[i].ranges[r], is_live ? w->bounce[i] : first[i].slot, err));
+            SW_TRY(
+                write_range(w, &first[i].ranges[r], is_live ? w->bounce[i] : first[i].slot, err));
     return flush_batch(w, err); /* the slots are given back */
 }
 

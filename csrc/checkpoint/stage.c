@@ -27,7 +27,7 @@ static sw_status grow(sw_stage *stage, size_t count, sw_error *err)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu MiB of staging", count);
     uint8_t *base = NULL;
     SW_TRY(sw_pages_map(bytes, &base, err));
-    (void)madvise(base, bytes, MADV_HUGEPAGE);  /* fewer faults; refused is as good */
+    (void)madvise(base, bytes, MADV_HUGEPAGE); /* fewer faults; refused is as good */
     (void)madvise(base, bytes, MADV_DONTFORK); /* a forked child must not copy it page by page */
     stage->regions[stage->region_count++] = (sw_stage_region){.base = base, .slot_count = count};
     for (size_t i = 0; i < count; ++i)

@@ -1,9 +1,9 @@
 /* stage.h - warm memory for snapshots: slots of 1 MiB, kept between saves.
  *
  * What a save takes beyond what is there it touches for the first time itself, which later saves do
- * not; what was added before it can be touched by another thread (save_warm.c). Slots of one request lie side
- * by side as far as the pool allows, so that a run of blocks is one write. Slots begin on a page,
- * as O_DIRECT wants.
+ * not; what was added before it can be touched by another thread (save_warm.c). Slots of one
+ * request lie side by side as far as the pool allows, so that a run of blocks is one write. Slots
+ * begin on a page, as O_DIRECT wants.
  *
  * Thread rule: one at a time (the saver's mutex).
  */

@@ -1,10 +1,10 @@
 /* tally.h - the checksum of a block of which several ranks wrote ranges, from what each knows.
  *
  * Idea: a CRC is linear. The checksum of a block is the XOR of each range's checksum, carried over
- * the bytes that follow the range in the block. That ranges tile a block shows in a second word: the
- * sum of h(end) - h(begin), h a hash of a place in the block, is h(block's end) - h(0) if each byte
- * was written once; holes and bytes written twice make another sum, but for one case in 65,536.
- * Both words are the same in whatever order ranges come.
+ * the bytes that follow the range in the block. That ranges tile a block shows in a second word:
+ * the sum of h(end) - h(begin), h a hash of a place in the block, is h(block's end) - h(0) if each
+ * byte was written once; holes and bytes written twice make another sum, but for one case in
+ * 65,536. Both words are the same in whatever order ranges come.
  *
  * A rank's tallies travel as runs: a head, then one entry a block.
  *

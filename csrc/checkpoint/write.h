@@ -1,5 +1,5 @@
-/* write.h - the simple ways to put bytes into a folder that is to become a checkpoint: for a program
- * that plans its own writes. A save of ours writes by save_write.c.
+/* write.h - the simple ways to put bytes into a folder that is to become a checkpoint: for a
+ * program that plans its own writes. A save of ours writes by save_write.c.
  *
  * Thread rule: any; of one file, ranges that do not overlap.
  */
@@ -23,8 +23,8 @@ typedef struct sw_write_range {
     uint64_t begin, size_bytes; /* in the file */
 } sw_write_range;
 
-/* Writes `ranges` (ascending, no overlap), whose bytes follow each other at `data`, through the page
- * cache, and adds what was written of each block to `tallies`. Not durable. */
+/* Writes `ranges` (ascending, no overlap), whose bytes follow each other at `data`, through the
+ * page cache, and adds what was written of each block to `tallies`. Not durable. */
 SW_MUST_USE sw_status sw_checkpoint_write(const sw_write_file *file, const sw_write_range *ranges,
                                           size_t count, const void *data, sw_tally_list *tallies,
                                           sw_error *err);

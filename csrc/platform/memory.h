@@ -69,8 +69,8 @@ void sw_memory_discard(int fd, size_t offset_bytes, size_t size_bytes);
 /* Ends either mapping. NULL is allowed. */
 void sw_memory_unmap(uint8_t *address, size_t size_bytes);
 
-/* Makes the pages of a private range present now, without a change of what is in them. Any thread may
- * read and write them meanwhile. A hint. */
+/* Makes the pages of a private range present now, without a change of what is in them. Any thread
+ * may read and write them meanwhile. A hint. */
 void sw_memory_touch(uint8_t *address, size_t size_bytes);
 
 /* Makes the pages of a range present and writable now, so that the first step does not pay for

@@ -284,14 +284,14 @@ static PyObject *plan_write(PyObject *type, PyObject *args)
     size_t count = (size_t)PyList_Size(list);
     sw_write_file file = {path, size_bytes, first_block};
     Py_BEGIN_ALLOW_THREADS
-    status = sw_checkpoint_write(&file, ranges, count, (const void *)(uintptr_t)address, &tallies,
-                                 &err);
+    status =
+        sw_checkpoint_write(&file, ranges, count, (const void *)(uintptr_t)address, &tallies, &err);
     Py_END_ALLOW_THREADS
     free(ranges);
     PyObject *result = NULL;
     if (status == SW_OK)
-        result = PyBytes_FromStringAndSize((const char *)tallies.data,
-                                           (Py_ssize_t)tallies.size_bytes);
+        result =
+            PyBytes_FromStringAndSize((const char *)tallies.data, (Py_ssize_t)tallies.size_bytes);
     else
         sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
     sw_tally_list_fini(&tallies);
@@ -355,8 +355,8 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
     manifest.step = step;
     snprintf(manifest.nonce, sizeof manifest.nonce, "%s", nonce);
     for (size_t f = 0; f < plan->file_count && status == SW_OK; ++f)
-        status = sw_manifest_add_file(&manifest, plan->files[f].path, plan->files[f].size_bytes,
-                                      &err);
+        status =
+            sw_manifest_add_file(&manifest, plan->files[f].path, plan->files[f].size_bytes, &err);
     if (status == SW_OK && merge_lists(lists, &manifest, &err) < 0)
         status = SW_E_INVALID;
     if (status == SW_OK) {
@@ -378,7 +378,8 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 
 static PyMethodDef plan_methods[] = {
     {"write", plan_write, METH_VARARGS | METH_CLASS,
-     "write(path, nbytes, first_block, ranges, address)\n--\n\nWrites [(begin, nbytes)] of a file of "
+     "write(path, nbytes, first_block, ranges, address)\n--\n\nWrites [(begin, nbytes)] of a file "
+     "of "
      "a plan; what it has written, for commit()."},
     {"sync", plan_sync, METH_VARARGS | METH_CLASS, "sync(path)\n--\n\nMakes a file durable."},
     {"create_files", plan_create_files, METH_VARARGS,

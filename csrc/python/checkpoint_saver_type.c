@@ -11,8 +11,8 @@
 
 typedef struct saver_object {
     PyObject_HEAD sw_channel channel;
-    sw_saver *saver; /* owned; NULL once closed */
-    PyObject *arena; /* owned; the channel's pages, NULL where there is one rank */
+    sw_saver *saver;        /* owned; NULL once closed */
+    PyObject *arena;        /* owned; the channel's pages, NULL where there is one rank */
     PyObject *shared, *own; /* owned plans of the present save */
     long owner_pid;
     bool in_use; /* a thread is inside of a call that only one may be in */
@@ -94,8 +94,9 @@ static int *read_hosts(PyObject *list, int world_size)
         long host = PyLong_AsLong(PyList_GetItem(list, r));
         if (host < 0 || host >= world_size) {
             if (!PyErr_Occurred())
-                PyErr_Format(PyExc_ValueError, "CheckpointSaver: a host must be in [0, %d), got %ld",
-                             world_size, host);
+                PyErr_Format(PyExc_ValueError,
+                             "CheckpointSaver: a host must be in [0, %d), got %ld", world_size,
+                             host);
             free(hosts);
             return NULL;
         }
@@ -139,8 +140,8 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
                                      &world_size, &arena, &host_list, &path, &threads, &direct,
                                      &idle_io, &bandwidth))
         return -1;
-    if (world_size < 1 || rank < 0 || rank >= world_size || (world_size > 1) != (arena != Py_None) ||
-        (host_list != Py_None) != (path != NULL)) {
+    if (world_size < 1 || rank < 0 || rank >= world_size ||
+        (world_size > 1) != (arena != Py_None) || (host_list != Py_None) != (path != NULL)) {
         PyErr_Format(PyExc_ValueError,
                      "CheckpointSaver: rank must be in [0, world_size), several ranks need pages, "
                      "and several hosts a path; got %d of %d",
@@ -155,8 +156,7 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
                                 .use_direct = direct != 0,
                                 .is_idle_io = idle_io != 0,
                                 .bandwidth_bytes_per_second = bandwidth};
-    sw_status status =
-        sw_channel_init(&self->channel, rank, world_size, pages, hosts, path, &err);
+    sw_status status = sw_channel_init(&self->channel, rank, world_size, pages, hosts, path, &err);
     free(hosts);
     if (status != SW_OK || sw_saver_create(&self->channel, &options, &self->saver, &err) != SW_OK) {
         sw_channel_fini(&self->channel);
@@ -505,7 +505,8 @@ static PyType_Slot saver_slots[] = {
     {Py_tp_init, saver_init},
     {Py_tp_dealloc, saver_dealloc},
     {Py_tp_methods, saver_methods},
-    {Py_tp_doc, "CheckpointSaver(rank, world_size, pages=None, hosts=None, path=None, *, threads=2, direct=True, "
+    {Py_tp_doc, "CheckpointSaver(rank, world_size, pages=None, hosts=None, path=None, *, "
+                "threads=2, direct=True, "
                 "idle_io=False, bandwidth=0)\n--\n\nOne save at a time."},
     {0, NULL},
 };

@@ -85,8 +85,8 @@ typedef struct case_data {
     sw_save_source own;
 } case_data;
 
-/* Of what is held in parts a rank gives the bytes from size * rank / world_size on, in two ranges of
- * memory where there are two bytes. */
+/* Of what is held in parts a rank gives the bytes from size * rank / world_size on, in two ranges
+ * of memory where there are two bytes. */
 static inline void case_fill(case_data *data, int step, int rank, int world_size)
 {
     for (size_t i = 0; i < CASE_TENSORS; ++i) {
@@ -102,9 +102,8 @@ static inline void case_fill(case_data *data, int step, int rank, int world_size
     snprintf(data->line, sizeof data->line, "{\"step\":%d,\"rank\":%d}", step, rank);
     memset(data->line + strlen(data->line), ' ', sizeof data->line - strlen(data->line));
     data->line[CASE_LINE_BYTES - 1] = '\n';
-    data->sources[CASE_TENSORS] =
-        (sw_save_source){CASE_TENSORS, (uint64_t)rank * CASE_LINE_BYTES, CASE_LINE_BYTES,
-                         data->line, false};
+    data->sources[CASE_TENSORS] = (sw_save_source){CASE_TENSORS, (uint64_t)rank * CASE_LINE_BYTES,
+                                                   CASE_LINE_BYTES, data->line, false};
     snprintf(data->text, sizeof data->text, "{\"step\":%d}\n", step);
     data->own = (sw_save_source){0, 0, strlen(data->text), data->text, false};
 }

@@ -238,10 +238,10 @@ static char *print_case(size_t *size)
                                      3 * (uint64_t)SW_BLOCK_BYTES + 1, &err) == SW_OK &&
                 sw_manifest_add_file(&manifest, "empty", 0, &err) == SW_OK;
     for (uint64_t b = 0; b < 4; ++b)
-        made = made &&
-               sw_manifest_add_tally(
-                   &manifest, 1 + b,
-                   whole_block(0xdeadbeef + (uint32_t)b, b < 3 ? SW_BLOCK_BYTES : 1), &err) == SW_OK;
+        made = made && sw_manifest_add_tally(
+                           &manifest, 1 + b,
+                           whole_block(0xdeadbeef + (uint32_t)b, b < 3 ? SW_BLOCK_BYTES : 1),
+                           &err) == SW_OK;
     made = made && sw_manifest_add_tally(&manifest, 0, whole_block(5, 10), &err) == SW_OK;
     check(sw_manifest_add_tally(&manifest, 5, whole_block(5, 10), &err) != SW_OK, "a block beyond",
           err.message);
@@ -275,7 +275,8 @@ static void incomplete_manifests(void)
             manifest.step = UINT64_C(1) << 53;
             said = "step, world_size or nonce is missing or out of range";
         } else if (i == 3) {
-            check(sw_manifest_add_file(&manifest, "model.safetensors", 0, &err) == SW_OK, "add", "");
+            check(sw_manifest_add_file(&manifest, "model.safetensors", 0, &err) == SW_OK, "add",
+                  "");
             said = "'model.safetensors' stands twice";
         }
         bool is_complete = sw_manifest_complete(&manifest, &err) == SW_OK;
@@ -334,8 +335,9 @@ static void tallies(void)
         check(total.crc == sw_crc32c(0, data, size) && total.cover == sw_tally_whole(size),
               "tiles make the block", "");
         sum read = {.block = 20};
-        check(!list.is_out_of_memory && sw_tally_list_read(list.data, list.size_bytes, add_to_sum,
-                                                           &read, NULL) == SW_OK &&
+        check(!list.is_out_of_memory &&
+                  sw_tally_list_read(list.data, list.size_bytes, add_to_sum, &read, NULL) ==
+                      SW_OK &&
                   read.total.crc == total.crc && read.total.cover == total.cover,
               "a list", "");
         for (size_t end = 1; end < list.size_bytes; end += 1 + chance(40))

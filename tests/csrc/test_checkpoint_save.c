@@ -127,8 +127,8 @@ static void make_team(team *t, const char *path)
     for (int r = 0; r < 4; ++r)
         pages[r] = t->memory[r];
     for (int r = 0; r < 4; ++r)
-        check(sw_channel_init(&t->channels[r], r, 4, pages, hosts, path, &err) == SW_OK, "a channel",
-              err.message);
+        check(sw_channel_init(&t->channels[r], r, 4, pages, hosts, path, &err) == SW_OK,
+              "a channel", err.message);
 }
 
 static void end_team(team *t)
@@ -260,7 +260,8 @@ static void a_missing_range_is_named_on_every_rank(void)
     sw_saver_options options = {.thread_count = 1};
     case_fill(&data, 1, 0, 1);
     data.sources[1].size_bytes -= 1; /* its last byte is elsewhere */
-    check(case_plan(1, &plan, &err) == SW_OK && sw_channel_init(&channel, 0, 1, NULL, NULL, NULL, &err) == SW_OK &&
+    check(case_plan(1, &plan, &err) == SW_OK &&
+              sw_channel_init(&channel, 0, 1, NULL, NULL, NULL, &err) == SW_OK &&
               sw_saver_create(&channel, &options, &saver, &err) == SW_OK,
           "set up", err.message);
     sw_save_request request = {.folder = "/dev/null/x",
@@ -440,7 +441,8 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
     case_clear(directory);
     mkdir(directory, 0777);
     snprintf(folder, sizeof folder, "%s/step-000001", directory);
-    check(case_plan(2, &plan, &err) == SW_OK && sw_channel_init(&channel, 0, 2, pages, NULL, NULL, &err) == SW_OK &&
+    check(case_plan(2, &plan, &err) == SW_OK &&
+              sw_channel_init(&channel, 0, 2, pages, NULL, NULL, &err) == SW_OK &&
               sw_saver_create(&channel, &options, &saver, &err) == SW_OK,
           "set up", err.message);
     sw_save_request request = {.folder = folder,

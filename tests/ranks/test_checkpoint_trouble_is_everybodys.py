@@ -353,7 +353,9 @@ def test_arguments_that_one_rank_alone_gives_are_told_to_all(rank, world_size):
 def test_whatever_goes_wrong_on_rank_0_is_told_to_all(rank, world_size):
     folder = shared_folder(rank)
     model, _ = build(Small)
-    with mock.patch("shardwright.checkpoint.files.why_not_there", side_effect=RecursionError("too deep") if rank == 0 else None):
+    with mock.patch(
+        "shardwright.checkpoint.files.why_not_there", side_effect=RecursionError("too deep") if rank == 0 else None
+    ):
         assert "cannot be made: too deep" in agreed(lambda: sw.save(f"{folder}/a", model, timeout_s=20))
 
 

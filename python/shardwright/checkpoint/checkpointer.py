@@ -212,7 +212,9 @@ class Checkpointer:
         optimizer = stepping_optimizer(self._training.optimizer)
         self._writer.warm(self._training, lazy=self._lazy)
         if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
-            with contextlib.suppress(TypeError):  # a class that keeps its hooks in a plain dict: the first save touches staging
+            with contextlib.suppress(
+                TypeError
+            ):  # a class that keeps its hooks in a plain dict: the first save touches staging
                 self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
 
     def _take_directory(self) -> None:

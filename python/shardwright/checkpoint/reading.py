@@ -266,7 +266,9 @@ class Reader:
         if holds_shards(self.training.user_state):
             stateful_tree(self.training.user_state, "user_state", live)
         tensors = {
-            name: torch.empty_like(live[name]) if is_dtensor(live.get(name)) and _fits(entry, live[name]) else entry.empty()
+            name: torch.empty_like(live[name])
+            if is_dtensor(live.get(name)) and _fits(entry, live[name])
+            else entry.empty()
             for name, entry in stored.items()
         }
         with torch.no_grad():

@@ -486,9 +486,7 @@ class Writer:
                     name,
                 )
 
-    def _own_content(
-        self, draft: _Draft, layout: _Layout, optimizer_tree: dict[str, Any] | None
-    ) -> Content | None:
+    def _own_content(self, draft: _Draft, layout: _Layout, optimizer_tree: dict[str, Any] | None) -> Content | None:
         """Rank 0's: what the other ranks know nothing of."""
         if self._peers.rank:
             return None
@@ -591,9 +589,7 @@ def _compressor_state(model: Any) -> dict[str, Any] | None:
     return None if state is None else state.state_dict()
 
 
-def _state_tree(
-    training: Training, found: ModelTensors, step: int
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _state_tree(training: Training, found: ModelTensors, step: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """state.json, and its tensors."""
     tensors: dict[str, torch.Tensor] = {}
     body = {
