@@ -2,14 +2,14 @@
  * planning on a rank, and rank 0's commit, over sparse files.
  *
  * Every rank's ranges are listed by the code that a save runs, one rank after the other; their
- * tallies are merged, the files are created without disk space, and the folder is committed. No byte
- * of a tensor is read or written, so checksums are zero; that ranges tile every block is checked by
- * the commit, as in a save. "file system" is what the same system calls take alone.
+ * tallies are merged, the files are created without disk space, and the folder is committed. No
+ * byte of a tensor is read or written, so checksums are zero; that ranges tile every block is
+ * checked by the commit, as in a save. "file system" is what the same system calls take alone.
  *
  *     checkpoint_scale FOLDER 70B|10TB slices|rows WORLD_SIZE
  *
- * slices: each rank owns the W-th part of each unit (a layer), as with zero=3. rows: of each tensor,
- * as with FSDP2. Prints one JSON object.
+ * slices: each rank owns the W-th part of each unit (a layer), as with zero=3. rows: of each
+ * tensor, as with FSDP2. Prints one JSON object.
  */
 #include <inttypes.h>
 #include <malloc.h>
@@ -126,7 +126,7 @@ static sw_plan *make_plan(sw_error *err)
 {
     static const char *const keys[] = {"", "exp_avg.", "exp_avg_sq."};
     sw_plan_tensor *list = calloc(STATES * tensor_count, sizeof *list);
-    char(*names)[80] = calloc(STATES * tensor_count, sizeof *names);
+    char (*names)[80] = calloc(STATES * tensor_count, sizeof *names);
     sw_plan *plan = NULL;
     if (!list || !names)
         exit(1);
@@ -329,17 +329,17 @@ int main(int argc, char **argv)
     must(sw_commit(partial, folder, NULL, &manifest, &err), &err, "commit");
     double commit_s = seconds(CLOCK_MONOTONIC) - begin;
     sw_folder_remove(folder);
-    printf("{\"model\": \"%s\", \"held\": \"%s\", \"world_size\": %d, \"tensors\": %zu, \"files\": "
-           "%zu, \"blocks\": %" PRIu64 ", \"TB\": %.2f, \"first_plan_ms\": %.1f, \"plan_MiB\": %.1f, "
-           "\"rank_plan_ms\": %.2f, \"rank_plan_mean_ms\": %.2f, \"rank_MiB\": %.1f, "
-           "\"ranges_a_rank\": %" PRIu64 ", \"tally_MiB\": %.1f, \"merge_s\": %.3f, \"commit_s\": "
-           "%.3f, \"file_system_s\": %.3f, \"rank0_MiB\": %.1f}\n",
-           argv[2], argv[3], world, plan->source_count, plan->file_count, plan->block_count,
-           (double)plan->block_count / (1 << 20) * 1.099511627776, 1e3 * plan_s,
-           (double)plan_bytes / (1 << 20), 1e3 * sum.list_worst_s,
-           1e3 * sum.list_all_s / world, (double)sum.memory_worst / (1 << 20), sum.ranges_worst,
-           (double)sum.tally_bytes / (1 << 20), sum.merge_s, commit_s, system_s,
-           (double)manifest_held / (1 << 20));
+    printf(
+        "{\"model\": \"%s\", \"held\": \"%s\", \"world_size\": %d, \"tensors\": %zu, \"files\": "
+        "%zu, \"blocks\": %" PRIu64 ", \"TB\": %.2f, \"first_plan_ms\": %.1f, \"plan_MiB\": %.1f, "
+        "\"rank_plan_ms\": %.2f, \"rank_plan_mean_ms\": %.2f, \"rank_MiB\": %.1f, "
+        "\"ranges_a_rank\": %" PRIu64 ", \"tally_MiB\": %.1f, \"merge_s\": %.3f, \"commit_s\": "
+        "%.3f, \"file_system_s\": %.3f, \"rank0_MiB\": %.1f}\n",
+        argv[2], argv[3], world, plan->source_count, plan->file_count, plan->block_count,
+        (double)plan->block_count / (1 << 20) * 1.099511627776, 1e3 * plan_s,
+        (double)plan_bytes / (1 << 20), 1e3 * sum.list_worst_s, 1e3 * sum.list_all_s / world,
+        (double)sum.memory_worst / (1 << 20), sum.ranges_worst, (double)sum.tally_bytes / (1 << 20),
+        sum.merge_s, commit_s, system_s, (double)manifest_held / (1 << 20));
     sw_manifest_fini(&manifest);
     sw_plan_destroy(plan);
     free(h.list);

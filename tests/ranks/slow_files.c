@@ -1,8 +1,9 @@
 /* slow_files.c - to be preloaded: a file system that is slow, or that remembers missing names.
  *
  * SLOW_FSYNC_MS, SLOW_UNLINK_MS: what each fsync and each removal of a name takes at least.
- * SLOW_MISSING_S: a name in SLOW_FOLDER that was not there stays missing for this long to the process
- * that looked, unless it makes the name itself, as a client of a network file system remembers it.
+ * SLOW_MISSING_S: a name in SLOW_FOLDER that was not there stays missing for this long to the
+ * process that looked, unless it makes the name itself, as a client of a network file system
+ * remembers it.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -87,29 +88,29 @@ static void forget(const char *path)
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-#define OPEN(name)                                         \
-    int name(const char *path, int flags, ...)             \
-    {                                                      \
-        va_list list;                                      \
-        va_start(list, flags);                             \
-        mode_t mode = va_arg(list, mode_t);                \
-        va_end(list);                                      \
-        if (!(flags & O_CREAT) && is_remembered(path))     \
-            return -1;                                     \
-        int result = REAL(name)(path, flags, mode);        \
-        if (result >= 0 && (flags & O_CREAT))              \
-            forget(path);                                  \
-        return remember(path, result);                     \
+#define OPEN(name)                                     \
+    int name(const char *path, int flags, ...)         \
+    {                                                  \
+        va_list list;                                  \
+        va_start(list, flags);                         \
+        mode_t mode = va_arg(list, mode_t);            \
+        va_end(list);                                  \
+        if (!(flags & O_CREAT) && is_remembered(path)) \
+            return -1;                                 \
+        int result = REAL(name)(path, flags, mode);    \
+        if (result >= 0 && (flags & O_CREAT))          \
+            forget(path);                              \
+        return remember(path, result);                 \
     }
 OPEN(open)
 OPEN(open64)
 
-#define LOOK(name, type)                                   \
-    int name(const char *path, struct type *info)          \
-    {                                                      \
-        if (is_remembered(path))                           \
-            return -1;                                     \
-        return remember(path, REAL(name)(path, info));     \
+#define LOOK(name, type)                               \
+    int name(const char *path, struct type *info)      \
+    {                                                  \
+        if (is_remembered(path))                       \
+            return -1;                                 \
+        return remember(path, REAL(name)(path, info)); \
     }
 LOOK(stat, stat)
 LOOK(lstat, stat)
