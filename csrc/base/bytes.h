@@ -1,14 +1,15 @@
-/* bytes.h - overflow-checked arithmetic on sizes, and the alignment every layout uses. Thread rule:
- * any. */
+/* bytes.h - overflow-checked arithmetic on sizes, and the alignment of every layout.
+ *
+ * Thread rule: any.
+ */
 #ifndef SW_BASE_BYTES_H
 #define SW_BASE_BYTES_H
 
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Every parameter and every cut starts on such a boundary: it holds the widest vector, two cache
- * lines (the adjacent-line prefetcher pairs them), and keeps torch's vector bodies aligned at every
- * cut. */
+/* Every parameter and every slice starts on a multiple of this. 128 bytes hold the widest vector
+ * and two cache lines, which the adjacent-line prefetcher loads together. */
 enum { SW_ALIGNMENT_BYTES = 128 };
 
 static inline bool sw_size_add(size_t a, size_t b, size_t *sum)
@@ -21,7 +22,7 @@ static inline bool sw_size_multiply(size_t a, size_t b, size_t *product)
     return !__builtin_mul_overflow(a, b, product);
 }
 
-/* `value` up to the next multiple of `alignment` (a power of two); false on overflow. */
+/* Round `value` up to a multiple of `alignment` (a power of two). Return false on overflow. */
 static inline bool sw_size_round_up(size_t value, size_t alignment, size_t *rounded)
 {
     if (!sw_size_add(value, alignment - 1, rounded))

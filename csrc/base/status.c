@@ -1,4 +1,4 @@
-/* status.c - formatting of errors: truncates, never allocates. */
+/* status.c - format errors. A message that is too long is truncated; nothing allocates. */
 #include "base/status.h"
 
 #include <stdarg.h>

@@ -1,8 +1,8 @@
-/* status.h - how every function of the engine fails.
+/* status.h - the status and the error that every fallible function of the engine returns.
  *
- * Idea: the first function that knows the meaning writes one sentence (operation, argument, legal
- * range, value given); everyone above passes it on unchanged. Three macros do it and there is no
- * fourth.
+ * The first function that knows the meaning of a failure writes one sentence: operation, argument,
+ * legal range, value given. Every caller above it passes the error on unchanged. The three macros
+ * below do this, and there is no fourth.
  *
  * Thread rule: any; an sw_error belongs to one call chain.
  */
@@ -19,16 +19,17 @@
 
 typedef enum sw_status {
     SW_OK = 0,
-    SW_E_INVALID,     /* an argument out of its legal range: ValueError */
+    SW_E_INVALID,     /* an argument is out of its legal range: ValueError */
     SW_E_MEMORY,      /* an allocation failed or a limit forbids it: MemoryError */
     SW_E_OS,          /* a system call failed, detail is errno: OSError */
-    SW_E_STATE,       /* a move the state machine does not have: sw.Error */
-    SW_E_UNSUPPORTED, /* meaningful, but not here: NotImplementedError */
+    SW_E_STATE,       /* a call that the current state forbids: sw.Error */
+    SW_E_UNSUPPORTED, /* a valid request that this build, host or device lacks: NotImplementedError
+                       */
     SW_E_MISMATCH,    /* ranks disagree: sw.Error */
     SW_E_COMM,        /* a peer died or left, detail is its rank: sw.CommError */
     SW_E_TIMEOUT,     /* a deadline passed, detail is the rank waited for: sw.CommTimeoutError */
-    SW_E_INTERRUPTED, /* the caller asked to stop waiting (a signal): whatever it raised */
-    SW_E_DEVICE, /* a GPU's driver or NCCL failed, detail is CUresult or ncclResult_t: sw.Error */
+    SW_E_INTERRUPTED, /* a signal handler raised during a wait: the exception it raised */
+    SW_E_DEVICE, /* the CUDA driver or NCCL failed, detail is CUresult or ncclResult_t: sw.Error */
 } sw_status;
 
 enum { SW_ERROR_MESSAGE_BYTES = 512 };
@@ -39,7 +40,7 @@ typedef struct sw_error { /* caller-owned, may be NULL; one per call chain */
     char message[SW_ERROR_MESSAGE_BYTES];
 } sw_error;
 
-/* Writes the error (a NULL err is allowed) and returns `status`. Use through SW_FAIL. */
+/* Write the error (`err` may be NULL) and return `status`. Call it through SW_FAIL. */
 sw_status sw_error_set(sw_error *err, sw_status status, int detail, const char *format, ...)
     SW_PRINTF(4, 5);
 
@@ -57,7 +58,7 @@ sw_status sw_error_set(sw_error *err, sw_status status, int detail, const char *
             goto label;                  \
     } while (0)
 
-/* "SW_E_COMM" and so on; never NULL. */
+/* Return the name of a status, such as "SW_E_COMM"; "SW_E_?" for an unknown value. */
 const char *sw_status_name(sw_status status);
 
 #endif

@@ -1,10 +1,11 @@
-/* text.h - cutting UTF-8 where a buffer ends. Thread rule: any. */
+/* text.h - cut UTF-8 text at a character boundary. Thread rule: any. */
 #ifndef SW_BASE_TEXT_H
 #define SW_BASE_TEXT_H
 
 #include <string.h>
 
-/* Bytes of `text`, at most `limit`, that end with a whole character: the precision of "%.*s". */
+/* Return the length in bytes of the longest prefix of `text` that fits in `limit` bytes and ends
+ * with a whole character. The result is a precision for "%.*s". */
 static inline int sw_text_fit(const char *text, size_t limit)
 {
     size_t length = strnlen(text, limit + 1);

@@ -1,7 +1,7 @@
 /* cuda_abi.h - the part of the CUDA driver's interface that the engine uses, declared by hand.
  *
- * Idea: no CUDA header is needed to build. tests/abi compiles this file beside the real cuda.h and
- * asserts, function by function and value by value, that they agree. Valid C and C++.
+ * The build needs no CUDA header. tests/abi compiles this file beside the real cuda.h and asserts
+ * that every function and every value agrees. The file is valid C and C++.
  *
  * Thread rule: any; there is no state.
  */
@@ -39,8 +39,8 @@ enum {
     SW_CU_NOT_READY = 600,
     SW_CU_ILLEGAL_ADDRESS = 700,
     SW_CU_SYSTEM_DRIVER_MISMATCH = 803,
-    SW_CU_CAPTURE_UNSUPPORTED = 900, /* and all up to the next: of a capture into a graph */
-    SW_CU_CAPTURED_EVENT = 907,
+    SW_CU_CAPTURE_UNSUPPORTED = 900, /* first of the codes that stream capture causes */
+    SW_CU_CAPTURED_EVENT = 907,      /* last of them */
 
     SW_CU_STREAM_NON_BLOCKING = 1,
     SW_CU_EVENT_DISABLE_TIMING = 2,
@@ -53,7 +53,7 @@ enum {
     SW_CU_MEMHOSTREGISTER_DEVICEMAP = 2,
     SW_CU_IPC_LAZY_ENABLE_PEER_ACCESS = 1,
     SW_CU_STREAM_WAIT_VALUE_GEQ = 0,      /* (int32_t)(*address - value) >= 0 */
-    SW_CU_STREAM_WRITE_VALUE_DEFAULT = 0, /* behind a fence of the whole system */
+    SW_CU_STREAM_WRITE_VALUE_DEFAULT = 0, /* the write follows a system-wide memory fence */
 
     SW_CU_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
     SW_CU_ATTRIBUTE_PCI_BUS_ID = 33,
@@ -68,7 +68,7 @@ enum {
     SW_CU_MEMORYTYPE_DEVICE = 2,
 };
 
-/* X(name, parameters): all return CUresult. Enumerations are passed as int. */
+/* X(name, parameters). Every function returns CUresult. Enumerations are passed as int. */
 #define SW_CUDA_FUNCTIONS(X)                                                                       \
     X(cuInit, (unsigned flags))                                                                    \
     X(cuDriverGetVersion, (int *version))                                                          \
@@ -112,8 +112,8 @@ enum {
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,                \
        sw_cu_stream stream, void **parameters, void **extra))
 
-/* Of drivers for CUDA 11.7 and newer, but for the first, which is older, and done without where it
- * is not found; NULL in the table of a driver that has none. */
+/* Functions that are NULL in the table if the driver lacks them. The first is older than the
+ * others, which CUDA 11.7 brought. */
 #define SW_CUDA_NEWER_FUNCTIONS(X)                                                  \
     X(cuThreadExchangeStreamCaptureMode, (int *mode))                               \
     X(cuStreamWriteValue32_v2,                                                      \
@@ -121,7 +121,7 @@ enum {
     X(cuStreamWaitValue32_v2,                                                       \
       (sw_cu_stream stream, sw_cu_address address, unsigned value, unsigned flags))
 
-/* Of drivers for CUDA 12.4 and newer; NULL in the table of an older one. */
+/* Functions of drivers for CUDA 12.4 and newer; NULL in the table of an older driver. */
 #define SW_CUDA_NEWEST_FUNCTIONS(X) X(cuFuncLoad, (sw_cu_function function))
 
 typedef struct sw_cuda_table {

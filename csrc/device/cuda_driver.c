@@ -1,4 +1,4 @@
-/* cuda_driver.c - opening the driver, and its results as sentences. */
+/* cuda_driver.c - open the CUDA driver and turn its results into sentences. */
 #include "device/cuda_driver.h"
 
 #include <stdlib.h>
@@ -28,12 +28,12 @@ static const char *result_name(const sw_cuda_driver *driver, sw_cu_result result
 }
 
 sw_status sw_cuda_check(const sw_cuda_driver *driver, sw_cu_result result, const char *call,
-                        const char *what, sw_error *err)
+                        const char *subject, sw_error *err)
 {
     if (result == SW_CU_SUCCESS)
         return SW_OK;
     return sw_error_set(err, result == SW_CU_OUT_OF_MEMORY ? SW_E_MEMORY : SW_E_DEVICE, result,
-                        "%s failed for %s: %s (%d)", call, what, result_name(driver, result),
+                        "%s failed for %s: %s (%d)", call, subject, result_name(driver, result),
                         result);
 }
 
@@ -43,7 +43,7 @@ static const char *visible_devices(void)
     return value ? value : "unset";
 }
 
-/* cuInit and cuDeviceGetCount say "no GPU" in one way each. */
+/* A driver without a GPU says so in cuInit, in cuDeviceGetCount, or by a count of 0. */
 static sw_status count_devices(sw_cuda_driver *driver, const char *library, sw_error *err)
 {
     sw_cu_result result = driver->call.cuInit(0);
@@ -51,8 +51,7 @@ static sw_status count_devices(sw_cuda_driver *driver, const char *library, sw_e
         result = driver->call.cuDeviceGetCount(&driver->device_count);
     if (result == SW_CU_NO_DEVICE || (result == SW_CU_SUCCESS && driver->device_count < 1))
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "%s works but shows no GPU (CUDA_VISIBLE_DEVICES is %s%s%s): the host's path is "
-                "used",
+                "%s works but shows no GPU (CUDA_VISIBLE_DEVICES is %s%s%s): the host path is used",
                 library, getenv("CUDA_VISIBLE_DEVICES") ? "\"" : "", visible_devices(),
                 getenv("CUDA_VISIBLE_DEVICES") ? "\"" : "");
     if (result == SW_CU_SYSTEM_DRIVER_MISMATCH)

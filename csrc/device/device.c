@@ -1,7 +1,7 @@
-/* device.c - what is alike for all forms of a device. */
+/* device.c - functions that every form of a device shares. */
 #include "device/device.h"
 
-sw_status sw_device_refuse_capture(sw_device *device, sw_stream *stream, const char *what,
+sw_status sw_device_refuse_capture(sw_device *device, sw_stream *stream, const char *operation,
                                    sw_error *err)
 {
     bool capturing;
@@ -10,7 +10,7 @@ sw_status sw_device_refuse_capture(sw_device *device, sw_stream *stream, const c
         SW_FAIL(err, SW_E_UNSUPPORTED,
                 "%s: the stream is being captured into a CUDA graph, which is not supported; run "
                 "it outside of the capture",
-                what);
+                operation);
     return SW_OK;
 }
 

@@ -1,16 +1,15 @@
-/* device_cuda.c - a GPU as a device, through the driver's table.
+/* device_cuda.c - a GPU as a device, through the CUDA driver.
  *
- * Idea: the primary context is retained, so it is the one that torch uses and its pointers, streams
- * and events are ours to use as they are. A thread that has another context current gets it back
- * after each call: torch must not find its current device changed.
+ * The device retains the primary context, which is torch's, so that pointers, streams and events of
+ * torch are valid here. A thread with another current context gets it back after each call: torch
+ * must not find its current device changed.
  *
- * A capture of the program's into a graph forbids other threads many calls, and theirs end it. Ours
- * come at any time (a thread that watches, an object that is collected) and have nothing to do with
- * it: what would be captured is refused before (sw_device_refuse_capture). So a thread that is in
- * a call of ours is exempt from that, as cuThreadExchangeStreamCaptureMode has it.
+ * While a program captures a stream into a graph, many driver calls of other threads fail and end
+ * the capture. Our calls may come at any time (a watching thread, a collected object) and are not
+ * part of the capture. So each call runs in the relaxed capture mode
+ * (cuThreadExchangeStreamCaptureMode). sw_device_refuse_capture refuses work on a captured stream.
  *
- * Left out: peer access inside a process, graphs (a captured stream is refused by those who would
- * allocate).
+ * Left out: peer access inside a process, and graphs.
  */
 #include <sched.h>
 #include <stdint.h>
@@ -23,7 +22,7 @@
 #include "device/device.h"
 #include "platform/clock.h"
 
-enum { SPIN_NS = 50000, NAP_NS = 20000, WHAT_BYTES = 128 };
+enum { SPIN_NS = 50000, NAP_NS = 20000, SUBJECT_BYTES = 128 };
 
 typedef struct cuda_device {
     sw_device base;
@@ -42,9 +41,9 @@ static sw_cu_address address_of(const void *memory)
     return (sw_cu_address)(uintptr_t)memory;
 }
 
-/* Makes our context current, and the thread's calls exempt from captures. Where the driver will not
- * exempt them, as it will do nothing any more in a context that has failed, the call that follows
- * is made all the same, and says in its own name what is wrong. */
+/* Make our context current and exempt the thread's calls from captures. A driver whose context has
+ * failed may refuse the exemption. The call that follows is made all the same and reports the
+ * failure under its own name. */
 static sw_status enter(cuda_device *cuda, sw_device_visit *visit, sw_error *err)
 {
     const sw_cuda_table *call = &cuda->driver.call;
@@ -56,9 +55,9 @@ static sw_status enter(cuda_device *cuda, sw_device_visit *visit, sw_error *err)
     if (visit->is_pushed)
         SW_TRY(sw_cuda_check(&cuda->driver, call->cuCtxPushCurrent_v2(cuda->context),
                              "cuCtxPushCurrent", cuda->base.name, err));
-    visit->is_exempt = call->cuThreadExchangeStreamCaptureMode &&
-                       call->cuThreadExchangeStreamCaptureMode(&visit->capture_mode) ==
-                           SW_CU_SUCCESS;
+    visit->is_exempt =
+        call->cuThreadExchangeStreamCaptureMode &&
+        call->cuThreadExchangeStreamCaptureMode(&visit->capture_mode) == SW_CU_SUCCESS;
     return SW_OK;
 }
 
@@ -72,17 +71,18 @@ static void leave(cuda_device *cuda, const sw_device_visit *visit)
         (void)cuda->driver.call.cuCtxPopCurrent_v2(&popped);
 }
 
-/* One driver call in our context, its result as a status. */
-#define CUDA_CALL(cuda, err, what, name, ...)                                  \
-    do {                                                                       \
-        sw_device_visit visit_;                                                \
-        SW_TRY(enter((cuda), &visit_, (err)));                                 \
-        sw_cu_result result_ = (cuda)->driver.call.name(__VA_ARGS__);          \
-        leave((cuda), &visit_);                                                \
-        SW_TRY(sw_cuda_check(&(cuda)->driver, result_, #name, (what), (err))); \
+/* Make one driver call in our context and return its result as a status. */
+#define CUDA_CALL(cuda, err, subject, name, ...)                                  \
+    do {                                                                          \
+        sw_device_visit visit_;                                                   \
+        SW_TRY(enter((cuda), &visit_, (err)));                                    \
+        sw_cu_result result_ = (cuda)->driver.call.name(__VA_ARGS__);             \
+        leave((cuda), &visit_);                                                   \
+        SW_TRY(sw_cuda_check(&(cuda)->driver, result_, #name, (subject), (err))); \
     } while (0)
 
-/* The same where nothing can be done about a failure: undoing what a failed context lost anyway. */
+/* Make a driver call that undoes something, and ignore a failure: a failed context lost it anyway.
+ */
 #define CUDA_UNDO(cuda, name, ...)                       \
     do {                                                 \
         sw_device_visit visit_;                          \
@@ -107,9 +107,9 @@ static sw_status cuda_memory_alloc(sw_device *device, size_t size_bytes, void **
 {
     cuda_device *cuda = cuda_of(device);
     sw_cu_address made = 0;
-    char what[WHAT_BYTES];
-    snprintf(what, sizeof what, "%zu bytes on GPU %d", size_bytes, device->ordinal);
-    CUDA_CALL(cuda, err, what, cuMemAlloc_v2, &made, size_bytes ? size_bytes : 1);
+    char subject[SUBJECT_BYTES];
+    snprintf(subject, sizeof subject, "%zu bytes on GPU %d", size_bytes, device->ordinal);
+    CUDA_CALL(cuda, err, subject, cuMemAlloc_v2, &made, size_bytes ? size_bytes : 1);
     device->stats.allocations++;
     *memory = (void *)(uintptr_t)made;
     return SW_OK;
@@ -126,9 +126,9 @@ static sw_status cuda_pinned_alloc(sw_device *device, size_t size_bytes, void **
 {
     cuda_device *cuda = cuda_of(device);
     void *made = NULL;
-    char what[WHAT_BYTES];
-    snprintf(what, sizeof what, "%zu bytes of pinned memory", size_bytes);
-    CUDA_CALL(cuda, err, what, cuMemHostAlloc, &made, size_bytes ? size_bytes : 1,
+    char subject[SUBJECT_BYTES];
+    snprintf(subject, sizeof subject, "%zu bytes of pinned memory", size_bytes);
+    CUDA_CALL(cuda, err, subject, cuMemHostAlloc, &made, size_bytes ? size_bytes : 1,
               SW_CU_MEMHOSTALLOC_PORTABLE);
     device->stats.allocations++;
     *memory = made;
@@ -146,16 +146,16 @@ static sw_status cuda_host_register(sw_device *device, void *memory, size_t size
 {
     cuda_device *cuda = cuda_of(device);
     sw_cu_address address = 0;
-    char what[WHAT_BYTES];
-    snprintf(what, sizeof what, "%zu bytes of the host's memory", size_bytes);
-    CUDA_CALL(cuda, err, what, cuMemHostRegister_v2, memory, size_bytes,
+    char subject[SUBJECT_BYTES];
+    snprintf(subject, sizeof subject, "%zu bytes of host memory", size_bytes);
+    CUDA_CALL(cuda, err, subject, cuMemHostRegister_v2, memory, size_bytes,
               SW_CU_MEMHOSTREGISTER_PORTABLE | SW_CU_MEMHOSTREGISTER_DEVICEMAP);
     sw_device_visit visit;
     sw_status status = enter(cuda, &visit, err);
     if (status == SW_OK) {
         sw_cu_result result = cuda->driver.call.cuMemHostGetDevicePointer_v2(&address, memory, 0);
         leave(cuda, &visit);
-        status = sw_cuda_check(&cuda->driver, result, "cuMemHostGetDevicePointer", what, err);
+        status = sw_cuda_check(&cuda->driver, result, "cuMemHostGetDevicePointer", subject, err);
     }
     if (status != SW_OK) {
         CUDA_UNDO(cuda, cuMemHostUnregister, memory);
@@ -230,8 +230,8 @@ static sw_status check_numbers(const cuda_device *cuda, sw_error *err)
 {
     if (!cuda->driver.call.cuStreamWriteValue32_v2 || !cuda->driver.call.cuStreamWaitValue32_v2)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "GPU %d: its driver (CUDA %d.%d) has no streams that wait for numbers: 11.7 or "
-                "newer has",
+                "GPU %d: the driver (CUDA %d.%d) has no streams that wait for numbers: install a "
+                "driver for CUDA 11.7 or newer",
                 cuda->base.ordinal, cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
     return SW_OK;
 }
@@ -289,7 +289,7 @@ static sw_status cuda_event_record(sw_device *device, sw_event *event, sw_stream
     return SW_OK;
 }
 
-/* The driver will not say, because of a capture: no word about the event. */
+/* A capture of another stream kept the driver from answering. */
 static bool is_of_capture(sw_cu_result result)
 {
     return result >= SW_CU_CAPTURE_UNSUPPORTED && result <= SW_CU_CAPTURED_EVENT;
@@ -309,7 +309,7 @@ static sw_status cuda_event_query(sw_device *device, sw_event *event, bool *done
 }
 
 static sw_status cuda_event_wait(sw_device *device, sw_event *event, int64_t timeout_ns,
-                                 const char *what, sw_error *err)
+                                 const char *operation, sw_error *err)
 {
     const struct timespec nap = {.tv_nsec = NAP_NS};
     int64_t start = sw_clock_now_ns();
@@ -322,7 +322,7 @@ static sw_status cuda_event_wait(sw_device *device, sw_event *event, int64_t tim
         int64_t passed = sw_clock_now_ns() - start;
         if (passed > timeout_ns)
             SW_FAIL(err, SW_E_TIMEOUT, "GPU %d: %s was not done within %.3g s", device->ordinal,
-                    what, (double)timeout_ns * 1e-9);
+                    operation, (double)timeout_ns * 1e-9);
         if (passed < SPIN_NS)
             sched_yield();
         else
@@ -356,10 +356,10 @@ static sw_status cuda_module_load(sw_device *device, const void *image, sw_modul
                                   sw_error *err)
 {
     sw_cu_module made = NULL;
-    char what[WHAT_BYTES];
-    snprintf(what, sizeof what, "an image of kernels on GPU %d (sm_%d%d)", device->ordinal,
+    char subject[SUBJECT_BYTES];
+    snprintf(subject, sizeof subject, "an image of kernels on GPU %d (sm_%d%d)", device->ordinal,
              device->major, device->minor);
-    CUDA_CALL(cuda_of(device), err, what, cuModuleLoadData, &made, image);
+    CUDA_CALL(cuda_of(device), err, subject, cuModuleLoadData, &made, image);
     *module = (sw_module *)(void *)made;
     return SW_OK;
 }
@@ -376,8 +376,8 @@ static sw_status cuda_module_function(sw_device *device, sw_module *module, cons
     cuda_device *cuda = cuda_of(device);
     sw_cu_function found = NULL;
     CUDA_CALL(cuda, err, name, cuModuleGetFunction, &found, (sw_cu_module)(void *)module, name);
-    /* Drivers load a kernel when it is first launched, unless asked before: that allocates, and so
-     * waits for what runs, which may be a collective's kernel that waits for this very launch. */
+    /* A driver may load a kernel at its first launch. Loading allocates, and allocating waits for
+     * running kernels, one of which may be a collective that waits for this launch. Load it now. */
     if (cuda->driver.call.cuFuncLoad)
         CUDA_CALL(cuda, err, name, cuFuncLoad, found);
     *function = (sw_function *)(void *)found;
@@ -409,7 +409,7 @@ static sw_status cuda_pointer_inspect(sw_device *device, const void *address, sw
                                                          address_of(address));
     leave(cuda, &visit);
     *pointer = (sw_pointer){.kind = SW_MEMORY_UNKNOWN, .ordinal = -1};
-    if (result == SW_CU_INVALID_VALUE) /* the driver's way to say: not mine */
+    if (result == SW_CU_INVALID_VALUE) /* memory that the driver does not know */
         return SW_OK;
     SW_TRY(sw_cuda_check(&cuda->driver, result, "cuPointerGetAttribute", device->name, err));
     pointer->kind = type == SW_CU_MEMORYTYPE_DEVICE ? SW_MEMORY_DEVICE : SW_MEMORY_PINNED;

@@ -1,7 +1,7 @@
-/* device_host.c - the host as a device: everything happens at once, in the calling thread.
+/* device_host.c - the host as a device: every call runs at once in the calling thread.
  *
- * Idea: a stream is a place holder and an event is always done, since whatever was enqueued has run
- * before the call returned. It is the reference that the cuda form is compared with.
+ * A stream is a placeholder and an event is always done, since all work has run before its call
+ * returned. Tests compare the cuda form with this one.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 #include "base/bytes.h"
 #include "device/device.h"
 
-static char place_holder; /* what streams and events point at: they carry nothing */
+static char place_holder; /* the target of every stream and event pointer */
 
 static sw_status host_enter(sw_device *device, sw_device_visit *visit, sw_error *err)
 {
@@ -61,7 +61,7 @@ static sw_status host_memory_export(sw_device *device, void *memory, sw_memory_e
     (void)device;
     (void)memory;
     (void)exported;
-    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: its memory is this process's alone");
+    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: memory cannot be exported to another process");
 }
 
 static sw_status host_memory_open(sw_device *device, const sw_memory_export *exported,
@@ -70,7 +70,7 @@ static sw_status host_memory_open(sw_device *device, const sw_memory_export *exp
     (void)device;
     (void)exported;
     (void)memory;
-    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: it opens no other process's memory");
+    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: memory of another process cannot be opened");
 }
 
 static void host_forget(sw_device *device, void *memory)
@@ -115,14 +115,14 @@ static sw_status host_stream_write_number(sw_device *device, sw_stream *stream, 
     return SW_OK;
 }
 
-/* Nothing is put off here, so what has not come cannot be waited for. */
+/* A wait that is not met now can never be met: nothing runs later on this device. */
 static sw_status host_stream_wait_number(sw_device *device, sw_stream *stream, uint32_t *number,
                                          uint32_t value, sw_error *err)
 {
     (void)stream;
     device->stats.stream_waits++;
     if ((int32_t)(__atomic_load_n(number, __ATOMIC_ACQUIRE) - value) < 0)
-        SW_FAIL(err, SW_E_UNSUPPORTED, "host device: its streams do not wait for peers");
+        SW_FAIL(err, SW_E_UNSUPPORTED, "host device: a stream cannot wait for a peer");
     return SW_OK;
 }
 
@@ -170,11 +170,11 @@ static sw_status host_event_query(sw_device *device, sw_event *event, bool *done
 }
 
 static sw_status host_event_wait(sw_device *device, sw_event *event, int64_t timeout_ns,
-                                 const char *what, sw_error *err)
+                                 const char *operation, sw_error *err)
 {
     (void)event;
     (void)timeout_ns;
-    (void)what;
+    (void)operation;
     (void)err;
     device->stats.host_waits++;
     return SW_OK;
@@ -208,7 +208,8 @@ static sw_status host_module_load(sw_device *device, const void *image, sw_modul
     (void)device;
     (void)image;
     (void)module;
-    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: kernels are functions here, there is no image");
+    SW_FAIL(err, SW_E_UNSUPPORTED,
+            "host device: kernels are functions of the engine and cannot be loaded from an image");
 }
 
 static void host_module_unload(sw_device *device, sw_module *module)
@@ -223,7 +224,7 @@ static sw_status host_module_function(sw_device *device, sw_module *module, cons
     (void)device;
     (void)module;
     (void)function;
-    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: no image has a kernel %s", name);
+    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: there is no image with a kernel %s", name);
 }
 
 static sw_status host_launch_async(sw_device *device, sw_function *function, sw_grid grid,

@@ -1,4 +1,4 @@
-/* dtype.c - one table; everything else asks it. */
+/* dtype.c - the table of element types. */
 #include "tensor/dtype.h"
 
 #include <string.h>

@@ -1,10 +1,10 @@
-/* dtype.h - the element types the engine moves, and what it knows of each. Thread rule: any. */
+/* dtype.h - the element types of the engine: size and name of each. Thread rule: any. */
 #ifndef SW_TENSOR_DTYPE_H
 #define SW_TENSOR_DTYPE_H
 
 #include <stddef.h>
 
-/* Values are part of the wire between ranks (descriptors carry them): append, never renumber. */
+/* Descriptors carry these values between ranks: append, never renumber. */
 typedef enum sw_dtype {
     SW_DTYPE_FLOAT32 = 0,
     SW_DTYPE_FLOAT64,
@@ -21,13 +21,13 @@ typedef enum sw_dtype {
     SW_DTYPE_COUNT,
 } sw_dtype;
 
-/* Bytes of one element; 0 for a value out of range. */
+/* Return the bytes of one element; 0 for a value out of range. */
 size_t sw_dtype_size_bytes(sw_dtype dtype);
 
-/* torch's name without "torch.": "float32"; "invalid" for a value out of range. Never NULL. */
+/* Return torch's name without "torch.", such as "float32"; "invalid" for a value out of range. */
 const char *sw_dtype_name(sw_dtype dtype);
 
-/* The dtype of that name, or SW_DTYPE_COUNT when there is none. */
+/* Return the dtype of that name, or SW_DTYPE_COUNT if there is none. */
 sw_dtype sw_dtype_from_name(const char *name);
 
 #endif

@@ -1,4 +1,4 @@
-/* layout.c - one pass over the parameters in reverse, then one over the buckets. */
+/* layout.c - cut parameters into buckets in reverse order, then buckets into slices. */
 #include "tensor/layout.h"
 
 #include <stdint.h>
@@ -12,8 +12,8 @@ enum { KEYS = SW_DTYPE_COUNT * 2 };
 typedef struct cutter {
     const sw_layout_param *params;
     sw_layout *layout;
-    size_t open[KEYS];  /* bucket being filled, plus 1; 0: none */
-    size_t group[KEYS]; /* of that bucket */
+    size_t open[KEYS];  /* the bucket being filled, plus 1; 0: none */
+    size_t group[KEYS]; /* the group of that bucket */
     sw_layout_caps caps;
 } cutter;
 
@@ -62,21 +62,21 @@ static bool cut(cutter *c)
     return true;
 }
 
-/* Rounds every bucket to W equal slices, places it, and lists its parameters. */
+/* Round every bucket up to W equal slices, place it in the arena, and list its parameters. */
 static bool finish(sw_layout *layout, int world_size)
 {
     size_t at = 0;
     for (size_t b = 0; b < layout->bucket_count; ++b) {
         sw_layout_bucket *bucket = &layout->bucket[b];
         size_t element_bytes = sw_dtype_size_bytes(bucket->dtype);
-        size_t slice, bytes;
+        size_t slice_bytes, bytes;
         bucket->first = at;
         at += bucket->count;
-        bucket->count = 0; /* counted again while listing */
-        size_t share =
+        bucket->count = 0; /* counted again by the loop over parameters below */
+        size_t slice_numel =
             bucket->numel / (size_t)world_size + (bucket->numel % (size_t)world_size != 0);
-        if (!sw_size_round_up(share * element_bytes, SW_ALIGNMENT_BYTES, &slice) ||
-            !sw_size_multiply(slice, (size_t)world_size, &bytes))
+        if (!sw_size_round_up(slice_numel * element_bytes, SW_ALIGNMENT_BYTES, &slice_bytes) ||
+            !sw_size_multiply(slice_bytes, (size_t)world_size, &bytes))
             return false;
         bucket->numel = bytes / element_bytes;
         bucket->offset_bytes = layout->size_bytes;

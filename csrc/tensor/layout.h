@@ -1,8 +1,8 @@
-/* layout.h - where every gradient lies: arithmetic only, no memory, no ranks' state.
+/* layout.h - the position of every gradient in the arena. Arithmetic only: no memory, no ranks.
  *
- * Parameters in reverse registration order are cut into buckets of one dtype, trainable and frozen
- * apart, and different groups too; every bucket is W equal rank slices, every parameter and every
- * cut on a 128-byte boundary:
+ * Parameters in reverse registration order are cut into buckets. A bucket holds parameters of one
+ * dtype and one group, all trainable or all frozen. It has W equal slices, one a rank. Every
+ * parameter and every slice starts on a 128-byte boundary:
  *
  *     W = 3, cap 1 KiB, float32: fc2.bias 10, fc2.weight 300 | fc1.bias 20, fc1.weight 200
  *     bucket 0: fc2.bias at element 0, fc2.weight at 32, 332 elements -> slices of 128, 384 in all
@@ -23,10 +23,10 @@ typedef struct sw_layout_param {
     size_t numel;
     sw_dtype dtype;
     bool trainable;
-    size_t group; /* those of different groups share no bucket */
+    size_t group; /* parameters of different groups share no bucket */
 } sw_layout_param;
 
-typedef struct sw_layout_place { /* of one parameter */
+typedef struct sw_layout_place { /* the place of one parameter */
     size_t bucket;
     size_t begin; /* first element, within the bucket */
     size_t numel;
@@ -35,7 +35,7 @@ typedef struct sw_layout_place { /* of one parameter */
 typedef struct sw_layout_bucket {
     sw_dtype dtype;
     bool trainable;
-    size_t offset_bytes; /* of the bucket in the arena */
+    size_t offset_bytes; /* the bucket's offset in the arena */
     size_t numel;        /* a multiple of world_size * 128 bytes; padding included */
     size_t first, count; /* its parameters: order[first .. first + count), in memory order */
 } sw_layout_bucket;
@@ -45,18 +45,18 @@ typedef struct sw_layout {
     sw_layout_place *place;   /* owned, by parameter in registration order */
     sw_layout_bucket *bucket; /* owned */
     size_t *order;            /* owned, parameters bucket by bucket */
-    size_t size_bytes;        /* of the arena */
-    size_t trainable_bytes;   /* of the buckets that hold gradients from the start */
+    size_t size_bytes;        /* bytes of the arena */
+    size_t trainable_bytes;   /* bytes of the trainable buckets */
 } sw_layout;
 
-/* When a bucket is full: its parameters reach its cap; the one that reaches it is its last. */
+/* Bucket size limits. A bucket is closed by the parameter with which it reaches its cap. */
 typedef struct sw_layout_caps {
     size_t bytes;       /* >= 1 */
-    size_t first_bytes; /* of bucket 0, each after it twice the one before, up to `bytes`; 0: all
-                           alike */
+    size_t first_bytes; /* cap of bucket 0, doubled for each later bucket up to `bytes`; 0: every
+                           bucket has the cap `bytes` */
 } sw_layout_caps;
 
-/* Cuts. SW_E_INVALID on a size that overflows; SW_E_MEMORY. */
+/* Cut the parameters. SW_E_INVALID if a size overflows or a dtype is unknown; SW_E_MEMORY. */
 SW_MUST_USE sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params,
                                      size_t param_count, int world_size, sw_layout_caps caps,
                                      sw_error *err);
