@@ -24,7 +24,7 @@ ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-long test-torch abi asan tsan crash fuzz mutate-events bench fmt wheel clean check-machine
+.PHONY: build demo test test-long test-torch abi asan tsan crash fuzz mutate-events kernels bench fmt wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -109,6 +109,10 @@ fuzz:
 # simulated GPUs must fail
 mutate-events: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_event_mutations.py $(PYTEST_ARGS)
+
+# Machine code of the GPU kernels for each architecture that nvcc knows, each from its own front end: no kernel may spill
+kernels: build
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_device_kernels.py -k nvcc $(PYTEST_ARGS)
 
 bench: build
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done

@@ -233,8 +233,9 @@ template <int DTYPE> SW_INLINE void sw_norm_of(const sw_norm_args &a, sw_u64 *di
         bool fits = true;
 #pragma unroll
         for (int k = 0; k < TURN_NUMEL; ++k)
-            fits &= sw_squares_add(next, kind::raw(loaded[k / kind::NUMEL], k % kind::NUMEL),
-                                   lane.window);
+            fits = sw_squares_add(next, kind::raw(loaded[k / kind::NUMEL], k % kind::NUMEL),
+                                  lane.window) &&
+                   fits; /* && keeps the order: with &= nvcc 13 compares at the end, and spills */
         if (__all_sync(mask, fits))
             lane.sums = next;
         else
