@@ -1,4 +1,4 @@
-/* codec.c - see codec.h. */
+/* codec.c - block and half codecs over the host's kernels; see codec.h. */
 #include "compress/codec.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* device_codec.c - see device_codec.h. */
+/* device_codec.c - launch the block kernels in groups of parts; see device_codec.h. */
 #include "compress/device_codec.h"
 
 #include <stdint.h>
@@ -10,7 +10,7 @@ static sw_status launch(const sw_device_blocks *b, sw_kernel kernel, const void 
     return sw_kernel_launch(b->kernels, kernel, args, b->stream, err);
 }
 
-/* Of the parts from `begin` on, how many one launch takes. */
+/* Return how many of the parts from `begin` on one launch takes. */
 static size_t few(size_t begin, size_t count)
 {
     size_t left = count - begin;

@@ -1,13 +1,13 @@
-/* device_codec.h - codec.h's blocks on a device, over all parts of a message: each function
- * enqueued on a stream, none waited for.
+/* device_codec.h - codec.h's blocks on a device, for all parts of a message. Each function enqueues
+ * on a stream and does not wait.
  *
- * Idea: one launch a pass and SW_BLOCK_PARTS_MAX parts. The host decides after a fold whether
- * errors are kept, by looking at the records. Here nobody waits to look: a verdict in device memory
- * says it to the kernels that would keep them.
+ * Each pass launches one kernel for SW_BLOCK_PARTS_MAX parts. After a fold on the host, the caller
+ * looks at the records to decide if errors are kept. On a device the host does not wait to look: a
+ * verdict in device memory tells the kernels that would keep the errors.
  *
- * Memory is the device's and must live until the stream has passed the call; tables of parts are
- * read at once. Parts of one call write to memory of their own. The bits are codec.h's. Records are
- * on 4-byte boundaries.
+ * Memory is device memory and must live until the stream has passed the call; tables of parts are
+ * read before return. Parts of one call write to disjoint memory. The bits are codec.h's. Records
+ * lie on 4-byte boundaries.
  *
  * Thread rule: any.
  */
@@ -32,29 +32,29 @@ typedef struct sw_device_wires {
     int own_index, count;
 } sw_device_wires;
 
-/* Each part's records = quantized source (+ error, if there is one); zeros without a source. */
+/* Each part's records = quantized source (+ error, unless NULL); zeros without a source. */
 SW_MUST_USE sw_status sw_device_block_encode(const sw_device_blocks *blocks,
                                              const sw_quantize_part *parts, size_t count,
                                              sw_error *err);
 
 /* out = quantized (scale * sum in order of the wires) of `count` records. residual (count * block
- * floats, or NULL) receives what that rounding left out, NaN where it is not a number. `out` may be
- * none of the wires. */
+ * floats, or NULL) receives the rounding error, NaN for records that are not finite. `out` must not
+ * be one of the wires. */
 SW_MUST_USE sw_status sw_device_block_fold(const sw_device_blocks *blocks, void *out,
                                            const sw_device_wires *wires, size_t count, float scale,
                                            float *residual, sw_error *err);
 
-/* *verdict (4 bytes) = 0 if all of `count` records are of finite values, else 1. */
+/* *verdict (4 bytes) = 0 if all of `count` records have finite values, else 1. */
 SW_MUST_USE sw_status sw_device_block_verdict(const sw_device_blocks *blocks, void *verdict,
                                               const void *records, size_t count, sw_error *err);
 
-/* Each part's values = the decoded records, if there are some. With an error: first, unless
- * *verdict (NULL stands for 0), error = (values + error) - decoded own. */
+/* Each part's values = the decoded records, if it has any. With an error: first, if *verdict is 0
+ * (NULL stands for 0), error = (values + error) - decoded own. */
 SW_MUST_USE sw_status sw_device_block_decode(const sw_device_blocks *blocks,
                                              const sw_decode_part *parts, size_t count,
                                              const void *verdict, sw_error *err);
 
-/* Each part's error += rest * scale, unless *verdict. */
+/* Each part's error += rest * scale, if *verdict is 0. */
 SW_MUST_USE sw_status sw_device_block_owe(const sw_device_blocks *blocks, const sw_owe_part *parts,
                                           size_t count, const void *verdict, float scale,
                                           sw_error *err);

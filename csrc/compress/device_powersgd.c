@@ -1,4 +1,4 @@
-/* device_powersgd.c - see device_powersgd.h. */
+/* device_powersgd.c - launch the PowerSGD kernels in groups of matrices; see device_powersgd.h. */
 #include "compress/device_powersgd.h"
 
 #include <string.h>

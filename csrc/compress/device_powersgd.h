@@ -1,12 +1,12 @@
-/* device_powersgd.h - powersgd.h's passes on a device, over all matrices of a bucket: each function
- * enqueued on a stream, none waited for.
+/* device_powersgd.h - powersgd.h's passes on a device, for all matrices of a bucket. Each function
+ * enqueues on a stream and does not wait.
  *
- * Idea: one launch a pass and SW_MATRICES_MAX matrices. The host stops after an average that is not
- * finite; here nobody waits to look, so a verdict in device memory (0, SW_REFUSED or
- * SW_REFUSED_LATE) says it to the passes that come after. The bits are powersgd.h's.
+ * Each pass launches one kernel for SW_MATRICES_MAX matrices. The host form stops after an average
+ * that is not finite. Here the host does not wait to look: a verdict in device memory (0,
+ * SW_REFUSED or SW_REFUSED_LATE) tells the passes that follow. The bits are powersgd.h's.
  *
- * Memory is the device's and must live until the stream has passed the call. Which fields of a
- * matrix a pass reads and writes: device_kernels.h.
+ * Memory is device memory and must live until the stream has passed the call. device_kernels.h says
+ * which fields of a matrix a pass reads and writes.
  *
  * Thread rule: any.
  */
@@ -22,13 +22,13 @@ typedef struct sw_device_passes {
     const void *verdict; /* int32 of device memory; NULL stands for 0 */
 } sw_device_passes;
 
-/* `pass`: SW_KERNEL_PROJECT, SW_KERNEL_ABSORB or SW_KERNEL_EXPAND. SW_E_INVALID names the rank or
- * dtype that no matrix has. */
+/* Run `pass`: SW_KERNEL_PROJECT, SW_KERNEL_ABSORB or SW_KERNEL_EXPAND. SW_E_INVALID names a rank or
+ * dtype out of range. */
 SW_MUST_USE sw_status sw_device_powersgd_run(const sw_device_passes *passes, sw_kernel pass,
                                              const sw_matrix_args *matrices, size_t count,
                                              sw_error *err);
 
-/* Rows made orthonormal, unless *verdict. */
+/* Make the rows of each factor orthonormal, if *verdict is 0. */
 SW_MUST_USE sw_status sw_device_powersgd_orthonormalize(const sw_device_passes *passes,
                                                         const sw_factor_args *factors, size_t count,
                                                         sw_error *err);

@@ -1,4 +1,4 @@
-/* powersgd.c - see powersgd.h. The arithmetic is the kernels'. */
+/* powersgd.c - the passes of PowerSGD over the host's kernels; see powersgd.h. */
 #include "compress/powersgd.h"
 
 #include <string.h>
@@ -45,7 +45,7 @@ void sw_powersgd_orthonormalize(float *factor, size_t count, size_t rank, uint64
 void sw_powersgd_init_basis(const sw_powersgd *m)
 {
     memset(m->basis, 0, m->rank * sw_lowrank_stride(m->cols) * sizeof *m->basis);
-    sw_powersgd_orthonormalize(m->basis, m->cols, m->rank, m->seed); /* zeros are replaced */
+    sw_powersgd_orthonormalize(m->basis, m->cols, m->rank, m->seed); /* replaces the zeros */
 }
 
 void sw_powersgd_project(const sw_powersgd *m, float *p)

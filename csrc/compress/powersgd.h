@@ -1,7 +1,6 @@
-/* powersgd.h - one matrix under PowerSGD (Vogels, Karimireddy, Jaggi 2019), with local error
- * feedback.
+/* powersgd.h - PowerSGD of one matrix (Vogels, Karimireddy, Jaggi 2019), with local error feedback.
  *
- * Idea: a step is three passes with two sums over ranks between them:
+ * A step is three passes with two sums over ranks between them:
  *
  *   sw_powersgd_project      gradient = v = gradient + error of the last step; P = v Q
  *     ... the ranks' P are averaged ...
@@ -9,8 +8,8 @@
  *     ... the ranks' own Q are averaged ...
  *   sw_powersgd_decompress   gradient = P̂ Qᵀ; the next step's basis = orthonormal Q
  *
- * Until absorb nothing of the state changes: a step whose averaged P is not finite simply stops
- * there, and its gradient is lost anyway.
+ * The state does not change before absorb. If the averaged P is not finite, the caller stops there
+ * and the step's gradient is lost.
  *
  * Thread rule: one at a time for one matrix. Nothing is allocated; all memory is the caller's.
  */
@@ -24,38 +23,39 @@
 #include "base/status.h"
 #include "tensor/dtype.h"
 
-/* Factors are `rank` rows of sw_powersgd_stride() elements, zeros beyond rows or cols. */
+/* Factors have `rank` rows of sw_powersgd_stride() elements, with zeros beyond rows or cols. */
 typedef struct sw_powersgd {
-    float *gradient; /* rows x cols, row-major; borrowed for one step; the result at its end */
-    void *
-        memory; /* rows x cols of memory_dtype; borrowed; NULL: no error feedback. Zeros at first */
-    float *left;  /* rank x rows: P̂ of the last step. Zeros at first */
-    float *right; /* rank x cols: own Q of the last step. Zeros at first */
     float
-        *basis; /* rank x cols: orthonormal Q of the last step; sw_powersgd_init_basis() at first */
+        *gradient; /* rows x cols, row-major; borrowed for one step; holds the result at its end */
+    void *memory;  /* rows x cols of memory_dtype; borrowed; NULL: no error feedback. Zeros at
+                      first */
+    float *left;   /* rank x rows: P̂ of the last step. Zeros at first */
+    float *right;  /* rank x cols: own Q of the last step. Zeros at first */
+    float *basis;  /* rank x cols: orthonormal Q of the last step; sw_powersgd_init_basis() at
+                      first */
     size_t rows, cols, rank;
-    uint64_t seed;         /* of replacements in orthonormalisation; the same on every rank */
+    uint64_t seed;         /* seeds the replacements in orthonormalisation; equal on all ranks */
     sw_dtype memory_dtype; /* float32 or bfloat16 */
 } sw_powersgd;
 
-/* Elements of a row of a factor. */
+/* Return the elements between two rows of a factor. */
 size_t sw_powersgd_stride(size_t count);
-/* SW_E_INVALID unless rank is in [1, min(rows, cols, 256)] and memory_dtype one of the two. */
+/* Return SW_E_INVALID unless rank is in [1, min(rows, cols, 256)] and memory_dtype is legal. */
 SW_MUST_USE sw_status sw_powersgd_check(const sw_powersgd *matrix, sw_error *err);
-/* basis = orthonormal pseudo-random rows of `seed`. */
+/* basis = orthonormal pseudo-random rows from `seed`. */
 void sw_powersgd_init_basis(const sw_powersgd *matrix);
-/* p (rank x rows) is written, and gradient. */
+/* Write p (rank x rows) and gradient. */
 void sw_powersgd_project(const sw_powersgd *matrix, float *p);
-/* p: the ranks' average, which becomes P̂ in place; q (rank x cols) is written. left, right and
- * memory change. */
+/* Take p, the ranks' average, and make it P̂ in place; write q (rank x cols), left, right and
+ * memory. */
 void sw_powersgd_absorb(const sw_powersgd *matrix, float *p, float *q);
-/* q: the ranks' average. gradient and basis change. */
+/* Take q, the ranks' average; write gradient and basis. */
 void sw_powersgd_decompress(const sw_powersgd *matrix, const float *q);
-/* error (rows x cols) = what the state still owes: memory - left right. */
+/* error (rows x cols) = memory - left right, the error that the next step adds. */
 void sw_powersgd_error(const sw_powersgd *matrix, float *error);
-/* Whether all of `numel` values are finite. */
+/* Return true if all of `numel` values are finite. */
 bool sw_powersgd_is_finite(const float *values, size_t numel);
-/* Rows of `factor` (rank x count) made orthonormal; see sw_lowrank_orthonormalize_fn. */
+/* Make the rows of `factor` (rank x count) orthonormal; see sw_lowrank_orthonormalize_fn. */
 void sw_powersgd_orthonormalize(float *factor, size_t count, size_t rank, uint64_t seed);
 
 #endif

@@ -61,6 +61,7 @@ typedef struct sw_device_ops {
     /* Make the device current for the calling thread, so that it can call a foreign library, and
      * make its calls exempt from captures of other threads. Write what leave() needs to *visit. The
      * other functions of this table enter and leave by themselves. */
+    sw_status (*enter)(sw_device *device, sw_device_visit *visit, sw_error *err);
     void (*leave)(sw_device *device, const sw_device_visit *visit);
 
     /* Allocate device memory with undefined contents. SW_E_MEMORY names the size. */

@@ -1,5 +1,5 @@
-/* block_contracts.c - QUANTIZE, FOLD_RECORDS, DECODE, VERDICT and OWE. A reference goes over the
- * parts one by one, by the host's kernels. */
+/* block_contracts.c - contracts of QUANTIZE, FOLD_RECORDS, DECODE, VERDICT and OWE. A reference
+ * calls the host's kernels on one part after the other. */
 #include <stdint.h>
 #include <string.h>
 
@@ -7,10 +7,10 @@
 #include "kernels/kernel_contracts.h"
 #include "kernels/kernels.h"
 
-/* What the .cu text has: blocks a multiprocessor holds, what a block takes in a turn. */
+/* Values that the .cu text repeats: threads of a block, and blocks on one multiprocessor. */
 enum { THREADS = 256, RECORD_BLOCKS = 3, OWE_BLOCKS = 4, VERDICT_BLOCKS = 8 };
 enum { LANE_NUMEL = 16, OWE_TILE_NUMEL = 2048 };
-enum { SOURCE_MAX = 1024 }; /* a communicator's world ends there */
+enum { SOURCE_MAX = 1024 }; /* the largest world size */
 
 static sw_u64 parts(sw_u64 count, sw_u64 each)
 {
@@ -43,7 +43,8 @@ static sw_grid blocks(sw_u64 wanted, int most)
     return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
 }
 
-/* A team of lanes a record: as many as a power of two that have 16 elements each. */
+/* A record takes a team of lanes: the least power of two with at most 16 elements a
+ * lane, and at most a warp. */
 static sw_grid records_grid(sw_u64 records, sw_u64 block, int processor_count)
 {
     sw_u64 lanes = 2;
@@ -52,28 +53,28 @@ static sw_grid records_grid(sw_u64 records, sw_u64 block, int processor_count)
     return blocks(parts(records, THREADS / lanes), processor_count * RECORD_BLOCKS);
 }
 
-static sw_status block_check(sw_u64 block, int bits, const char *what, sw_error *err)
+static sw_status block_check(sw_u64 block, int bits, const char *operation, sw_error *err)
 {
     if (block < SW_BLOCK_NUMEL_STEP || block > SW_BLOCK_NUMEL_MAX || block % SW_BLOCK_NUMEL_STEP)
-        SW_FAIL(err, SW_E_INVALID, "%s: block must be a multiple of %d in [%d, %d], not %llu", what,
-                SW_BLOCK_NUMEL_STEP, SW_BLOCK_NUMEL_STEP, SW_BLOCK_NUMEL_MAX, block);
+        SW_FAIL(err, SW_E_INVALID, "%s: block must be a multiple of %d in [%d, %d], not %llu",
+                operation, SW_BLOCK_NUMEL_STEP, SW_BLOCK_NUMEL_STEP, SW_BLOCK_NUMEL_MAX, block);
     if (bits != 8 && bits != 4)
-        SW_FAIL(err, SW_E_INVALID, "%s: bits must be 8 or 4, not %d", what, bits);
+        SW_FAIL(err, SW_E_INVALID, "%s: bits must be 8 or 4, not %d", operation, bits);
     return SW_OK;
 }
 
-static sw_status records_check(const void *records, const char *what, sw_error *err)
+static sw_status records_check(const void *records, const char *operation, sw_error *err)
 {
     if ((uintptr_t)records % sizeof(float) != 0)
-        SW_FAIL(err, SW_E_INVALID, "%s: records must be on a 4-byte boundary, not at %p", what,
+        SW_FAIL(err, SW_E_INVALID, "%s: records must be on a 4-byte boundary, not at %p", operation,
                 records);
     return SW_OK;
 }
 
-static sw_status count_check(int part_count, const char *what, sw_error *err)
+static sw_status count_check(int part_count, const char *operation, sw_error *err)
 {
     if (part_count < 0 || part_count > SW_BLOCK_PARTS_MAX)
-        SW_FAIL(err, SW_E_INVALID, "%s: part_count must be in [0, %d], not %d", what,
+        SW_FAIL(err, SW_E_INVALID, "%s: part_count must be in [0, %d], not %d", operation,
                 SW_BLOCK_PARTS_MAX, part_count);
     return SW_OK;
 }

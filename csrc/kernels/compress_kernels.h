@@ -1,13 +1,15 @@
-/* compress_kernels.h - the contracts of the kernels that make gradients small.
+/* compress_kernels.h - the contracts of the kernels that compress gradients.
  *
- * Idea: four families. Exact: the same bits in fewer bytes. Halves: scaled in float32 and rounded
- * in one pass. Blocks: a record is one float32 scale and `block` signed codes of 8 or 4 bits. Low
- * rank: the passes of PowerSGD over one matrix, whose error is never written down: memory M holds
- * gradient plus error, and what was sent of it, leftᵀ right, is subtracted wherever M is read.
- * docs/design/compress.md has the maths.
+ * Four families:
+ *   exact     the same bits in fewer bytes (the packets of the bridge)
+ *   halves    scaled in float32 and rounded to float16 or bfloat16 in one pass
+ *   blocks    records: one float32 scale and `block` signed codes of 8 or 4 bits
+ *   low rank  the passes of PowerSGD over one matrix. The error is never stored. The memory M holds
+ *             gradient plus error, and each reader of M subtracts leftᵀ right, which was sent.
+ * docs/design/compress.md has the formulas.
  *
- * Every table gives the same bits: sums run over 16 lanes that are joined in one fixed order, and
- * no multiply-add is contracted.
+ * Every kernel table gives the same bits: sums run over 16 lanes that are added in one fixed order,
+ * and no multiply-add is contracted.
  *
  * Thread rule: any. Kernels keep no state.
  */
@@ -21,56 +23,57 @@
 #include "tensor/dtype.h"
 
 enum {
-    SW_BLOCK_NUMEL_MAX = 4096, /* of a record: what stays in the L1 cache beside its neighbours */
+    SW_BLOCK_NUMEL_MAX = 4096, /* a record's source, error and codes must stay in the L1 cache */
     SW_BLOCK_NUMEL_STEP = 32,
     SW_EXACT_GROUP = 64,
     SW_EXACT_GROUP_BYTES = 1 + SW_EXACT_GROUP / 2 + 3 * SW_EXACT_GROUP,
-    SW_LOWRANK_LANES = 16, /* rows of a factor are padded with zeros to a multiple of it; not to
-                              whole pages, which would all lie in the same sets of the L1 cache */
+    SW_LOWRANK_LANES = 16, /* rows of a factor are padded with zeros to a multiple of this */
     SW_LOWRANK_RANK_MAX = 256,
 };
 
-/* An exact record: of each group of 64 elements (the last is filled up with zeros)
+/* An exact record. Each group of 64 elements (the last one is filled up with zeros) has
  *
- *   1 byte     the greatest exponent
- *   32 bytes   codes of 4 bits, of element i in the lower half of byte i, of i + 32 in the upper:
- *              how far the exponent lies below the greatest, 0 to 13; 14: it is 0; 15: see the end
- *   64 bytes   sign, then the upper 7 bits of the fraction
- *   128 bytes  the lower 16 bits of it, in the processor's order
+ *   1 byte     the greatest exponent of the group
+ *   32 bytes   a 4-bit code an element. Byte i has element i in its lower half, i + 32 in its
+ * upper. 0 to 13: the exponent lies this far below the greatest; 14: the exponent is 0; 15: the
+ * exponent is stored at the end of the record 64 bytes   sign and the upper 7 bits of the fraction
+ *   128 bytes  the lower 16 bits of the fraction, in the processor's byte order
  *
- * and then a byte for each exponent of code 15, in order: 28.1 bits an element and what lies more
- * than 2^13 below the greatest of its group. Any bits come back, those of a NaN too.
+ * Then follows one byte for each exponent of code 15, in order. A record takes 28.1 bits an
+ * element, plus 8 for each element more than 2^13 below the greatest of its group. All bits come
+ * back, those of a NaN too.
  *
- * pack: bytes written, 0 if they would be more than `capacity`. unpack: false if the record is too
- * short to be one; reads nothing beyond it. Cost: 4 bytes an element and those of the record. */
+ * pack returns the bytes written, or 0 if the record would exceed `capacity`. unpack returns false
+ * if the record is too short and reads nothing beyond it. Cost: 4 bytes an element plus the record.
+ */
 typedef size_t sw_exact_pack_fn(unsigned char *restrict record, size_t capacity,
                                 const float *restrict source, size_t numel);
 typedef bool sw_exact_unpack_fn(float *restrict out, const unsigned char *restrict record,
                                 size_t record_bytes, size_t numel);
 
-/* Of a record without codes 15. */
+/* Return the bytes of a record without codes 15. */
 static inline size_t sw_exact_bytes(size_t numel)
 {
     return (numel + SW_EXACT_GROUP - 1) / SW_EXACT_GROUP * SW_EXACT_GROUP_BYTES;
 }
 
-/* wire[i] = round(source[i] * scale) to dtype, which is float16 or bfloat16. Cost: 6 bytes an
- * element. */
+/* wire[i] = round(source[i] * scale) to `dtype`, float16 or bfloat16. Cost: 6 bytes an element. */
 typedef void sw_half_narrow_fn(uint16_t *wire, const float *source, size_t numel, float scale,
                                sw_dtype dtype);
 /* out[i] = wire[i], exactly. */
 typedef void sw_half_widen_fn(float *out, const uint16_t *wire, size_t numel, sw_dtype dtype);
 
-/* A record of `block` elements and `bits` 8 or 4: float32 scale, then block * bits / 8 bytes of
- * codes in [-127, 127] or [-7, 7], the lower half of a byte first. An element is scale * code; the
- * codes of a last record beyond numel are 0. A scale of NaN: the block met something that is not
- * finite.
+/* A record of `block` elements with codes of `bits` 8 or 4: a float32 scale, then block * bits / 8
+ * bytes of codes in [-127, 127] or [-7, 7], the lower half of a byte first. An element is
+ * scale * code. The codes beyond numel in the last record are 0. The scale is NaN if the block has
+ * an element that is not finite. Records need no alignment.
  *
- * quantize: v = source + error (error NULL: v = source); scale = max |v| / 127 (or 7), code = v /
- * scale to the nearest, ties to even. A block whose greatest magnitude is below 2^-120 becomes
- * zeros. dequantize: out = decoded, or out += decoded if `add`. residual: error = (source + error)
- * - decoded: to be called after quantize, with the same source. records need no alignment. Cost: 4
- * or 8 bytes an element and those of the record. */
+ *   quantize    v = source + error (error NULL: v = source), scale = max |v| / 127 (or 7),
+ *               code = v / scale to the nearest, ties to even. A block with max |v| < 2^-120
+ * becomes zeros. dequantize  out = decoded, or out += decoded if `add` residual    error = (source
+ * + error) - decoded. Call it after quantize with the same source.
+ *
+ * Cost: 4 or 8 bytes an element plus the records. */
 typedef void sw_block_quantize_fn(unsigned char *records, const float *source, const float *error,
                                   size_t numel, size_t block, int bits);
 typedef void sw_block_dequantize_fn(float *out, const unsigned char *records, size_t numel,
@@ -78,39 +81,42 @@ typedef void sw_block_dequantize_fn(float *out, const unsigned char *records, si
 typedef void sw_block_residual_fn(float *error, const float *source, const unsigned char *records,
                                   size_t numel, size_t block, int bits);
 
-/* One matrix, row-major without gaps. v = gradient + (memory - leftᵀ right) is what a step
- * compresses; memory NULL: v = gradient. Factors have `rank` rows of sw_lowrank_stride() elements,
- * padded with zeros. */
+/* One matrix, row-major without gaps. A step compresses v = gradient + (memory - leftᵀ right), or
+ * v = gradient if memory is NULL. Factors have `rank` rows of sw_lowrank_stride() elements, padded
+ * with zeros. */
 typedef struct sw_lowrank {
-    float *gradient;    /* rows x cols; v once it was projected */
-    void *memory;       /* rows x cols of memory_dtype: M of the last step, or NULL */
+    float *gradient;    /* rows x cols; project overwrites it with v */
+    void *memory;       /* rows x cols of memory_dtype: v of the last step, or NULL */
     const float *left;  /* rank x rows: the last step's orthonormal P */
     const float *right; /* rank x cols: this rank's own Q of the last step */
     size_t rows, cols, rank;
-    sw_dtype memory_dtype; /* float32; or bfloat16: v rounded to nearest even, and at most finite */
+    sw_dtype memory_dtype; /* float32, or bfloat16: v to nearest even, clamped to finite */
 } sw_lowrank;
 
+/* Return the elements between two rows of a factor: padded, and never whole pages, since rows a
+ * page apart would share the same sets of the L1 cache. */
 static inline size_t sw_lowrank_stride(size_t count)
 {
     size_t padded = (count + SW_LOWRANK_LANES - 1) / SW_LOWRANK_LANES * SW_LOWRANK_LANES;
     return padded % 1024 == 0 ? padded + SW_LOWRANK_LANES : padded;
 }
 
-/* out (rank x rows) = basis (rank x cols) vᵀ, and gradient = v. Something not finite in v makes its
- * column of `out` so. Cost: 12 bytes (a bfloat16 memory: 10) and 4 * rank flops an element. */
+/* out (rank x rows) = basis (rank x cols) vᵀ, then gradient = v. A row of v with an element that is
+ * not finite makes its column of `out` not finite. Cost: 12 bytes (bfloat16 memory: 10) and 4 *
+ * rank flops an element. */
 typedef void sw_lowrank_project_fn(const sw_lowrank *matrix, const float *basis, float *out);
-/* After that: memory = v (if there is one), out (rank x cols) = left_now (rank x rows) v. `out` is
- * not matrix->right. Cost: 8 (6) bytes and 2 * rank flops an element. */
+/* After project: memory = v (unless NULL), out (rank x cols) = left_now (rank x rows) v. `out` must
+ * not be matrix->right. Cost: 8 (6) bytes and 2 * rank flops an element. */
 typedef void sw_lowrank_absorb_fn(const sw_lowrank *matrix, const float *left_now, float *out);
 /* out (rows x cols) = leftᵀ right. Cost: 4 bytes and 2 * rank flops an element. */
 typedef void sw_lowrank_expand_fn(float *out, const float *left, const float *right, size_t rows,
                                   size_t cols, size_t rank);
-/* error (rows x cols) = memory - leftᵀ right; gradient is not read. */
+/* error (rows x cols) = memory - leftᵀ right. The gradient is not read. */
 typedef void sw_lowrank_error_fn(const sw_lowrank *matrix, float *error);
-/* Makes the `rank` <= count rows of `factor` orthonormal, in order, by modified Gram-Schmidt in
- * float32, swept until a sweep leaves a row's length alone (twice at least). A row that is zero,
- * not finite or depends on those before it is replaced by a pseudo-random one of `seed`. Cost:
- * rank^2 * count. */
+/* Make the `rank` <= count rows of `factor` orthonormal, in order, by modified Gram-Schmidt in
+ * float32. Sweeps over a row repeat, at least twice, until one leaves its length unchanged. A row
+ * that is zero, not finite or dependent on earlier rows is replaced by a pseudo-random row from
+ * `seed`. Cost: rank^2 * count. */
 typedef void sw_lowrank_orthonormalize_fn(float *factor, size_t count, size_t rank, uint64_t seed);
 
 typedef struct sw_compress_kernels {

@@ -1,8 +1,8 @@
 /* crc32c.h - CRC-32C (Castagnoli), alone or in the same pass as a copy.
  *
- * The hardware form (SSE4.2, three independent streams: the instruction takes three cycles but one
- * can start each cycle) is chosen by the processor; the table form is the meaning, and a test holds
- * one against the other.
+ * The processor selects the form. The hardware form (SSE4.2) runs three independent streams,
+ * because the instruction takes three cycles but one can start each cycle. The table form is the
+ * reference that a test compares with the hardware form.
  *
  * Thread rule: any.
  */
@@ -12,18 +12,18 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The checksum of what `crc` stands for followed by `data`; begin with 0. size_bytes 0 gives crc.
+/* Extend the checksum `crc` by `data` and return it. Start with crc 0; no bytes leave crc as it is.
  */
 uint32_t sw_crc32c(uint32_t crc, const void *data, size_t size_bytes);
 
-/* The same, by table alone. */
+/* sw_crc32c by the table form alone. */
 uint32_t sw_crc32c_portable(uint32_t crc, const void *data, size_t size_bytes);
 
-/* Copies, and returns the checksum of what was copied: `source` is read from memory once. No
- * overlap. */
+/* Copy `source` and return the checksum `crc` extended by it. The source is read from memory once.
+ * Source and destination must not overlap. */
 uint32_t sw_crc32c_copy(uint32_t crc, void *destination, const void *source, size_t size_bytes);
 
-/* The checksum of A followed by B, from those of A and B. Cost: the logarithm of `b_bytes`. */
+/* Return the checksum of A followed by B, from those of A and B. Cost: O(log b_bytes). */
 uint32_t sw_crc32c_join(uint32_t a, uint32_t b, uint64_t b_bytes);
 
 #endif

@@ -1,10 +1,10 @@
-/* device_kernels.c - a device's kernels made ready and launched. */
+/* device_kernels.c - load and launch the kernels of a device. */
 #include "kernels/device_kernels.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { ARGS_BYTES_MAX = 4096 }; /* what every GPU takes as parameters */
+enum { ARGS_BYTES_MAX = 4096 }; /* the limit of every GPU */
 
 #define FITS(noun) _Static_assert(sizeof(sw_##noun##_args) <= ARGS_BYTES_MAX, "too many " #noun)
 FITS(pack);
@@ -33,7 +33,8 @@ static sw_status load_found(sw_kernel_set *set, const sw_image_places *places, s
     return SW_OK;
 }
 
-/* A packaged image that the driver refuses, one of a newer compiler's, say, is as good as none. */
+/* A packaged image may come from a newer compiler, and the driver then refuses it: try again
+ * without packaged images. */
 static sw_status load(sw_kernel_set *set, const sw_image_places *places, sw_error *err)
 {
     sw_image_places others = *places;
@@ -79,7 +80,7 @@ sw_status sw_kernel_launch(const sw_kernel_set *set, sw_kernel kernel, const voi
     const sw_kernel_contract *contract = &sw_kernel_contracts()[kernel];
     union {
         unsigned char bytes[ARGS_BYTES_MAX];
-        void *pointer; /* for its alignment */
+        void *pointer; /* gives the union a pointer's alignment */
     } copy;
     SW_TRY(contract->check(args, err));
     if (set->device->kind == SW_DEVICE_HOST) {

@@ -1,12 +1,12 @@
 /* kernel_args.h - the one parameter of each device kernel: C for the host, CUDA for the device.
  *
- * Idea: this file is compiled by the C compiler and is also the first part of the text that NVRTC
- * gets (kernel_source.c), so both sides have one declaration. Hence no include, and only types that
- * both have. Kernels take these structures by value: nothing is read through device memory but the
- * data itself. What each kernel does, reads and writes: device_kernels.h.
+ * The C compiler compiles this file, and it is the first part of the text that NVRTC compiles
+ * (kernel_source.c), so both sides share one declaration. It therefore includes nothing and uses
+ * only types that both compilers have. Kernels take these structures by value: device memory holds
+ * the data alone. device_kernels.h says what each kernel does, reads and writes.
  *
- * Dtypes are sw_dtype and operations sw_redop, whose numbers are said again here
- * (kernel_contracts.c asserts that they agree). Thread rule: any.
+ * The numbers of sw_dtype and sw_redop are repeated here; kernel_contracts.c asserts that they
+ * agree. Thread rule: any.
  */
 #ifndef SW_KERNELS_KERNEL_ARGS_H
 #define SW_KERNELS_KERNEL_ARGS_H
@@ -31,7 +31,7 @@ enum {
     SW_ARG_MIN,
     SW_ARG_MAX,
 
-    SW_ARG_DIGIT_COUNT = 136, /* of sw_norm_sum; then infinite, nan, additions */
+    SW_ARG_DIGIT_COUNT = 136, /* digits of sw_norm_sum; then infinite, nan, additions */
     SW_ARG_LOWEST_EXPONENT = -2176,
 
     SW_PACK_SEGMENT_MAX = 64,
@@ -41,8 +41,8 @@ enum {
     SW_FACTORS_MAX = 64,
     SW_PUT_BYTES_MAX = 4080,
 
-    SW_REFUSED = 1,      /* verdicts: before anything of the state has changed */
-    SW_REFUSED_LATE = 2, /* after */
+    SW_REFUSED = 1,      /* verdict: the round is refused and no state has changed */
+    SW_REFUSED_LATE = 2, /* verdict: the round is refused after its state has changed */
 };
 
 typedef struct sw_cast_args {
@@ -61,18 +61,17 @@ typedef struct sw_pack_segment {
 
 typedef struct sw_pack_args {
     sw_pack_segment segment[SW_PACK_SEGMENT_MAX];
-    const void *verdict; /* int32: nothing is done unless it is 0; or NULL */
+    const void *verdict; /* int32: the kernel does nothing unless it is 0; or NULL */
     int segment_count;
 } sw_pack_args;
 
 typedef struct sw_fold_args {
-    void *to;        /* may be `own` */
-    const void *own; /* contribution `own_index` */
-    const void
-        *rest; /* contribution k lies at rest + k * stride_bytes; place own_index is unread */
+    void *to;           /* may be `own` */
+    const void *own;    /* contribution `own_index` */
+    const void *rest;   /* contribution k lies at rest + k * stride_bytes; own_index is not read */
     const void *addend; /* added to each contribution first, in the dtype; may be `to`, or NULL */
     sw_u64 numel, stride_bytes;
-    double scale; /* of SW_REDOP_MEAN */
+    double scale; /* the factor of SW_REDOP_MEAN */
     int dtype, op, own_index, source_count;
 } sw_fold_args;
 
@@ -103,7 +102,7 @@ typedef struct sw_norm_args {
     int dtype;
 } sw_norm_args;
 
-/* Elements that lie one after the other, as their records do. */
+/* Elements of contiguous arrays and their contiguous records. */
 typedef struct sw_quantize_part {
     void *records;
     const void *source, *error; /* float32; source NULL: zeros; error may be NULL */
@@ -117,27 +116,27 @@ typedef struct sw_quantize_args {
 } sw_quantize_args;
 
 typedef struct sw_fold_records_args {
-    void *to;           /* records; none of the contributions */
+    void *to;           /* records; not one of the contributions */
     const void *own;    /* contribution `own_index` */
     const void *others; /* contribution k lies at others + k * stride_bytes; own_index is unread */
     void *residual;     /* count * block float32; or NULL */
-    sw_u64 count, block, stride_bytes; /* of records; elements of each */
+    sw_u64 count, block, stride_bytes; /* records; elements of a record */
     float scale;
     int bits, own_index, source_count;
 } sw_fold_records_args;
 
-/* As sw_quantize_part. */
+/* Elements as in sw_quantize_part. */
 typedef struct sw_decode_part {
     void *values;        /* float32 */
     void *error;         /* float32; or NULL */
-    const void *records; /* NULL: the values stay */
-    const void *own;     /* with an error: what QUANTIZE made of both */
+    const void *records; /* NULL: values are not written */
+    const void *own;     /* with an error: the records that QUANTIZE made of values and error */
     sw_u64 numel;
 } sw_decode_part;
 
 typedef struct sw_decode_args {
     sw_decode_part part[SW_BLOCK_PARTS_MAX];
-    const void *verdict; /* int32: errors stay unless it is 0; or NULL */
+    const void *verdict; /* int32: errors are written only if it is 0; or NULL */
     sw_u64 block;
     int bits, part_count;
 } sw_decode_args;
@@ -145,7 +144,7 @@ typedef struct sw_decode_args {
 typedef struct sw_verdict_args {
     void *verdict; /* int32 */
     const void *records;
-    sw_u64 count, block; /* of records; elements of each */
+    sw_u64 count, block; /* records; elements of a record */
     int bits;
 } sw_verdict_args;
 
@@ -157,18 +156,18 @@ typedef struct sw_owe_part {
 
 typedef struct sw_owe_args {
     sw_owe_part part[SW_BLOCK_PARTS_MAX];
-    const void *verdict; /* int32: nothing is done unless it is 0 */
+    const void *verdict; /* int32: the kernel does nothing unless it is 0 */
     float scale;
     int part_count;
 } sw_owe_args;
 
-/* One matrix of compress_kernels.h's sw_lowrank, all float32 but the memory. */
+/* One matrix of compress_kernels.h's sw_lowrank, float32 except for the memory. */
 typedef struct sw_matrix_args {
     void *gradient;            /* rows x cols */
     void *memory;              /* rows x cols of memory_dtype; or NULL */
     const void *left;          /* rank x rows */
     const void *right, *basis; /* rank x cols */
-    void *out, *copy;          /* factors; which, the kernel says */
+    void *out, *copy;          /* factors, by kernel */
     sw_u64 rows, cols, rank;
     int memory_dtype; /* float32 or bfloat16 */
 } sw_matrix_args;
@@ -183,13 +182,13 @@ typedef sw_matrices_args sw_project_args, sw_absorb_args, sw_expand_args;
 
 typedef struct sw_factor_args {
     void *to;         /* rank x count, float32; may be `from` */
-    const void *from; /* the same */
+    const void *from; /* rank x count, float32 */
     sw_u64 count, rank, seed;
 } sw_factor_args;
 
 typedef struct sw_orthonormalize_args {
     sw_factor_args factor[SW_FACTORS_MAX];
-    const void *verdict; /* int32: nothing is done unless it is 0; or NULL */
+    const void *verdict; /* int32: the kernel does nothing unless it is 0; or NULL */
     int factor_count;
 } sw_orthonormalize_args;
 
@@ -197,7 +196,7 @@ typedef struct sw_finite_args {
     void *verdict;      /* int32 */
     const void *values; /* float32 */
     sw_u64 numel;
-    int refusal; /* what it becomes */
+    int refusal; /* the new verdict */
 } sw_finite_args;
 
 typedef struct sw_put_args {

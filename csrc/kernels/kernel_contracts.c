@@ -1,5 +1,5 @@
-/* kernel_contracts.c - the table of device_kernels.h: checks, ranges, host references, grids. Those
- * of blocks: block_contracts.c; of low rank: lowrank_contracts.c. */
+/* kernel_contracts.c - the table of device_kernels.h: checks, ranges, references and grids. The
+ * kernels of blocks are in block_contracts.c, those of low rank in lowrank_contracts.c. */
 #include <stdint.h>
 #include <string.h>
 
@@ -10,13 +10,13 @@
 #include "kernels/optim_kernels.h"
 
 enum { THREADS = 256, CAST_BLOCK_NUMEL = 1024 };
-/* What the .cu text has: blocks a multiprocessor holds of a kernel, and what a block takes in a
- * turn. */
+/* Values that the .cu text repeats: blocks of a kernel on one multiprocessor, and bytes or elements
+ * that a block takes at a time. */
 enum { MOVE_BLOCKS = 4, STEP_BLOCKS = 4, NORM_BLOCKS = 3, FOLD_BLOCKS = 3 };
 enum { TURN_BYTES = THREADS * 64, RUN_TILE_NUMEL = THREADS * 4, FOLD_TURN_BYTES = THREADS * 32 };
-enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* a communicator's world ends there */
+enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* the largest world size */
 
-#define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h numbers dtypes its own way")
+#define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h and sw_dtype disagree")
 SAME(SW_ARG_FLOAT32, SW_DTYPE_FLOAT32);
 SAME(SW_ARG_FLOAT64, SW_DTYPE_FLOAT64);
 SAME(SW_ARG_FLOAT16, SW_DTYPE_FLOAT16);
@@ -46,7 +46,8 @@ static size_t array_bytes(sw_u64 numel, int dtype)
     return (size_t)numel * sw_dtype_size_bytes((sw_dtype)dtype);
 }
 
-/* Blocks for `count` items of which a block takes `each` in a turn, `most` of them at once. */
+/* Return a grid for `count` items of which a block takes `each` at a time, with at most `most`
+ * blocks. */
 static sw_grid stream_grid(sw_u64 count, sw_u64 each, int most)
 {
     sw_u64 wanted = (count + each - 1) / each;
@@ -177,7 +178,7 @@ static void fold_accesses(const void *args, sw_access_fn *report, void *context)
     report(context, a->to, array_bytes(a->numel, a->dtype), SW_ACCESS_WRITE);
 }
 
-/* Block by block, so that the sums have a place: `to` may be any of the addend and the own. */
+/* Fold block by block through a buffer, because `to` may be the addend or the own contribution. */
 static void fold_on_addend(const sw_fold_args *a)
 {
     union {
@@ -226,23 +227,24 @@ static sw_grid fold_grid(const void *args, int processor_count)
 
 /* ---- optimizers ---- */
 
-static sw_status run_check(const sw_run_args *run, const char *what, sw_error *err)
+static sw_status run_check(const sw_run_args *run, const char *operation, sw_error *err)
 {
     const int dtypes[] = {run->p_dtype, run->state_dtype, run->g_dtype, run->copy_dtype};
     for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; ++i)
         if (!is_small_float(dtypes[i]))
             SW_FAIL(err, SW_E_INVALID, "%s: dtype must be float32, float16 or bfloat16, not %s",
-                    what, sw_dtype_name((sw_dtype)dtypes[i]));
+                    operation, sw_dtype_name((sw_dtype)dtypes[i]));
     return SW_OK;
 }
 
-static sw_status runs_check(const sw_run_args *runs, int count, const char *what, sw_error *err)
+static sw_status runs_check(const sw_run_args *runs, int count, const char *operation,
+                            sw_error *err)
 {
     if (count < 0 || count > SW_RUNS_MAX)
-        SW_FAIL(err, SW_E_INVALID, "%s: run_count must be in [0, %d], not %d", what, SW_RUNS_MAX,
-                count);
+        SW_FAIL(err, SW_E_INVALID, "%s: run_count must be in [0, %d], not %d", operation,
+                SW_RUNS_MAX, count);
     for (int r = 0; r < count; ++r)
-        SW_TRY(run_check(&runs[r], what, err));
+        SW_TRY(run_check(&runs[r], operation, err));
     return SW_OK;
 }
 

@@ -1,5 +1,5 @@
-/* kernel_contracts.h - what kernel_contracts.c's table says of kernels that other files have:
- * block_contracts.c and lowrank_contracts.c (device_kernels.h has their meaning).
+/* kernel_contracts.h - the contracts that block_contracts.c and lowrank_contracts.c define for
+ * kernel_contracts.c's table. device_kernels.h has their meaning.
  *
  * Thread rule: any.
  */

@@ -1,4 +1,4 @@
-/* kernel_image.c - see kernel_image.h. */
+/* kernel_image.c - find, check and write image files; see kernel_image.h. */
 #include "kernels/kernel_image.h"
 
 #include <stdbool.h>
@@ -56,7 +56,7 @@ static uint32_t read_checksum(const unsigned char *header)
            (uint32_t)header[CHECKSUM_AT + 2] << 16 | (uint32_t)header[CHECKSUM_AT + 3] << 24;
 }
 
-/* The image in that file; false if there is none that is valid. */
+/* Read the image of a file. Return false if the file is missing or invalid. */
 static bool read_image(sw_image *image, const char *path)
 {
     char *file = NULL;
@@ -76,7 +76,8 @@ static bool read_image(sw_image *image, const char *path)
     return true;
 }
 
-/* The user's own folder that nobody else writes to; made if it is missing. */
+/* Check that the folder is the user's own and that no other user may write to it. Create it if it
+ * is missing. */
 static bool folder_is_private(const char *folder)
 {
     struct stat info;
@@ -156,7 +157,7 @@ sw_status sw_image_find(sw_image *image, int major, int minor, const sw_image_pl
         return fail_everywhere(major, minor, places, reason.message, err);
     if (status != SW_OK)
         return sw_error_set(err, status, reason.detail, "%s", reason.message);
-    if (cached) /* a cache that cannot be written costs time, not the run */
+    if (cached) /* a cache that cannot be written costs time, not correctness */
         cached = write_image(&found, path, NULL) == SW_OK;
     found.origin = cached ? SW_IMAGE_COMPILED : SW_IMAGE_COMPILED_UNCACHED;
     *image = found;

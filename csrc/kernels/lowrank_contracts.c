@@ -1,5 +1,5 @@
-/* lowrank_contracts.c - PROJECT, ABSORB, EXPAND, ORTHONORMALIZE and FINITE. A reference goes over
- * the matrices one by one, by the host's kernels. */
+/* lowrank_contracts.c - contracts of PROJECT, ABSORB, EXPAND, ORTHONORMALIZE and FINITE. A
+ * reference calls the host's kernels on one matrix after the other. */
 #include "kernels/kernel_contracts.h"
 
 #include <stdint.h>
@@ -9,8 +9,8 @@
 #include "kernels/kernels.h"
 
 enum { THREADS = 256, BLOCKS_A_PROCESSOR = 8, NUMEL_A_BLOCK = 1024 };
-/* As cuda/lowrank.cu has it: blocks a multiprocessor holds, rows of a warp, sides of a block's
- * tile. */
+/* Values that cuda/lowrank.cu repeats: blocks on one multiprocessor, rows of a warp, sides of a
+ * block's tile. */
 enum { PROJECT_BLOCKS = 2, ABSORB_BLOCKS = 3, EXPAND_BLOCKS = 3 };
 enum { PROJECT_ROWS = THREADS / 32 * 8, ABSORB_COLS = 32, EXPAND_SIDE = 64 };
 
@@ -66,27 +66,27 @@ static sw_u64 parts(sw_u64 count, sw_u64 each)
 
 /* ---- matrices ---- */
 
-static sw_status matrix_check(const sw_matrix_args *m, const char *what, sw_error *err)
+static sw_status matrix_check(const sw_matrix_args *m, const char *operation, sw_error *err)
 {
     sw_u64 most = m->rows < m->cols ? m->rows : m->cols;
     most = most < SW_LOWRANK_RANK_MAX ? most : SW_LOWRANK_RANK_MAX;
     if (m->rank < 1 || m->rank > most)
         SW_FAIL(err, SW_E_INVALID,
-                "%s: rank of a matrix of %llu x %llu must be in [1, %llu], not %llu", what, m->rows,
-                m->cols, most, m->rank);
+                "%s: rank of a matrix of %llu x %llu must be in [1, %llu], not %llu", operation,
+                m->rows, m->cols, most, m->rank);
     if (m->memory_dtype != SW_DTYPE_FLOAT32 && m->memory_dtype != SW_DTYPE_BFLOAT16)
-        SW_FAIL(err, SW_E_INVALID, "%s: memory must be float32 or bfloat16, not %s", what,
+        SW_FAIL(err, SW_E_INVALID, "%s: memory must be float32 or bfloat16, not %s", operation,
                 sw_dtype_name((sw_dtype)m->memory_dtype));
     return SW_OK;
 }
 
-static sw_status matrices_check(const sw_matrices_args *a, const char *what, sw_error *err)
+static sw_status matrices_check(const sw_matrices_args *a, const char *operation, sw_error *err)
 {
     if (a->matrix_count < 0 || a->matrix_count > SW_MATRICES_MAX)
-        SW_FAIL(err, SW_E_INVALID, "%s: matrix_count must be in [0, %d], not %d", what,
+        SW_FAIL(err, SW_E_INVALID, "%s: matrix_count must be in [0, %d], not %d", operation,
                 SW_MATRICES_MAX, a->matrix_count);
     for (int i = 0; i < a->matrix_count; ++i)
-        SW_TRY(matrix_check(&a->matrix[i], what, err));
+        SW_TRY(matrix_check(&a->matrix[i], operation, err));
     return SW_OK;
 }
 
@@ -151,7 +151,7 @@ void sw_absorb_accesses(const void *args, sw_access_fn *report, void *context)
     report_verdict(a->verdict, report, context);
 }
 
-/* memory = v alone. */
+/* Store memory = v and compute nothing else. */
 static void remember(const sw_matrix_args *m)
 {
     const float *v = m->gradient;

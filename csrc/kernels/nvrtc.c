@@ -1,4 +1,4 @@
-/* nvrtc.c - see nvrtc.h. The library stays loaded: torch uses it too. */
+/* nvrtc.c - drive NVRTC; see nvrtc.h. The library stays loaded, since torch uses it too. */
 #include "kernels/nvrtc.h"
 
 #include <locale.h>
@@ -18,8 +18,8 @@ static const sw_library_symbol symbols[] = {
 };
 
 typedef struct target {
-    int arch;    /* 10 * major + minor: of the GPU, or the newest below it that is known */
-    bool native; /* a cubin of this very architecture can be made */
+    int arch;    /* 10 * major + minor of the GPU, or of the newest known architecture below it */
+    bool native; /* NVRTC can make a cubin of the GPU's own architecture */
 } target;
 
 static sw_status check(sw_nvrtc_result result, const char *call, sw_error *err)
@@ -35,7 +35,8 @@ static sw_status choose_target(const sw_nvrtc_table *call, int wanted, target *c
     int count = 0, archs[ARCH_MAX], best = 0;
     SW_TRY(check(call->nvrtcGetNumSupportedArchs(&count), "nvrtcGetNumSupportedArchs", err));
     if (count < 1 || count > ARCH_MAX)
-        SW_FAIL(err, SW_E_UNSUPPORTED, "nvrtc: %d architectures are more than this engine reads",
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "nvrtc: the number of its architectures must be in [1, %d], not %d", ARCH_MAX,
                 count);
     SW_TRY(check(call->nvrtcGetSupportedArchs(archs), "nvrtcGetSupportedArchs", err));
     for (int i = 0; i < count; ++i)
@@ -43,13 +44,13 @@ static sw_status choose_target(const sw_nvrtc_table *call, int wanted, target *c
             best = archs[i];
     if (best == 0)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "nvrtc: it knows no architecture as old as sm_%d; its oldest is sm_%d", wanted,
+                "nvrtc: it has no architecture as old as sm_%d; its oldest is sm_%d", wanted,
                 archs[0]);
     *chosen = (target){.arch = best, .native = best == wanted};
     return SW_OK;
 }
 
-/* The compiler's own words, as many as fit. */
+/* Fail with the start of the compiler's log, as much as fits. */
 static sw_status fail_with_log(const sw_nvrtc_table *call, sw_nvrtc_program program,
                                const target *chosen, sw_error *err)
 {

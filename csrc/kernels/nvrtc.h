@@ -1,7 +1,7 @@
-/* nvrtc.h - NVIDIA's run-time compiler, by name at run time: CUDA text to an image for one GPU.
+/* nvrtc.h - compile CUDA text to an image for one GPU with NVRTC, opened by name at run time.
  *
- * The part of its interface that is used is declared by hand; tests/abi compares it with the real
- * nvrtc.h. Valid C and C++. Thread rule: any.
+ * The used part of NVRTC's interface is declared by hand; tests/abi compares it with the real
+ * nvrtc.h. The file is valid C and C++. Thread rule: any.
  */
 #ifndef SW_KERNELS_NVRTC_H
 #define SW_KERNELS_NVRTC_H
@@ -36,11 +36,12 @@ typedef struct sw_nvrtc_table {
 #undef SW_NVRTC_FIELD
 } sw_nvrtc_table;
 
-/* Compiles `source` for compute capability major.minor with the compiler in `library`. Where the
+/* Compile `source` for compute capability major.minor with the compiler in `library`. If the
  * compiler is older than the GPU, the image is PTX of the newest architecture below, which the
- * driver translates. *image is malloc'ed. `builtins` (may be NULL) is the companion that the
- * compiler opens by bare name: it is loaded first, by this path. SW_E_UNSUPPORTED names the library
- * that cannot be used, or the architecture; SW_E_STATE quotes the compiler's first words. */
+ * driver translates. *image is malloc'ed. `builtins` (may be NULL) is the path of a companion
+ * library that the compiler opens by its bare name: it is loaded first. SW_E_UNSUPPORTED names a
+ * library that cannot be used, or the architecture; SW_E_STATE quotes the start of the compiler's
+ * log. */
 SW_MUST_USE sw_status sw_nvrtc_compile(const char *library, const char *builtins,
                                        const char *source, const char *const *options, int major,
                                        int minor, void **image, size_t *size_bytes, sw_error *err);

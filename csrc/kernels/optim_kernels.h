@@ -1,9 +1,9 @@
 /* optim_kernels.h - the contracts of the optimizer kernels and of the sum of squares.
  *
- * Idea: kernels take scalars that are already rounded to float32 and one run of arrays; which
- * hyperparameters they come from is csrc/optim's business. docs/design/optim.md has the formulas.
- * Every table gives the same bits, and so does every cut of a run, because an element meets no
- * other element.
+ * Kernels take scalars that are already rounded to float32, and one run of arrays. csrc/optim
+ * computes the scalars from the hyperparameters; docs/design/optim.md has the formulas. Every
+ * kernel table gives the same bits, and so does every way to cut a run, because each element is
+ * computed on its own.
  *
  * Thread rule: any. Kernels keep no state.
  */
@@ -16,15 +16,15 @@
 
 #include "tensor/dtype.h"
 
-/* One piece of work: the same `numel` elements of each array. Arrays are disjoint, aligned to their
- * element. Dtypes are float32, bfloat16 or float16; arithmetic is float32 whatever they are. Memory
- * is the caller's. */
+/* One run: the same `numel` elements of each array. Arrays are disjoint and aligned to their
+ * element. Dtypes are float32, bfloat16 or float16; arithmetic is always float32. Memory is the
+ * caller's. */
 typedef struct sw_optim_run {
-    void *p; /* parameter, or its master: read and written */
-    void *m; /* first moment, or SGD's momentum buffer (unread in SGD without momentum): read and
-                written */
-    void *v; /* second moment: read and written; Adam only */
-    void *v_max;   /* its maximum: read and written; Adam with amsgrad only */
+    void *p;       /* parameter, or its master: read and written */
+    void *m;       /* first moment or momentum buffer: read and written; unread in SGD without
+                      momentum */
+    void *v;       /* second moment: read and written; Adam only */
+    void *v_max;   /* maximum of v: read and written; Adam with amsgrad only */
     const void *g; /* gradient: read */
     void *copy;    /* the new parameter in copy_dtype: written; NULL for none */
     size_t numel;
@@ -33,7 +33,7 @@ typedef struct sw_optim_run {
 } sw_optim_run;
 
 typedef struct sw_adam_scalars {
-    float factor;        /* of the gradient: scale, negative to maximize; 1 leaves it alone */
+    float factor;        /* multiplies the gradient; negative to maximize; 1 for none */
     float decay;         /* p *= decay; 1 for none */
     float l2;            /* g += l2 * p, fused; 0 for none */
     float lerp;          /* 1 - beta1 */
@@ -45,17 +45,17 @@ typedef struct sw_adam_scalars {
 } sw_adam_scalars;
 
 typedef struct sw_sgd_scalars {
-    float factor; /* as above */
+    float factor; /* as in sw_adam_scalars */
     float l2;
     float momentum;    /* 0: no buffer */
     float undampening; /* 1 - dampening */
     float negative_lr;
     bool nesterov;
-    bool first; /* the buffer is not read: it becomes the gradient */
+    bool first; /* the buffer is not read: it is set to the gradient */
 } sw_sgd_scalars;
 
-/* Cost: one read of each array that is read, one write of each that is written; blocks of 4 KiB in
- * L1. */
+/* Cost: one read of each array that is read and one write of each that is written, in blocks of
+ * 4 KiB that stay in the L1 cache. */
 typedef void sw_adam_fn(const sw_optim_run *run, const sw_adam_scalars *scalars);
 typedef void sw_sgd_fn(const sw_optim_run *run, const sw_sgd_scalars *scalars);
 
@@ -63,30 +63,29 @@ typedef void sw_sgd_fn(const sw_optim_run *run, const sw_sgd_scalars *scalars);
 
 enum {
     SW_NORM_DIGIT_COUNT = 136,
-    SW_NORM_LOWEST_EXPONENT =
-        -2176, /* digit 0 counts 2^-2176: the least square of a float64 is 2^-2148 */
+    SW_NORM_LOWEST_EXPONENT = -2176, /* unit of digit 0; the least square of float64 is 2^-2148 */
 };
 
-/* The exact number sum over j of digit[j] * 2^(32 j - 2176), and what is no number, counted apart.
- * All zero is zero. Fields are int64 without padding, so two sums are added by adding their int64
- * words: an all-reduce of SW_NORM_WORD_COUNT int64 is a merge, once each of them was carried
+/* The exact number sum over j of digit[j] * 2^(32 j - 2176), with infinities and NaN counted apart.
+ * An all-zero structure is zero. Fields are int64 without padding, so two carried sums are added by
+ * adding their int64 words: an all-reduce of SW_NORM_WORD_COUNT int64 merges them
  * (csrc/optim/norm.h). */
 typedef struct sw_norm_sum {
     int64_t digit[SW_NORM_DIGIT_COUNT];
-    int64_t infinite, nan; /* elements seen */
-    int64_t additions;     /* since the last carry; a digit holds 2^31 of them */
+    int64_t infinite, nan; /* infinities and NaN seen */
+    int64_t additions;     /* additions since the last carry; a digit holds 2^31 of them */
 } sw_norm_sum;
 
 enum { SW_NORM_WORD_COUNT = sizeof(sw_norm_sum) / sizeof(int64_t) };
 
-/* Adds the squares of `numel` elements at `data` to *sum; carries by itself when digits fill up.
- * While a block's exponents span at most 23 binades float32 costs about what a plain sum in double
- * does, and so, per element, do bfloat16 and float16; each further 23 binades are one more pass
- * over the block in the cache. float64 takes some nanoseconds an element. */
+/* Add the squares of `numel` elements at `data` to *sum and carry when digits fill up. While the
+ * exponents of a block span at most 23 binades, an element costs about as much as in a plain sum in
+ * double. Each further 23 binades cost one more pass over the block in the cache. A float64 element
+ * takes some nanoseconds. */
 typedef void sw_norm_fn(sw_norm_sum *sum, const void *data, size_t numel, sw_dtype dtype);
 
-/* Moves what exceeds 32 bits of a digit to the next: afterwards digits are in [0, 2^32) and equal
- * sums have equal bytes. */
+/* Move what exceeds 32 bits of a digit to the next digit. Afterwards digits are in [0, 2^32), and
+ * equal sums have equal bytes. */
 void sw_norm_sum_carry(sw_norm_sum *sum);
 
 typedef struct sw_optim_kernels {

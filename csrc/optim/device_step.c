@@ -1,4 +1,4 @@
-/* device_step.c - see device_step.h. */
+/* device_step.c - pack runs into kernel arguments and launch; see device_step.h. */
 #include "optim/device_step.h"
 
 static sw_run_args args_of(const sw_optim_run *run)
@@ -16,7 +16,7 @@ static sw_run_args args_of(const sw_optim_run *run)
                          .copy_dtype = (int)run->copy_dtype};
 }
 
-/* The next runs of one kind, those without elements left out; *at goes behind them. */
+/* Pack the next runs of one step count, without empty runs, and move *at behind them. */
 static int take_runs(sw_run_args *to, const sw_optim_run *runs, size_t count, size_t *at,
                      int64_t step)
 {

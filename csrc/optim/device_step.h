@@ -1,8 +1,7 @@
-/* device_step.h - the same step on a GPU: many runs a launch.
+/* device_step.h - a step of Adam or SGD on a GPU, many runs a launch.
  *
- * Idea: runs of one step count share their scalars, so up to SW_RUNS_MAX of them go as one launch,
- * however their memory lies: slices of an arena, or tensors of their own. The bits are the host's
- * (device_kernels.h).
+ * Runs of one step count share their scalars, so up to SW_RUNS_MAX of them go in one launch, slices
+ * of an arena and separate tensors alike. The bits are the host's (device_kernels.h).
  *
  * Thread rule: any, as long as two threads do not share a run. Nothing is kept.
  */
@@ -13,8 +12,8 @@
 #include "kernels/device_kernels.h"
 #include "optim/optim.h"
 
-/* As sw_adam_step and sw_sgd_step, with their errors, on device memory and in the order of
- * `stream`; enqueued, not waited for. The kernel set's device may be the host. */
+/* Enqueue the step on device memory, in the order of `stream`, and do not wait. Errors are those of
+ * sw_adam_step and sw_sgd_step. The kernel set's device may be the host. */
 SW_MUST_USE sw_status sw_device_adam_step(const sw_kernel_set *kernels,
                                           const sw_adam_options *options, const sw_optim_run *runs,
                                           size_t count, sw_stream *stream, sw_error *err);

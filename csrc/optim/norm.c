@@ -1,4 +1,4 @@
-/* norm.c - sums of squares by the kernel of the instruction set in force, merged and rounded. */
+/* norm.c - add squares with the kernel table in force, merge sums and round the result. */
 #include "optim/norm.h"
 
 #include <math.h>
@@ -60,9 +60,9 @@ double sw_norm_value(const sw_norm_sum *sum)
     int top = SW_NORM_DIGIT_COUNT - 1;
     while (top > 2 && closed.digit[top] == 0)
         --top;
-    /* The three highest digits hold at least 65 bits of the number, or all of it: the first 64 go
-     * into one integer, and whatever is below sets its last bit, so that the conversion to double
-     * rounds rightly. */
+    /* The three highest digits hold at least 65 bits of the number, or all of it. The first 64 go
+     * into one integer. The bits below set its last bit, so that the conversion to double rounds
+     * correctly. */
     uint64_t head = (uint64_t)closed.digit[top], next = (uint64_t)closed.digit[top - 1];
     uint64_t last = (uint64_t)closed.digit[top - 2];
     int shift = head ? __builtin_clzll(head) : 64;
@@ -72,8 +72,7 @@ double sw_norm_value(const sw_norm_sum *sum)
     for (int i = 0; i < top - 2 && !sticky; ++i)
         sticky = closed.digit[i] != 0;
     int exponent = SW_NORM_LOWEST_EXPONENT + 32 * top - shift;
-    /* An even exponent comes out of the square root whole: the sum itself may be out of double's
-     * range. */
+    /* Take an even power of two out of the square root, since the sum may exceed double's range. */
     double square = (double)(bits | sticky);
     if (exponent % 2 != 0) {
         square *= 2.0;

@@ -1,8 +1,8 @@
 /* norm.h - the global 2-norm: an exact sum of squares that any number of ranks can add up.
  *
- * Idea: sw_norm_sum (kernels/optim_kernels.h) is an integer. Ranks add theirs in any order and all
- * get the same one, and it is rounded once, at the end: the same number for any cut, stage or world
- * size.
+ * sw_norm_sum (kernels/optim_kernels.h) is an integer, so ranks may add theirs in any order and get
+ * the same sum. It is rounded once, at the end. The norm is therefore the same for any cut, stage
+ * or world size.
  *
  *   sw_norm_init(&sum); sw_norm_add(&sum, mine, count, err);
  *   sw_norm_close(&sum);       all_reduce SUM of SW_NORM_WORD_COUNT int64 at &sum (1,112 bytes);
@@ -17,30 +17,30 @@
 #include "kernels/optim_kernels.h"
 
 typedef struct sw_norm_array {
-    const void *data; /* borrowed for the call; may be NULL where numel is 0 */
+    const void *data; /* borrowed for the call; may be NULL if numel is 0 */
     size_t numel;
     sw_dtype dtype;
 } sw_norm_array;
 
 void sw_norm_init(sw_norm_sum *sum);
 
-/* Adds the squares of all elements. SW_E_INVALID, before anything is added, unless each dtype is
+/* Add the squares of all elements. SW_E_INVALID, before anything is added, unless each dtype is
  * float32, bfloat16, float16 or float64. */
 SW_MUST_USE sw_status sw_norm_add(sw_norm_sum *sum, const sw_norm_array *arrays, size_t count,
                                   sw_error *err);
 
-/* Carries, so that up to 2^31 closed sums can be added word by word. Equal sums then have equal
+/* Carry, so that up to 2^31 closed sums can be added word by word. Equal sums then have equal
  * bytes. */
 void sw_norm_close(sw_norm_sum *sum);
 
-/* into += from: what the all-reduce does for two ranks. Both closed; so is the result. */
+/* into += from, as the all-reduce does for two ranks. Both are closed, and so is the result. */
 void sw_norm_merge(sw_norm_sum *into, const sw_norm_sum *from);
 
-/* Whether an infinity or NaN was among the elements: the overflow vote comes with the norm. */
+/* Return false if an infinity or NaN was among the elements: the overflow check of loss scaling. */
 bool sw_norm_is_finite(const sw_norm_sum *sum);
 
-/* The square root of the sum, which is first rounded to 53 bits. NaN if a NaN was added, else
- * infinity if an infinity was. */
+/* Return the square root of the sum, which is first rounded to 53 bits. NaN if a NaN was added,
+ * else infinity if an infinity was. */
 double sw_norm_value(const sw_norm_sum *sum);
 
 #endif

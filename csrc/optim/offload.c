@@ -1,7 +1,7 @@
-/* offload.c - runs cut into batches, and three threads that pass batches on.
+/* offload.c - cut runs into batches that three threads read, step on and write.
  *
- * The threads agree by three counts that only grow: batches read, stepped on, written. Batch b goes
- * through buffer b mod 3, so it may be read once b - 3 is written.
+ * The threads synchronise by three counts that only grow: batches read, stepped on, written. Batch
+ * b uses buffer b mod 3, so it may be read once batch b - 3 is written.
  */
 #include "optim/offload.h"
 
@@ -13,9 +13,9 @@
 #include "platform/memory.h"
 #include "platform/thread.h"
 
-enum { ARRAY_COUNT = 4, CUT_NUMEL = 4096 }; /* a cut of two bytes an element is a page, too */
+enum { ARRAY_COUNT = 4, CUT_NUMEL = 4096 }; /* a cut of two-byte elements is whole pages, too */
 
-typedef struct file_extent { /* neighbours in the file and in the buffer, moved by one call */
+typedef struct file_extent { /* contiguous in the file and in the buffer, moved by one call */
     uint64_t offset;
     size_t at, size_bytes;
 } file_extent;
@@ -25,7 +25,7 @@ typedef struct step_batch {
 } step_batch;
 
 typedef struct step_plan {
-    sw_optim_run *pieces; /* owned; arrays of the file are in the batch's buffer */
+    sw_optim_run *pieces; /* owned; arrays of the file point into the batch's buffer */
     file_extent *extents; /* owned */
     step_batch *batches;  /* owned */
     size_t piece_count, extent_count, batch_count;
@@ -37,7 +37,7 @@ typedef struct step_pass {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     size_t read_count, stepped_count, written_count; /* mutex: all */
-    sw_error failure;                                /* mutex; the first one */
+    sw_error failure;                                /* mutex: the first failure */
 } step_pass;
 
 sw_status sw_offload_init(sw_offload *offload, const char *folder, const char *label,
@@ -45,7 +45,7 @@ sw_status sw_offload_init(sw_offload *offload, const char *folder, const char *l
 {
     if (buffer_bytes == 0 || buffer_bytes % SW_OFFLOAD_LEAST_BUFFER_BYTES != 0)
         SW_FAIL(err, SW_E_INVALID,
-                "offload: a buffer must have a multiple of %d bytes, above 0, not %zu",
+                "offload: buffer_bytes must be a positive multiple of %d, not %zu",
                 SW_OFFLOAD_LEAST_BUFFER_BYTES, buffer_bytes);
     *offload = (sw_offload){.buffer_bytes = buffer_bytes};
     return sw_state_file_init(&offload->file, folder, label, err);
@@ -60,8 +60,8 @@ void sw_offload_fini(sw_offload *offload)
 
 /* ---- the plan ---- */
 
-typedef struct file_array { /* one of a run's, as far as it is in the file */
-    void **field;           /* in the piece */
+typedef struct file_array { /* an array of a run that lies in the file */
+    void **field;           /* the array's field in the piece */
     uint64_t offset;
     size_t element_bytes;
 } file_array;
@@ -82,8 +82,8 @@ static sw_status find_array(const sw_offload *offload, void **field, void *data,
     return SW_OK;
 }
 
-/* Arrays in the order in which they are laid into the file: what lies side by side is one extent.
- */
+/* List arrays in the order in which they are allocated in the file, so that contiguous arrays form
+ * one extent. */
 static sw_status find_arrays(const sw_offload *offload, const sw_optim_run *run,
                              sw_optim_run *piece, file_array *found, size_t *count, sw_error *err)
 {
@@ -100,7 +100,7 @@ static size_t whole_pages(size_t bytes)
     return (bytes + SW_FILE_ALIGNMENT_BYTES - 1) & ~(size_t)(SW_FILE_ALIGNMENT_BYTES - 1);
 }
 
-/* Elements of a run that one buffer holds. */
+/* Return the elements of a run that one buffer holds. */
 static size_t cut_of(const sw_offload *offload, const file_array *arrays, size_t count)
 {
     size_t bytes = 0;
@@ -143,7 +143,7 @@ static void add_extent(step_plan *plan, step_batch *into, uint64_t offset, size_
     into->used_bytes += size_bytes;
 }
 
-/* The batch that has room for `bytes` more: the last one, or a new one. */
+/* Return the batch that has room for `bytes` more: the last one, or a new one. */
 static step_batch *batch_for(const sw_offload *offload, step_plan *plan, size_t bytes)
 {
     step_batch *last = plan->batch_count ? &plan->batches[plan->batch_count - 1] : NULL;
@@ -195,7 +195,7 @@ static void plan_fini(step_plan *plan)
 static sw_status plan_init(const sw_offload *offload, step_plan *plan, const sw_optim_run *runs,
                            size_t count, sw_error *err)
 {
-    size_t most = 1; /* pieces: a run of n elements is cut at most n / least cut times */
+    size_t most = 1; /* pieces: a run of n elements has at most n / CUT_NUMEL cuts */
     *plan = (step_plan){0};
     for (size_t i = 0; i < count; ++i) {
         file_array arrays[ARRAY_COUNT];
@@ -225,7 +225,7 @@ static uint8_t *buffer_of(const step_pass *pass, size_t number)
     return pass->offload->buffers + number % SW_OFFLOAD_BUFFERS * pass->offload->buffer_bytes;
 }
 
-/* Whether *done gets beyond `number`; false once something has failed. */
+/* Wait until *done exceeds `number`. Return false if a thread has failed. */
 static bool await(step_pass *pass, const size_t *done, size_t number)
 {
     pthread_mutex_lock(&pass->mutex);
@@ -325,8 +325,10 @@ sw_status sw_offload_step(sw_offload *offload, sw_offload_step_fn *step, const v
 {
     sw_state_file *file = &offload->file;
     if (file->failure.status != SW_OK)
-        SW_FAIL(err, SW_E_STATE, "a step was broken off, and state is neither old nor new: %.400s",
-                file->failure.message);
+        SW_FAIL(
+            err, SW_E_STATE,
+            "optimizer state is invalid, since an earlier step failed while changing it: %.400s",
+            file->failure.message);
     if (!offload->buffers)
         SW_TRY(sw_pages_map(SW_OFFLOAD_BUFFERS * offload->buffer_bytes, &offload->buffers, err));
     step_pass pass = {.offload = offload};

@@ -1,4 +1,4 @@
-/* optim.c - options checked, scalars rounded once, the kernel of the instruction set in force. */
+/* optim.c - check options, round the scalars once, and call the kernel table in force. */
 #include "optim/optim.h"
 
 #include <math.h>
@@ -7,13 +7,13 @@
 
 typedef enum optim_kind { KIND_ADAM, KIND_ADAM_AMSGRAD, KIND_SGD, KIND_SGD_MOMENTUM } optim_kind;
 
-static sw_status check_range(const char *what, double value, double below, sw_error *err)
+static sw_status check_range(const char *option, double value, double below, sw_error *err)
 {
     if (value >= 0.0 && value < below)
         return SW_OK;
     if (isinf(below))
-        SW_FAIL(err, SW_E_INVALID, "%s must be finite and at least 0, not %g", what, value);
-    SW_FAIL(err, SW_E_INVALID, "%s must be in [0, %g), not %g", what, below, value);
+        SW_FAIL(err, SW_E_INVALID, "%s must be finite and at least 0, not %g", option, value);
+    SW_FAIL(err, SW_E_INVALID, "%s must be in [0, %g), not %g", option, below, value);
 }
 
 static sw_status check_grad_scale(const char *operation, double value, sw_error *err)

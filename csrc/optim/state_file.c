@@ -1,5 +1,5 @@
-/* state_file.c - a nameless file, grown in segments that are mapped one by one: no address ever
- * moves. */
+/* state_file.c - a nameless file in segments that are mapped one by one, so that no address moves.
+ */
 #include "optim/state_file.h"
 
 #include <errno.h>
@@ -39,7 +39,7 @@ sw_status sw_state_file_grow(sw_state_file *file, size_t size_bytes, uint8_t **a
     sw_state_segment *segments =
         realloc(file->segments, (file->segment_count + 1) * sizeof *segments);
     if (!segments)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for one more segment of '%s'", file->path);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for another segment of '%s'", file->path);
     file->segments = segments;
     SW_TRY(sw_file_extend(file->fd, file->path, file->size_bytes, whole, err));
     void *base =

@@ -1,4 +1,4 @@
-/* device_offload.c - see device_offload.h, whose table of events this file is. */
+/* device_offload.c - plan batches and run them; device_offload.h has the table of events. */
 #include "zero/device_offload.h"
 
 #include <stdlib.h>
@@ -8,7 +8,7 @@
 
 enum { PIECE_NUMEL = 64 << 10, CUT_NUMEL = 32, ELEMENT_BYTES_MAX = 4, HALVES = 2 };
 
-typedef struct offload_slot { /* half of it gradients, half parameters or their copies */
+typedef struct offload_slot { /* half for gradients, half for parameters or their copies */
     uint8_t *memory;          /* owned, pinned */
     sw_event *fetched, *sent; /* owned */
 } offload_slot;
@@ -19,22 +19,22 @@ struct sw_device_offload {
     offload_slot slot[SW_DEVICE_OFFLOAD_SLOTS];
     size_t slot_bytes;
     int thread_count;
-    sw_error failure; /* what broke off a step that had changed something; SW_OK: nothing */
+    sw_error failure; /* the error of a step that failed after it changed state; SW_OK: none */
     sw_device_offload_stats stats;
 };
 
-typedef struct offload_copy { /* neighbours on both sides, moved by one call */
+typedef struct offload_copy { /* contiguous on both sides, moved by one call */
     uint8_t *device, *pinned;
     size_t size_bytes;
-    bool comes_down; /* a parameter, which is stepped on where it lies; else it is written there */
+    bool comes_down; /* a parameter, stepped on in its slot; else the step only writes it */
 } offload_copy;
 
-typedef struct copy_list { /* gradients; or parameters and their copies */
+typedef struct copy_list { /* gradients, or parameters and their copies */
     offload_copy *copy;    /* owned */
     size_t count;
 } copy_list;
 
-typedef struct batch_half { /* of the slot, and the copies to or from it */
+typedef struct batch_half { /* half a slot, and the copies to or from it */
     size_t first, count, used_bytes;
 } batch_half;
 
@@ -44,7 +44,7 @@ typedef struct offload_batch {
 } offload_batch;
 
 typedef struct offload_plan {
-    sw_optim_run *pieces; /* owned; what is the GPU's has its place in the batch's slot */
+    sw_optim_run *pieces; /* owned; arrays of the GPU point into the batch's slot */
     copy_list gradients, values;
     offload_batch *batches; /* owned */
     size_t piece_count, batch_count;
@@ -63,7 +63,7 @@ static sw_status create_all(sw_device_offload *o, sw_error *err)
         o->slot[s].memory = memory;
         SW_TRY(device->ops->event_create(device, &o->slot[s].fetched, err));
         SW_TRY(device->ops->event_create(device, &o->slot[s].sent, err));
-        /* Nothing that lay there before us ever goes up. */
+        /* Zero the slot, so that no earlier contents of the memory ever go up. */
         SW_TRY(device->ops->fill_async(device, memory, 0, o->slot_bytes, o->down, err));
     }
     return SW_OK;
@@ -74,7 +74,7 @@ sw_status sw_device_offload_create(sw_device_comm *comm, size_t slot_bytes, int 
 {
     if (slot_bytes == 0 || slot_bytes % SW_DEVICE_OFFLOAD_LEAST_SLOT_BYTES != 0)
         SW_FAIL(err, SW_E_INVALID,
-                "device offload: slot_bytes must be a multiple of %d, above 0, not %zu",
+                "device offload: slot_bytes must be a positive multiple of %d, not %zu",
                 SW_DEVICE_OFFLOAD_LEAST_SLOT_BYTES, slot_bytes);
     if (thread_count < 1)
         SW_FAIL(err, SW_E_INVALID, "device offload: thread_count must be at least 1, not %d",
@@ -95,7 +95,7 @@ sw_status sw_device_offload_create(sw_device_comm *comm, size_t slot_bytes, int 
     return SW_OK;
 }
 
-/* All that is under way, also of a batch that broke off in the middle: its events are too old. */
+/* Wait for all pending copies. Record new events first, since a batch that failed left old ones. */
 static void drain(const sw_device_offload *o)
 {
     sw_device *device = o->comm->device;
@@ -158,26 +158,26 @@ static size_t whole_lines(size_t bytes)
     return (bytes + SW_ALIGNMENT_BYTES - 1) & ~(size_t)(SW_ALIGNMENT_BYTES - 1);
 }
 
-/* Where `what` goes in its half of the slot: behind its neighbour, as one copy with it; else on a
- * line of its own, as a new one. */
-static void *place(copy_list *list, batch_half *half, uint8_t *memory, offload_copy what)
+/* Give an array its place in its half of the slot. If it follows the last array in GPU memory, both
+ * become one copy; else it starts a new line and a new copy. */
+static void *place(copy_list *list, batch_half *half, uint8_t *memory, offload_copy added)
 {
     offload_copy *last = half->count ? &list->copy[list->count - 1] : NULL;
-    if (last && last->comes_down == what.comes_down &&
-        last->device + last->size_bytes == what.device) {
-        last->size_bytes += what.size_bytes;
+    if (last && last->comes_down == added.comes_down &&
+        last->device + last->size_bytes == added.device) {
+        last->size_bytes += added.size_bytes;
     } else {
         half->used_bytes = whole_lines(half->used_bytes);
-        what.pinned = memory + half->used_bytes;
-        list->copy[list->count++] = what;
+        added.pinned = memory + half->used_bytes;
+        list->copy[list->count++] = added;
         half->count++;
     }
     void *found = memory + half->used_bytes;
-    half->used_bytes += what.size_bytes;
+    half->used_bytes += added.size_bytes;
     return found;
 }
 
-/* The batch that has room for so many bytes more in each half: the last one, or a new one. */
+/* Return the batch with room for so many more bytes in each half: the last one, or a new one. */
 static offload_batch *batch_for(const sw_device_offload *o, offload_plan *plan, size_t gradient,
                                 size_t value)
 {
@@ -233,7 +233,8 @@ static void plan_fini(offload_plan *plan)
 static sw_status plan_init(const sw_device_offload *o, offload_plan *plan, const sw_optim_run *runs,
                            size_t count, sw_error *err)
 {
-    size_t most = 1, cut = piece_numel(o); /* pieces, and so batches, and copies of a half */
+    size_t most = 1,
+           cut = piece_numel(o); /* bounds the pieces, the batches and the copies of a half */
     for (size_t i = 0; i < count; ++i)
         most += runs[i].numel / cut + 1;
     *plan = (offload_plan){.pieces = calloc(most, sizeof *plan->pieces),
@@ -258,11 +259,11 @@ typedef struct step_pass {
     sw_crew crew;
     sw_device_offload_fn *step;
     const void *options;
-    const sw_optim_run *pieces; /* of the batch that is stepped on */
-    bool has_changed;           /* state */
+    const sw_optim_run *pieces; /* the pieces of the batch that is stepped on */
+    bool has_changed;           /* some state has changed */
 } step_pass;
 
-/* A batch comes down, once what lay in its slot has gone up. */
+/* Start the copy of a batch to the host, after the contents of its slot have gone up. */
 static sw_status fetch(step_pass *pass, size_t number, sw_error *err)
 {
     sw_device_offload *o = pass->offload;
@@ -293,7 +294,7 @@ static sw_status step_on_piece(void *context, size_t item, sw_error *err)
     return pass->step(pass->options, &pass->pieces[item], 1, err);
 }
 
-/* The host waits for the batch, and steps on it. */
+/* Wait for the batch and step on it. */
 static sw_status step_on_batch(step_pass *pass, size_t number, sw_error *err)
 {
     sw_device_offload *o = pass->offload;
@@ -343,8 +344,10 @@ sw_status sw_device_offload_step(sw_device_offload *o, sw_device_offload_fn *ste
                                  sw_stream *user, sw_error *err)
 {
     if (o->failure.status != SW_OK)
-        SW_FAIL(err, SW_E_STATE, "a step was broken off, and state is neither old nor new: %.400s",
-                o->failure.message);
+        SW_FAIL(
+            err, SW_E_STATE,
+            "optimizer state is invalid, since an earlier step failed while changing it: %.400s",
+            o->failure.message);
     step_pass pass = {.offload = o, .step = step, .options = options};
     sw_error failure = {.status = SW_OK};
     SW_TRY(plan_init(o, &pass.plan, runs, count, err));

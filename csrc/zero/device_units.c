@@ -1,4 +1,4 @@
-/* device_units.c - see device_units.h, whose table of events this file is. */
+/* device_units.c - gather units into places; device_units.h has the table of events. */
 #include "zero/device_units.h"
 
 #include <stdlib.h>
@@ -17,7 +17,7 @@ typedef struct device_unit {
 } device_unit;
 
 typedef struct device_place {
-    size_t holder;  /* unit that is not SHARDED; SW_DEVICE_UNIT_NONE */
+    size_t holder;  /* the unit in the place; SW_DEVICE_UNIT_NONE if none */
     sw_event *left; /* owned */
 } device_place;
 
@@ -93,7 +93,7 @@ void sw_device_units_destroy(sw_device_units *u)
     sw_device *device = u->comm->device;
     for (size_t i = 0; u->unit && i < u->count; ++i) {
         device_unit *unit = &u->unit[i];
-        if (unit->state == SW_SHARD_GATHERING) /* its place may be given to others next */
+        if (unit->state == SW_SHARD_GATHERING) /* the caller may reuse its place next */
             sw_device_comm_await(u->comm, unit->whole, "the gathering of a unit");
         device->ops->event_destroy(device, unit->whole);
         free(unit->name);
@@ -142,7 +142,7 @@ static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *
                                         run->slice_bytes, u->comm->stream, err);
         u->stats.bytes += run->slice_bytes * (size_t)peers->world_size;
     }
-    /* The group is closed all the same: the thread's next one is another. */
+    /* Close the group after a failure, too, or the thread's next group would join it. */
     sw_status ended = sw_peers_group_end(peers, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
@@ -158,7 +158,7 @@ static sw_status gather_all(sw_device_units *u, const device_unit *unit, char *d
     return sw_device_comm_mark(u->comm, err);
 }
 
-/* Into its place, after what computed with the unit that lay there. */
+/* Gather a unit into its place, after all work on the unit that was there. */
 static sw_status gather_in_place(sw_device_units *u, device_unit *unit, sw_error *err)
 {
     sw_device *device = u->comm->device;
@@ -172,11 +172,11 @@ sw_status sw_device_unit_gather(sw_device_units *u, size_t index, sw_error *err)
     device_unit *unit = &u->unit[index];
     size_t *holder = &u->place[unit->place].holder;
     if (unit->state == SW_SHARD_SHARDED && *holder != SW_DEVICE_UNIT_NONE)
-        SW_FAIL(err, SW_E_STATE, "unit '%s' cannot be gathered: unit '%s' lies in its place",
+        SW_FAIL(err, SW_E_STATE, "unit '%s' cannot be gathered: unit '%s' is in its place",
                 unit->name, u->unit[*holder].name);
     SW_TRY(sw_shard_move(&unit->state, SW_SHARD_GATHER, unit->name, err));
     sw_status status = gather_in_place(u, unit, err);
-    if (status != SW_OK) { /* what was enqueued runs, or the communicator has failed */
+    if (status != SW_OK) { /* enqueued gathers still run, or the communicator has failed */
         (void)!sw_shard_move(&unit->state, SW_SHARD_FAIL, unit->name, NULL);
         return status;
     }
@@ -192,7 +192,7 @@ sw_status sw_device_unit_take(sw_device_units *u, size_t index, sw_stream *user,
     sw_shard_state taken = unit->state;
     SW_TRY(sw_shard_move(&taken, SW_SHARD_COMPLETE, unit->name, err));
     SW_TRY(device->ops->stream_wait(device, user, unit->whole, err));
-    unit->state = taken; /* where that failed, `user` has not waited: it is still coming */
+    unit->state = taken; /* not before: on failure `user` has not waited for the unit */
     return SW_OK;
 }
 

@@ -1,4 +1,4 @@
-/* page_ring.c - see the header. */
+/* page_ring.c - map ranges onto chunks of a memfd or onto the blank file; see page_ring.h. */
 #include "zero/page_ring.h"
 
 #include <stdlib.h>
@@ -23,7 +23,7 @@ size_t sw_page_ring_span(size_t size_bytes)
     return (size_bytes + unit - 1) / unit * unit;
 }
 
-/* The file that blank ranges show. Its bytes are written once, and never again. */
+/* Create the file behind blank ranges. Its bytes are written once, here. */
 static sw_status make_blank(int *fd, const char *label, sw_error *err)
 {
     uint8_t *bytes;
@@ -34,7 +34,7 @@ static sw_status make_blank(int *fd, const char *label, sw_error *err)
     return SW_OK;
 }
 
-/* The first pages that units use are there, and in huge pages where the kernel can. */
+/* Allocate the first pages that units use, as huge pages if the kernel can. */
 static void warm(const sw_page_ring *ring)
 {
     uint8_t *bytes;
@@ -119,7 +119,7 @@ sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_byt
         SW_FAIL(err, SW_E_STATE, "a range of %zu chunks does not fit a ring with %zu of %zu free",
                 count, ring->chunk_count - ring->in_use, ring->chunk_count);
     take(ring, count, chunks);
-    for (size_t i = 0, run; i < count; i += run) { /* neighbours in one mapping */
+    for (size_t i = 0, run; i < count; i += run) { /* contiguous chunks in one mapping */
         for (run = 1; i + run < count && chunks[i + run] == chunks[i] + run; ++run)
             ;
         size_t at = i * chunk_bytes;
@@ -128,7 +128,8 @@ sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_byt
         if (status == SW_OK)
             continue;
         sw_error second;
-        if (show_blank(ring, address, at, &second) == SW_OK) /* else they stay taken: in use */
+        if (show_blank(ring, address, at, &second) ==
+            SW_OK) /* else they stay mapped, and so taken */
             give_back(ring, count, chunks);
         return status;
     }

@@ -1,4 +1,4 @@
-/* shard_state.c - see the header. */
+/* shard_state.c - the table of moves. */
 #include "zero/shard_state.h"
 
 typedef struct move {
@@ -26,7 +26,7 @@ sw_status sw_shard_move(sw_shard_state *state, sw_shard_event event, const char 
         SW_FAIL(err, SW_E_INVALID, "unit '%s': %d is no move", unit, (int)event);
     const move *wanted = &moves[event];
     if (*state != wanted->from)
-        SW_FAIL(err, SW_E_STATE, "unit '%s' cannot be %s: it is %s, and must be %s", unit,
+        SW_FAIL(err, SW_E_STATE, "unit '%s' cannot be %s: it is %s and must be %s", unit,
                 wanted->name, sw_shard_state_name(*state), sw_shard_state_name(wanted->from));
     *state = wanted->to;
     return SW_OK;

@@ -1,4 +1,4 @@
-/* shard_state.h - what a unit's parameters are at a moment: one enum, one transition function.
+/* shard_state.h - the state of a unit's parameters: one enum, one transition function.
  *
  *     SHARDED    --gather-->   GATHERING   --complete-->  UNSHARDED  --release-->  SHARDED
  *                              GATHERING   --fail------>  SHARDED
@@ -13,9 +13,9 @@
 #include "base/status.h"
 
 typedef enum sw_shard_state {
-    SW_SHARD_SHARDED = 0, /* ranks have their slices; the unit's addresses read as NaN */
-    SW_SHARD_GATHERING,   /* pages are there, not all bytes are */
-    SW_SHARD_UNSHARDED,   /* whole */
+    SW_SHARD_SHARDED = 0, /* only slices exist; the unit's addresses read as NaN */
+    SW_SHARD_GATHERING,   /* memory is mapped, but not all bytes are written */
+    SW_SHARD_UNSHARDED,   /* all bytes are valid */
     SW_SHARD_STATE_COUNT,
 } sw_shard_state;
 
@@ -27,10 +27,10 @@ typedef enum sw_shard_event {
     SW_SHARD_EVENT_COUNT,
 } sw_shard_event;
 
-/* "sharded" and so on; never NULL. */
+/* Return "sharded", "gathering" or "unsharded"; never NULL. */
 const char *sw_shard_state_name(sw_shard_state state);
 
-/* Moves *state, or leaves it: SW_E_STATE names the unit, the move, and the state it needs. */
+/* Move *state, or leave it and return SW_E_STATE with the unit, the move and the state it needs. */
 SW_MUST_USE sw_status sw_shard_move(sw_shard_state *state, sw_shard_event event, const char *unit,
                                     sw_error *err);
 

@@ -1,4 +1,4 @@
-/* unit.c - see the header. */
+/* unit.c - map and fill units from the ranks' slices; see unit.h. */
 #include "zero/unit.h"
 
 #include <stdlib.h>
@@ -16,11 +16,11 @@ enum { NAME_BYTES = 96 };
 typedef struct unit {
     char name[NAME_BYTES];
     sw_shard_state state;
-    uint8_t *address; /* owned: a reserved range; NULL where size_bytes is 0 */
+    uint8_t *address; /* owned: a reserved range; NULL if size_bytes is 0 */
     size_t size_bytes;
     sw_unit_run *runs; /* owned */
     size_t run_count;
-    uint32_t *chunks; /* owned; of the ring, while it is not SHARDED */
+    uint32_t *chunks; /* owned; chunks of the ring while not SHARDED */
 } unit;
 
 struct sw_units {
@@ -53,14 +53,14 @@ static sw_status check_run(const sw_unit_spec *spec, const sw_unit_run *run,
         !sw_size_add(run->source_bytes, run->size_bytes, &source_end) ||
         target_end > spec->size_bytes || source_end > parts->slice_bytes)
         SW_FAIL(err, SW_E_INVALID,
-                "unit '%s': a run of %zu bytes from byte %zu of rank %zu to byte %zu leaves the "
-                "%zu bytes of a part, the %zu of the unit or the %zu ranks",
+                "unit '%s': a run of %zu bytes from byte %zu of rank %zu to byte %zu must lie in "
+                "a slice of %zu bytes, a unit of %zu bytes and a world of %zu ranks",
                 spec->name, run->size_bytes, run->source_bytes, run->rank, run->target_bytes,
                 parts->slice_bytes, spec->size_bytes, parts->world_size);
     if (run->coded && !run_is_coded_well(run, parts))
         SW_FAIL(err, SW_E_INVALID,
-                "unit '%s': a coded run of %zu bytes from byte %zu has no place in %zu bytes of "
-                "codes, or does not begin with a block",
+                "unit '%s': a coded run of %zu bytes from byte %zu must begin with a block and "
+                "have its records in the %zu bytes of codes",
                 spec->name, run->size_bytes, run->source_bytes, parts->code_bytes);
     return SW_OK;
 }
@@ -122,7 +122,7 @@ sw_status sw_units_create(const sw_unit_parts *parts, const sw_unit_spec *specs,
         if (status == SW_OK && next->address)
             status = sw_page_ring_blank(&made->ring, next->address, next->size_bytes, NULL, err);
         if (status != SW_OK) {
-            made->count++; /* what it has is given back with the others */
+            made->count++; /* so that sw_units_destroy releases it with the others */
             goto failed;
         }
     }
@@ -176,7 +176,7 @@ sw_units_stats sw_units_get_stats(const sw_units *units)
     return stats;
 }
 
-/* Bytes that were read. */
+/* Copy or decode one run and return the bytes read. */
 static size_t fetch(const sw_units *units, uint8_t *target, const sw_unit_run *run,
                     sw_unit_source source)
 {

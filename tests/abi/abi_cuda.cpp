@@ -1,4 +1,4 @@
-// abi_cuda.cpp - csrc/device/cuda_abi.h against NVIDIA's cuda.h, in front of the compiler alone.
+// abi_cuda.cpp - compares csrc/device/cuda_abi.h with NVIDIA's cuda.h at compile time.
 #include <cuda.h>
 
 #include "alike.hpp"

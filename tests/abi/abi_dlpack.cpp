@@ -1,5 +1,5 @@
-// abi_dlpack.cpp - csrc/python/dlpack_abi.h against the dlpack.h that torch ships. The exchange table came with DLPack
-// 1.2; an older torch has none, and the engine then asks Python.
+// abi_dlpack.cpp - compares csrc/python/dlpack_abi.h with the dlpack.h that torch ships. DLPack 1.2 brought the exchange
+// table; an older torch has none, and the engine then calls Python.
 #include <ATen/dlpack.h>
 #include <c10/core/DeviceType.h>
 
@@ -35,7 +35,7 @@ SAME(DL_COMPLEX, kDLComplex);
 SAME(DL_BOOL, kDLBool);
 
 #if defined(DLPACK_MAJOR_VERSION) && (DLPACK_MAJOR_VERSION > 1 || DLPACK_MINOR_VERSION >= 2)
-static_assert(DLPACK_MAJOR_VERSION == 1, "a table of another major version is refused: read what changed");
+static_assert(DLPACK_MAJOR_VERSION == 1, "a table of another major version is refused: read the changes");
 SAME_PLACE(exchange_table, major, DLPackExchangeAPI, header.version.major);
 SAME_PLACE(exchange_table, minor, DLPackExchangeAPI, header.version.minor);
 SAME_PLACE(exchange_table, previous, DLPackExchangeAPI, header.prev_api);

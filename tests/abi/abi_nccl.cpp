@@ -1,4 +1,4 @@
-// abi_nccl.cpp - csrc/comm/nccl_abi.h against NCCL's nccl.h. The configuration's head has been the same since 2.14.
+// abi_nccl.cpp - compares csrc/comm/nccl_abi.h with NCCL's nccl.h. The head of the configuration is unchanged since 2.14.
 #include <nccl.h>
 
 #include "alike.hpp"

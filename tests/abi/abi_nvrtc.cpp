@@ -1,4 +1,4 @@
-// abi_nvrtc.cpp - csrc/kernels/nvrtc.h against NVIDIA's nvrtc.h.
+// abi_nvrtc.cpp - compares csrc/kernels/nvrtc.h with NVIDIA's nvrtc.h.
 #include <nvrtc.h>
 
 #include "alike.hpp"

@@ -1,4 +1,4 @@
-// abi_torch.cpp - what is taken from torch as plain numbers: a stream is the driver's own handle, CUDA is device type 1.
+// abi_torch.cpp - plain numbers taken from torch: a stream is the driver's own handle, CUDA is device type 1.
 #include <c10/core/DeviceType.h>
 #include <c10/cuda/CUDAStream.h>
 

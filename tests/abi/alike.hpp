@@ -1,4 +1,4 @@
-// alike.hpp - whether two declarations mean the same calls: as many arguments, each of one size and one class.
+// alike.hpp - compares two declarations as calls: equally many arguments, each of the same size and class.
 #pragma once
 #include <type_traits>
 
@@ -14,7 +14,7 @@ template <class A, class B> constexpr bool alike()
         return sizeof(A) == sizeof(B) && alignof(A) == alignof(B) && (pointers || numbers || structures || floats);
 }
 
-// Pointers to data: what they point at must be alike too (void is alike to all, structures to their like).
+// Pointers to data must point at alike types (void is alike to all, a structure to its counterpart).
 template <class A, class B> constexpr bool alike_argument()
 {
     if constexpr (std::is_pointer_v<A> && std::is_pointer_v<B>) {

@@ -1,10 +1,11 @@
-"""Fetches headers that tests/test_abi.py compiles against: those of pip packages, and nothing else of them.
+"""Fetch the headers that tests/test_abi.py compiles against out of pip packages.
 
     .venv/bin/python tests/abi/headers.py FOLDER requirements/abi.txt [requirements/abi-more.txt]
 
-A package's wheel is downloaded, its include folders are unpacked into FOLDER, and the wheel is dropped: some hundred MB on the
-way, a few MB that stay. What is there already is not fetched again. What cannot be had is no error: FOLDER/missing.txt says why, and the
-tests skip with it. Exit code 0: everything is there; 1: something is missing.
+The program downloads a package's wheel, unpacks its include folders into FOLDER, and removes the wheel. It downloads
+some hundred MB, of which a few MB stay. Headers that exist are not fetched again. A package that cannot be fetched is
+no error: FOLDER/missing.txt has the reason, and its tests skip with it. Exit code 0: everything exists; 1: something
+is missing.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _LIMIT_S = 120
 
 
 def folder_of(name: str, version: str) -> str:
-    """CUDA's headers are split over packages that belong into one folder; all else has its own."""
+    """Return the folder of a package: CUDA's packages share one, every other package has its own."""
     return f"cuda-{version.split('.')[0]}" if name.startswith("nvidia-cuda-") else f"{name}-{version}"
 
 
 def fetch(name: str, version: str, folder: Path) -> str:
-    """Why it could not be had; empty if it could."""
+    """Fetch a package. Return the reason if that failed, else ""."""
     with tempfile.TemporaryDirectory() as wheels:
         pip = [
             sys.executable,
@@ -59,7 +60,7 @@ def main(folder: Path, files: list[Path]) -> int:
     lines = [line.split("#")[0].strip() for file in files for line in file.read_text().splitlines()]
 
     def bring(line: str) -> str:
-        """What to say of one package; nothing, if it is there."""
+        """Fetch one package and return a sentence about a failure, else ""."""
         name, _, version = line.partition("==")
         stamp = folder / f".{name}-{version}"
         reason = "" if stamp.exists() else fetch(name, version, folder / folder_of(name, version))
@@ -73,7 +74,7 @@ def main(folder: Path, files: list[Path]) -> int:
     note.unlink(missing_ok=True)
     if missing:
         note.write_text("\n".join(missing) + "\n")
-        print("Headers that some tests compare with could not be had, and these skip:", *missing, sep="\n  ")
+        print("These headers could not be fetched, and the tests that need them skip:", *missing, sep="\n  ")
     return 1 if missing else 0
 
 

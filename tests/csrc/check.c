@@ -1,4 +1,4 @@
-/* check.c - see check.h. */
+/* check.c - count and print expectations; see check.h. */
 #include "check.h"
 
 #include <stdarg.h>

@@ -6,10 +6,10 @@
 
 #include "base/status.h"
 
-/* Counts, and prints the sentence if `ok` is false. Returns `ok`. */
+/* Count an expectation and print the sentence if `ok` is false. Return `ok`. */
 bool check(bool ok, const char *format, ...) SW_PRINTF(2, 3);
 
-/* Prints the counts; the program's exit status. */
+/* Print the counts and return the program's exit status. */
 int check_result(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* faults.c - see faults.h. */
+/* faults.c - count allocations and let one fail; see faults.h. */
 #include "faults.h"
 
 #include <errno.h>
@@ -71,7 +71,7 @@ void *__wrap_realloc(void *pointer, size_t size)
 void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset)
 {
     void *made = fails() ? MAP_FAILED : __real_mmap(address, size, protection, flags, fd, offset);
-    if (made != MAP_FAILED && !(flags & MAP_FIXED)) /* a fixed one lies over what was counted */
+    if (made != MAP_FAILED && !(flags & MAP_FIXED)) /* MAP_FIXED replaces pages already counted */
         atomic_fetch_add(&mapped, whole_pages(size));
     return made;
 }

@@ -1,4 +1,4 @@
-/* optim_oracle.h - what test_adam.c, test_sgd.c and test_norm.c share: guarded arrays, random
+/* optim_oracle.h - helpers of test_adam.c, test_sgd.c and test_norm.c: guarded arrays, random
  * values, and halves converted through double arithmetic, which shares no line with the kernels. */
 #ifndef OPTIM_ORACLE_H
 #define OPTIM_ORACLE_H
@@ -18,12 +18,12 @@ enum { GUARD_BYTES = 64, GUARD_VALUE = 0xa5, TABLES_MAX = 8 };
 static long passed_count, failed_count;
 static uint64_t random_state = 0x9e3779b97f4a7c15u;
 
-static inline void expect(bool ok, const char *what)
+static inline void expect(bool ok, const char *expectation)
 {
     passed_count += ok;
     failed_count += !ok;
     if (!ok)
-        fprintf(stderr, "failed: %s\n", what);
+        fprintf(stderr, "failed: %s\n", expectation);
 }
 
 static inline uint64_t random_bits(void)
@@ -137,7 +137,7 @@ static inline bool guards_intact(const array *a)
     return true;
 }
 
-/* Same bits, but for the payload of a NaN in float32. */
+/* Compare bits, but any float32 NaN equals any other. */
 static inline bool same_values(const array *a, const array *b)
 {
     for (size_t i = 0; i < a->numel; ++i) {
@@ -150,7 +150,7 @@ static inline bool same_values(const array *a, const array *b)
     return true;
 }
 
-/* Mostly in (-2, 2), sometimes any bits at all: subnormals, infinities, NaN. */
+/* Return a value mostly in (-2, 2); if `wild`, sometimes any bits: subnormals, infinities, NaN. */
 static inline float random_float(bool wild)
 {
     uint64_t r = random_bits();

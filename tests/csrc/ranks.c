@@ -1,4 +1,4 @@
-/* ranks.c - see ranks.h. */
+/* ranks.c - run ranks as threads; see ranks.h. */
 #include "ranks.h"
 
 #include <stdio.h>
@@ -22,7 +22,7 @@ static void *run_rank(void *argument)
     if (!start->bare &&
         !check(sw_local_comm_create(self->group, self->rank, &self->comm, &self->err) == SW_OK,
                "a communicator: %s", self->err.message)) {
-        exit(1); /* the others would wait at the meeting */
+        exit(1); /* the other ranks would wait at the barrier */
     }
     if (self->comm)
         self->comm->timeout_ns = timeout_ns;
@@ -52,7 +52,7 @@ static void run(rank_body *body, int world_size, const void *shared, bool bare)
                                            .world_size = world_size,
                                            .shared = shared};
         if (pthread_create(&threads[r], NULL, run_rank, &starts[r]) != 0) {
-            fprintf(stderr, "no thread\n");
+            fprintf(stderr, "no thread could be created\n");
             exit(1);
         }
     }

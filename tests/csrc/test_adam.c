@@ -1,7 +1,7 @@
-/* test_adam.c - every kernel table against a naive Adam, bit for bit; cuts, dtypes, options,
+/* test_adam.c - compare every kernel table with a naive Adam, bit for bit: cuts, dtypes, options,
  * errors.
  *
- * The oracle updates one element at a time in float, each rounding a statement, with libm's fmaf.
+ * The oracle updates one element at a time in float, one statement a rounding, with libm's fmaf.
  * Arrays lie between guard bytes at an offset of a few elements. Left out: speed.
  */
 #include "optim_oracle.h"
@@ -100,7 +100,7 @@ static sw_optim_run run_of(const adam_case *c, array *a, size_t start, size_t nu
                           .copy_dtype = c->copy};
 }
 
-/* On one table: whole, and cut in two at `cut`, both as the oracle. */
+/* Run one table on the whole array and on two parts cut at `cut`; both must equal the oracle. */
 static void check_on_table(const adam_case *c, const char *table, const array *original,
                            const array *expected)
 {
@@ -139,7 +139,7 @@ static void check_case(const adam_case *c)
         expect(sw_kernels_force(tables[t]->name, NULL) == SW_OK, "the table can be forced");
         check_on_table(c, tables[t]->name, original, expected);
     }
-    expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is back");
+    expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is restored");
     for (int k = 0; k < ARRAY_COUNT; ++k) {
         array_fini(&original[k]);
         array_fini(&expected[k]);
@@ -179,7 +179,8 @@ static void test_every_dtype(void)
     }
 }
 
-/* Many steps on wild values: the emulated fused operation meets every kind of operand. */
+/* Run many steps on wild values, so that the emulated fused operation meets every kind of operand.
+ */
 static void test_many_wild_elements(void)
 {
     adam_case c = {plain,
@@ -200,7 +201,7 @@ static void test_many_wild_elements(void)
     }
 }
 
-/* A copy of a MiB and more is stored past the caches, if it begins a line. */
+/* A copy of at least 1 MiB bypasses the caches if it begins a line. */
 static void test_large_copies(void)
 {
     for (size_t offset = 0; offset < 2; ++offset) {
@@ -229,7 +230,7 @@ static void test_runs_of_different_steps(void)
     sw_optim_run one = {.p = &alone, .m = &m_alone, .v = &v_alone, .g = g, .numel = 1, .step = 9};
     expect(sw_adam_step(&plain, runs, 3, NULL) == SW_OK &&
                sw_adam_step(&plain, &one, 1, NULL) == SW_OK,
-           "steps run");
+           "both steps succeed");
     expect(bits_of(p[1]) == bits_of(alone) && bits_of(p[0]) == bits_of(p[2]) &&
                bits_of(p[0]) != bits_of(p[1]),
            "each run has the bias correction of its own step");
@@ -246,7 +247,7 @@ static void expect_refused(sw_adam_options options, sw_optim_run run, const char
     if (!refused || !strstr(err.message, a) || !strstr(err.message, b))
         fprintf(stderr, "message: %s\n", err.message);
     expect(refused && strstr(err.message, a) && strstr(err.message, b),
-           "a sentence names argument and value");
+           "the message names argument and value");
     expect(!run.p || *(float *)run.p == before, "nothing is written before an error");
 }
 
@@ -277,7 +278,7 @@ static void test_errors(void)
     bad = run;
     bad.v = NULL;
     expect_refused(plain, bad, "second moment", "1 elements");
-    expect(sw_adam_step(&plain, NULL, 0, NULL) == SW_OK, "no runs is no error");
+    expect(sw_adam_step(&plain, NULL, 0, NULL) == SW_OK, "an empty list of runs is legal");
 }
 
 int main(void)

@@ -1,8 +1,8 @@
-/* test_codec.c - halves and block-scaled integers: every table against a naive codec, bit for bit;
- * bounds, what is not finite, guards, odd tails, errors.
+/* test_codec.c - halves and block-scaled integers: compare every table with a naive codec, bit for
+ * bit; bounds, values that are not finite, guards, odd tails, errors.
  *
- * Bounds: a block of greatest magnitude a is off by at most a/254 (8 bits) or a/14 (4 bits) an
- * element, and by what the three float32 roundings add, 2^-22 of a. */
+ * Bounds: in a block of greatest magnitude a, an element is off by at most a/254 (8 bits) or a/14
+ * (4 bits), plus 2^-22 of a for the three float32 roundings. */
 #include "optim_oracle.h"
 
 #include "compress/codec.h"
@@ -58,20 +58,21 @@ static void check_quantize(const sw_block_codec *codec, size_t numel, size_t off
             value[i] = at < numel ? s[at] + e[at] : 0.0f;
         }
         naive_record(expected, value, codec->block, codec->bits);
-        expect(memcmp(expected, records.data + r * record, record) == 0, "record as the naive one");
+        expect(memcmp(expected, records.data + r * record, record) == 0,
+               "the record equals the naive one");
     }
     free(expected);
     free(value);
     expect(guards_intact(&records) && guards_intact(&source) && guards_intact(&error),
-           "guards after encode");
+           "guards are intact after encode");
     if (sw_block_is_finite(codec, records.data, count)) {
         memcpy(o, s, source.bytes);
         sw_block_decode(codec, o, records.data, e, records.data, numel);
-        for (size_t i = 0; i < numel; ++i) { /* what is sent and what is kept is what was there */
+        for (size_t i = 0; i < numel; ++i) { /* decoded + residual must equal source + error */
             float whole = s[i] + b[i];
-            expect(e[i] == whole - o[i], "the residual is the exact rest");
+            expect(e[i] == whole - o[i], "the residual is exact");
         }
-        expect(guards_intact(&out) && guards_intact(&error), "guards after decode");
+        expect(guards_intact(&out) && guards_intact(&error), "guards are intact after decode");
     } else {
         expect(wild, "only wild input is not finite");
     }
@@ -101,7 +102,8 @@ static void check_bound(const sw_block_codec *codec)
     }
 }
 
-/* The owner's fold of three encodings: the quantized mean of the decoded ones, and its rest. */
+/* Check the owner's fold of three encodings: the quantized mean of the decoded values, and its
+ * residual. */
 static void check_fold(const sw_block_codec *codec, bool poisoned)
 {
     enum { WIRES = 3, NUMEL = 4096 };
@@ -126,12 +128,12 @@ static void check_fold(const sw_block_codec *codec, bool poisoned)
         naive_record(expected + r * record, mean + r * codec->block, codec->block, codec->bits);
     sw_block_fold(codec, folded, wires, WIRES, count, 1.0f / 3.0f, rest);
     expect(memcmp(expected, folded, count * record) == 0, "the fold is the quantized mean");
-    expect(sw_block_is_finite(codec, folded, count) == !poisoned, "the verdict");
+    expect(sw_block_is_finite(codec, folded, count) == !poisoned, "the verdict is right");
     sw_block_decode(codec, out, folded, NULL, NULL, NUMEL);
     for (size_t i = 0; i < NUMEL; ++i) {
         bool lost = poisoned && i < codec->block;
         expect(lost ? isnan(out[i]) && rest[i] == 0.0f : rest[i] == mean[i] - out[i],
-               "the rest of the fold");
+               "the residual of the fold is exact");
     }
 }
 
@@ -152,9 +154,10 @@ static void check_halves(sw_dtype dtype, size_t numel, size_t offset)
         float scaled = load(SW_DTYPE_FLOAT32, source.data, i) * scale;
         uint16_t half;
         memcpy(&half, wire.data + i * 2, sizeof half);
-        expect(half == oracle_narrow(dtype, scaled), "a half, scaled and rounded once");
+        expect(half == oracle_narrow(dtype, scaled), "a half is scaled and rounded once");
         float back = load(SW_DTYPE_FLOAT32, out.data, i), wide = oracle_widen(dtype, half);
-        expect(bits_of(back) == bits_of(wide) || (isnan(back) && isnan(wide)), "widened exactly");
+        expect(bits_of(back) == bits_of(wide) || (isnan(back) && isnan(wide)),
+               "a half is widened exactly");
     }
     expect(guards_intact(&wire) && guards_intact(&source) && guards_intact(&out), "guards");
     array_fini(&source);
@@ -167,12 +170,13 @@ static void check_errors(void)
     sw_error err;
     const sw_block_codec bad[] = {{0, 8}, {16, 8}, {48, 8}, {8192, 8}, {256, 5}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
-        expect(sw_block_codec_check(&bad[i], &err) == SW_E_INVALID, "a codec that is none");
-        expect(strstr(err.message, i < 4 ? "[32, 4096]" : "8 or 4") != NULL, "the legal range");
+        expect(sw_block_codec_check(&bad[i], &err) == SW_E_INVALID, "an invalid codec is refused");
+        expect(strstr(err.message, i < 4 ? "[32, 4096]" : "8 or 4") != NULL,
+               "the message has the legal range");
     }
     expect(sw_half_encode(SW_DTYPE_FLOAT32, NULL, NULL, 0, 1.0f, &err) == SW_E_INVALID &&
                strstr(err.message, "not float32") != NULL,
-           "a half of another dtype");
+           "a half of another dtype is refused");
 }
 
 int main(void)
@@ -183,7 +187,7 @@ int main(void)
     for (size_t t = 0; t < table_count; ++t) {
         expect(sw_kernels_force(tables[t]->name, NULL) == SW_OK, "force");
         for (size_t c = 0; c < sizeof codecs / sizeof *codecs; ++c) {
-            expect(sw_block_codec_check(&codecs[c], NULL) == SW_OK, "a good codec");
+            expect(sw_block_codec_check(&codecs[c], NULL) == SW_OK, "a valid codec is accepted");
             for (size_t n = 0; n < NUMELS; ++n)
                 for (int wild = 0; wild < 2; ++wild)
                     check_quantize(&codecs[c], numels[n], n % 4, wild);
@@ -195,7 +199,7 @@ int main(void)
             check_halves(SW_DTYPE_FLOAT16, numels[n], n % 4);
             check_halves(SW_DTYPE_BFLOAT16, numels[n], n % 4);
         }
-        check_halves(SW_DTYPE_FLOAT16, (1u << 19) + 4097, 0); /* past the caches */
+        check_halves(SW_DTYPE_FLOAT16, (1u << 19) + 4097, 0); /* bypasses the caches */
         check_halves(SW_DTYPE_BFLOAT16, (1u << 19) + 4097, 0);
     }
     check_errors();

@@ -1,4 +1,4 @@
-/* test_copy.c - sw_copy_streaming moves exactly its bytes: at every misalignment, around each
+/* test_copy.c - sw_copy_streaming moves exactly its bytes, at every misalignment and around each
  * threshold, with guard bytes on both sides. */
 #include <stdio.h>
 #include <stdlib.h>

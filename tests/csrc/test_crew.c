@@ -1,5 +1,5 @@
-/* test_crew.c - each item is done once, by whatever thread; the first failure is told, and no item
- * is begun after it; a crew of no helpers is a loop. */
+/* test_crew.c - a crew does each item once, on any thread; the first failure is returned, and no
+ * item starts after it; a crew without helpers is a loop. */
 #include <stdatomic.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@
 enum { ITEMS = 2000, ROUNDS = 50, HELPERS = 3, FAILS_AT = 7 };
 
 typedef struct work {
-    int done[ITEMS]; /* an item is one thread's */
+    int done[ITEMS]; /* each item is written by one thread */
     atomic_int begun;
     size_t fails_at;
 } work;

@@ -1,6 +1,6 @@
-/* test_device_powersgd.c - the passes over many matrices, more than a launch takes, on the host
- * device: steps of one rank have the bits of powersgd.h's, matrix by matrix; a refused step leaves
- * the state, one that is refused late begins it afresh, and both leave NaN. */
+/* test_device_powersgd.c - the passes over more matrices than a launch takes, on the host device.
+ * Steps of one rank have the bits of powersgd.h's, matrix by matrix. A refused step leaves the
+ * state; a step refused late resets it; both leave NaN. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +11,7 @@
 
 enum { COUNT = 2 * SW_MATRICES_MAX + SW_FACTORS_MAX / 2, ROOM = 512, STEPS = 3 };
 
-typedef struct memory { /* of one matrix; factors have at most ROOM elements */
+typedef struct memory { /* one matrix; factors have at most ROOM elements */
     float gradient[ROOM], kept[ROOM], left[ROOM], right[ROOM], basis[ROOM], p[ROOM], q[ROOM];
 } memory;
 
@@ -53,7 +53,7 @@ static sw_matrix_args args_of(memory *m, size_t i)
                             .memory_dtype = (int)of.memory_dtype};
 }
 
-/* One matrix after the other. */
+/* Step one matrix after the other. */
 static void step_by_matrix(void)
 {
     for (size_t i = 0; i < COUNT; ++i) {
@@ -64,7 +64,8 @@ static void step_by_matrix(void)
     }
 }
 
-/* All of them, pass by pass. P is spoilt after the first, or Q after the second, by `refusal`. */
+/* Step all matrices pass by pass. `refusal` makes P not finite after the first pass, or Q after the
+ * second. */
 static sw_status step_by_pass(const sw_kernel_set *kernels, int refusal, sw_error *err)
 {
     static sw_matrix_args matrices[COUNT];
@@ -129,9 +130,9 @@ static void check_steps(const sw_kernel_set *kernels, sw_device *device)
         check(step_by_pass(kernels, 0, &err) == SW_OK, "step %d: %s", step, err.message);
         check(device->stats.launches - launches == 3 * 3 + 2 * 2, "%d launches",
               (int)(device->stats.launches - launches));
-        for (size_t i = 0; i < COUNT; ++i) /* P became P̂ in place on the host */
+        for (size_t i = 0; i < COUNT; ++i) /* the host's form orthonormalises P in place */
             memcpy(other[i].p, one[i].p, sizeof one[i].p);
-        check(memcmp(one, other, sizeof one) == 0, "step %d: other bits", step);
+        check(memcmp(one, other, sizeof one) == 0, "step %d: the bits differ", step);
     }
 }
 

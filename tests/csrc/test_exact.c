@@ -1,8 +1,9 @@
-/* test_exact.c - records that give the same bits in fewer bytes. Laws, for each instruction set:
- * whatever is packed is unpacked bit for bit, of any size and any bits; every set writes the same
- * record; nothing is written past `capacity`, nor read past the record; a record that is cut short
- * is refused or gives other elements, and harms nothing. What gradients look like is 0.88 of
- * itself. And of hier_pack: packets, and when they are worth while. */
+/* test_exact.c - exact records. Laws, for each instruction set:
+ *   - any bits of any size come back after unpack;
+ *   - every set writes the same record;
+ *   - pack writes nothing beyond `capacity`, unpack reads nothing beyond the record;
+ *   - a truncated record is refused or gives other elements, without memory errors.
+ * Values like gradients take 0.88 of their bytes. Also hier_pack: packets, and when they pay. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,19 +59,19 @@ static void check_round_trip(const sw_compress_kernels *kernels, const char *nam
     size_t bytes =
         kernels->exact_pack(record, capacity, (const float *)(const void *)source, numel);
     check(bytes == expected_bytes && memcmp(record, expected, bytes) == 0,
-          "%s: the record of kind %d, %zu elements", name, (int)of, numel);
+          "%s: all sets write the same record of kind %d, %zu elements", name, (int)of, numel);
     if (bytes > 0) {
-        check(record[bytes] == GUARD, "%s: one byte more was written", name);
-        unsigned char *exact = malloc(bytes); /* a sanitizer sees who reads past it */
+        check(record[bytes] == GUARD, "%s: no byte is written beyond the record", name);
+        unsigned char *exact = malloc(bytes); /* exact size: a sanitizer sees a read beyond it */
         memcpy(exact, record, bytes);
         check(kernels->exact_unpack((float *)(void *)out, exact, bytes, numel) &&
                   memcmp(out, source, numel * 4) == 0 && ((unsigned char *)out)[numel * 4] == GUARD,
               "%s: kind %d, %zu elements come back", name, (int)of, numel);
         check(kernels->exact_pack(record, bytes - 1, (const float *)(const void *)source, numel) ==
                   0,
-              "%s: a byte too few is too few", name);
+              "%s: a capacity of one byte less is refused", name);
         check(!kernels->exact_unpack((float *)(void *)out, exact, bytes - 1, numel),
-              "%s: a record of a byte less is refused", name);
+              "%s: a record of one byte less is refused", name);
         free(exact);
     }
     free(record);
@@ -112,9 +113,9 @@ static void test_packets(void)
         for (size_t i = 0; i < NUMEL; ++i)
             source[i] = draw((kind)of, i);
         size_t bytes = sw_packet_fill(packet, source, NUMEL);
-        check(bytes <= sw_packet_most_bytes(NUMEL), "a packet has its size");
+        check(bytes <= sw_packet_most_bytes(NUMEL), "a packet keeps its bound");
         check((bytes == sw_packet_most_bytes(NUMEL)) == (of == ANY_BITS),
-              "noise alone goes as it is: kind %d, %zu bytes", of, bytes);
+              "only noise is sent plain: kind %d, %zu bytes", of, bytes);
         check(sw_packet_open(out, packet, NUMEL, &opened, &err) == SW_OK && opened == bytes &&
                   memcmp(out, source, sizeof out) == 0,
               "a packet of kind %d gives its elements", of);
@@ -123,7 +124,7 @@ static void test_packets(void)
         size_t opened;
         memcpy(packet, &claimed, sizeof claimed);
         sw_status status = sw_packet_open(out, packet, NUMEL, &opened, &err);
-        check(status == SW_E_COMM || claimed <= sizeof packet, "a false length is refused");
+        check(status == SW_E_COMM || claimed <= sizeof packet, "a wrong length is refused");
     }
 }
 
@@ -140,48 +141,49 @@ static bool learns(sw_packing *packing, double mb_per_s, double share)
     return learns_of(packing, 32 << 20, mb_per_s, share);
 }
 
-/* A model of 3 MB has two or three batches a step, none of which tells by itself. */
+/* A model of 3 MB has two or three batches a step, each too short to decide alone. */
 static void test_learning_from_short_batches(void)
 {
     sw_packing packing = {.on = false};
     check(!learns_of(&packing, 1 << 20, 119, 0.88) && !learns_of(&packing, 2 << 20, 119, 0.88) &&
               learns_of(&packing, 1 << 20, 119, 0.88),
-          "4 MiB of batches on a slow wire tell together");
+          "4 MiB of batches on a slow wire decide together");
     check(learns_of(&packing, 3 << 20, 900, 0.88) && !learns_of(&packing, 1 << 20, 900, 0.88),
-          "and on a fast one");
+          "and so do they on a fast wire");
     check(!learns_of(&packing, 3 << 20, 900, 0.88) && !learns_of(&packing, 1 << 20, 119, 0.88),
-          "by their time together");
+          "the sum of their times decides");
     packing = (sw_packing){.on = true, .seen_packed = true};
     packing.batch = (sw_packing_span){.plain_bytes = 3 << 20, .sent_bytes = 3 << 20};
     sw_packing_learn(&packing, false, 300000000, 20000000);
     check(packing.seen.plain_bytes == 3 << 20 && !packing.seen_packed && packing.on,
-          "what was sent before the decision does not count as packed");
+          "bytes sent before the decision do not count as packed");
     check(learns_of(&packing, 3 << 20, 119, 0.88) && packing.seen.plain_bytes == 3 << 20,
-          "and kinds are not mixed");
+          "plain and packed batches are not mixed");
     packing = (sw_packing){.on = false};
     for (int i = 0; i < 100; ++i)
-        check(!learns_of(&packing, 500 << 10, 10, 0.88), "latency is no rate");
+        check(!learns_of(&packing, 500 << 10, 10, 0.88), "short batches measure latency, not rate");
 }
 
 static void test_learning(void)
 {
     sw_packing packing = {.on = false};
-    check(!learns(&packing, 900, 0.88), "a fast wire gets blocks as they are");
-    check(learns(&packing, 119, 0.88) && learns(&packing, 135, 0.88), "a slow one gets packets");
-    check(learns(&packing, 340, 0.88), "and still does where they alone make it fast");
-    check(!learns(&packing, 900, 0.88), "but not on a fast one");
+    check(!learns(&packing, 900, 0.88), "a fast wire gets plain blocks");
+    check(learns(&packing, 119, 0.88) && learns(&packing, 135, 0.88), "a slow wire gets packets");
+    check(learns(&packing, 340, 0.88), "packets stay if the wire is fast only with them");
+    check(!learns(&packing, 900, 0.88), "packets stop on a fast wire");
     packing = (sw_packing){.batch = {.plain_bytes = 1000, .sent_bytes = 1000}};
     sw_packing_learn(&packing, false, 300000000, 1000000000);
-    check(!packing.on && packing.batch.plain_bytes == 0, "a little tells nothing");
-    check(learns(&packing, 119, 1.0) && !learns(&packing, 119, 1.0), "what gains nothing stops");
+    check(!packing.on && packing.batch.plain_bytes == 0, "few bytes decide nothing");
+    check(learns(&packing, 119, 1.0) && !learns(&packing, 119, 1.0),
+          "packets that save nothing stop");
     int tries = 0;
     while (tries < 1000 && !learns(&packing, 119, 1.0))
         ++tries;
-    check(tries > 10 && tries < 100, "and is tried again after a while, not %d batches", tries);
+    check(tries > 10 && tries < 100, "and are tried again later, not after %d batches", tries);
     sw_packing_learn(&packing, false, 0, 1);
-    check(!packing.on, "0: never");
+    check(!packing.on, "a limit of 0 never packs");
     sw_packing_learn(&packing, true, UINT64_MAX, 1);
-    check(packing.on, "the greatest: always");
+    check(packing.on, "the greatest limit always packs");
 }
 
 int main(void)

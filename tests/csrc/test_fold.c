@@ -1,9 +1,9 @@
-/* test_fold.c - every kernel table against a naive fold, bit for bit.
+/* test_fold.c - compare every kernel table with a naive fold, bit for bit.
  *
  * The oracle folds one element at a time and converts halves through double arithmetic (ldexp,
- * rint), so it shares no line with fold_body.h. Each array lies between guard bytes, at an offset
- * of a few elements from its allocation. Tables that equal the oracle equal each other; a float32
- * or float64 NaN only has to be a NaN, a half NaN has to be the canonical one.
+ * rint), so it shares no line with fold_body.h. Each array lies between guard bytes, a few elements
+ * from the start of its allocation. Tables that equal the oracle equal each other. A float32 or
+ * float64 NaN may be any NaN; a half NaN must be the canonical one.
  *
  * Left out: speed, and bad arguments other than those sw_redop_check() refuses.
  */
@@ -17,7 +17,7 @@
 
 enum {
     SOURCE_COUNT_MAX = 7,
-    ARRAY_COUNT_MAX = SOURCE_COUNT_MAX + 2, /* two destinations of their own */
+    ARRAY_COUNT_MAX = SOURCE_COUNT_MAX + 2, /* two destinations that are no sources */
     TABLE_COUNT_MAX = 8,
     GUARD_BYTES = 64,
     GUARD_VALUE = 0xa5,
@@ -44,12 +44,12 @@ typedef struct fold_case {
 static long passed_count, failed_count;
 static uint64_t random_state = 0x9e3779b97f4a7c15u;
 
-static void expect(int ok, const char *what)
+static void expect(int ok, const char *expectation)
 {
     passed_count += ok != 0;
     failed_count += ok == 0;
     if (!ok)
-        fprintf(stderr, "failed: %s\n", what);
+        fprintf(stderr, "failed: %s\n", expectation);
 }
 
 static uint64_t random_bits(void)
@@ -82,7 +82,7 @@ static uint16_t oracle_narrow_float16(float value)
         return (uint16_t)(sign | 0x7c00u);
     frexp(magnitude, &exponent); /* magnitude = m * 2^exponent, m in [1/2, 1) */
     exponent = magnitude == 0.0 || exponent < -13 ? -13 : exponent;
-    units = rint(ldexp(magnitude, 11 - exponent)); /* of the last place kept; ties to even */
+    units = rint(ldexp(magnitude, 11 - exponent)); /* units of the last place kept; ties to even */
     return (uint16_t)(sign | ((unsigned)(exponent + 13) * 1024u + (unsigned)units));
 }
 
@@ -104,7 +104,7 @@ static uint16_t oracle_narrow_bfloat16(float value)
     kept = bits / 65536u;
     lost = bits % 65536u;
     if (lost > 32768u || (lost == 32768u && kept % 2u == 1u))
-        ++kept; /* may carry into the exponent, and from the largest into infinity: both right */
+        ++kept; /* a carry into the exponent, or into infinity, is right */
     return (uint16_t)kept;
 }
 
@@ -165,7 +165,7 @@ static void oracle_double(const fold_case *c, const array *source, size_t at, un
     memcpy(out, &result, sizeof result);
 }
 
-/* Little-endian bytes of any width, sign extended when the type is signed. */
+/* Load little-endian bytes of any width, sign-extended if the type is signed. */
 static uint64_t load_integer(sw_dtype dtype, const unsigned char *at)
 {
     size_t bytes = sw_dtype_size_bytes(dtype);
@@ -198,7 +198,7 @@ static void oracle_integer(const fold_case *c, const array *source, size_t at, u
         out[i] = (unsigned char)(result >> (8 * i));
 }
 
-/* The type whose arithmetic is used: complex is two reals. */
+/* Return the type of the arithmetic: complex is two reals. */
 static sw_dtype real_dtype(sw_dtype dtype)
 {
     if (dtype == SW_DTYPE_COMPLEX64)
@@ -343,16 +343,16 @@ static int same_values(sw_dtype dtype, const unsigned char *a, const unsigned ch
 
 /* ---- one case on every table ---- */
 
-static void print_case(const fold_case *c, const char *table, const char *what)
+static void print_case(const fold_case *c, const char *table, const char *wrong)
 {
-    fprintf(stderr, "failed: %s: table %s dtype %s op %s ", what, table, sw_dtype_name(c->dtype),
+    fprintf(stderr, "failed: %s: table %s dtype %s op %s ", wrong, table, sw_dtype_name(c->dtype),
             sw_redop_name(c->op));
     fprintf(stderr, "sources %d numel %zu placement %d misaligned %d\n", c->source_count, c->numel,
             (int)c->place, c->misaligned);
 }
 
-/* Fills destination with indices into the arrays; those from source_count on are the destinations'
- * own. */
+/* Fill `destination` with indices into the arrays. Indices from source_count on are destinations
+ * that are no sources. */
 static int choose_destinations(const fold_case *c, int *destination)
 {
     int n = c->source_count;
@@ -405,7 +405,7 @@ static const char *run_on_table(const fold_case *c, const sw_kernel_table *table
         if (written && !same_values(c->dtype, work[k].data, expected, bytes))
             wrong = "a destination differs from the oracle";
         if (!written && k < c->source_count && memcmp(work[k].data, original[k].data, bytes) != 0)
-            wrong = "a source that is no destination was written";
+            wrong = "a source that is not a destination was written";
         array_fini(&work[k]);
     }
     return wrong;
@@ -472,9 +472,9 @@ static void test_every_dtype_and_op(void)
 
 /* ---- halves, exhaustively ---- */
 
-/* One source: widening and narrowing of each pattern. Two sources, h and h + 1 with scale 1/2:
- * each midpoint of neighbours, which is every tie there is, subnormals and the step to infinity
- * included; with a scale just off 1/2, the two sides of each tie. */
+/* One source: widen and narrow each pattern. Two sources, h and h + 1 with scale 1/2: each midpoint
+ * of neighbours, which is every tie, subnormals and the step to infinity included. A scale just off
+ * 1/2 gives the two sides of each tie. */
 static void test_every_half(sw_dtype dtype)
 {
     static const double scales[] = {0.5, 0.5 + 0x1p-24, 0.5 - 0x1p-25, 1.0, 0x1p-10, 3.0};
@@ -498,7 +498,7 @@ static void test_every_half(sw_dtype dtype)
     array_fini(&source[1]);
 }
 
-/* The oracle could be wrong as well: these values are known by hand. */
+/* Check values computed by hand, since the oracle may be wrong as well. */
 static void test_known_halves(void)
 {
     static const struct {
@@ -532,7 +532,7 @@ static void test_known_halves(void)
             }
             tables[t]->fold[known[i].dtype](to, 1, from, 2, 16, 1.0, SW_REDOP_SUM);
             expect(sum[0] == known[i].sum && sum[15] == known[i].sum,
-                   "a sum of halves known by hand");
+                   "a sum of halves equals the value computed by hand");
         }
 }
 
@@ -553,7 +553,7 @@ static void test_force(void)
     expect(sw_kernels_force("baseline", NULL) == SW_OK && sw_kernels() == tables[0],
            "baseline can be forced");
     expect(sw_kernels_force(NULL, NULL) == SW_OK && sw_kernels() == tables[count - 1],
-           "NULL returns to the best table");
+           "NULL restores the best table");
     for (size_t t = 0; t < count; ++t)
         for (int dtype = 0; dtype < SW_DTYPE_COUNT; ++dtype)
             expect((tables[t]->fold[dtype] == NULL) == (dtype == SW_DTYPE_BOOL),

@@ -1,14 +1,17 @@
-/* test_layout.c - the laws of layout.h, over parameter lists drawn at random, W = 1, 2, 3, 5, 7 and
- * caps from one byte to one bucket for all; and, by hand, the header's example and what overflows.
+/* test_layout.c - the laws of layout.h, over random parameter tables, W = 1, 2, 3, 5, 7 and caps
+ * from one byte to one bucket for all; by hand, the header's example and sizes that overflow.
  *
  *   L1  every parameter lies in one bucket, and `order` lists it there once
- *   L2  a bucket is of one dtype and of one kind, trainable or frozen
+ *   L2  a bucket has one dtype and is all trainable or all frozen
  *   L3  in a bucket, memory order is reverse registration order; buckets are ordered by their first
- * parameter L4  a parameter begins on 128 bytes, right after the one before it: less than 128 bytes
- * are lost L5  a bucket is W slices on 128 bytes, as sw_comm_slice_numel cuts them, and less than W
- * * 256 bytes are lost L6  buckets follow each other without a gap; the sums are the arena's size
- * and the trainable part of it L7  only the last parameter of a bucket reaches the cap; a bucket
- * below it is the last of its dtype and kind
+ *       parameter
+ *   L4  a parameter begins on 128 bytes, after less than 128 bytes of padding
+ *   L5  a bucket is W slices on 128 bytes, as sw_comm_slice_numel cuts them, and has less than
+ *       W * 256 bytes of padding
+ *   L6  buckets follow each other without a gap; the sums are the arena's size and its trainable
+ *       part
+ *   L7  only the last parameter of a bucket reaches the cap; a bucket below it is the last of its
+ *       dtype and kind
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -55,7 +58,7 @@ static size_t end_bytes(const sw_layout *layout, size_t param, size_t element_by
     return (layout->place[param].begin + layout->place[param].numel) * element_bytes;
 }
 
-/* L2, L3, L4 and L7 for the parameters of one bucket. */
+/* Check L2, L3, L4 and L7 for the parameters of one bucket. */
 static void check_members(const sw_layout *layout, const sw_layout_param *params, size_t b,
                           size_t cap_bytes, size_t *listed)
 {
@@ -78,7 +81,7 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
               "L4: parameter %zu overlaps or leaves a gap", p);
         end = end_bytes(layout, p, element_bytes);
         check(k + 1 == bucket->count || end < cap_bytes,
-              "L7: parameter %zu reaches the cap, others follow", p);
+              "L7: parameter %zu reaches the cap, but others follow", p);
     }
     bool last_of_kind = true;
     for (size_t other = b + 1; other < layout->bucket_count; ++other)
@@ -89,7 +92,7 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
     check(last_of_kind || end >= cap_bytes, "L7: bucket %zu was closed below the cap", b);
 }
 
-/* L5 and L6. */
+/* Check L5 and L6. */
 static void check_slices(const sw_layout *layout, size_t b, int world_size, size_t offset_bytes)
 {
     const sw_layout_bucket *bucket = &layout->bucket[b];
@@ -101,7 +104,7 @@ static void check_slices(const sw_layout *layout, size_t b, int world_size, size
           bytes, used);
     check(bytes - used < count * 256, "L5: bucket %zu has %zu bytes for %zu", b, bytes, used);
     check(sw_comm_slice_numel(bucket->numel, element_bytes, world_size) * count == bucket->numel,
-          "L5: bucket %zu is cut otherwise by its collective", b);
+          "L5: the collective cuts bucket %zu differently", b);
     check(bucket->offset_bytes == offset_bytes, "L6: bucket %zu begins at %zu", b,
           bucket->offset_bytes);
 }
@@ -115,11 +118,11 @@ static void check_laws(const sw_layout_param *params, size_t count, int world_si
     if (!check(sw_layout_init(&layout, params, count, world_size, caps(cap_bytes), &err) == SW_OK,
                "%s", err.message))
         return;
-    check(layout.param_count == count, "the count of parameters");
+    check(layout.param_count == count, "the count of parameters is kept");
     for (size_t b = 0; b < layout.bucket_count; ++b) {
         const sw_layout_bucket *bucket = &layout.bucket[b];
         if (!check(bucket->count > 0 && bucket->first + bucket->count <= count,
-                   "L1: bucket %zu holds nothing", b))
+                   "L1: bucket %zu is empty", b))
             continue;
         check(b == 0 || layout.order[bucket->first] < layout.order[layout.bucket[b - 1].first],
               "L3: bucket %zu", b);
@@ -132,7 +135,7 @@ static void check_laws(const sw_layout_param *params, size_t count, int world_si
     for (size_t p = 0; p < count; ++p)
         check(listed[p] == 1, "L1: parameter %zu is listed %zu times", p, listed[p]);
     check(layout.size_bytes == size_bytes && layout.trainable_bytes == trainable_bytes,
-          "L6: the sums");
+          "L6: the sums are wrong");
     sw_layout_fini(&layout);
 }
 
@@ -149,7 +152,7 @@ static void test_laws(void)
     }
 }
 
-/* Each bucket may be twice the one before, up to the cap; what is too large for it is one bucket.
+/* The cap doubles from bucket to bucket up to the limit; a parameter above the cap is one bucket.
  */
 static void test_first_buckets_are_small(void)
 {
@@ -168,13 +171,13 @@ static void test_first_buckets_are_small(void)
         check(layout.bucket[b].count == expected[b], "bucket %zu has %zu parameters, got %zu", b,
               expected[b], layout.bucket[b].count);
     sw_layout_fini(&layout);
-    graded.first_bytes = SIZE_MAX; /* more than the cap: all alike */
+    graded.first_bytes = SIZE_MAX; /* above the cap: every bucket has the cap */
     if (check(sw_layout_init(&layout, params, COUNT, 1, graded, &err) == SW_OK, "%s", err.message))
         check(layout.bucket[0].count == 8, "the cap holds, got %zu", layout.bucket[0].count);
     sw_layout_fini(&layout);
 }
 
-/* The example of layout.h, number by number. */
+/* Check the example of layout.h number by number. */
 static void test_example(void)
 {
     const sw_layout_param params[] = {{200, SW_DTYPE_FLOAT32, true, 0}, /* fc1.weight */
@@ -202,17 +205,19 @@ static void test_example(void)
 }
 
 static void check_refused(const sw_layout_param *params, size_t count, int world_size,
-                          const char *what)
+                          const char *subject)
 {
     sw_layout layout;
     sw_error err = {.message = ""};
     bool refused =
         sw_layout_init(&layout, params, count, world_size, caps(SIZE_MAX), &err) == SW_E_INVALID;
-    check(refused && strstr(err.message, "overflow"), "%s is refused, got '%s'", what, err.message);
+    check(refused && strstr(err.message, "overflow"), "%s is refused, got '%s'", subject,
+          err.message);
     if (!refused)
         sw_layout_fini(&layout);
     else
-        check(!layout.place && !layout.bucket && !layout.order, "%s leaves nothing behind", what);
+        check(!layout.place && !layout.bucket && !layout.order, "%s leaves nothing behind",
+              subject);
 }
 
 static void test_overflow(void)
@@ -234,7 +239,7 @@ static void test_overflow(void)
     params[0].numel = SIZE_MAX;
     check_refused(params, 1, 7, "SIZE_MAX elements");
     params[0].numel = all;
-    check_refused(params, 1, 5, "W slices that overflow, though each one does not");
+    check_refused(params, 1, 5, "W slices that overflow together");
     params[0] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, true, 0};
     params[1] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, false, 0};
     check_refused(params, 2, 1, "two buckets that overflow together");
@@ -269,7 +274,7 @@ static void test_dtypes(void)
     }
     check(sw_dtype_from_name("float31") == SW_DTYPE_COUNT &&
               sw_dtype_from_name("") == SW_DTYPE_COUNT,
-          "no such dtype");
+          "an unknown name has no dtype");
 }
 
 static void test_memory(void)
@@ -289,7 +294,8 @@ static void test_memory(void)
     faults_arm(0);
     if (check(sw_layout_init(&layout, params, 0, 3, caps(1), &err) == SW_OK,
               "a model without parameters"))
-        check(layout.bucket_count == 0 && layout.size_bytes == 0, "has no buckets");
+        check(layout.bucket_count == 0 && layout.size_bytes == 0,
+              "a model without parameters has no buckets");
     sw_layout_fini(&layout);
     sw_layout_fini(&layout); /* a second time is harmless */
 }

@@ -1,5 +1,5 @@
-/* test_memory.c - mappings: aligned to huge pages where they are large, their bytes kept when pages
- * are gathered, seen through a second mapping of the same memfd, given back whole. */
+/* test_memory.c - mappings: large ones are aligned to huge pages; bytes stay when pages are
+ * collapsed; two mappings of one memfd share bytes; unmapping releases everything. */
 #include "platform/memory.h"
 
 #include <stdio.h>
@@ -8,10 +8,10 @@
 
 static int failures;
 
-static void expect(int holds, const char *what)
+static void expect(int holds, const char *expectation)
 {
     if (!holds) {
-        printf("not so: %s\n", what);
+        printf("failed: %s\n", expectation);
         failures++;
     }
 }
@@ -33,10 +33,10 @@ static void check_shared(size_t size_bytes)
     uint8_t *one = NULL, *two = NULL;
     sw_error err;
     size_t before = mapped_kib();
-    expect(sw_memfd_create(size_bytes, "test", &fd, &err) == SW_OK, "a memfd can be made");
+    expect(sw_memfd_create(size_bytes, "test", &fd, &err) == SW_OK, "a memfd is created");
     expect(sw_memfd_map(fd, size_bytes, &one, &err) == SW_OK &&
                sw_memfd_map(fd, size_bytes, &two, &err) == SW_OK,
-           "it can be mapped twice");
+           "a memfd is mapped twice");
     if (!one || !two)
         return;
     if (size_bytes >= (2u << 20))
@@ -48,22 +48,22 @@ static void check_shared(size_t size_bytes)
     size_t wrong = 0;
     for (size_t i = 0; i < size_bytes; i += 509)
         wrong += two[i] != (uint8_t)(i / 509 + 1);
-    expect(wrong == 0, "bytes stay as they were when their pages are gathered");
+    expect(wrong == 0, "bytes stay when their pages are collapsed");
     two[size_bytes - 1] = 77;
-    expect(one[size_bytes - 1] == 77, "a write through one mapping is seen through the other");
+    expect(one[size_bytes - 1] == 77, "a write through one mapping shows in the other");
     sw_memory_unmap(one, size_bytes);
     sw_memory_unmap(two, size_bytes);
     close(fd);
     size_t after = mapped_kib();
     expect(after < before + 1024 || after < before + size_bytes / 2048,
-           "unmapping gives everything back");
+           "unmapping releases all pages");
 }
 
 static void check_private(size_t size_bytes)
 {
     uint8_t *pages = NULL;
     sw_error err;
-    expect(sw_pages_map(size_bytes, &pages, &err) == SW_OK, "private pages can be mapped");
+    expect(sw_pages_map(size_bytes, &pages, &err) == SW_OK, "private pages are mapped");
     if (!pages)
         return;
     sw_memory_populate(pages, size_bytes);
@@ -83,7 +83,7 @@ int main(void)
     uint8_t *none = NULL;
     sw_error err;
     expect(sw_memfd_map(0, (size_t)1 << 40, &none, &err) != SW_OK && !none,
-           "a descriptor that is no memfd is refused");
+           "a file descriptor that is no memfd is refused");
     sw_memory_unmap(NULL, 0);
     return failures ? 1 : 0;
 }

@@ -1,8 +1,8 @@
-/* test_norm.c - the exact sum of squares against arithmetic on a big integer, digit for digit.
+/* test_norm.c - compare the exact sum of squares with big-integer arithmetic, digit for digit.
  *
  * The oracle squares integer mantissas and adds them to an array of 32-bit digits by schoolbook
- * carrying; rounding looks at single bits. Every table, dtype, order, cut and merge has to give the
- * same digits. Left out: speed.
+ * carrying; it rounds by single bits. Every table, dtype, order, cut and merge must give the same
+ * digits. Left out: speed.
  */
 #include "optim_oracle.h"
 
@@ -25,7 +25,7 @@ static void big_add_digit(big *sum, int at, uint32_t value)
     }
 }
 
-/* value * 2^exponent */
+/* Add value * 2^exponent. */
 static void big_add(big *sum, uint32_t value, int exponent)
 {
     int position = exponent - SW_NORM_LOWEST_EXPONENT;
@@ -63,7 +63,7 @@ static int big_bit(const big *sum, int at)
     return at < 0 ? 0 : (int)(sum->digit[at / 32] >> (at % 32) & 1u);
 }
 
-/* Rounded to 53 bits, bit by bit; then the root, with an even exponent taken out. */
+/* Round to 53 bits, bit by bit, then take the root, with an even exponent taken out. */
 static double big_root(const big *sum)
 {
     int top = 32 * SW_NORM_DIGIT_COUNT - 1, exponent;
@@ -113,8 +113,9 @@ static sw_norm_array piece(const array *a, size_t start, size_t numel)
     return (sw_norm_array){a->data + start * sw_dtype_size_bytes(a->dtype), numel, a->dtype};
 }
 
-/* Whole; cut in pieces given backwards; and as three ranks whose words are added. */
-static void check_array(const array *a, const char *what)
+/* Sum the whole array; then parts of it in reverse order; then three ranks whose words are added.
+ */
+static void check_array(const array *a, const char *subject)
 {
     const sw_kernel_table *tables[TABLES_MAX];
     size_t count = sw_kernels_available(tables, TABLES_MAX), n = a->numel;
@@ -144,12 +145,12 @@ static void check_array(const array *a, const char *what)
              memcmp(&whole, &rank[2], sizeof cut) == 0 && guards_intact(a) &&
              sw_norm_is_finite(&whole) == (expected.infinite + expected.nan == 0);
         if (!ok)
-            fprintf(stderr, "%s: table %s dtype %s numel %zu: %.17g, oracle %.17g\n", what,
+            fprintf(stderr, "%s: table %s dtype %s numel %zu: %.17g, oracle %.17g\n", subject,
                     tables[t]->name, sw_dtype_name(a->dtype), n, sw_norm_value(&whole),
                     big_root(&expected));
-        expect(ok, "the sum is exact however it is cut");
+        expect(ok, "the sum is exact for any cut");
     }
-    expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is back");
+    expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is restored");
 }
 
 static void store_value(array *a, size_t i, double value)
@@ -160,8 +161,8 @@ static void store_value(array *a, size_t i, double value)
         store(a->dtype, a->data, i, (float)value);
 }
 
-/* How values spread: 0 one binade, 1 around one, 2 any finite bits, 3 any bits, 4 mostly zeros, 5
- * all the largest. */
+/* Return a value of a spread: 0 one binade, 1 around one, 2 any finite bits, 3 any bits, 4 mostly
+ * zeros, 5 all the largest. */
 static double spread_value(int spread, sw_dtype dtype)
 {
     uint64_t r = random_bits();
@@ -199,7 +200,7 @@ static void test_every_dtype_size_and_spread(void)
             }
 }
 
-/* Two values `gap` binades apart, at every place of the exponent's range: the window's edges. */
+/* Place two values `gap` binades apart at every exponent, to hit the edges of the window. */
 static void test_window_edges(void)
 {
     for (int gap = 0; gap <= 60; ++gap)
@@ -208,8 +209,8 @@ static void test_window_edges(void)
             array_init(&a, SW_DTYPE_FLOAT32, 3000, 1);
             for (size_t i = 0; i < a.numel; ++i) {
                 float low = ldexpf(1.0f, exponent), high = ldexpf(2.0f, exponent + gap);
-                high = float_of(bits_of(high) -
-                                1u); /* the largest of its binade: a lane's fullest case */
+                high =
+                    float_of(bits_of(high) - 1u); /* the largest of its binade fills a lane most */
                 store(SW_DTYPE_FLOAT32, a.data, i, i % 64 == 63 ? low : high);
             }
             check_array(&a, "window edge");
@@ -217,7 +218,7 @@ static void test_window_edges(void)
         }
 }
 
-/* Neighbouring blocks of other magnitude: the window has to move, up and down. */
+/* Neighbouring blocks of different magnitude force the window to move up and down. */
 static void test_blocks_of_changing_magnitude(void)
 {
     array a;
@@ -229,8 +230,7 @@ static void test_blocks_of_changing_magnitude(void)
     array_fini(&a);
 }
 
-/* More than the lanes collect before they are emptied, and than one chunk of float64; full lanes.
- */
+/* More elements than lanes collect before a flush, and than one chunk of float64; full lanes. */
 static void test_large_arrays(void)
 {
     static const sw_dtype dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT64};
@@ -248,8 +248,8 @@ static void test_known_values(void)
 {
     float three_four[2] = {3.0f, -4.0f}, huge[4] = {3e38f, 3e38f, 3e38f, 3e38f},
           no_number[2] = {INFINITY, 1.0f};
-    /* The square of the first plus half a unit of its last place, and the least bit more: a tie,
-     * and not. */
+    /* The square of the first plus half a unit of its last place is a tie; the third element breaks
+     * it. */
     float tie[3] = {0x1.8p28f, 4.0f, 0x1p-60f};
     double tiny[1] = {4.9406564584124654e-324}, most[1] = {1.7976931348623157e308};
     sw_norm_sum sum;
@@ -268,7 +268,7 @@ static void test_known_values(void)
         sw_norm_init(&sum);
         expect(sw_norm_add(&sum, &known[k].array, 1, NULL) == SW_OK &&
                    sw_norm_value(&sum) == known[k].norm,
-               "a norm known by hand");
+               "a norm equals the value computed by hand");
     }
     no_number[1] = NAN;
     expect(sw_norm_add(&sum, &known[7].array, 1, NULL) == SW_OK && isnan(sw_norm_value(&sum)) &&
@@ -276,7 +276,7 @@ static void test_known_values(void)
            "NaN wins over infinity");
 }
 
-/* The sum's word view: what an all-reduce adds. */
+/* Add sums as arrays of words, as an all-reduce does. */
 static void test_words(void)
 {
     sw_norm_sum a, b, both;
@@ -291,7 +291,7 @@ static void test_words(void)
     expect(sw_norm_add(&a, &parts[0], 1, NULL) == SW_OK &&
                sw_norm_add(&b, &parts[1], 1, NULL) == SW_OK &&
                sw_norm_add(&both, parts, 2, NULL) == SW_OK,
-           "sums are made");
+           "squares are added");
     sw_norm_close(&a);
     sw_norm_close(&b);
     memcpy(words[0], &a, sizeof a);
@@ -299,10 +299,11 @@ static void test_words(void)
     for (int k = 0; k < (int)SW_NORM_WORD_COUNT; ++k)
         words[0][k] += words[1][k];
     memcpy(&a, words[0], sizeof a);
-    expect(sw_norm_value(&a) == sw_norm_value(&both), "added word by word, before any carry");
+    expect(sw_norm_value(&a) == sw_norm_value(&both),
+           "sums may be added word by word before a carry");
     sw_norm_close(&a);
     sw_norm_close(&both);
-    expect(memcmp(&a, &both, sizeof a) == 0, "closed, equal sums have equal bytes");
+    expect(memcmp(&a, &both, sizeof a) == 0, "equal closed sums have equal bytes");
 }
 
 static void test_errors(void)
@@ -314,10 +315,10 @@ static void test_errors(void)
     sw_norm_init(&sum);
     expect(sw_norm_add(&sum, arrays, 2, &err) == SW_E_INVALID && strstr(err.message, "array 1") &&
                strstr(err.message, "int32") && sw_norm_value(&sum) == 0.0,
-           "a dtype that has no norm is refused before anything is added");
+           "a dtype without a norm is refused before anything is added");
     arrays[1] = (sw_norm_array){NULL, 3, SW_DTYPE_FLOAT32};
     expect(sw_norm_add(&sum, arrays, 2, &err) == SW_E_INVALID && strstr(err.message, "3 elements"),
-           "missing data");
+           "missing data is refused");
 }
 
 int main(void)

@@ -1,5 +1,6 @@
-/* test_offload.c - a step through a file has the bits of one in memory: for every cut, dtype and
- * layout of arrays; what fails leaves nothing behind, and is said again where state is torn. */
+/* test_offload.c - a step through a file has the bits of a step in memory, for every cut, dtype and
+ * layout of arrays. A failure leaves nothing behind; if state has changed, every later step fails.
+ */
 #include "optim_oracle.h"
 
 #include <errno.h>
@@ -36,7 +37,7 @@ static size_t pages(size_t bytes)
            SW_FILE_ALIGNMENT_BYTES;
 }
 
-/* The same runs in memory and with m, v, v_max (and p, a master, if it has a copy) in the file. */
+/* The same runs in memory, and with m, v, v_max (and p, if it is a master) in the file. */
 typedef struct pair {
     sw_optim_run plain[RUN_COUNT], filed[RUN_COUNT];
     sw_offload offload;
@@ -78,7 +79,8 @@ static void pair_init(pair *p, const char *folder, sw_dtype state, bool master)
         total += 4 * pages(sizes[i] * 4);
     expect(sw_offload_init(&p->offload, folder, "test", BUFFER, &err) == SW_OK, "made");
     expect(sw_state_file_grow(&p->offload.file, total / 2, &at, &err) == SW_OK, "grown");
-    expect(sw_state_file_grow(&p->offload.file, total, &second, &err) == SW_OK, "grown again");
+    expect(sw_state_file_grow(&p->offload.file, total, &second, &err) == SW_OK,
+           "the file grows again");
     for (size_t i = 0; i < total / 2; i += 4096)
         expect(at[i] == 0, "zeroed");
     for (size_t i = 0; i < RUN_COUNT; ++i) {
@@ -148,52 +150,54 @@ static void test_bits(const char *folder)
         sw_error err;
         sw_adam_options options = adam(true);
         pair_init(&p, folder, dtypes[kind / 2], kind % 2);
-        expect(is_same(&p), "the mapping is the file");
+        expect(is_same(&p), "the mapping shows the file");
         for (int round = 0; round < 3; ++round) {
-            expect(sw_adam_step(&options, p.plain, RUN_COUNT, &err) == SW_OK, "in memory");
+            expect(sw_adam_step(&options, p.plain, RUN_COUNT, &err) == SW_OK,
+                   "the step in memory succeeds");
             expect(sw_offload_step(&p.offload, step, &options, p.filed, RUN_COUNT, &err) == SW_OK,
-                   "through the file");
-            expect(is_same(&p), "the same bits");
-            ((float *)p.plain[5].p)[17] = 2.5f; /* written by others, through the mapping */
+                   "the step through the file succeeds");
+            expect(is_same(&p), "both have the same bits");
+            ((float *)p.plain[5].p)[17] = 2.5f; /* a write through the mapping */
             ((float *)p.filed[5].p)[17] = 2.5f;
         }
         pair_fini(&p);
     }
 }
 
-static void test_what_fails(const char *folder)
+static void test_failures(const char *folder)
 {
     sw_error err;
     sw_offload none;
     sw_adam_options options = adam(true);
     expect(sw_offload_init(&none, "/nowhere/at/all", "x", BUFFER, &err) == SW_E_OS &&
                err.detail == ENOENT && strstr(err.message, "/nowhere/at/all"),
-           "a folder that is not there");
-    expect(sw_offload_init(&none, folder, "x", 1000, &err) == SW_E_INVALID, "a buffer too small");
+           "a missing folder is refused");
+    expect(sw_offload_init(&none, folder, "x", 1000, &err) == SW_E_INVALID,
+           "a buffer that is too small is refused");
     pair p;
     pair_init(&p, folder, SW_DTYPE_FLOAT32, true);
     uint64_t size = p.offload.file.size_bytes;
     uint8_t *address;
     expect(sw_state_file_grow(&p.offload.file, (size_t)1 << 50, &address, &err) == SW_E_OS &&
                p.offload.file.size_bytes == size,
-           "more than a disk");
+           "a size beyond the disk is refused");
     expect(sw_state_file_grow(&p.offload.file, 0, &address, &err) == SW_E_INVALID, "nothing");
     p.filed[5].m = (uint8_t *)p.filed[5].m + 4;
     expect(sw_offload_step(&p.offload, step, &options, p.filed, RUN_COUNT, &err) == SW_E_INVALID,
-           "an array inside a page");
+           "an array that begins inside a page is refused");
     p.filed[5].m = (uint8_t *)p.filed[5].m - 4;
-    expect(ftruncate(p.offload.file.fd, 0) == 0, "a disk that loses everything");
+    expect(ftruncate(p.offload.file.fd, 0) == 0, "the file loses all bytes");
     expect(sw_offload_step(&p.offload, step, &options, p.filed, RUN_COUNT, &err) == SW_E_OS &&
                err.detail == EIO && p.offload.file.failure.status == SW_OK,
-           "nothing was stepped on: the state is as it was");
-    expect(ftruncate(p.offload.file.fd, (off_t)size / 2) == 0, "a half");
+           "a failure before the first change leaves the state valid");
+    expect(ftruncate(p.offload.file.fd, (off_t)size / 2) == 0, "the file loses half of its bytes");
     expect(sw_offload_step(&p.offload, step, &options, p.filed, RUN_COUNT, &err) == SW_E_OS &&
                err.detail == EIO,
-           "the first error is told");
+           "the first error is returned");
     expect(sw_offload_step(&p.offload, step, &options, p.filed, RUN_COUNT, &err) == SW_E_STATE &&
                strstr(err.message, "ends at byte"),
-           "and again, since the state is torn");
-    expect(ftruncate(p.offload.file.fd, (off_t)size) == 0, "for the mapping");
+           "later steps fail with it, since the state is invalid");
+    expect(ftruncate(p.offload.file.fd, (off_t)size) == 0, "the file is extended for the mapping");
     pair_fini(&p);
 }
 
@@ -212,11 +216,11 @@ static void test_every_allocation_fails_in_turn(const char *folder)
             status = sw_offload_step(&p.offload, step, &options, p.filed, RUN_COUNT, &err);
         bool failed = faults_count() >= nth;
         faults_arm(0);
-        expect(status == (failed ? SW_E_MEMORY : SW_OK), "an allocation");
+        expect(status == (failed ? SW_E_MEMORY : SW_OK), "a failed allocation is SW_E_MEMORY");
         expect(sw_offload_step(&p.offload, step, &options, p.filed, RUN_COUNT, &err) == SW_OK,
-               "the next one");
+               "the next step succeeds");
         pair_fini(&p);
-        expect(faults_mapped() == mapped, "nothing is left mapped");
+        expect(faults_mapped() == mapped, "nothing stays mapped");
         if (!failed)
             break;
     }
@@ -225,11 +229,11 @@ static void test_every_allocation_fails_in_turn(const char *folder)
 int main(void)
 {
     char folder[] = "/tmp/sw-offload-XXXXXX";
-    expect(mkdtemp(folder) != NULL, "a folder");
+    expect(mkdtemp(folder) != NULL, "a folder is created");
     test_bits(folder);
-    test_what_fails(folder);
+    test_failures(folder);
     test_every_allocation_fails_in_turn(folder);
-    expect(rmdir(folder) == 0, "nothing is left in the folder");
+    expect(rmdir(folder) == 0, "the folder is empty");
     fprintf(stderr, "%ld passed, %ld failed\n", passed_count, failed_count);
     return failed_count != 0;
 }

@@ -1,5 +1,5 @@
-/* test_powersgd.c - the passes of PowerSGD: every table the same bits, each pass against a plain
- * one in double, orthonormality on hard input, what is never written, guards, odd shapes.
+/* test_powersgd.c - the passes of PowerSGD: all tables give the same bits; each pass equals a plain
+ * one in double within a bound; rows are orthonormal on hard input; guards stay; odd shapes.
  *
  * Bounds: a float32 sum of n products is off by at most n 2^-24 times the sum of their magnitudes
  * (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1); the tests allow n
@@ -28,7 +28,7 @@ static void factor_init(array *a, size_t rank, size_t count, bool random)
             floats(a)[k * stride + i] = random_float(false);
 }
 
-/* `memory`: its dtype; a count of dtypes: no feedback. */
+/* `memory` is the dtype of the memory; SW_DTYPE_COUNT: no error feedback. */
 static void step_init(step *s, size_t rows, size_t cols, size_t rank, sw_dtype memory)
 {
     bool feedback = memory != SW_DTYPE_COUNT;
@@ -82,7 +82,7 @@ static double memory_at(const step *s, size_t i)
     return (double)value;
 }
 
-/* v = gradient + (memory - leftᵀ right), in double. */
+/* Compute v = gradient + (memory - leftᵀ right) in double. */
 static double *naive_value(step *s)
 {
     size_t rows = s->m.rows, cols = s->m.cols;
@@ -100,8 +100,8 @@ static double *naive_value(step *s)
     return v;
 }
 
-/* max |got[k][at] - naive| over a factor, where naive = sum over the other axis of v times `other`.
- */
+/* Return max |got[k][at] - naive| over a factor, where naive = sum over the other axis of v times
+ * `other`. */
 static double factor_distance(const step *s, const double *v, const float *other, const float *got,
                               bool by_rows)
 {
@@ -146,39 +146,40 @@ static void check_step(size_t rows, size_t cols, size_t rank, sw_dtype memory)
     step s;
     bool feedback = memory != SW_DTYPE_COUNT;
     step_init(&s, rows, cols, rank, memory);
-    expect(sw_powersgd_check(&s.m, NULL) == SW_OK, "a good matrix");
+    expect(sw_powersgd_check(&s.m, NULL) == SW_OK, "a valid matrix is accepted");
     double *v = naive_value(&s), scale = most(v, rows * cols);
     double bound = scale * 0x1p-23 * (double)(rows + cols + 8 * rank);
     unsigned char *memory_before = malloc(s.memory.bytes + 1);
     memcpy(memory_before, s.memory.data, s.memory.bytes);
     sw_powersgd_project(&s.m, floats(&s.p));
     expect(factor_distance(&s, v, s.m.basis, floats(&s.p), true) <= bound * sqrt((double)cols),
-           "P = v Q");
+           "P equals v Q");
     expect(memcmp(memory_before, s.memory.data, s.memory.bytes) == 0, "project writes no memory");
     for (size_t i = 0; i < rows * cols; ++i)
-        expect(fabs(v[i] - (double)s.m.gradient[i]) <= bound, "gradient = v");
+        expect(fabs(v[i] - (double)s.m.gradient[i]) <= bound, "the gradient equals v");
     sw_powersgd_absorb(&s.m, floats(&s.p), floats(&s.q));
     expect(orthonormality(floats(&s.p), rows, rank) < 1e-5, "P is orthonormal");
     expect(factor_distance(&s, v, floats(&s.p), floats(&s.q), false) <= bound * sqrt((double)rows),
-           "Q = vᵀ P");
+           "Q equals vᵀ P");
     expect(!memcmp(s.m.left, floats(&s.p), s.p.bytes) &&
                !memcmp(s.m.right, floats(&s.q), s.q.bytes),
-           "the state is what was sent");
+           "the state holds the factors that were sent");
     double unit =
         memory == SW_DTYPE_BFLOAT16 ? 0x1p-8 : 0.0; /* half a unit of the last place kept */
     for (size_t i = 0; i < rows * cols && feedback; ++i)
-        expect(fabs(v[i] - memory_at(&s, i)) <= bound + unit * fabs(v[i]), "memory = v");
+        expect(fabs(v[i] - memory_at(&s, i)) <= bound + unit * fabs(v[i]), "the memory equals v");
     if (!feedback)
-        expect(memcmp(memory_before, s.memory.data, s.memory.bytes) == 0, "no feedback, no memory");
+        expect(memcmp(memory_before, s.memory.data, s.memory.bytes) == 0,
+               "without feedback the memory is not written");
     free(memory_before);
-    if (feedback) { /* what is kept and what is sent is what was there */
+    if (feedback) { /* the error plus the sent part must equal v */
         float *error = malloc(rows * cols * sizeof *error);
         sw_powersgd_error(&s.m, error);
         sw_powersgd_decompress(&s.m, floats(&s.q));
         for (size_t i = 0; i < rows * cols; ++i)
             expect(fabs((double)error[i] + (double)s.m.gradient[i] - v[i]) <=
                        2 * bound + unit * fabs(v[i]),
-                   "sent + error = v");
+                   "the sent part plus the error equals v");
         expect(orthonormality(s.m.basis, cols, rank) < 1e-5, "the next basis is orthonormal");
         if (rank == (rows < cols ? rows : cols))
             for (size_t i = 0; i < rows * cols; ++i)
@@ -190,7 +191,7 @@ static void check_step(size_t rows, size_t cols, size_t rank, sw_dtype memory)
     step_fini(&s);
 }
 
-/* All tables: the bits of the first. */
+/* All tables must give the bits of the first. */
 static void check_same_bits(const sw_kernel_table *const *tables, size_t table_count, size_t rows,
                             size_t cols, size_t rank, sw_dtype memory)
 {
@@ -210,7 +211,8 @@ static void check_same_bits(const sw_kernel_table *const *tables, size_t table_c
                 bits[i] = malloc(all[i]->bytes);
                 memcpy(bits[i], all[i]->data, all[i]->bytes);
             }
-            expect(memcmp(bits[i], all[i]->data, all[i]->bytes) == 0, "the bits of every table");
+            expect(memcmp(bits[i], all[i]->data, all[i]->bytes) == 0,
+                   "all tables give the same bits");
         }
         step_fini(&s);
     }
@@ -273,14 +275,15 @@ static void check_not_finite(void)
     expect(!sw_powersgd_is_finite(floats(&s.p), s.p.numel), "NaN reaches P");
     s.m.gradient[5 * 37 + 6] = 1.0f;
     sw_powersgd_project(&s.m, floats(&s.p));
-    expect(sw_powersgd_is_finite(floats(&s.p), s.p.numel), "nothing of it stayed");
+    expect(sw_powersgd_is_finite(floats(&s.p), s.p.numel), "the next P is finite again");
     step_fini(&s);
 }
 
-/* What a bfloat16 cannot hold is kept as the greatest that it can: an infinite error would stay. */
+/* A value that bfloat16 cannot hold is clamped to the greatest finite one: an infinite error would
+ * stay forever. */
 static void check_memory_stays_finite(void)
 {
-    const size_t shapes[][2] = {{4, 64}, {3, 17}}; /* whole vectors, and not */
+    const size_t shapes[][2] = {{4, 64}, {3, 17}}; /* whole vectors, and a tail */
     for (size_t k = 0; k < 2; ++k) {
         step s;
         step_init(&s, shapes[k][0], shapes[k][1], 1, SW_DTYPE_BFLOAT16);
@@ -307,12 +310,14 @@ static void check_errors(void)
                          .cols = 1000,
                          .rank = ranks[i],
                          .memory_dtype = SW_DTYPE_FLOAT32};
-        expect(sw_powersgd_check(&m, &err) == SW_E_INVALID, "a rank out of range");
-        expect(strstr(err.message, i == 2 ? "[1, 256], not 300" : "[1, 3]") != NULL, "its range");
+        expect(sw_powersgd_check(&m, &err) == SW_E_INVALID, "a rank out of range is refused");
+        expect(strstr(err.message, i == 2 ? "[1, 256], not 300" : "[1, 3]") != NULL,
+               "the message has the range");
     }
     sw_powersgd m = {.rows = 3, .cols = 3, .rank = 1, .memory_dtype = SW_DTYPE_FLOAT16};
-    expect(sw_powersgd_check(&m, &err) == SW_E_INVALID, "a memory that cannot be");
-    expect(strstr(err.message, "float32 or bfloat16, not float16") != NULL, "its dtype");
+    expect(sw_powersgd_check(&m, &err) == SW_E_INVALID, "an illegal memory dtype is refused");
+    expect(strstr(err.message, "float32 or bfloat16, not float16") != NULL,
+           "the message has the dtype");
 }
 
 int main(void)

@@ -1,5 +1,5 @@
-/* test_sgd.c - every kernel table against a naive SGD, bit for bit; cuts, dtypes, options, errors.
- */
+/* test_sgd.c - compare every kernel table with a naive SGD, bit for bit: cuts, dtypes, options,
+ * errors. */
 #include "optim_oracle.h"
 
 #include "optim/optim.h"
@@ -105,7 +105,7 @@ static void check_case(const sgd_case *c)
         expect(sw_kernels_force(tables[t]->name, NULL) == SW_OK, "the table can be forced");
         check_on_table(c, tables[t]->name, original, expected);
     }
-    expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is back");
+    expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is restored");
     for (int k = 0; k < ARRAY_COUNT; ++k) {
         array_fini(&original[k]);
         array_fini(&expected[k]);
@@ -137,7 +137,7 @@ static void test_every_option_size_and_dtype(void)
         }
 }
 
-/* The first step's buffer may hold anything: NaN must not reach the parameter. */
+/* The buffer of the first step may hold anything: a NaN in it must not reach the parameter. */
 static void test_the_first_buffer_is_not_used(void)
 {
     float p = 1, m = NAN, g = 2;
@@ -145,11 +145,11 @@ static void test_the_first_buffer_is_not_used(void)
     options.momentum = 0.9;
     sw_optim_run run = {.p = &p, .m = &m, .g = &g, .numel = 1, .step = 1};
     expect(sw_sgd_step(&options, &run, 1, NULL) == SW_OK && m == 2.0f && p < 1.0f,
-           "the buffer becomes the gradient");
+           "the buffer is set to the gradient");
 }
 
-/* p + a * b whose double is a midpoint of floats that the exact value only comes close to: rounding
- * twice is wrong here, and hardly ever elsewhere. */
+/* Test p + a * b whose double is a midpoint of floats, while the exact value is only near it.
+ * Rounding twice is wrong here, and almost nowhere else. */
 static void test_no_double_rounding(void)
 {
     static const struct {
@@ -174,10 +174,10 @@ static void test_no_double_rounding(void)
             }
             expect(sw_kernels_force(tables[t]->name, NULL) == SW_OK &&
                        sw_sgd_step(&options, &run, 1, NULL) == SW_OK,
-                   "the step runs");
+                   "the step succeeds");
             expect(p[0] == known[k].sum && p[18] == known[k].sum, "the sum is rounded once");
         }
-    expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is back");
+    expect(sw_kernels_force(NULL, NULL) == SW_OK, "the best table is restored");
 }
 
 static void expect_refused(sw_sgd_options options, sw_optim_run run, const char *a, const char *b)
@@ -185,7 +185,7 @@ static void expect_refused(sw_sgd_options options, sw_optim_run run, const char 
     sw_error err = {0};
     bool refused = sw_sgd_step(&options, &run, 1, &err) == SW_E_INVALID;
     expect(refused && strstr(err.message, a) && strstr(err.message, b),
-           "a sentence names argument and value");
+           "the message names argument and value");
 }
 
 static void test_errors(void)

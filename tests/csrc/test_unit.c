@@ -1,12 +1,14 @@
 /* test_unit.c - the laws of csrc/zero.
  *
- *   U1  a state has the moves of its table and no others; a refused one changes nothing and names
- * both states U2  a gathered unit has the bytes of every rank's slices, as they are at that moment,
- * whatever ring it got U3  a released unit reads 0xff everywhere, at the same addresses U4  pages
- * in use are those of the units that are whole, in chunks, and the lowest come back first U5  a run
- * that leaves its unit, its part or the ranks is refused U6  every allocation and mapping may fail:
- * an error, and nothing kept  U7  a write to a released unit is found, byte by byte, and is
- * nobody's  U8  a coded run is what its records say, or what the slices hold, as asked
+ *   U1  a state has the moves of its table and no others; a refused move changes nothing and names
+ *       both states
+ *   U2  a gathered unit has the current bytes of every rank's slices, in any ring
+ *   U3  a released unit reads 0xff everywhere, at the same addresses
+ *   U4  pages in use are those of the unsharded units, in chunks, and the lowest are reused first
+ *   U5  a run that exceeds its unit, its part or the ranks is refused
+ *   U6  every allocation and mapping may fail: an error, and nothing is kept
+ *   U7  a write to a released unit is found, byte by byte, and reaches no parameter
+ *   U8  a coded run has the values of its records or of the slices, as asked
  */
 #include "zero/unit.h"
 
@@ -37,8 +39,8 @@ static void fill_parts(unsigned round)
             parts[r][i] = byte_of(r, i, round);
 }
 
-/* Unit sizes: none, less than a page, several chunks, exactly one. A third of each lies with each
- * rank, in turn. */
+/* Unit sizes: none, less than a page, several chunks, exactly one. Each rank has a third of each,
+ * in turn. */
 static const size_t sizes[UNITS] = {0, 999, 5u << 20, 2u << 20};
 static sw_unit_run runs[UNITS][RANKS];
 static sw_unit_spec specs[UNITS];
@@ -101,7 +103,8 @@ static void check_moves(void)
                       "the sentence names unit and state: %s", err.message);
         }
     sw_shard_state state = SW_SHARD_SHARDED;
-    check(sw_shard_move(&state, SW_SHARD_EVENT_COUNT, "u", &err) == SW_E_INVALID, "no such move");
+    check(sw_shard_move(&state, SW_SHARD_EVENT_COUNT, "u", &err) == SW_E_INVALID,
+          "an unknown move is refused");
 }
 
 static void check_units(size_t warm_bytes)
@@ -110,21 +113,21 @@ static void check_units(size_t warm_bytes)
     sw_error err = {.message = ""};
     fill_parts(0);
     if (!check(sw_units_create(&whole, specs, UNITS, warm_bytes, "test", &units, &err) == SW_OK,
-               "units are made: %s", err.message))
+               "units are created: %s", err.message))
         return;
-    check(sw_units_count(units) == UNITS, "all of them");
+    check(sw_units_count(units) == UNITS, "all units are counted");
     for (unsigned round = 0; round < 3; ++round) {
         fill_parts(round);
         for (size_t i = 0; i < UNITS; ++i) {
             size_t u = (i + round) % UNITS;
             const uint8_t *address = sw_unit_address(units, u);
             check(bytes_not_blank(units, u) == 0, "unit %zu is blank", u);
-            check(sw_unit_release(units, u, &err) == SW_E_STATE, "a sharded one is not released");
+            check(sw_unit_release(units, u, &err) == SW_E_STATE, "a sharded unit is not released");
             check(sw_unit_gather(units, u, SW_UNIT_SLICES, &err) == SW_OK, "unit %zu: %s", u,
                   err.message);
             check(sw_unit_gather(units, u, SW_UNIT_SLICES, &err) == SW_E_STATE,
-                  "it is not gathered twice");
-            check(sw_unit_state(units, u) == SW_SHARD_UNSHARDED, "it is whole");
+                  "an unsharded unit is not gathered again");
+            check(sw_unit_state(units, u) == SW_SHARD_UNSHARDED, "the unit is unsharded");
             check(wrong_bytes(units, u, round) == 0, "unit %zu has the slices' bytes", u);
             if (round < 2) {
                 check(sw_unit_release(units, u, &err) == SW_OK, "release: %s", err.message);
@@ -134,7 +137,7 @@ static void check_units(size_t warm_bytes)
         }
     }
     for (size_t u = 0; u < UNITS; ++u)
-        check(wrong_bytes(units, u, 2) == 0, "all are whole at once, unit %zu too", u);
+        check(wrong_bytes(units, u, 2) == 0, "all are unsharded at once, unit %zu too", u);
     sw_units_stats stats = sw_units_get_stats(units);
     check(stats.gathers == 3 * UNITS && stats.releases == 2 * UNITS, "moves are counted");
     check(stats.most_bytes == (1 + 3 + 1) * (size_t)SW_PAGE_RING_CHUNK_BYTES, "%zu bytes in use",
@@ -148,26 +151,27 @@ static void check_writes(void)
     sw_error err = {.message = ""};
     const size_t large = 2, at = (3u << 20) + 4321;
     if (!check(sw_units_create(&whole, specs, UNITS, 0, "test", &units, &err) == SW_OK,
-               "units are made: %s", err.message))
+               "units are created: %s", err.message))
         return;
     for (size_t u = 0; u < UNITS; ++u)
-        check(sw_unit_find_write(units, u) == SIZE_MAX, "nobody wrote to unit %zu", u);
+        check(sw_unit_find_write(units, u) == SIZE_MAX, "no write to unit %zu is found", u);
     uint8_t *bytes = sw_unit_address(units, large);
     check(bytes_not_blank(units, large) == 0 && sw_unit_find_write(units, large) == SIZE_MAX,
-          "reading is no write");
+          "a read is no write");
     bytes[at] = 0xff;
-    check(sw_unit_find_write(units, large) == SIZE_MAX, "nor is what changes nothing");
+    check(sw_unit_find_write(units, large) == SIZE_MAX, "a write that changes nothing is no write");
     bytes[at] = 1;
     bytes[at + 5000] = 1;
-    check(sw_unit_find_write(units, large) == at, "found at %zu", sw_unit_find_write(units, large));
-    check(bytes_not_blank(units, 3) == 0, "other units do not see it");
+    check(sw_unit_find_write(units, large) == at, "the write is found at %zu",
+          sw_unit_find_write(units, large));
+    check(bytes_not_blank(units, 3) == 0, "the write does not show in other units");
     check(sw_unit_forget_writes(units, large, &err) == SW_OK && bytes_not_blank(units, large) == 0,
-          "it is forgotten");
+          "the write is forgotten");
     bytes[0] = 7;
     check(sw_unit_gather(units, large, SW_UNIT_SLICES, &err) == SW_OK &&
               wrong_bytes(units, large, 9) == 0,
-          "and does not outlast a gather");
-    check(sw_unit_find_write(units, large) == SIZE_MAX, "a whole unit may be written");
+          "a write does not outlast a gather");
+    check(sw_unit_find_write(units, large) == SIZE_MAX, "an unsharded unit may be written");
     sw_units_destroy(units);
 }
 
@@ -187,7 +191,7 @@ static void check_refusals(void)
     }
 }
 
-/* Two float32 runs, of which the second's last block is short, and one that is copied. */
+/* Two float32 runs, the second with a short last block, and one run that is copied. */
 static void check_codes(void)
 {
     enum { NUMEL = 4096, CODE_BYTES = NUMEL / SW_UNIT_BLOCK_NUMEL * SW_UNIT_RECORD_BYTES };
@@ -225,12 +229,13 @@ static void check_codes(void)
                 check(memcmp(wanted, parts[run->rank] + run->source_bytes, run->size_bytes) != 0,
                       "rounded");
             }
-            check(memcmp(bytes + run->target_bytes, wanted, run->size_bytes) == 0, "run %zu", i);
+            check(memcmp(bytes + run->target_bytes, wanted, run->size_bytes) == 0,
+                  "run %zu has its values", i);
         }
         check(sw_unit_release(units, 0, &err) == SW_OK, "%s", err.message);
     }
     check(sw_units_get_stats(units).bytes == (1280 + 500 + 100) + (10 + 4) * 36 + 100,
-          "bytes read");
+          "the bytes read are counted");
     sw_units_destroy(units);
     static const sw_unit_run wrong[] = {
         {0, 0, 64, 128, true}, {0, 0, 0, 126, true}, {0, 0, NUMEL * 4, 4, true}};
@@ -268,12 +273,12 @@ static void check_faults(void)
             if (sw_unit_state(units, u) == SW_SHARD_SHARDED) {
                 check(sw_unit_gather(units, u, SW_UNIT_SLICES, &err) == SW_OK &&
                           wrong_bytes(units, u, 9) == 0,
-                      "the next gather is whole");
+                      "the next gather succeeds");
             }
         sw_units_destroy(units);
         check(faults_mapped() == before, "nothing stays mapped after failure %ld", nth);
         if (over) {
-            check(status == SW_OK, "without a failure all is well: %s", err.message);
+            check(status == SW_OK, "without a failed allocation all succeeds: %s", err.message);
             break;
         }
     }

@@ -1,9 +1,9 @@
-// cuda_text.hpp - enough of CUDA C++ for the host's compiler to run the device kernels' text, a block after the other.
+// cuda_text.hpp - enough of CUDA C++ for the host's compiler to run the device kernels' text, one block after the other.
 //
-// Idea: each thread of a block is a coroutine on a stack of its own. Whoever meets a barrier rests, and the next one
-// runs; when none is left that could, a barrier opens whose threads (of the block, or of a warp) have all come. A warp's
-// votes and shuffles are such barriers around a table of its lanes' values. Arithmetic is the host's IEEE arithmetic, which is what the GPU's compiler is told to
-// keep to; what a GPU adds (races inside a block, warps, speed) is not shown by this.
+// Each thread of a block is a coroutine with its own stack. A thread that meets a barrier pauses, and the next one runs.
+// When no thread can run, a barrier opens if all its threads (of the block, or of a warp) have come. Votes and shuffles of
+// a warp are such barriers around a table of its lanes' values. Arithmetic is the host's IEEE arithmetic, which the GPU's
+// compiler is told to keep to. This does not show races inside a block, real warps, or speed.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -80,13 +80,13 @@ struct cuda_thread {
     ucontext_t context;
     std::vector<char> stack;
     cuda_place place = CUDA_RUNS;
-    unsigned long long told = 0; // to the other lanes of its warp
+    unsigned long long told = 0; // its value for the other lanes of the warp
 };
 static ucontext_t cuda_scheduler;
 static std::vector<cuda_thread> cuda_threads;
 static void (*cuda_body)(const void *);
 static const void *cuda_arguments;
-static bool cuda_stuck; // threads of a warp, or of a block, rest at different barriers
+static bool cuda_stuck; // threads of a warp, or of a block, pause at different barriers
 
 static void cuda_rest(cuda_place place)
 {
@@ -103,11 +103,11 @@ static void cuda_enter()
 
 static inline void __syncthreads() { cuda_rest(CUDA_AT_BLOCK); }
 
-// Tells the lanes of the calling thread's warp; back once all of `mask` have told. cuda_rest() once more before the next.
+// Gives a value to the lanes of the calling thread's warp and waits for all of `mask`. cuda_rest() must follow once.
 template <class T> static void cuda_tell(unsigned mask, T value)
 {
     const unsigned warp = threadIdx.x & ~31u;
-    for (unsigned k = 0; k < 32; ++k) // a lane that does not exist, or one that is left out
+    for (unsigned k = 0; k < 32; ++k) // `mask` names a lane that does not exist, or omits one
         cuda_stuck |= (mask >> k & 1u) != (warp + k < blockDim.x ? 1u : 0u);
     cuda_threads[threadIdx.x].told = 0;
     std::memcpy(&cuda_threads[threadIdx.x].told, &value, sizeof value);
@@ -141,7 +141,7 @@ static bool __all_sync(unsigned mask, bool value)
     return all;
 }
 
-// Opens the barriers of [from, to) if all of its threads that are left rest at `place`.
+// Opens the barriers of [from, to) if all remaining threads there pause at `place`.
 static bool cuda_open(unsigned from, unsigned to, cuda_place place)
 {
     bool some = false;

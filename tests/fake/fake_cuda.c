@@ -1,4 +1,4 @@
-/* fake_cuda.c - a libcuda.so.1 that has simulated GPUs behind it: see sim.h. Only the functions of
+/* fake_cuda.c - a libcuda.so.1 with simulated GPUs behind it: see sim.h. Only the functions of
  * csrc/device/cuda_abi.h exist. */
 #include <pthread.h>
 #include <stdio.h>
@@ -63,7 +63,7 @@ SIM_API int cuDeviceGetName(char *name, int length, int device)
     return SW_CU_SUCCESS;
 }
 
-/* Ranks that are processes have a card each unless SIM_BUS says otherwise. */
+/* Ranks that are processes have one card each unless SIM_BUS says otherwise. */
 static int bus_of(int device)
 {
     const char *named = getenv("SIM_BUS");
@@ -122,8 +122,8 @@ SIM_API int cuCtxPopCurrent_v2(sw_cu_context *context)
     return SW_CU_SUCCESS;
 }
 
-/* The stream of a handle that a caller gave: of NULL, the legacy default stream of the context that
- * is current, as all of torch is on unless a program says otherwise. NULL: there is no such one. */
+/* Return the stream of a handle. NULL is the legacy default stream of the current context, which
+ * torch uses unless a program says otherwise. Return NULL if there is no such stream. */
 sw_cu_stream sim_stream(sw_cu_stream handle)
 {
     return handle ? handle : sim_current_context()->legacy;
@@ -138,7 +138,7 @@ const void *sim_thread(void)
     return &capture_mode;
 }
 
-/* As cuda.h has it for cuThreadExchangeStreamCaptureMode. */
+/* The rule of cuThreadExchangeStreamCaptureMode in cuda.h. */
 bool sim_capture_forbids(const char *call)
 {
     bool forbidden = false;
@@ -154,7 +154,7 @@ bool sim_capture_forbids(const char *call)
     return forbidden;
 }
 
-/* Not counted: each call of the engine's has two. */
+/* Not counted, since each call of the engine makes two of these. */
 SIM_API int cuThreadExchangeStreamCaptureMode(int *mode)
 {
     int before = capture_mode;
@@ -189,12 +189,12 @@ static sim_block *block_new(size_t size_bytes, bool pinned)
     return block;
 }
 
-/* Freeing is a write by the host: whatever still uses the memory must be ordered before it. */
-static int block_free(void *address, bool pinned, const char *what)
+/* A free is a write by the host: every use of the memory must be ordered before it. */
+static int block_free(void *address, bool pinned, const char *operation)
 {
     sim_block *block = sim_block_of(address);
     sim_rank *rank = &sim.rank[sim_current_rank()];
-    sim_site site = sim_here(what);
+    sim_site site = sim_here(operation);
     if (!block || block->memory != address || block->pinned != pinned)
         return SW_CU_INVALID_VALUE;
     if (block->file)
@@ -248,8 +248,8 @@ SIM_API int cuPointerGetAttribute(void *value, int attribute, sw_cu_address addr
 
 /* ---- work ---- */
 
-/* What is left of the block that holds `at`, if that is less: to go beyond it was reported, and the
- * memory there is not the simulation's. */
+/* Limit a size to the rest of the block that holds `at`. An access beyond it was reported, and the
+ * memory there does not belong to the simulation. */
 static uint64_t within_block(const void *at, uint64_t size_bytes)
 {
     const sim_block *block = sim_block_of(at);
@@ -269,8 +269,8 @@ static void run_fill(sim_op *op)
     memset(op->to, op->value, op->size_bytes);
 }
 
-/* What the kernel that runs may write, and all memory as it was before: kept from kernel to kernel,
- * since new pages cost more than what is copied to them. Under the gate. */
+/* The bytes that the running kernel may write, and a copy of all memory before it. Kept from kernel
+ * to kernel, since new pages cost more than the copies. Guarded by the gate. */
 static struct {
     struct {
         sim_block *block;
@@ -283,13 +283,14 @@ static struct {
 
 static bool is_compared(const sim_block *b)
 {
-    if (b->registered || b->file) /* other processes write there */
+    if (b->registered || b->file) /* other processes write to it */
         return false;
-    /* Torch's memory and pinned memory are written by the host, too, inside an operation of torch's
-     * or a step: but not while it is in here, which is sure where it is what asked. */
+    /* The host writes to torch's memory and to pinned memory, inside an operation of torch's or a
+     * step. It cannot do so during this call, which is certain only if that thread made the call.
+     */
     if ((b->foreign || b->pinned) && sim.host_thread && sim.host_thread != sim_thread())
         return false;
-    return !(b->freed && b->pinned); /* slots of saves that are over: large, and many */
+    return !(b->freed && b->pinned); /* slots of finished saves: large, and many */
 }
 
 static void mark_writable(void *context, const void *begin, size_t size_bytes, sw_access access)
@@ -308,8 +309,8 @@ static void mark_writable(void *context, const void *begin, size_t size_bytes, s
     kept.writable[kept.writable_count++].size_bytes = within_block(begin, size_bytes);
 }
 
-/* Runs the host reference and looks for bytes that changed although the contract does not say so:
- * where all that it may write is made as it is now, what was before must be what is now. */
+/* Run the host reference and look for bytes that changed although the contract does not declare
+ * them: copy the declared bytes to the old copy, which must then equal the memory. */
 static void run_kernel(sim_op *op)
 {
     size_t total = 0;
@@ -386,7 +387,7 @@ SIM_API int cuMemsetD8Async(sw_cu_address to, unsigned char value, size_t bytes,
     LEAVE(SW_CU_SUCCESS);
 }
 
-/* Kernels whose code is on the GPU; under the gate. */
+/* Kernels whose code is loaded; guarded by the gate. */
 static bool is_loaded[KERNEL_MAX];
 
 SIM_API int cuModuleLoadData(sw_cu_module *module, const void *image)
@@ -449,7 +450,7 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
     bool is_torch = stream->is_torch;
     sim_enqueue(stream, op);
     sim_leave();
-    /* What torch's own memory is read by has been read when torch frees it. */
+    /* Torch may free its memory at once, so all reads of it must have run. */
     return !is_torch || sim_drain(stream) ? SW_CU_SUCCESS : 702;
 }
 
@@ -459,9 +460,9 @@ SIM_API int cuStreamCreateWithPriority(sw_cu_stream *stream, unsigned flags, int
 {
     (void)priority;
     ENTER_CONTEXT("cuStreamCreate");
-    if (flags != SW_CU_STREAM_NON_BLOCKING) { /* torch's work and ours would wait for each other */
+    if (flags != SW_CU_STREAM_NON_BLOCKING) { /* it and torch's stream would wait for each other */
         sim_site site = sim_here("cuStreamCreate");
-        sim_report("blocking stream", "one that the legacy default stream orders", &site, NULL);
+        sim_report("blocking stream", "ordered by the legacy default stream", &site, NULL);
     }
     if (sim.actor_count == SIM_ACTOR_MAX)
         LEAVE(SW_CU_OUT_OF_MEMORY);
@@ -474,7 +475,7 @@ SIM_API int cuStreamCreateWithPriority(sw_cu_stream *stream, unsigned flags, int
     LEAVE(SW_CU_SUCCESS);
 }
 
-/* What is enqueued still runs, as the driver has it. */
+/* As in the driver, enqueued operations still run. */
 SIM_API int cuStreamDestroy_v2(sw_cu_stream stream)
 {
     ENTER_CONTEXT("cuStreamDestroy");
@@ -507,9 +508,9 @@ SIM_API int cuStreamIsCapturing(sw_cu_stream stream, int *status)
 SIM_API int cuEventCreate(sw_cu_event *event, unsigned flags)
 {
     ENTER_CONTEXT("cuEventCreate");
-    if (flags != SW_CU_EVENT_DISABLE_TIMING) { /* each record would take a time stamp */
+    if (flags != SW_CU_EVENT_DISABLE_TIMING) { /* each record would write a time stamp */
         sim_site site = sim_here("cuEventCreate");
-        sim_report("timed event", "one that nobody asks for a time", &site, NULL);
+        sim_report("timed event", "an event with timing that is never read", &site, NULL);
     }
     sw_cu_event made = calloc(1, sizeof *made);
     made->next = sim.events;
@@ -525,7 +526,7 @@ SIM_API int cuEventDestroy_v2(sw_cu_event event)
     LEAVE(SW_CU_SUCCESS);
 }
 
-/* Before the last operation that has not run, if there is one. */
+/* Enqueue before the last operation that has not run, if there is one. */
 static void enqueue_early(sw_cu_stream stream, sim_op *op)
 {
     sim_op **last = NULL;
@@ -556,7 +557,7 @@ SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream given)
                                              : stream->clock;
     op->event = event;
     op->generation = ++event->recorded;
-    if (wrong == SIM_RECORD_ELSEWHERE) { /* on a stream that has nothing to do: it is done */
+    if (wrong == SIM_RECORD_ELSEWHERE) { /* on an idle stream: done at once */
         event->done = op->generation;
         free(op);
     } else if (wrong == SIM_RECORD_EARLY) {
@@ -573,7 +574,7 @@ SIM_API int cuEventQuery(sw_cu_event event)
     sim_demand(event);
     if (event->done >= event->recorded) {
         sim_join(&sim.rank[sim_current_rank()].clock, &event->clock);
-        sim_yield(); /* whoever asks on and on waits for another rank's host */
+        sim_yield(); /* a thread that keeps polling waits for another rank's host */
         LEAVE(SW_CU_SUCCESS);
     }
     if (sim_is_stuck() && !sim.deadlocked) {

@@ -1,10 +1,11 @@
-/* fake_entry.h - how each entry point of the fake driver begins and ends. */
+/* fake_entry.h - the begin and end of each entry point of the fake driver. */
 #ifndef SW_TEST_FAKE_ENTRY_H
 #define SW_TEST_FAKE_ENTRY_H
 
 #include "sim.h"
 
-/* Every entry point: counted, may be told to fail, and what needs a context has one. */
+/* Begin an entry point: count the call, let it fail if told so, and check that a context is
+ * current. */
 #define ENTER(name)                     \
     do {                                \
         int result_ = 0;                \
@@ -22,7 +23,7 @@
     if (!sim_current_context()) \
     LEAVE(SW_CU_INVALID_CONTEXT)
 
-/* A handle that the caller gave becomes its stream. */
+/* Replace a handle that the caller gave by its stream. */
 #define NAMED_STREAM(stream)              \
     do {                                  \
         (stream) = sim_stream(stream);    \
@@ -30,7 +31,7 @@
             LEAVE(SW_CU_INVALID_HANDLE);  \
     } while (0)
 
-/* A call that a capture into a graph forbids: cuda.h calls it potentially unsafe. */
+/* Begin a call that a capture into a graph forbids; cuda.h calls it potentially unsafe. */
 #define FORBIDDEN_IN_CAPTURES(name)           \
     do {                                      \
         if (sim_capture_forbids(name))        \

@@ -1,9 +1,9 @@
 /* fake_nccl.c - a libnccl.so.2 on the simulated GPUs: see sim.h. Only the functions of
  * csrc/comm/nccl_abi.h exist.
  *
- * Idea: a group of calls is one operation of a stream; it runs when the group of the same number is
- * at the head of its stream on every rank, for all ranks at once. Sums begin at rank 1 and end with
- * rank 0: an order that is not ours, since NCCL promises none.
+ * A group of calls is one operation of a stream. It runs for all ranks at once, when the group of
+ * the same number is at the head of its stream on every rank. Sums begin at rank 1 and end with
+ * rank 0, an order that is not the engine's, since NCCL promises none.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -64,7 +64,7 @@ static size_t call_bytes(const nccl_call *call)
     return call->count * element_bytes[dtype_of(call->dtype)];
 }
 
-/* What the call reads and writes on its own rank. */
+/* Return the bytes that the call reads on its own rank. */
 size_t nccl_read_bytes(const nccl_call *call, int world_size)
 {
     return call->kind == REDUCE_SCATTER ? call_bytes(call) * (size_t)world_size : call_bytes(call);
@@ -106,7 +106,7 @@ static void drive(sim_op *op, int depth)
     sw_nccl_comm comm = g->comm;
     const clique *c = comm->clique;
     for (int r = 0; !c->in_files && r < c->world_size && comm->first == g;
-         ++r) { /* it may run on the way */
+         ++r) { /* driving may run the operation */
         const nccl_group *other = c->comm[r] ? c->comm[r]->first : NULL;
         if (other && other != g && other->stream->first && other->stream->first->group != other) {
             sim_op *until = other->stream->first;
@@ -125,7 +125,7 @@ static const nccl_call *nth_call(const nccl_group *g, call_kind kind, int peer, 
     return NULL;
 }
 
-/* How many calls of that kind and peer come before call `at`. */
+/* Count the calls of that kind and peer before call `at`. */
 static int place_of(const nccl_group *g, int at)
 {
     int place = 0;
@@ -150,7 +150,7 @@ static bool is_paired(const clique *c, int rank, int at)
     return other && other->count == call->count && other->dtype == call->dtype;
 }
 
-/* The call that rank 0 makes in that place, or the other end's. */
+/* Return the call that rank 0 makes in that place, or the other end of a send or receive. */
 static const nccl_call *like_of(const clique *c, int rank, int at)
 {
     const nccl_group *g = c->comm[rank]->first;
@@ -161,7 +161,7 @@ static const nccl_call *like_of(const clique *c, int rank, int at)
                     place_of(g, at));
 }
 
-/* The first call of any rank that has no like; reported, and an error for all. */
+/* Return false, after a report, if a call of some rank has no counterpart. All ranks then fail. */
 static bool matches(const clique *c)
 {
     for (int r = 0; r < c->world_size; ++r) {
@@ -204,8 +204,8 @@ static void cast(void *to, int to_dtype, const void *from, int from_dtype, size_
     run_reference("sw_cast", &args);
 }
 
-/* NCCL's mean multiplies each contribution, before it is added, by 1 / world_size as the dtype has
- * it (its enqueue.cc: ncclAvg is PreMulSum), and rounds the product to the dtype. */
+/* NCCL's mean multiplies each contribution, before it is added, by 1 / world_size rounded to the
+ * dtype (enqueue.cc: ncclAvg is PreMulSum), and rounds the product to the dtype. */
 static void multiply_first(void *contributions, size_t numel, int world_size, sw_dtype dtype)
 {
     float factor = (float)(1.0 / world_size);
@@ -245,7 +245,7 @@ static void fold(void *to, const unsigned char *inputs, size_t stride, int world
     free(turned);
 }
 
-/* The result of call `at` for `rank`, from the inputs of all. */
+/* Compute the result of call `at` for `rank` from the inputs of all ranks. */
 static void compute(const clique *c, int rank, int at, unsigned char *out)
 {
     const nccl_group *own = c->comm[rank]->first;
@@ -271,7 +271,7 @@ static void compute(const clique *c, int rank, int at, unsigned char *out)
     free(inputs);
 }
 
-/* Whether this process has the memory of that rank. */
+/* Return true if this process has the memory of that rank. */
 static bool is_here(const clique *c, int rank)
 {
     return !c->in_files || rank == c->own_rank;
@@ -359,8 +359,8 @@ static int enqueue_group(const nccl_group *group)
     return SW_NCCL_SUCCESS;
 }
 
-/* A call of a communicator that does not block may come back before it is done, and no other is to
- * come before ncclCommGetAsyncError has said that it is: NCCL's init.cc, ncclCommEnsureReady. */
+/* A call of a non-blocking communicator may return before it is done. No other call may follow
+ * before ncclCommGetAsyncError reports success: NCCL's init.cc, ncclCommEnsureReady. */
 static int come_back(sw_nccl_comm comm, int result, int questions)
 {
     if (result != SW_NCCL_SUCCESS || comm->blocks)
@@ -434,7 +434,7 @@ SIM_API int ncclGetUniqueId(sw_nccl_id *id)
     LEAVE(SW_NCCL_SUCCESS);
 }
 
-/* A group that is left open is its thread's for good: it takes every later communicator along. */
+/* A thread that leaves a group open adds every later communicator to that group. */
 static void outside_groups(const char *call)
 {
     sim_site site = sim_here(call);
@@ -442,7 +442,7 @@ static void outside_groups(const char *call)
         sim_report("open group", call, &site, NULL);
 }
 
-/* Memory of the communicator's, which the simulation watches as it does the caller's. */
+/* Let the simulation watch the communicator's own memory like the caller's. */
 static void watch(sw_nccl_comm comm)
 {
     sim_block *block = calloc(1, sizeof *block);
@@ -507,7 +507,9 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
     LEAVE(SW_NCCL_SUCCESS);
 }
 
-/* Whether a rank that was there has ended the communicator, while this one's operations wait. */
+/* Return true if a rank that had joined has ended the communicator while operations of this one
+ * wait.
+ */
 static bool has_lost_one(const clique *c, sw_nccl_comm comm)
 {
     bool lost = c->in_files && nccl_files_gone(c) >= 0;
@@ -567,7 +569,7 @@ SIM_API int ncclCommFinalize(sw_nccl_comm comm)
     comm->finalizing = comm->clique->in_files && comm->first;
     if (comm->finalizing) /* peers need time */
         LEAVE(come_back(comm, SW_NCCL_SUCCESS, 2));
-    while (comm->first && comm->first->stream->first) { /* what was enqueued runs first */
+    while (comm->first && comm->first->stream->first) { /* enqueued groups run first */
         const nccl_group *before = comm->first;
         sim_drive(before->stream, NULL, 0);
         if (comm->first == before)
@@ -576,7 +578,7 @@ SIM_API int ncclCommFinalize(sw_nccl_comm comm)
     LEAVE(come_back(comm, SW_NCCL_SUCCESS, 2));
 }
 
-/* Its kernels are let go. */
+/* Release its waiting kernels. */
 static void let_go(sw_nccl_comm comm)
 {
     for (nccl_group *g = comm->first; g; g = g->next)
@@ -587,7 +589,7 @@ static void let_go(sw_nccl_comm comm)
         nccl_files_end(comm->clique);
 }
 
-/* Its memory stays till the process ends: other ranks' groups may name it. */
+/* Its memory stays until the process ends, since other ranks' groups may name it. */
 static void drop(sw_nccl_comm comm)
 {
     let_go(comm);
@@ -611,16 +613,16 @@ SIM_API int ncclCommDestroy(sw_nccl_comm comm)
 
 static bool aborts_wait;
 
-/* From now on, for tests: as NCCL's do in the worst case. */
+/* For tests: from now on aborts wait as NCCL's do in the worst case. */
 SIM_API void sim_nccl_let_aborts_wait(int wait)
 {
     aborts_wait = wait;
 }
 
-/* What an abort frees makes it wait for all that the GPU does, the kernels of other communicators
- * among it (NVIDIA/nccl issues 549, 564, 1013), which nobody but an abort of theirs lets go. In the
- * worst case also for what is enqueued behind, and for a peer that has not begun to end its part:
- * it may still read from this one's memory (863). */
+/* An abort frees memory, so it waits for all work of the GPU. That includes kernels of other
+ * communicators (NVIDIA/nccl issues 549, 564, 1013), which only an abort of those releases. In the
+ * worst case it also waits for work enqueued behind, and for a peer that has not begun to end its
+ * part, since the peer may still read this rank's memory (863). */
 static bool abort_waits(const clique *own)
 {
     for (sw_cu_stream s = sim.streams; s; s = s->next)
@@ -640,7 +642,7 @@ SIM_API int ncclCommAbort(sw_nccl_comm comm)
     const clique *own = comm->clique;
     nccl_registered_end(comm, false);
     let_go(comm);
-    /* Between threads the baton is this one's, and nobody else would come to let them go. */
+    /* With ranks as threads this one has the baton, so no other rank could release them. */
     for (int ms = 0; own->in_files && abort_waits(own); ++ms) {
         const struct timespec nap = {.tv_nsec = 1000000};
         sim_leave();
@@ -656,7 +658,7 @@ SIM_API int ncclCommAbort(sw_nccl_comm comm)
     LEAVE(SW_NCCL_SUCCESS);
 }
 
-/* Of this process, for tests. */
+/* For tests: the communicators of this process. */
 SIM_API int sim_nccl_communicators(void)
 {
     return sim.comms;
@@ -688,7 +690,7 @@ SIM_API int ncclGroupEnd(void)
     return result;
 }
 
-/* Counted, and may be told to fail. */
+/* Issue a call that is counted and may be told to fail. */
 static int issue_counted(const char *name, const nccl_call *call, sw_nccl_comm comm,
                          sw_cu_stream stream)
 {

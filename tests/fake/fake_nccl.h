@@ -1,5 +1,4 @@
-/* fake_nccl.h - what fake_nccl.c and fake_nccl_files.c share: groups of calls, and who they are
- * between. */
+/* fake_nccl.h - groups of calls and their cliques, shared by the fake_nccl*.c files. */
 #ifndef SW_TEST_FAKE_NCCL_H
 #define SW_TEST_FAKE_NCCL_H
 
@@ -21,8 +20,8 @@ typedef struct nccl_call {
     const void *from;
     void *to;
     size_t count;
-    int dtype, op, peer; /* peer: root, or the other end */
-    /* Where they lie in memory that is registered; PLAIN: in none, HALF: not all of it is. */
+    int dtype, op, peer; /* peer: the root, or the other end */
+    /* Offsets in registered memory; PLAIN: none is registered, HALF: only a part is. */
     long from_registered, to_registered;
 } nccl_call;
 
@@ -32,25 +31,25 @@ typedef struct nccl_group {
     sw_nccl_comm comm;
     sw_cu_stream stream;
     bool dropped;
-    struct nccl_group *next; /* of its communicator, in order */
+    struct nccl_group *next; /* the next group of its communicator */
 } nccl_group;
 
 typedef struct clique {
     sw_nccl_id id;
     int world_size, arrived;
-    bool in_files; /* ranks are processes: comm[own_rank] is real, the others hold what files say */
+    bool in_files; /* ranks are processes: comm[own_rank] is real, the others mirror files */
     int own_rank;
-    long sequence; /* of the group that is due, from 0 */
+    long sequence; /* number of the group that is due, from 0 */
     bool posted;   /* this rank's part of it is in its file */
     bool loaded;   /* the peers' parts are in comm[...]->first */
     sw_nccl_comm comm[SIM_DEVICE_MAX];
-    bool is_left; /* by this rank: aborted or destroyed */
+    bool is_left; /* this rank has aborted or destroyed it */
     struct clique *next, *next_joined;
 } clique;
 
 typedef struct registration {
     const unsigned char *begin, *end;
-    int actor; /* the stream of the last operation on it, and when */
+    int actor; /* the stream and time of the last operation on it */
     uint32_t time;
     struct registration *next;
 } registration;
@@ -59,54 +58,54 @@ struct ncclComm {
     clique *clique;
     int rank;
     sw_nccl_result error;
-    bool blocks;         /* its calls come back when they are done, as those of torch's own do */
-    int unsettled;       /* questions that its owner has yet to ask before it takes another call */
-    bool finalizing;     /* ranks are processes: until what was enqueued has run */
-    unsigned char order; /* which each operation writes: two that no event orders are a race */
+    bool blocks;         /* calls return when they are done, as on torch's own communicator */
+    int unsettled;       /* state queries still needed before it takes another call */
+    bool finalizing;     /* ranks are processes: enqueued groups have yet to run */
+    unsigned char order; /* written by each operation: two unordered ones are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
     registration *registered; /* list */
-    sw_nccl_comm next;        /* of this process */
+    sw_nccl_comm next;        /* the next communicator of this process */
 };
 extern sw_nccl_comm nccl_comms;
 
-/* How deep this thread is in groups. */
+/* Return the depth of open groups of this thread. */
 int nccl_group_depth(void);
 
-/* Bytes that a call reads on its own rank. */
+/* Return the bytes that a call reads, or writes, on its own rank. */
 size_t nccl_read_bytes(const nccl_call *call, int world_size);
 
 size_t nccl_written_bytes(const nccl_call *call, int world_size);
 
-/* ---- fake_nccl_register.c: NCCL's rule is that all ranks pass registered memory to an operation,
- * at the same distance from its beginning, or none does; what breaks it is undefined, here a
- * report ---- */
+/* ---- fake_nccl_register.c. NCCL's rule: either all ranks pass registered memory to an operation,
+ * at the same offset, or none does. NCCL leaves anything else undefined; here it is a report. ----
+ */
 
-/* Notes where a call's memory lies. */
+/* Note the offsets of a call's memory in registered memory. */
 void nccl_registered_note(nccl_call *call, sw_nccl_comm comm);
-/* The call was enqueued on the stream. */
+/* Note that the call was enqueued on the stream. */
 void nccl_registered_use(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream);
-/* Reports where `other`, of another rank, or the other end of a send, does not go with it. */
+/* Report if `other`, a call of another rank or the other end of a send, breaks the rule. */
 void nccl_registered_compare(const nccl_call *call, const nccl_call *other, const sim_site *site);
-/* The communicator ends; `orderly`: nothing may be registered any more. */
+/* End the communicator; `orderly`: nothing may be registered any more. */
 void nccl_registered_end(sw_nccl_comm comm, bool orderly);
 
 /* ---- fake_nccl_files.c: ranks are processes, and meet in the folder that the id names ---- */
 
-/* Makes the folder, if the environment's SIM_NCCL_FOLDER says where; else false. */
+/* Create the folder in the environment's SIM_NCCL_FOLDER. Return false if that is not set. */
 bool nccl_files_id(sw_nccl_id *id);
 bool nccl_files_is_id(const sw_nccl_id *id);
-/* This rank is there; its peers get a place in the clique. */
+/* Announce this rank and add its peers to the clique. */
 void nccl_files_join(clique *c, int rank);
-/* Ranks that are there. */
+/* Count the ranks that have joined. */
 int nccl_files_arrived(clique *c);
-/* A rank that ended the communicator before this group came about; -1 if none. */
+/* Return a rank that ended the communicator before this group, or -1. */
 int nccl_files_gone(const clique *c);
-/* This rank begins to end the communicator; whether one is there that does not. */
+/* Announce that this rank begins to end the communicator; report if a peer stays in it. */
 void nccl_files_end(const clique *c);
 bool nccl_files_stay(const clique *c);
-/* This rank's part of group `g` is told, and the others' parts are there and loaded. */
+/* Post this rank's part of group `g`. Return true once all peers' parts are loaded. */
 bool nccl_files_ready(nccl_group *g);
-/* The group that was loaded has run. */
+/* Move on after the loaded group has run. */
 void nccl_files_next(clique *c);
 void nccl_files_leave(clique *c);
 

@@ -1,15 +1,15 @@
 /* fake_nccl_files.c - collectives between processes: each rank's part of a group is a file.
  *
  *   <folder>/here.<rank>       the rank has joined
- *   <folder>/<n>.<rank>        its part of group n: call_count, the calls, then what each call
- *                              reads
- *   <folder>/ends.<rank>       it begins to end the communicator
- *   <folder>/gone.<rank>       it has ended the communicator
+ *   <folder>/<n>.<rank>        its part of group n: call_count, the calls, then the bytes that each
+ *                              call reads
+ *   <folder>/ends.<rank>       the rank begins to end the communicator
+ *   <folder>/gone.<rank>       the rank has ended the communicator
  *
  * A part is written when its group is at the head of its stream, under another name first: readers
- * see all of it or nothing. A rank removes its part of group n when n + 1 has run, since all have
- * read n then. A thread sees to it that a rank whose host is elsewhere still comes to a group that
- * its peers are at, as a GPU would.
+ * see all of it or nothing. A rank removes its part of group n when n + 1 has run, since all ranks
+ * have read n then. A helper thread takes part in a group that peers have reached while this rank's
+ * host is busy elsewhere, as a GPU would.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -23,7 +23,7 @@
 
 enum { PATH_BYTES = 256 };
 static const char MARK[] = "files:";
-static clique *joined; /* list: those that the helping thread looks after */
+static clique *joined; /* list of the helper thread's cliques */
 
 static void path_of(const clique *c, const char *name, long number, int rank, char *path)
 {
@@ -96,7 +96,7 @@ static void post(const nccl_group *g)
         rename(hidden, path);
 }
 
-/* The part of a peer, its bytes behind the structure. */
+/* Load the part of a peer, with its bytes behind the structure. */
 static nccl_group *load(const clique *c, int rank, const nccl_group *own)
 {
     char path[PATH_BYTES];
@@ -119,7 +119,7 @@ static nccl_group *load(const clique *c, int rank, const nccl_group *own)
             bytes += nccl_read_bytes(&g->call[i], c->world_size);
     }
     g->comm = c->comm[rank];
-    g->stream = own->stream; /* for reports */
+    g->stream = own->stream; /* reports name it */
     return g;
 }
 
@@ -156,9 +156,9 @@ void nccl_files_next(clique *c)
     c->posted = c->loaded = false;
 }
 
-/* ---- who is there ---- */
+/* ---- joining and leaving ---- */
 
-/* What a GPU does without its host: comes to the group that is due when a peer is at it. */
+/* Take part in the group that is due if a peer has reached it, as a GPU does without its host. */
 static void help_one(clique *c)
 {
     const nccl_group *g = c->comm[c->own_rank]->first;

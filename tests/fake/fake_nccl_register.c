@@ -1,5 +1,5 @@
-/* fake_nccl_register.c - memory that is registered with a communicator. Values do not depend on
- * it here; what on real GPUs is undefined is a report. */
+/* fake_nccl_register.c - memory that is registered with a communicator. Registration changes no
+ * value here. A use that is undefined on real GPUs is a report. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +10,7 @@
 SIM_API int cuMemAlloc_v2(sw_cu_address *address, size_t bytes);
 SIM_API int cuMemFree_v2(sw_cu_address address);
 
-/* ---- what operations pass ---- */
+/* ---- the memory of operations ---- */
 
 static registration *registration_of(sw_nccl_comm comm, const void *memory, size_t size_bytes)
 {
@@ -55,19 +55,19 @@ void nccl_registered_use(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream 
     use(comm, call->to, nccl_written_bytes(call, world_size), stream);
 }
 
-static void report(const char *what, long a, long b, const sim_site *site)
+static void report(const char *operation, long a, long b, const sim_site *site)
 {
     char detail[128];
     snprintf(detail, sizeof detail, "%s, at %ld and %ld (%d: plain memory, %d: partly registered)",
-             what, a, b, PLAIN, HALF);
+             operation, a, b, PLAIN, HALF);
     sim_report("mixed registration", detail, site, NULL);
 }
 
-/* Of slices that each rank has elsewhere, whether they are registered is compared, not where. */
-static void compare(const char *what, long a, long b, bool is_slice, const sim_site *site)
+/* Slices may lie at different offsets: compare only if both are registered. */
+static void compare(const char *operation, long a, long b, bool is_slice, const sim_site *site)
 {
     if (a == HALF || b == HALF || (a == PLAIN) != (b == PLAIN) || (a != b && !is_slice))
-        report(what, a, b, site);
+        report(operation, a, b, site);
 }
 
 void nccl_registered_compare(const nccl_call *call, const nccl_call *other, const sim_site *site)
@@ -76,13 +76,13 @@ void nccl_registered_compare(const nccl_call *call, const nccl_call *other, cons
         compare("a send and its receive", call->from_registered, other->to_registered, true, site);
         return;
     }
-    if (call->kind == RECEIVE) /* the send was compared */
+    if (call->kind == RECEIVE) /* compared with its send */
         return;
-    compare("what two ranks read", call->from_registered, other->from_registered,
+    compare("the inputs of two ranks", call->from_registered, other->from_registered,
             call->kind == ALL_GATHER, site);
-    compare("what two ranks write", call->to_registered, other->to_registered,
+    compare("the outputs of two ranks", call->to_registered, other->to_registered,
             call->kind == REDUCE_SCATTER, site);
-    compare("what a rank reads and writes", call->from_registered, call->to_registered, true, site);
+    compare("input and output of a rank", call->from_registered, call->to_registered, true, site);
 }
 
 /* ---- calls ---- */
@@ -115,7 +115,7 @@ SIM_API int ncclMemFree(void *memory)
                : SW_NCCL_UNHANDLED_CUDA_ERROR;
 }
 
-/* It takes whole memory of its own alone: what else lies in a page would be registered, too. */
+/* Only whole memory of ncclMemAlloc is accepted: other data in a page would be registered, too. */
 SIM_API int ncclCommRegister(sw_nccl_comm comm, void *memory, size_t bytes, void **registered)
 {
     ENTER("ncclCommRegister");
@@ -177,7 +177,7 @@ void nccl_registered_end(sw_nccl_comm comm, bool orderly)
         *at = comm->next;
 }
 
-/* Of this process, for tests: how many pieces of memory are registered. */
+/* For tests: the registrations of this process. */
 SIM_API int sim_nccl_registrations(void)
 {
     int count = 0;

@@ -1,11 +1,11 @@
-/* fake_numbers.c - memory that ranks share: registered memory of the host's, numbers that streams
- * write there and wait for, memory of one process's GPU that another opens. See sim.h.
+/* fake_numbers.c - memory that ranks share: registered host memory, numbers that streams write and
+ * wait for, memory of one process's GPU that another opens. See sim.h.
  *
- * Idea: whoever waits for a number learns what its writer knew. Where ranks are threads the writer
- * may come later than the waiter, so the waiter's host lets others go first: the order in which
- * hosts enqueue is arbitrary anyway. If nobody comes, it learns nothing, and what follows is a
- * race. Where ranks are processes, a thread sees to it that a rank whose host is elsewhere still
- * comes to a round that a peer is at, as a GPU would.
+ * A wait for a number joins the writer's clock. With ranks as threads the writer may come after the
+ * waiter, so the waiter's host lets other ranks run first; the order in which hosts enqueue is
+ * arbitrary anyway. If no writer comes the wait joins nothing, and later accesses are a race. With
+ * ranks as processes, a helper thread takes part in a round that peers have reached while this
+ * rank's host is busy elsewhere, as a GPU would.
  */
 #include <fcntl.h>
 #include <pthread.h>
@@ -23,7 +23,7 @@ enum { YIELDS_MAX = 200, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
 
 /* ---- registered memory ---- */
 
-/* In processes ranks may register one another's parts; in threads all register the same ones. */
+/* Ranks as processes may register one another's parts; ranks as threads all register the same. */
 SIM_API int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags)
 {
     ENTER_CONTEXT_APART("cuMemHostRegister");
@@ -57,8 +57,9 @@ static bool is_own_actor(int actor)
     return false;
 }
 
-/* What this rank's own streams do with it must be over; peers have registrations of their own. */
-static void check_over(const sim_block *block, const sim_site *site, const char *what)
+/* Check that this rank's own streams are done with the memory; peers have their own registrations.
+ */
+static void check_over(const sim_block *block, const sim_site *site, const char *operation)
 {
     const sim_clock *clock = &sim.rank[sim_current_rank()].clock;
     for (const sim_segment *s = block->segments; s; s = s->next) {
@@ -70,7 +71,7 @@ static void check_over(const sim_block *block, const sim_site *site, const char 
             if (is_own_actor(s->read[r].actor) && s->read[r].time > clock->at[s->read[r].actor])
                 late = &s->read[r];
         if (late) {
-            sim_report("race", what, site, &late->site);
+            sim_report("race", operation, site, &late->site);
             return;
         }
     }
@@ -87,7 +88,7 @@ SIM_API int cuMemHostUnregister(void *memory)
         LEAVE(NOT_REGISTERED);
     sim_block *block = *at;
     check_over(block, &site, "memory is unregistered while the device may use it");
-    if (--block->registered == 0) { /* ordinary memory again: nothing more is known of it */
+    if (--block->registered == 0) { /* ordinary memory again: forget its history */
         *at = block->next;
         while (block->segments) {
             sim_segment *s = block->segments;
@@ -156,7 +157,7 @@ SIM_API int cuStreamWriteValue32_v2(sw_cu_stream stream, sw_cu_address address, 
     op->to = at;
     op->number = value;
     sim_tick(stream);
-    if (sim.rank_count > 1) { /* else those who wait for it are elsewhere */
+    if (sim.rank_count > 1) { /* else the waiters are in other processes */
         sim_told *told = calloc(1, sizeof *told);
         *told = (sim_told){.at = at,
                            .number = value,
@@ -170,7 +171,7 @@ SIM_API int cuStreamWriteValue32_v2(sw_cu_stream stream, sw_cu_address address, 
     LEAVE(SW_CU_SUCCESS);
 }
 
-/* ---- ranks as processes: what a GPU does without its host ---- */
+/* ---- ranks as processes: the work of a GPU without its host ---- */
 
 static void help_one(sw_cu_stream stream)
 {
@@ -230,13 +231,13 @@ SIM_API int cuStreamWaitValue32_v2(sw_cu_stream stream, sw_cu_address address, u
 
 /* ---- memory of another process's GPU ---- */
 
-typedef struct ipc_handle { /* in the 64 bytes of a handle */
+typedef struct ipc_handle { /* stored in the 64 bytes of a handle */
     int pid, file;
-    void *memory; /* in that process */
+    void *memory; /* its address in that process */
     size_t size_bytes;
 } ipc_handle;
 
-/* Its pages become a file's, which others can map. */
+/* Move the block's pages to a file that other processes can map. */
 static bool move_to_file(sim_block *block)
 {
     int file = memfd_create("simulated GPU memory", 0);
@@ -270,7 +271,7 @@ SIM_API int cuIpcOpenMemHandle_v2(sw_cu_address *address, sw_cu_ipc_handle handl
     memcpy(&given, &handle, sizeof given);
     if (flags != SW_CU_IPC_LAZY_ENABLE_PEER_ACCESS)
         LEAVE(SW_CU_INVALID_VALUE);
-    const char *refused = getenv("SIM_NO_IPC_OPEN"); /* by the GPU of that number */
+    const char *refused = getenv("SIM_NO_IPC_OPEN"); /* the ordinal of a GPU that refuses */
     if (refused && atoi(refused) == sim_current_context()->ordinal)
         LEAVE(SW_CU_INVALID_VALUE);
     if (given.pid == getpid()) { /* ranks are threads */
@@ -290,8 +291,8 @@ SIM_API int cuIpcOpenMemHandle_v2(sw_cu_address *address, sw_cu_ipc_handle handl
     LEAVE(SW_CU_SUCCESS);
 }
 
-/* Hosts of peers may have said in memory that they are done, which no clock knows of: so it is their
- * operations that count, those that have not run. */
+/* Hosts of peers may have said in memory that they are done, which no clock shows. So only their
+ * operations that have not run count. */
 void sim_exported_free(const sim_block *block, const sim_site *site)
 {
     check_over(block, site, "memory is freed while its device may use it");
@@ -306,7 +307,7 @@ void sim_exported_free(const sim_block *block, const sim_site *site)
             }
 }
 
-/* What was mapped stays: operations that are enqueued may name it. */
+/* The mapping stays, since enqueued operations may name it. */
 SIM_API int cuIpcCloseMemHandle(sw_cu_address address)
 {
     ENTER_CONTEXT_APART("cuIpcCloseMemHandle");

@@ -1,5 +1,5 @@
-/* gpu_ranks.c - ranks as threads on the fake libraries, which this program opens as the engine
- * does: by path. */
+/* gpu_ranks.c - ranks as threads on the fake libraries, which this program opens by path, as the
+ * engine does. */
 #include "gpu_ranks.h"
 
 #include <dlfcn.h>
@@ -39,7 +39,7 @@ bool gpu_ranks_init(int argc, char **argv)
     void *handle = dlopen(gpu_cuda_library, RTLD_NOW);
     if (!check(handle != NULL, "%s", handle ? "" : dlerror()))
         return false;
-    if (!dlopen(gpu_nccl_library, RTLD_NOW)) /* kept: reports point into it */
+    if (!dlopen(gpu_nccl_library, RTLD_NOW)) /* never closed: reports point into it */
         return check(false, "%s", dlerror());
     const sim_controls *(*get)(void);
     void *symbol = dlsym(handle, "sim_get_controls");
@@ -64,7 +64,7 @@ static void *run_thread(void *argument)
     return NULL;
 }
 
-/* Of all ranks of a run; sanitizers see what goes beyond a part. */
+/* Allocate the parts of all ranks one by one, so that sanitizers see an access beyond a part. */
 static void make_parts(int world_size, uint8_t *part[GPU_RANKS_MAX])
 {
     size_t bytes = sw_slot_part_bytes(gpu_ranks_slots.slot_bytes);
@@ -184,15 +184,15 @@ void gpu_check_failing_rank(bool (*attempt)(long nth, void *context), void *cont
     check(runs > 5, "only %ld calls failed", runs);
 }
 
-void gpu_expect_clean(const char *what)
+void gpu_expect_clean(const char *subject)
 {
     const char *text;
     int count = gpu_sim->reports(&text, false);
     static int told;
-    if (count > 0 && told++ < 2) /* where: asked of addr2line, which is slow */
+    if (count > 0 && told++ < 2) /* with call sites, by addr2line, which is slow */
         gpu_sim->reports(&text, true);
-    check(count == 0, "%s: %d reports: %s", what, count, text);
-    check(*gpu_sim->leaks() == '\0', "%s: left allocated: %s", what, gpu_sim->leaks());
+    check(count == 0, "%s: %d reports: %s", subject, count, text);
+    check(*gpu_sim->leaks() == '\0', "%s: left allocated: %s", subject, gpu_sim->leaks());
 }
 
 void gpu_expect_report(const char *kind, bool both_sites)

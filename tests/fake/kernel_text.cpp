@@ -1,5 +1,5 @@
-// kernel_text.cpp - the device kernels' own text as host functions: see cuda_text.hpp. The files are those that
-// csrc/kernels/kernel_source.c names, in its order.
+// kernel_text.cpp - the device kernels' own text as host functions: see cuda_text.hpp. The files and their order are
+// those of csrc/kernels/kernel_source.c.
 #include "cuda_text.hpp"
 
 #include "kernels/kernel_args.h"
@@ -22,7 +22,7 @@
 
 #define RUN(noun) [](const void *args) { sw_##noun(*static_cast<const sw_##noun##_args *>(args)); }
 
-// Runs kernel number `kernel` (sw_kernel) over a grid; false for an unknown number, or if threads waited for
+// Runs kernel number `kernel` (sw_kernel) over a grid. Returns false for an unknown number, or if threads waited for
 // others that did not come.
 extern "C" bool run_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads)
 {

@@ -1,5 +1,5 @@
-/* reference_kernels.c - the engine's own host kernels and contracts, for simulations that Python
- * runs: linked with the objects of the build, whose names are hidden. */
+/* reference_kernels.c - the engine's host kernels and contracts for simulations that Python runs,
+ * linked with the objects of the build, whose symbols are hidden. */
 #include "kernels/device_kernels.h"
 #include "kernels/kernel_image.h"
 #include "sim.h"

@@ -17,7 +17,7 @@ static const int64_t PATIENCE_NS = 20000000000;
 sim_state sim = {.device_count = SIM_DEVICE_MAX, .version = 13000};
 
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
-/* A rank's own: to wake the others as well costs more than what they do. */
+/* One condition a rank, since waking the other ranks as well costs more than their work. */
 static pthread_cond_t turn[SIM_DEVICE_MAX] = {
     [0 ... SIM_DEVICE_MAX - 1] = PTHREAD_COND_INITIALIZER};
 static __thread int own_rank;
@@ -38,7 +38,7 @@ static void pass_baton(void)
             break;
         }
     }
-    pthread_cond_broadcast(&turn[sim.baton]); /* its thread, and others of the same rank */
+    pthread_cond_broadcast(&turn[sim.baton]); /* the rank may have several threads */
 }
 
 static void take_baton(void)
@@ -47,7 +47,7 @@ static void take_baton(void)
         pthread_cond_wait(&turn[own_rank], &gate);
 }
 
-/* A call that does not return for some time, as a driver's may. */
+/* Let a call return late, as a driver's may. */
 static void dawdle(const char *call)
 {
     struct timespec nap = {.tv_sec = sim.slow_ms / 1000, .tv_nsec = sim.slow_ms % 1000 * 1000000};
@@ -154,20 +154,20 @@ uint64_t sim_draw(void)
 
 /* ---- reports ---- */
 
-sim_site sim_here(const char *what)
+sim_site sim_here(const char *operation)
 {
-    sim_site site = {.what = what, .rank = own_rank};
+    sim_site site = {.operation = operation, .rank = own_rank};
     void *frames[SIM_SITE_DEPTH + 3];
     int depth = backtrace(frames, SIM_SITE_DEPTH + 3);
-    for (int i = 3; i < depth; ++i) /* this function and the fake's own two */
+    for (int i = 3; i < depth; ++i) /* skip this function and the fake's own two */
         site.frame[site.depth++] = frames[i];
     return site;
 }
 
-/* "cuLaunchKernel on rank 1, from f at file.c:12 < g at ..." by addr2line, where there is one. */
+/* Write "cuLaunchKernel on rank 1, from f at file.c:12 < g at ...", by addr2line if it exists. */
 static void describe_site(char *out, size_t bytes, const sim_site *site)
 {
-    size_t used = (size_t)snprintf(out, bytes, "%s on rank %d", site->what, site->rank);
+    size_t used = (size_t)snprintf(out, bytes, "%s on rank %d", site->operation, site->rank);
     for (int i = 0; i < site->depth && used < bytes; ++i) {
         Dl_info info;
         char command[TEXT_BYTES], line[512] = "";
@@ -212,7 +212,7 @@ sim_block *sim_block_of(const void *address)
     return NULL;
 }
 
-/* Cuts the segment that holds `at` so that one begins there. */
+/* Cut the segment that holds `at` so that one begins there. */
 static void cut(sim_block *block, size_t at)
 {
     for (sim_segment *s = block->segments; s; s = s->next)
@@ -230,14 +230,14 @@ static bool is_before(const sim_touch *touch, const sim_clock *clock)
     return touch->time <= clock->at[touch->actor];
 }
 
-/* `is_shared`: others than this simulation's ranks may have written it. */
+/* Note an access to a segment. `is_shared`: other processes may have written it. */
 static void note(sim_segment *s, const sim_touch *touch, const sim_clock *clock, sw_access access,
                  bool is_shared)
 {
     char detail[256];
     size_t size = s->end - s->begin;
     if (access & SW_ACCESS_READ && !s->written && !is_shared) {
-        snprintf(detail, sizeof detail, "%zu bytes that nobody wrote", size);
+        snprintf(detail, sizeof detail, "%zu bytes that were never written", size);
         sim_report("uninitialised read", detail, &touch->site, NULL);
     }
     if (s->written && !is_before(&s->write, clock)) {
@@ -273,9 +273,9 @@ void sim_track(const sim_clock *clock, int actor, const void *begin, size_t size
         return; /* ordinary host memory */
     size_t from = (size_t)((const unsigned char *)begin - block->memory), to = from + size_bytes;
     if (block->freed)
-        sim_report("use after free", "memory that was given back", site, &block->freed_at);
+        sim_report("use after free", "memory that was freed", site, &block->freed_at);
     if (to > block->size_bytes) {
-        sim_report("out of bounds", "a range that leaves its allocation", site, NULL);
+        sim_report("out of bounds", "a range that exceeds its allocation", site, NULL);
         to = block->size_bytes;
     }
     cut(block, from);
@@ -295,7 +295,7 @@ static void host_access(const void *begin, size_t size_bytes, sw_access access, 
     pthread_mutex_unlock(&gate);
 }
 
-/* ---- what tests control ---- */
+/* ---- controls for tests ---- */
 
 static void forget(void)
 {

@@ -1,4 +1,4 @@
-/* sim_run.c - when an enqueued operation runs: one FIFO a stream, run lazily by policy and seed. */
+/* sim_run.c - run enqueued operations: one FIFO a stream, run lazily by policy and seed. */
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -7,11 +7,11 @@
 
 enum { DRIVE_DEPTH_MAX = 64 };
 
-sim_op *sim_op_new(sim_op_kind kind, const char *what)
+sim_op *sim_op_new(sim_op_kind kind, const char *operation)
 {
     sim_op *op = calloc(1, sizeof *op);
     op->kind = kind;
-    op->site = sim_here(what);
+    op->site = sim_here(operation);
     return op;
 }
 
@@ -48,14 +48,14 @@ static bool is_ready(const sim_op *op)
     return op->kind != OP_AWAIT_NUMBER || sim_number_has_come(op);
 }
 
-/* Runs the head of the stream, if it can run. */
+/* Run the head of the stream, if it can run. */
 static bool run_head(sw_cu_stream stream)
 {
     sim_op *op = stream->first;
     if (!op || !is_ready(op))
         return false;
     if (op->kind == OP_COLLECTIVE) {
-        sim.collective_run(op); /* pops it on every rank */
+        sim.collective_run(op); /* also pops it on every rank */
         return true;
     }
     if (op->kind == OP_RECORD && op->event->done < op->generation)
@@ -92,14 +92,16 @@ void sim_progress(void)
             run_any();
 }
 
-/* Time passes: everything that can run does. */
+/* Let time pass: everything that can run does. */
 void sim_elapse(void)
 {
     while (run_any())
         continue;
 }
 
-/* The record that makes `event` reach `generation`, and its stream; NULL if it is not enqueued. */
+/* Return the record that makes `event` reach `generation`, and its stream; NULL if it is not
+ * enqueued.
+ */
 static sim_op *find_record(const struct CUevent_st *event, uint64_t generation,
                            sw_cu_stream *stream)
 {
@@ -110,7 +112,7 @@ static sim_op *find_record(const struct CUevent_st *event, uint64_t generation,
     return NULL;
 }
 
-/* Runs what `until` (NULL: the whole stream) needs, and no more. */
+/* Run the operations that `until` (NULL: the whole stream) needs, and no more. */
 void sim_drive(sw_cu_stream stream, sim_op *until, int depth)
 {
     while (stream->first && depth < DRIVE_DEPTH_MAX) {

@@ -1,13 +1,13 @@
-/* sim_torch.c - torch on the simulated GPUs: its tensors are on the CPU, its operations run as they
- * are called, and one stream stands for the order that they have on a GPU.
+/* sim_torch.c - torch on the simulated GPUs. Its tensors are on the CPU, its operations run as they
+ * are called, and one stream stands for their order on a GPU.
  *
- * Idea: before an operation runs, all that torch's stream was given runs (and what that waits for);
- * then the operation's reads and writes are noted at the stream's clock. So an operation that is
- * not ordered after what it needs is a race, whatever the values are. Memory of torch's that the
- * engine's streams touch is adopted; the rest nobody but torch's stream sees.
+ * Before an operation of torch's runs, everything enqueued on torch's stream runs, and all that it
+ * waits for. Then the reads and writes of the operation are noted at the stream's clock. An
+ * operation that is not ordered after what it needs is therefore a race, whatever the values are.
+ * Memory of torch's that the engine's streams touch is adopted; only torch's stream uses the rest.
  *
- * Called from Python, through ctypes; ranks are processes. Thread rule: the rank's own thread;
- * look() is for another.
+ * Python calls this through ctypes; ranks are processes. Thread rule: the rank's own thread; look()
+ * is for another.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,7 +31,7 @@ static sw_cu_stream make_stream(void)
     return made;
 }
 
-/* A stream of torch's own, beside its default one. */
+/* Create a stream of torch's, beside its default one. */
 SIM_API void *sim_torch_stream(void)
 {
     sim_lock();
@@ -40,13 +40,13 @@ SIM_API void *sim_torch_stream(void)
     return made;
 }
 
-/* Of a handle that torch has: NULL is the legacy default stream, on which it is at first. */
+/* Return the stream of a handle of torch's. NULL is the legacy default stream, torch's first. */
 static sw_cu_stream stream_of(void *handle)
 {
     return handle ? handle : sim.context[0].legacy;
 }
 
-/* A simulation of one rank begins; its kernels by their contracts. */
+/* Begin a simulation of one rank with the kernels of these contracts. */
 SIM_API void sim_torch_begin(int policy, uint64_t seed, const sw_kernel_contract *contracts,
                              int count)
 {
@@ -58,7 +58,7 @@ SIM_API void sim_torch_begin(int policy, uint64_t seed, const sw_kernel_contract
     sim_leave();
 }
 
-/* Memory that torch has written, on its stream. */
+/* Adopt memory that torch has written, on its stream. */
 SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
 {
     sw_cu_stream torch_stream = stream_of(stream);
@@ -78,18 +78,18 @@ SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
     sim_leave();
 }
 
-/* An operation of torch's named `label` is about to run. 0, or -1 at a deadlock. */
+/* Run before an operation of torch's named `label`. Return 0, or -1 at a deadlock. */
 SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count, const char *label)
 {
     sw_cu_stream torch_stream = stream_of(stream);
     if (!sim_drain(torch_stream))
         return -1;
     if (count ==
-        0) /* nothing that has an order: the results of what is enqueued were needed at most */
+        0) /* no access to order; enqueued results may have been needed */
         return 0;
     sim_lock();
     sim_site site = sim_here(label);
-    if (sim.host_thread != sim_thread()) /* what kernels are held to rests on it */
+    if (sim.host_thread != sim_thread()) /* the check of undeclared writes relies on it */
         sim_report("torch elsewhere", "an operation in a thread that began no simulation", &site,
                    NULL);
     sim_tick(torch_stream);
@@ -100,12 +100,13 @@ SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count
     return 0;
 }
 
-/* Called now and then by a thread that looks after nothing else: where the host has called nothing
- * since, it computes, or waits for other ranks in ways that the simulation does not see, and what
- * those wait for may be enqueued here. A GPU would have run it by then. */
+/* Run what can run if the host has made no call since the last look. A thread with no other work
+ * calls it now and then: the host then computes, or waits for other ranks in ways that the
+ * simulation does not see. They may wait for operations enqueued here, which a GPU would have run
+ * by then. */
 SIM_API void sim_torch_look(void)
 {
-    static unsigned long seen; /* under the lock */
+    static unsigned long seen; /* guarded by the gate */
     sim_lock();
     if (sim.host_calls == seen)
         sim_elapse();
@@ -113,7 +114,7 @@ SIM_API void sim_torch_look(void)
     sim_leave();
 }
 
-/* The host has waited for torch's stream. */
+/* Note that the host has waited for torch's stream. */
 SIM_API int sim_torch_synchronize(void *stream)
 {
     sw_cu_stream torch_stream = stream_of(stream);
@@ -125,8 +126,8 @@ SIM_API int sim_torch_synchronize(void *stream)
     return 0;
 }
 
-/* A stream of torch's begins to be captured, in global mode as torch does it, or ends. -1 where
- * the capture was broken meanwhile. */
+/* Begin or end the capture of a stream of torch's, in global mode as torch does. Return -1 if the
+ * capture was broken meanwhile. */
 SIM_API int sim_torch_capture(void *stream, int on)
 {
     sw_cu_stream torch_stream = stream_of(stream);
@@ -139,7 +140,7 @@ SIM_API int sim_torch_capture(void *stream, int on)
     return result;
 }
 
-/* Reports so far, and their text, with call sites. */
+/* Return the number of reports and their text, with call sites. */
 SIM_API int sim_torch_reports(const char **text)
 {
     return sim_get_controls()->reports(text, true);

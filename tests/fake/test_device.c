@@ -1,5 +1,5 @@
-/* test_device.c - the two forms of a device and the communicator: named errors for what a machine
- * may lack, and the same results from both forms. */
+/* test_device.c - both forms of a device, and the communicator: named errors for missing parts of a
+ * host, and the same results from both forms. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +12,7 @@ static void expect(sw_status status, const sw_error *err, sw_status wanted, cons
 {
     check(status == wanted, "%s, not %s: %s", sw_status_name(status), sw_status_name(wanted),
           err->message);
-    check(strstr(err->message, words) != NULL, "'%s' does not say '%s'", err->message, words);
+    check(strstr(err->message, words) != NULL, "'%s' does not contain '%s'", err->message, words);
 }
 
 static void check_missing_pieces(void)
@@ -50,7 +50,7 @@ static void check_missing_pieces(void)
     gpu_expect_clean("missing pieces");
 }
 
-/* Copies and inspects on one form. */
+/* Copy and inspect on one form. */
 static void check_form(sw_device *device, const sw_kernel_set *kernels)
 {
     const sw_device_ops *ops = device->ops;
@@ -98,7 +98,7 @@ static void check_form(sw_device *device, const sw_kernel_set *kernels)
     ops->stream_destroy(device, stream);
 }
 
-/* Whether the driver refused the image; the place after the packaged folder is `cache`. */
+/* Return true if the driver refused the image. `cache` is the folder after the packaged one. */
 static bool load_refused(sw_device *device, const char *cache, long nth)
 {
     sw_image_places places = {.packaged_folder = gpu_folder, .cache_folder = cache};
@@ -161,8 +161,8 @@ static void check_forms(void)
     gpu_expect_clean("both forms");
 }
 
-/* A driver that does not exempt calls from captures: they work all the same, and one that fails
- * says its own name. */
+/* A driver that cannot exempt calls from captures: the calls still succeed, and a call that fails
+ * reports its own name. */
 static void check_refused_exemptions(void)
 {
     sw_image_places places = {.packaged_folder = gpu_folder};
@@ -191,7 +191,7 @@ typedef struct absence {
     atomic_bool is_over;
 } absence;
 
-/* The others are there, and do not come: who has left is seen to have left, before the deadline. */
+/* Stay until all peers have left: their leaving is seen before the deadline. */
 static void stay_away(gpu_rank *self, absence *away)
 {
     const sw_device_ops *ops = self->device->ops;

@@ -1,8 +1,8 @@
-/* test_device_comm.c - what a rank has on its simulated GPU sees that a peer does not come, though
- * nobody waits.
+/* test_device_comm.c - a rank sees that a peer does not come to a collective, though no thread
+ * waits.
  *
- * Law: once a collective is marked, watching returns, without waiting, that all is well until the
- * deadline, and then, if a peer has not come to it, a named error.
+ * Law: once a collective is marked, sw_device_comm_watch returns at once. It returns SW_OK until
+ * the deadline and then, if a peer has not come to the collective, a named error.
  */
 #include <stdatomic.h>
 #include <string.h>
@@ -13,7 +13,7 @@
 enum { NUMEL = 32 };
 static const int64_t TIMEOUT_NS = 1000000000, PATIENCE_NS = 10000000000;
 
-static atomic_bool is_told; /* rank 0 has been, or never will be */
+static atomic_bool is_told; /* rank 0 has its error, or never will */
 
 static int64_t now_ns(void)
 {
@@ -32,7 +32,8 @@ static sw_status watch(gpu_rank *self, void *memory)
     SW_TRY(sw_peers_all_reduce(self->comm, memory, NUMEL, SW_DTYPE_FLOAT32, SW_REDOP_SUM,
                                comm->stream, &self->err));
     SW_TRY(sw_device_comm_mark(comm, &self->err));
-    check(sw_device_comm_watch(comm, &self->err) == SW_OK, "late at once: %s", self->err.message);
+    check(sw_device_comm_watch(comm, &self->err) == SW_OK, "an error before the deadline: %s",
+          self->err.message);
     while (now_ns() - start < PATIENCE_NS) {
         SW_TRY(sw_device_comm_watch(comm, &self->err));
         nanosleep(&nap, NULL);
@@ -40,7 +41,7 @@ static sw_status watch(gpu_rank *self, void *memory)
     return SW_OK;
 }
 
-/* Rank 1 does not come, and lives: its host looks at its GPU. */
+/* Rank 1 does not come but lives: its host looks at its GPU. */
 static sw_status stay_away(gpu_rank *self)
 {
     sw_event *event;
@@ -63,7 +64,7 @@ static bool act(gpu_rank *self)
     if (status == SW_OK && self->rank == 0) {
         status = watch(self, memory);
         check(status == SW_E_TIMEOUT && strstr(self->err.message, "a collective"),
-              "a peer that does not come is not seen: %s", self->err.message);
+              "the missing peer is not reported: %s", self->err.message);
         status = SW_OK;
     } else if (status == SW_OK) {
         status = stay_away(self);

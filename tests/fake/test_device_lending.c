@@ -1,8 +1,8 @@
-/* test_device_lending.c - a reducer over a communicator that is lent.
+/* test_device_lending.c - a reducer over a borrowed communicator.
  *
- * Laws: our operations and its owner's are one order, all of ours have run when it goes back,
- * nothing of ours ends it, and nothing is registered with it. Each driver call that fails ends in a
- * named error and leaves nothing.
+ * Laws: the engine's operations and the owner's have one order; all of the engine's have run when
+ * the communicator goes back; none of them ends it, and nothing is registered with it. Each driver
+ * call that fails ends in a named error and leaves nothing.
  */
 #include <stdio.h>
 #include <string.h>
@@ -20,13 +20,13 @@ typedef struct lending {
     char message[SW_ERROR_MESSAGE_BYTES];
 } lending;
 
-typedef struct lender { /* what torch is on a rank */
+typedef struct lender { /* torch's role on a rank */
     gpu_rank *self;
     sw_nccl_comm handle;
     sw_stream *user;
     sw_event *read;
     sw_device_reducer *reducer;
-    void *own, *ours; /* device memory: of its collectives, and of ours */
+    void *own, *ours; /* device memory of its collectives, and of the engine's */
     void *pinned;
 } lender;
 
@@ -37,7 +37,7 @@ static sw_status lend(lender *l)
     sw_nccl_config config = {.size = sizeof config,
                              .magic = SW_NCCL_CONFIG_MAGIC,
                              .version = SW_NCCL_CONFIG_VERSION,
-                             .blocking = 1}; /* as torch's */
+                             .blocking = 1}; /* as torch's is */
     sw_device_visit visit;
     if (!l->self->all->library.handle)
         SW_FAIL(&l->self->err, SW_E_DEVICE, "the test's NCCL: %s",
@@ -51,7 +51,7 @@ static sw_status lend(lender *l)
     return SW_OK;
 }
 
-/* A collective of the owner's. */
+/* Run a collective of the owner's. */
 static sw_status use_own(lender *l)
 {
     sw_nccl_result result = l->self->all->library.call.ncclAllReduce(
@@ -62,7 +62,7 @@ static sw_status use_own(lender *l)
     return SW_OK;
 }
 
-/* What is no bucket's has no other event to order it: use bytes alone. */
+/* Exchange use bytes alone, since no other event orders an operation without buckets. */
 static sw_status step_on_lent(lender *l, uint64_t step)
 {
     sw_device_comm *all = l->self->all;
@@ -99,14 +99,14 @@ static sw_status borrow(lender *l)
                                  err));
     sw_device_region *none;
     check(sw_device_region_create(all, bytes, l->user, &none, NULL) == SW_E_UNSUPPORTED,
-          "registered with a communicator that is borrowed");
+          "memory is registered with a borrowed communicator");
     SW_TRY(sw_device_reducer_create(&config, &l->reducer, err));
     for (uint64_t step = 0; step < LENT_STEPS; ++step)
         SW_TRY(step_on_lent(l, step));
     return SW_OK;
 }
 
-/* Goes back, and its owner ends it at once: what we were given last has run. */
+/* Give the communicator back; its owner ends it at once, so our last operation must have run. */
 static sw_status give_back(lender *l)
 {
     sw_device *device = l->self->device;
@@ -137,7 +137,7 @@ static void end_lending(lender *l)
     sw_device_comm_disconnect(l->self->all);
     if (l->user && l->read && device->ops->event_record(device, l->read, l->user, NULL) == SW_OK)
         (void)!device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's stream", NULL);
-    if (l->handle) /* nobody else has ended it */
+    if (l->handle) /* it has not been ended yet */
         check(l->self->all->library.call.ncclCommDestroy(l->handle) == SW_NCCL_SUCCESS, "its end");
     device->ops->memory_free(device, l->own);
     device->ops->memory_free(device, l->ours);
@@ -157,7 +157,7 @@ static bool lend_rank(gpu_rank *self)
         status = lend(&l);
     if (status == SW_OK)
         status = borrow(&l);
-    self->sim->fail_call(self->rank, 0, 0); /* what ends could not say so */
+    self->sim->fail_call(self->rank, 0, 0); /* the teardown cannot report a failure */
     if (status == SW_OK)
         status = give_back(&l);
     if (self->all)
@@ -177,7 +177,7 @@ static void check_lending(int world_size, sim_policy policy, uint64_t seed)
     check(gpu_ranks_run(world_size, policy, seed, lend_rank, &run), "lent: %s", run.message);
     for (int r = 0; r < world_size; ++r)
         check(memcmp(run.received[r], expected, sizeof expected) == 0,
-              "lent: what was enqueued last did not run on rank %d", r);
+              "lent: the last operation did not run on rank %d", r);
     gpu_expect_clean("lent");
 }
 

@@ -1,10 +1,10 @@
-/* test_device_mean.c - the transport's own mean of halves has no lean.
+/* test_device_mean.c - the transport's own mean of halves has no bias.
  *
- * Law: the mean over three ranks of positive float16 and bfloat16 numbers, summed over all
- * elements, is that of real numbers within 5e-4 of it, whole and as a slice, through NCCL and
- * through slots. An element is rounded four times at most, each time to nearest, by 2^-9 of it or
- * less; errors of either sign cancel over 3072 elements. A factor of 1 / 3 that is itself rounded
- * to bfloat16 moves every element by 2^-9 the same way.
+ * Law: take the mean over three ranks of positive float16 and bfloat16 numbers, and sum it over all
+ * elements. The sum is within 5e-4 of that of real numbers, whole and as a slice, through NCCL and
+ * through slots. An element is rounded at most four times to nearest, each time by at most 2^-9 of
+ * it; errors of either sign cancel over 3072 elements. A factor of 1 / 3 that is itself rounded to
+ * bfloat16 would move every element by 2^-9 the same way.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -20,10 +20,10 @@ static const double BOUND = 5e-4;
 typedef struct averaging {
     sw_dtype dtype;
     bool is_slice;
-    double total[WORLD]; /* of what rank r got */
+    double total[WORLD]; /* sum of the means that rank r got */
 } averaging;
 
-/* Of rank `rank`, in [1, 2): exact in float16 and bfloat16 after rounding. */
+/* Return a value of rank `rank` in [1, 2). */
 static float value_of(int rank, int i)
 {
     return 1.0f + (float)((rank * 977 + i * 389) % 128) / 128.0f;

@@ -1,11 +1,10 @@
 /* test_device_offload.c - steps on the host for parameters on simulated GPUs.
  *
- * Laws: over 3 steps parameters, their copies, masters and moments have the bits of one step on
- * whole arrays in memory, whatever the schedule, the slot and the number of threads. No schedule
- * gives a race, a read of what nobody wrote, or a leak; a step waits on the host once a batch and
- * allocates nothing; destroying lets what is on its way end first, also after a step that broke
- * off, and the next step then says so. Each driver call that fails ends in a named error and leaves
- * nothing.
+ * Laws: after 3 steps, parameters, their copies, masters and moments have the bits of a step on
+ * whole arrays in memory, for any schedule, slot size and number of threads. No schedule gives a
+ * race, a read of unwritten bytes, or a leak. A step waits on the host once a batch and allocates
+ * nothing. Destroying lets pending copies end first, also after a step that failed; the next step
+ * then reports the failure. Each driver call that fails ends in a named error and leaves nothing.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,8 +17,8 @@
 enum { RUNS = 7, STEPS = 3, SEEDS = 3, FAILURE = 999, NEVER = 1000, ARENA = 24 << 10 };
 static const int64_t TIMEOUT_NS = 2000000000;
 
-/* Runs with a copy are bfloat16 with a float32 master on the host; the others float32. What lies
- * behind its neighbour without a gap goes with it as one copy. */
+/* Runs with a copy are bfloat16 with a float32 master on the host; the others are float32. Arrays
+ * without a gap between them are one copy. */
 static const struct {
     size_t numel;
     bool has_copy, adjoins;
@@ -45,16 +44,16 @@ typedef struct loop {
     sw_event *looked;
     unsigned char *gradients, *values;     /* device memory */
     unsigned char *given, *seen;           /* pinned */
-    unsigned char *oracle_g, *oracle_copy; /* what is on the device, as it should be */
+    unsigned char *oracle_g, *oracle_copy; /* the expected contents of the device */
     size_t gradient_at[RUNS], value_at[RUNS];
-    float *p[RUNS], *m[RUNS], *v[RUNS];    /* the host's; p: masters alone */
+    float *p[RUNS], *m[RUNS], *v[RUNS];    /* host memory; p: masters alone */
     float *op[RUNS], *om[RUNS], *ov[RUNS]; /* the oracle's */
 } loop;
 
 typedef struct options {
     sw_adam_options adam;
     training *run;
-    int pieces; /* begun; with one thread alone */
+    int pieces; /* pieces begun; counted with one thread */
 } options;
 
 static size_t element_bytes(int run)
@@ -118,7 +117,7 @@ static sw_status prepare(loop *l)
     return device->ops->event_wait(device, l->looked, TIMEOUT_NS, "the test's values", err);
 }
 
-/* The backward: gradients of this step, on the user's stream. */
+/* Write the gradients of this step on the user's stream, as a backward does. */
 static sw_status make_gradients(loop *l, int step)
 {
     sw_device *device = l->self->device;
@@ -131,7 +130,7 @@ static sw_status make_gradients(loop *l, int step)
     return device->ops->copy_async(device, l->gradients, l->given, ARENA, l->user, &l->self->err);
 }
 
-/* The host's step, and its accesses of what the device knows. */
+/* Run the host's step, and note its accesses of pinned memory. */
 static sw_status step_seen(const void *given, const sw_optim_run *runs, size_t count, sw_error *err)
 {
     options *o = (options *)(uintptr_t)given;
@@ -180,7 +179,7 @@ static int differing(const void *a, const void *b, size_t bytes)
     return count;
 }
 
-/* The forward reads what the step has written. */
+/* Read the new parameters, as a forward does. */
 static sw_status look(loop *l)
 {
     sw_device *device = l->self->device;
@@ -232,7 +231,7 @@ static sw_status train(loop *l)
 {
     sw_error refused;
     check(sw_device_offload_create(l->self->all, 100, 1, &l->offload, &refused) == SW_E_INVALID &&
-              strstr(refused.message, "multiple of 256, above 0, not 100"),
+              strstr(refused.message, "positive multiple of 256, not 100"),
           "slots of 100 bytes: %s", refused.message);
     SW_TRY(prepare(l));
     SW_TRY(sw_device_offload_create(l->self->all, l->run->slot_bytes, l->run->threads, &l->offload,
@@ -242,7 +241,7 @@ static sw_status train(loop *l)
         if (status != SW_OK && l->run->fail_piece != NEVER)
             check(sw_device_offload_step(l->offload, step_seen, NULL, NULL, 0, l->user, &refused) ==
                           SW_E_STATE &&
-                      strstr(refused.message, "neither old nor new: the test refuses piece"),
+                      strstr(refused.message, "while changing it: the test refuses piece"),
                   "a step after one that broke off: %s", refused.message);
         SW_TRY(status);
     }
@@ -292,20 +291,20 @@ static bool train_rank(gpu_rank *self)
 static void check_training(training given, int world_size, sim_policy policy, uint64_t seed)
 {
     static training run;
-    char what[128];
-    snprintf(what, sizeof what, "W = %d, policy %d, seed %d, slot %zu, %d threads%s", world_size,
+    char label[128];
+    snprintf(label, sizeof label, "W = %d, policy %d, seed %d, slot %zu, %d threads%s", world_size,
              (int)policy, (int)seed, given.slot_bytes, given.threads,
              given.leave_at_once ? ", left at once" : "");
     run = given;
     bool done = gpu_ranks_run(world_size, policy, seed, train_rank, &run);
     if (given.fail_piece == NEVER) {
-        check(done, "%s: %s", what, run.message[0]);
-        check(run.wrong == 0, "%s: %d wrong bytes", what, run.wrong);
+        check(done, "%s: %s", label, run.message[0]);
+        check(run.wrong == 0, "%s: %d wrong bytes", label, run.wrong);
     } else {
-        check(!done && strstr(run.message[0], "the test refuses piece"), "%s: %s", what,
+        check(!done && strstr(run.message[0], "the test refuses piece"), "%s: %s", label,
               run.message[0]);
     }
-    gpu_expect_clean(what);
+    gpu_expect_clean(label);
 }
 
 static bool fail_at(long nth, void *context)

@@ -1,14 +1,17 @@
-/* test_device_reducer.c - training on simulated GPUs: the mean is the fold in rank order, whatever
- * the schedule.
+/* test_device_reducer.c - training on simulated GPUs: the mean is the fold in rank order, for any
+ * schedule.
  *
- * Laws: with `deterministic` parameters after 4 steps of Adam equal, bit for bit on every rank,
- * those of a naive loop that folds with the host kernel; without it all ranks are alike and near
- * them. They do not depend on the stage: whether a rank steps on all of them, or on its slices,
- * which are gathered; whether means are whole, or slices out of a ring of two places. They begin as
- * rank 0's. Every rank learns which gradients some rank used. No schedule gives a race, a read of
- * what nobody wrote, a leak or another value, through NCCL and through slots; a step waits on the host not once, unless a gradient
- * is unused on this rank. Each driver call that fails ends in a named error and leaves nothing. All
- * of it holds, too, where what travels lies in memory that is registered with NCCL.
+ * Laws, after 4 steps of Adam:
+ *   - with `deterministic`, parameters equal those of a naive loop that folds with the host kernel,
+ *     bit for bit on every rank; without it, all ranks are equal and near them;
+ *   - parameters do not depend on the stage: the optimizer steps on all of them or on slices that
+ *     are gathered; means are whole, or slices in a ring of two places. They begin as rank 0's;
+ *   - every rank learns which gradients some rank used;
+ *   - no schedule gives a race, a read of unwritten bytes, a leak or other values, by NCCL and
+ *     by slots;
+ *   - a step does not wait on the host, unless a gradient is unused on this rank;
+ *   - each driver call that fails ends in a named error and leaves nothing;
+ *   - all of it holds in memory that is registered with NCCL.
  */
 #include <math.h>
 #include <stdio.h>
@@ -28,25 +31,25 @@ static const int64_t TIMEOUT_NS = 2000000000;
 static const sw_dtype dtypes[BUCKETS] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT32};
 static const size_t numels[BUCKETS] = {96, 384, 192};
 
-typedef struct model { /* one bucket's share of the training */
+typedef struct model { /* the training of one bucket */
     float *p, *m, *v;  /* device memory of the test, float32 */
     void *bucket;      /* its mean: whole, or at stage 2 this rank's slice */
-    void *source;      /* what backward will turn into the gradient */
+    void *source;      /* the backward makes the gradient of it */
 } model;
 
 typedef struct training {
     int stage; /* 1: the optimizer steps on slices; 2: means are slices too */
     bool deterministic;
     bool narrowed; /* means travel as bfloat16 */
-    bool registered; /* all that NCCL is passed but use bytes lies in one region */
+    bool registered; /* all memory passed to NCCL but use bytes lies in one region */
     int steps;
     long fail_nth;      /* the call of rank 0 that fails; 0: none */
-    bool stop_in_step;  /* destroys with buckets on their way */
-    bool leave_at_once; /* destroys with the last step still running, nothing read */
+    bool stop_in_step;  /* destroy while buckets are in flight */
+    bool leave_at_once; /* destroy while the last step runs, without reading results */
     float result[GPU_RANKS_MAX][BUCKETS][NUMEL_MAX]; /* parameters at the end */
-    double norm[GPU_RANKS_MAX];                      /* of the last step */
+    double norm[GPU_RANKS_MAX];                      /* norm of the last step */
     bool joins;                                      /* the last rank has run out of inputs in LONE_STEP */
-    uint64_t host_waits; /* of the steps in which rank 0 used every gradient */
+    uint64_t host_waits; /* in the steps in which rank 0 used every gradient */
     int wrong_use;       /* use bytes that are not the union */
     bool failed[GPU_RANKS_MAX];
     char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
@@ -62,19 +65,20 @@ static float value_of(int rank, int step, size_t bucket, size_t i)
     return (float)(int32_t)mixed * 0x1p-31f;
 }
 
-/* In step 1 every rank uses all; else rank r leaves a few out, and some nobody uses. */
+/* In step 1 every rank uses all gradients. Else rank r leaves a few out, and some are used by none.
+ */
 static bool is_used(int rank, int step, int gradient)
 {
     return step == 1 || (gradient + rank + step) % 4 != 0;
 }
 
-/* It takes part, contributes nothing, and has no say; means divide by the others. */
+/* A joined rank shadows the step and contributes nothing; means divide by the other ranks. */
 static bool has_joined(const training *run, int rank, int world_size, int step)
 {
     return run->joins && step == LONE_STEP && rank == world_size - 1;
 }
 
-/* At stage 2, step 2 is on top of the mean of step 1 in a part of each slice. */
+/* At stage 2, step 2 adds to the standing mean of step 1 in a part of each slice. */
 static sw_device_run standing_of(const training *run, size_t slice_numel, int step)
 {
     bool is_some = run->stage == 2 && step == 2;
@@ -118,7 +122,7 @@ static void narrow(void *to, const float *from, size_t numel, sw_dtype dtype)
     sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
 }
 
-/* What stands in the run of each slice is added as autograd would add it. */
+/* Add the standing mean to the run of each slice, as autograd would. */
 static void add_standing(void *gradient, const void *mean, sw_device_run run, size_t b,
                          int world_size)
 {
@@ -183,12 +187,12 @@ typedef struct loop {
     void *place[SW_DEVICE_PLACES]; /* device memory of the largest bucket */
     float *pinned[BUCKETS];
     sw_device_region *region;
-    size_t taken; /* bytes of it */
+    size_t taken; /* bytes of the region in use */
 } loop;
 
-enum { PIECE_BYTES = sizeof(float[NUMEL_MAX]) }; /* of the region: as much as any memory here takes */
+enum { PIECE_BYTES = sizeof(float[NUMEL_MAX]) }; /* the largest piece of the region */
 
-/* Device memory of at most PIECE_BYTES, of the region where there is one. */
+/* Allocate device memory of at most PIECE_BYTES, in the region if there is one. */
 static sw_status take_memory(loop *l, size_t bytes, void **memory)
 {
     sw_device *device = l->self->device;
@@ -257,7 +261,7 @@ static sw_status prepare(loop *l)
         parameters[b] = (sw_device_range){l->part[b].p, numels[b], SW_DTYPE_FLOAT32};
     }
     SW_TRY(sw_device_comm_broadcast(l->self->all, parameters, BUCKETS, 0, l->backward, err));
-    for (int b = 0; b < BUCKETS; ++b) /* what was received is there for its stream */
+    for (int b = 0; b < BUCKETS; ++b) /* the received parameters are ordered on its stream */
         SW_TRY(device->ops->copy_async(device, l->part[b].source, l->part[b].p,
                                        numels[b] * sizeof(float), l->backward, err));
     SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
@@ -265,7 +269,7 @@ static sw_status prepare(loop *l)
     return device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's upload", err);
 }
 
-/* A backward: the gradient comes into being on its stream, from a float32 source of this step. */
+/* Make the gradient on its stream from a float32 source of this step, as a backward does. */
 static sw_status produce(loop *l, void *to, size_t b, int step)
 {
     float wide[NUMEL_MAX];
@@ -283,7 +287,7 @@ static sw_status produce(loop *l, void *to, size_t b, int step)
     return sw_kernel_launch(&l->self->kernels, SW_KERNEL_CAST, &cast, l->backward, &l->self->err);
 }
 
-/* Whether each gradient was used by some rank. */
+/* Check which gradients some rank used. */
 static sw_status read_use(loop *l, int step)
 {
     const uint8_t *any;
@@ -298,7 +302,7 @@ static sw_status read_use(loop *l, int step)
     return SW_OK;
 }
 
-/* Equal ones are no error, and looking does not make one; what the host reads has come. */
+/* Check tags that agree. The host reads only bytes that have arrived. */
 static sw_status check_tags(loop *l, uint64_t tag)
 {
     uint64_t own = tag, unlike = 0;
@@ -306,7 +310,7 @@ static sw_status check_tags(loop *l, uint64_t tag)
     return own == tag && unlike == 0 ? SW_OK : SW_E_STATE;
 }
 
-/* Backward of one bucket. */
+/* Run the backward of one bucket. */
 static sw_status send_bucket(loop *l, size_t b, int step)
 {
     size_t place = b % SW_DEVICE_PLACES;
@@ -322,7 +326,7 @@ static sw_status send_bucket(loop *l, size_t b, int step)
                                         standing.begin < standing.end, l->backward, err);
 }
 
-/* The optimizer on bucket b, or on this rank's slice of it. */
+/* Run the optimizer on bucket b, or on this rank's slice of it. */
 static sw_status update(loop *l, size_t b, int step)
 {
     const model *part = &l->part[b];
@@ -354,7 +358,7 @@ static sw_status train_step(loop *l, int step)
         SW_TRY(sw_device_reducer_divide_by(
             l->reducer, l->self->world_size - (step == LONE_STEP), err));
     SW_TRY(sw_device_reducer_begin(l->reducer, l->backward, err));
-    if (step > 0) /* the pinned sources of the step before have been read: the test's own wait */
+    if (step > 0) /* the test's own wait: the last step has read the pinned sources */
         SW_TRY(device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's sources", err));
     for (size_t b = 0; b < BUCKETS; ++b) {
         SW_TRY(send_bucket(l, b, step));
@@ -367,11 +371,11 @@ static sw_status train_step(loop *l, int step)
     uint64_t tag = 0x102030405060708u * (uint64_t)step;
     sw_device_stats before = device->stats;
     SW_TRY(sw_device_reducer_finish(l->reducer, used, joined ? NULL : &tag, err));
-    if (!l->self->part) /* slots launch and copy themselves; down come use bytes and tags */
+    if (!l->self->part) /* slots launch and copy themselves; finish copies use bytes and tags */
         check(device->stats.launches - before.launches == (l->self->world_size > 1) &&
                   device->stats.copies - before.copies <= 2,
               "finish took more than a launch and two copies");
-    if (step == 0) /* nobody has waited, and what lies there is no tag */
+    if (step == 0) /* before any wait, the memory holds no tag */
         SW_TRY(check_tags(l, tag));
     SW_TRY(read_use(l, step));
     SW_TRY(check_tags(l, tag));
@@ -391,7 +395,7 @@ static sw_status read_back(loop *l)
         SW_TRY(device->ops->copy_async(device, l->pinned[b], l->part[b].p,
                                        numels[b] * sizeof(float), l->optimizer, err));
     SW_TRY(device->ops->event_record(device, l->ended, l->optimizer, err));
-    SW_TRY(sw_peers_wait(l->self->comm, l->ended, "the test's results", err)); /* sees who failed */
+    SW_TRY(sw_peers_wait(l->self->comm, l->ended, "the test's results", err)); /* sees failed peers */
     for (int b = 0; b < BUCKETS; ++b) {
         gpu_sim->host_access(l->pinned[b], numels[b] * sizeof(float), SW_ACCESS_READ,
                              "the test's results");
@@ -443,17 +447,17 @@ static sw_status train(loop *l)
     return l->run->stop_in_step || l->run->leave_at_once ? SW_OK : read_back(l);
 }
 
-/* The test's own streams end first; then the reducer must find its own way out. */
+/* End the test's own streams first; the reducer must end by itself. */
 static void tear_down(loop *l)
 {
     sw_device *device = l->self->device;
-    if (l->run->stop_in_step && l->ended) { /* what the test enqueued on the buckets itself */
+    if (l->run->stop_in_step && l->ended) { /* the test's own work on the buckets */
         (void)!device->ops->event_record(device, l->ended, l->backward, NULL);
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
     sw_device_reducer_destroy(l->reducer);
     for (int b = 0; b < BUCKETS;
-         ++b) /* whoever read the means of a step that was released is done */
+         ++b) /* all readers of released means are done */
         give_memory(l, l->part[b].bucket);
     if (l->ended && l->optimizer) {
         (void)!device->ops->event_record(device, l->ended, l->optimizer, NULL);
@@ -485,12 +489,12 @@ static bool train_rank(gpu_rank *self)
     if (self->rank == 0 && is_alone)
         self->sim->fail_call(0, run->fail_nth, FAILURE);
     sw_status status = gpu_rank_open(self, TIMEOUT_NS);
-    if (self->rank == 0 && !is_alone) /* before that hosts tell one another */
+    if (self->rank == 0 && !is_alone) /* before, hosts exchange errors by themselves */
         self->sim->fail_call(0, run->fail_nth, FAILURE);
     if (status == SW_OK)
         status = train(&l);
     self->sim->fail_call(self->rank, 0,
-                         0); /* what undoes is not made to fail: it could not say so */
+                         0); /* the teardown cannot report a failure */
     if (status != SW_OK && !is_alone && self->comm)
         sw_peers_abort(self->comm, &self->err);
     if (self->device)
@@ -511,8 +515,8 @@ static void check_training(int world_size, int stage, way how, sim_policy policy
     bool joins = stage == 0 && world_size > 1 && seed % 2 == 0;
     static training run;
     static float expected[BUCKETS][NUMEL_MAX];
-    char what[96];
-    snprintf(what, sizeof what, "W = %d, stage %d, %s, policy %d, seed %d%s", world_size, stage,
+    char label[96];
+    snprintf(label, sizeof label, "W = %d, stage %d, %s, policy %d, seed %d%s", world_size, stage,
              way_names[how], (int)policy, (int)seed, registered ? ", registered" : "");
     run = (training){.stage = stage,
                      .registered = registered,
@@ -520,7 +524,7 @@ static void check_training(int world_size, int stage, way how, sim_policy policy
                      .narrowed = how == NARROWED,
                      .steps = STEPS,
                      .joins = joins};
-    check(gpu_ranks_run(world_size, policy, seed, train_rank, &run), "%s: %s", what,
+    check(gpu_ranks_run(world_size, policy, seed, train_rank, &run), "%s: %s", label,
           run.message[0]);
     double norm = oracle(&run, world_size, STEPS, expected);
     double off = 0;
@@ -528,24 +532,24 @@ static void check_training(int world_size, int stage, way how, sim_policy policy
         for (int b = 0; b < BUCKETS; ++b) {
             const float *got = run.result[r][b];
             check(memcmp(got, run.result[0][b], numels[b] * sizeof(float)) == 0,
-                  "%s: rank %d differs from rank 0 in bucket %d", what, r, b);
+                  "%s: rank %d differs from rank 0 in bucket %d", label, r, b);
             check(!deterministic || memcmp(got, expected[b], numels[b] * sizeof(float)) == 0,
-                  "%s: bucket %d is not the oracle's", what, b);
+                  "%s: bucket %d is not the oracle's", label, b);
             for (size_t i = 0; i < numels[b]; ++i)
                 off = fmax(off, fabs((double)got[i] - (double)expected[b][i]));
         }
-    /* Adam moves by at most the rate a step, so even a gradient of the other sign stays within
-     * this. */
-    check(off <= (deterministic ? 0 : 2 * 0.01 * STEPS), "%s: off by %g", what, off);
-    if (stage < 2 || world_size == 1) /* else it is of this rank's slices */
+    /* Adam moves by at most the learning rate a step, so even a gradient of the other sign stays
+     * within this bound. */
+    check(off <= (deterministic ? 0 : 2 * 0.01 * STEPS), "%s: off by %g", label, off);
+    if (stage < 2 || world_size == 1) /* else the norm covers this rank's slices alone */
         check(deterministic ? run.norm[0] == norm : fabs(run.norm[0] - norm) <= 1e-2 * norm,
-              "%s: norm %.17g, not %.17g", what, run.norm[0], norm);
-    check(run.host_waits == 0, "%s: %d host waits in the steps", what, (int)run.host_waits);
-    check(run.wrong_use == 0, "%s: %d wrong use bytes", what, run.wrong_use);
-    gpu_expect_clean(what);
+              "%s: norm %.17g, not %.17g", label, run.norm[0], norm);
+    check(run.host_waits == 0, "%s: %d host waits in the steps", label, (int)run.host_waits);
+    check(run.wrong_use == 0, "%s: %d wrong use bytes", label, run.wrong_use);
+    gpu_expect_clean(label);
 }
 
-/* Destroy finds its own way out: in the middle of a step, and with the last one still running. */
+/* Destroy in the middle of a step, and while the last step runs. */
 static void check_early_end(int world_size, int stage, sim_policy policy, bool in_step)
 {
     static training run;

@@ -1,10 +1,11 @@
-/* test_device_region.c - memory that is registered with NCCL: its life beside the communicator's,
- * and that the simulation sees each way in which ranks may use it wrongly.
+/* test_device_region.c - the life of memory registered with NCCL, and the simulation's reports of
+ * each wrong use of it.
  *
- * Laws: a region is deregistered before its communicator ends and freed behind the last use,
- * whichever goes first, or, where its end fails, not at all; what cannot be registered is a sentence with the reason, and leaves
- * nothing. Where one rank passes registered memory and another does not, or both at other offsets,
- * or memory that others still reach is given back, there is a report.
+ * Laws: a region is deregistered before its communicator ends, and freed after its last use, in
+ * either order of destruction. If deregistering fails it is not freed. Memory that cannot be
+ * registered is a sentence with the reason, and leaves nothing. A report comes if one rank passes
+ * registered memory and another does not, if both pass it at other offsets, or if memory is freed
+ * that peers still reach.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -41,8 +42,8 @@ typedef struct life {
     scene scene;
     sw_stream *user;
     sw_device_region *region;
-    void *plain, *other; /* device memory; `other` by NCCL */
-    void *registered;    /* of `other` */
+    void *plain, *other; /* device memory; `other` from ncclMemAlloc */
+    void *registered;    /* the registration of `other` */
 } life;
 
 static sw_status all_reduce(life *l, void *memory)
@@ -75,7 +76,7 @@ static sw_status use(life *l)
     }
 }
 
-/* Memory that no region looks after. */
+/* Register memory without a region. */
 static sw_status register_other(life *l)
 {
     sw_device_comm *c = l->self->all;
@@ -97,13 +98,13 @@ static sw_status prepare(life *l)
     SW_TRY(device->ops->stream_create(device, false, &l->user, err));
     SW_TRY(device->ops->memory_alloc(device, BYTES, &l->plain, err));
     SW_TRY(sw_device_region_create(l->self->all, REGION_BYTES, l->user, &l->region, err));
-    check(sw_device_region_is_registered(l->region), "it was created, and is not registered");
+    check(sw_device_region_is_registered(l->region), "a new region is not registered");
     SW_TRY(device->ops->fill_async(device, l->plain, 0, BYTES, l->self->all->stream, err));
     return device->ops->fill_async(device, sw_device_region_memory(l->region), 0, REGION_BYTES,
                                    l->self->all->stream, err);
 }
 
-/* What the caller's stream was given last reads the region. */
+/* Read the region last on the caller's stream. */
 static sw_status read_on_user(life *l)
 {
     sw_device *device = l->self->device;
@@ -119,7 +120,8 @@ static void end(life *l)
         sw_nccl_memory_free(&c->library, c->device, l->other);
     if (l->scene == OUTLIVES) {
         sw_device_comm_disconnect(c);
-        check(!sw_device_region_is_registered(l->region), "registered without a communicator");
+        check(!sw_device_region_is_registered(l->region),
+              "a region is registered without a communicator");
     }
     if (l->scene == DROPPED) {
         sw_device_region_drop(l->region);
@@ -154,7 +156,7 @@ static bool live(gpu_rank *self)
 
 /* ---- an end that fails ---- */
 
-/* Memory that may still be reached is not freed: it stays. */
+/* Memory that may still be reached is not freed: it stays allocated. */
 static bool fail_at_the_end(gpu_rank *self)
 {
     life l = {.self = self, .scene = ALIKE};
@@ -193,10 +195,10 @@ static void check_failing_ends(void)
         check(count == 0 || (stuck && strstr(text, "left registered")), "call %ld, %s: %s", nth,
               name, text);
     }
-    check(has_stayed, "what could not be deregistered was freed");
+    check(has_stayed, "memory that could not be deregistered was freed");
 }
 
-/* ---- what cannot be registered ---- */
+/* ---- memory that cannot be registered ---- */
 
 typedef struct refusal {
     const char *variable, *value, *sentence;

@@ -1,9 +1,9 @@
-/* test_device_stage.c - a simulated GPU's memory comes down in batches.
+/* test_device_stage.c - batches of a simulated GPU's memory are copied to the host.
  *
- * Laws: over 2 works each batch is seen once, in order, with the values that the caller's stream
- * had written before the work, whatever the schedule, though that stream overwrites them as soon as
- * the work has returned. A work waits on the host once for each batch that has copies. No schedule
- * gives a race or a leak, also where the caller frees its memory at once after a work that failed.
+ * Laws: over 2 works each batch is consumed once, in order, with the values that the caller's
+ * stream had written before the work, for any schedule, though that stream overwrites them as soon
+ * as the work returns. A work waits on the host once for each batch that has copies. No schedule
+ * gives a race or a leak, also if the caller frees its memory at once after a work that failed.
  * Each driver call that fails ends in a named error and leaves nothing, and the next work runs.
  */
 #include <stdio.h>
@@ -30,7 +30,7 @@ typedef struct loop {
     sw_device_stage *stage;
     sw_stream *user;
     sw_event *written;
-    unsigned char *memory, *given; /* on the device; pinned */
+    unsigned char *memory, *given; /* device memory; pinned memory */
     sw_device_stage_copy copies[BATCHES * COPIES];
     sw_device_stage_batch batches[BATCHES];
     int work;
@@ -78,7 +78,7 @@ static void consume(void *context, size_t number, const uint8_t *memory)
     }
 }
 
-/* What trains writes new values, and does not wait. */
+/* Write new values without a wait, as training does. */
 static sw_status write_values(loop *l)
 {
     unsigned char *from = l->given + l->work * ARENA;
@@ -97,7 +97,8 @@ static sw_status bring_down(loop *l)
     SW_TRY(sw_device_stage_run(l->stage, &work, l->user, TIMEOUT_NS, &l->self->err));
     waits = sw_device_stage_get_stats(l->stage).host_waits - waits;
     check(waits == BATCHES - 1, "%d waits of the host", (int)waits);
-    check(sw_device_stage_pinned_bytes(l->stage) == SW_DEVICE_STAGE_SLOTS * SLOT, "its memory");
+    check(sw_device_stage_pinned_bytes(l->stage) == SW_DEVICE_STAGE_SLOTS * SLOT,
+          "the pinned bytes are wrong");
     return SW_OK;
 }
 
@@ -108,13 +109,13 @@ static sw_status stage_all(loop *l)
               strstr(refused.message, "slot_bytes must be above 0"),
           "no slots: %s", refused.message);
     SW_TRY(prepare(l));
-    check(sw_device_stage_pinned_bytes(l->stage) == 0, "it is opened by the first work");
+    check(sw_device_stage_pinned_bytes(l->stage) == 0, "memory is allocated before the first work");
     for (l->work = 0; l->work < WORKS; ++l->work)
         SW_TRY(bring_down(l));
     return SW_OK;
 }
 
-/* The caller's own stream is waited for, and nothing else: the stage has let its memory go. */
+/* Wait for the caller's own stream alone: the stage no longer uses its memory. */
 static void tear_down(loop *l, bool failed)
 {
     const sw_device_ops *ops = l->device ? l->device->ops : NULL;
@@ -123,12 +124,13 @@ static void tear_down(loop *l, bool failed)
     if (failed && l->written && ops->event_record(l->device, l->written, l->user, NULL) == SW_OK)
         (void)ops->event_wait(l->device, l->written, TIMEOUT_NS, "the test's values", NULL);
     ops->memory_free(l->device, l->memory);
-    if (failed && l->given && l->stage) { /* what failed may be tried again */
+    if (failed && l->given && l->stage) { /* a failed work may be tried again */
         void *again;
         l->memory = NULL;
         l->work = 0;
         l->run->seen = 0;
-        if (check(ops->memory_alloc(l->device, ARENA, &again, NULL) == SW_OK, "memory, again")) {
+        if (check(ops->memory_alloc(l->device, ARENA, &again, NULL) == SW_OK,
+                  "memory cannot be allocated again")) {
             for (size_t c = 0; c < BATCHES * COPIES; ++c)
                 if (l->copies[c].data)
                     l->copies[c].data = (unsigned char *)again + c / COPIES * COPIES * 256 +
@@ -177,13 +179,13 @@ int main(int argc, char **argv)
         return check_result();
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (uint64_t seed = 1; seed <= SEEDS; ++seed) {
-            char what[64];
-            snprintf(what, sizeof what, "policy %d, seed %d", policy, (int)seed);
+            char label[64];
+            snprintf(label, sizeof label, "policy %d, seed %d", policy, (int)seed);
             run = (staging){0};
             bool done = gpu_ranks_run(1, (sim_policy)policy, seed, stage_on, &run);
-            check(done && run.seen == WORKS * BATCHES, "%s: %s", what, run.message);
-            check(run.wrong == 0, "%s: %d wrong bytes", what, run.wrong);
-            gpu_expect_clean(what);
+            check(done && run.seen == WORKS * BATCHES, "%s: %s", label, run.message);
+            check(run.wrong == 0, "%s: %d wrong bytes", label, run.wrong);
+            gpu_expect_clean(label);
         }
     gpu_check_failing_calls(fail_at, &run, run.message);
     return check_result();

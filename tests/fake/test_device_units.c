@@ -1,12 +1,12 @@
-/* test_device_units.c - units on simulated GPUs: what is computed with is what the slices held,
- * whatever the schedule.
+/* test_device_units.c - units on simulated GPUs: computation reads the bytes of the slices, for any
+ * schedule.
  *
- * Laws: over 4 steps, forward and backward, one unit gathered ahead of the one that is read, every
- * read of a unit finds the bytes that all ranks' slices got before the step; in its place and
- * apart. What was gathered ahead and not needed disturbs nobody. No schedule gives a race, a read
- * of what nobody wrote, or a leak; no step waits on the host or allocates; destroying lets what is
- * being gathered end first. A unit is refused while another lies in its place, and an update while
- * one is whole. Each driver call that fails ends in a named error and leaves nothing.
+ * Laws: over 4 steps of forward and backward, with one unit gathered ahead of the one that is read,
+ * every read of a unit finds the bytes that all ranks' slices got before the step, in its place and
+ * apart. A unit gathered ahead in vain disturbs nothing. No schedule gives a race, a read of
+ * unwritten bytes, or a leak; no step waits on the host or allocates; destroying lets pending
+ * gathers end first. A gather into a place in use is refused, and so is an update while a unit is
+ * unsharded. Each driver call that fails ends in a named error and leaves nothing.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +18,7 @@
 enum { UNITS = 5, PLACES = 3, RUNS = 2, STEPS = 4, SEEDS = 5, FAILURE = 999, SLICE_MAX = 512 };
 static const int64_t TIMEOUT_NS = 2000000000;
 
-/* Unit 0 has a place of its own, as the outermost has; the others take turns. */
+/* Unit 0 has its own place, as the outermost unit has; the others take turns. */
 static const size_t place_of[UNITS] = {0, 1, 2, 1, 2};
 static const size_t slice_bytes[UNITS][RUNS] = {
     {128, 256}, {512, 128}, {128, 128}, {256, 0}, {384, 128}};
@@ -38,7 +38,7 @@ typedef struct loop {
     sw_stream *compute, *optimizer;
     sw_event *read, *stepped;
     void *slice[UNITS][RUNS], *place[PLACES], *apart;
-    unsigned char *pinned, *seen; /* of every slice; of every unit twice, and one apart */
+    unsigned char *pinned, *seen; /* of every slice; of every unit twice, and of one apart */
     size_t unit_bytes[UNITS], seen_bytes;
 } loop;
 
@@ -102,7 +102,7 @@ static sw_status create(loop *l)
     return sw_device_units_create(l->self->all, PLACES, specs, UNITS, &l->units, &l->self->err);
 }
 
-/* The optimizer: slices become those of this step, on its stream. */
+/* Write the slices of this step on the optimizer's stream. */
 static sw_status step_on_slices(loop *l, int step)
 {
     sw_device *device = l->self->device;
@@ -121,7 +121,7 @@ static sw_status step_on_slices(loop *l, int step)
     return sw_device_units_update(l->units, l->optimizer, err);
 }
 
-/* What computes with a unit: it is copied to where the host will look. */
+/* Copy a unit to pinned memory, as a computation reads it. */
 static sw_status read_unit(loop *l, size_t unit, const void *data)
 {
     sw_device *device = l->self->device;
@@ -145,7 +145,7 @@ static sw_status use(loop *l, size_t unit)
     return sw_device_unit_release(l->units, unit, l->compute, &l->self->err);
 }
 
-/* Forward and backward: each unit twice, the next one already on its way. */
+/* Run forward and backward: each unit twice, while the next one is gathered. */
 static sw_status pass(loop *l)
 {
     for (size_t u = 0; u < UNITS; ++u) {
@@ -163,19 +163,19 @@ static sw_status pass(loop *l)
     return SW_OK;
 }
 
-/* One that is on its way and not needed; and one apart, while another lies in its place. */
+/* Gather a unit that is not needed, and another apart while its place is in use. */
 static sw_status detours(loop *l)
 {
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err, refused;
     SW_TRY(begin(l, 2));
     check(sw_device_unit_gather(l->units, 4, &refused) == SW_E_STATE &&
-              strstr(refused.message, "unit '2' lies in its place"),
-          "a place was given twice: %s", refused.message);
+              strstr(refused.message, "unit '2' is in its place"),
+          "a gather into a place in use was not refused: %s", refused.message);
     check(sw_device_units_update(l->units, l->optimizer, &refused) == SW_E_STATE &&
               strstr(refused.message, "'2' is gathering"),
-          "an update beside a whole unit: %s", refused.message);
-    check(sw_device_units_holder(l->units, 2) == 2, "the place is not held");
+          "an update beside an unsharded unit was not refused: %s", refused.message);
+    check(sw_device_units_holder(l->units, 2) == 2, "the place has no holder");
     SW_TRY(device->ops->fill_async(device, l->apart, 0, l->unit_bytes[4], l->compute, err));
     SW_TRY(sw_device_unit_gather_apart(l->units, 4, l->apart, l->compute, err));
     SW_TRY(read_unit(l, 4, l->apart));
@@ -209,8 +209,8 @@ static sw_status train_step(loop *l, int step)
     check(device->stats.allocations == allocations, "a step allocates");
     SW_TRY(device->ops->event_record(device, l->read, l->compute, err));
     SW_TRY(device->ops->stream_wait(device, l->optimizer, l->read, err)); /* as means do */
-    /* As the engine waits: whoever sat here until a deadline, blind to a peer that has failed, would
-     * keep that peer's memory open for longer than it waits at its end, and have it left behind. */
+    /* Wait as the engine does. A wait until the deadline that ignores a failed peer would keep that
+     * peer's memory open for longer than the peer waits at its end, which would leave it behind. */
     SW_TRY(sw_peers_wait(l->self->comm, l->read, "the test's reads", err));
     SW_TRY(sw_peers_wait(l->self->comm, l->stepped, "the test's slices", err));
     compare(l, step);
@@ -224,13 +224,12 @@ static sw_status train(loop *l)
     SW_TRY(create(l));
     for (int step = 0; step < STEPS; ++step)
         SW_TRY(train_step(l, step));
-    if (l->run->leave_at_once) /* the slices stay till the communicator has ended */
+    if (l->run->leave_at_once) /* the slices stay until the communicator has ended */
         return sw_device_unit_gather(l->units, 1, &l->self->err);
     return SW_OK;
 }
 
-/* Places are freed as soon as the units are destroyed, slices once all that was enqueued has run.
- */
+/* Free places once the units are destroyed, and slices once all enqueued work has run. */
 static void tear_down(loop *l)
 {
     sw_device *device = l->self->device;
@@ -265,7 +264,7 @@ static bool train_rank(gpu_rank *self)
     if (self->rank == 0 && is_alone)
         self->sim->fail_call(0, run->fail_nth, FAILURE);
     sw_status status = gpu_rank_open(self, TIMEOUT_NS);
-    if (self->rank == 0 && !is_alone) /* before that hosts tell one another */
+    if (self->rank == 0 && !is_alone) /* before, hosts exchange errors by themselves */
         self->sim->fail_call(0, run->fail_nth, FAILURE);
     if (status == SW_OK)
         status = train(&l);
@@ -283,14 +282,14 @@ static bool train_rank(gpu_rank *self)
 static void check_training(int world_size, sim_policy policy, uint64_t seed, bool leave_at_once)
 {
     static training run;
-    char what[96];
-    snprintf(what, sizeof what, "W = %d, policy %d, seed %d%s", world_size, (int)policy, (int)seed,
-             leave_at_once ? ", left at once" : "");
+    char label[96];
+    snprintf(label, sizeof label, "W = %d, policy %d, seed %d%s", world_size, (int)policy,
+             (int)seed, leave_at_once ? ", left at once" : "");
     run = (training){.leave_at_once = leave_at_once};
-    check(gpu_ranks_run(world_size, policy, seed, train_rank, &run), "%s: %s", what,
+    check(gpu_ranks_run(world_size, policy, seed, train_rank, &run), "%s: %s", label,
           run.message[0]);
-    check(run.wrong == 0, "%s: %d wrong bytes", what, run.wrong);
-    gpu_expect_clean(what);
+    check(run.wrong == 0, "%s: %d wrong bytes", label, run.wrong);
+    gpu_expect_clean(label);
 }
 
 static bool fail_at(long nth, void *context)

@@ -1,9 +1,9 @@
 /* test_kernel_text.c - the .cu text, compiled by the host's compiler, has the bits of the host
  * kernels.
  *
- * Law: for every kernel and dtype, sizes 0, 1, odd tails and several blocks, and grids that are not
- * those of the launch, the memory after the text ran equals the memory after the contract's
- * reference ran, guard bytes included; and nothing changed that the contract does not declare. */
+ * Law: for every kernel and dtype, sizes 0, 1, odd tails and several blocks, and grids other than
+ * the launch's, the memory after the text ran equals the memory after the contract's reference ran,
+ * guard bytes included, and only declared bytes changed. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,14 +29,14 @@ static uint32_t draw(void)
     return (uint32_t)(state >> 16);
 }
 
-/* Region k of the arena: disjoint places that are `offset` bytes off a wide boundary. */
+/* Return region k of the arena: disjoint places, `offset` bytes off a wide boundary. */
 static void *region(size_t k, size_t offset)
 {
     return arena + k * REGION_BYTES + offset;
 }
 
-/* Ordinary numbers; with `wild` also infinities, NaN (canonical: the payload is the processor's),
- * subnormals and both zeros. */
+/* Fill with normal numbers; if `wild`, also infinities, NaN (canonical, since the payload depends
+ * on the processor), subnormals and both zeros. */
 static void fill(void *at, size_t numel, sw_dtype dtype, bool wild)
 {
     static const float odd[] = {0.0f, -0.0f, 1e-41f, -3e-39f, 3e38f, -3e38f, 65504.0f, 1e-8f};
@@ -75,8 +75,8 @@ static void mark(void *context, const void *begin, size_t size_bytes, sw_access 
         memset(marks->writable + at, 1, size_bytes);
 }
 
-/* The first byte of the text's arena that is not what `expected` has and that no flag of `allowed`
- * (NULL: none) allows; ARENA_BYTES if there is none. */
+/* Return the first byte of the text's arena that differs from `expected` and that no flag of
+ * `allowed` (NULL: none) allows; ARENA_BYTES if there is none. */
 static size_t first_difference(const unsigned char *expected, const unsigned char *allowed)
 {
     enum { PIECE_BYTES = 4096 };
@@ -88,11 +88,11 @@ static size_t first_difference(const unsigned char *expected, const unsigned cha
     return ARENA_BYTES;
 }
 
-/* Runs both forms from one state and compares. `settle` makes equal what is equal in meaning. */
-static void compare(sw_kernel kernel, const void *args, const char *what, void (*settle)(void))
+/* Run both forms from one state and compare. `settle` makes values of equal meaning equal. */
+static void compare(sw_kernel kernel, const void *args, const char *variant, void (*settle)(void))
 {
     const sw_kernel_contract *contract = &sw_kernel_contracts()[kernel];
-    /* those whose threads are whole warps */
+    /* kernels whose blocks must be whole warps */
     const bool is_warps =
         (kernel >= SW_KERNEL_QUANTIZE && kernel <= SW_KERNEL_DECODE) || kernel == SW_KERNEL_PROJECT;
     const sw_grid grids[] = {{1, 32}, {3, 64}, {is_warps ? 2 : 5, is_warps ? 96 : 17}};
@@ -118,19 +118,19 @@ static void compare(sw_kernel kernel, const void *args, const char *what, void (
         size_t differ = first_difference(by_reference, NULL);
         size_t stray = first_difference(before, writable);
         check(differ == ARENA_BYTES,
-              "%s %s, grid %u x %u: byte %zu of region %zu is %02x, not %02x", contract->name, what,
-              grids[g].block_count, grids[g].thread_count, differ % REGION_BYTES,
+              "%s %s, grid %u x %u: byte %zu of region %zu is %02x, not %02x", contract->name,
+              variant, grids[g].block_count, grids[g].thread_count, differ % REGION_BYTES,
               differ / REGION_BYTES, by_text[differ % ARENA_BYTES],
               by_reference[differ % ARENA_BYTES]);
-        check(stray == ARENA_BYTES, "%s %s: byte %zu of region %zu was written undeclared",
-              contract->name, what, stray % REGION_BYTES, stray / REGION_BYTES);
+        check(stray == ARENA_BYTES, "%s %s: byte %zu of region %zu was written, but not declared",
+              contract->name, variant, stray % REGION_BYTES, stray / REGION_BYTES);
     }
     memcpy(arena, before, ARENA_BYTES);
 }
 
 static const sw_dtype small[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, SW_DTYPE_BFLOAT16};
 
-/* Both ends on a boundary, off it by as many elements, by different numbers, and never on one. */
+/* Both arrays on a boundary, off it by as many elements, by different numbers, and never on one. */
 static void check_casts(size_t numel)
 {
     static const size_t off[][2] = {{0, 0}, {3, 3}, {1, 5}, {2, 1}};
@@ -165,7 +165,7 @@ static void check_packs(size_t numel)
         compare(SW_KERNEL_PACK, &args, refused ? "refused" : "kept", NULL);
     }
     args.verdict = NULL;
-    args.segment_count = 2; /* of several tiles */
+    args.segment_count = 2; /* segments of several tiles */
     args.segment[0].size_bytes = numel ? 2 * REGION_BYTES + numel : 0;
     args.segment[1] = (sw_pack_segment){
         .to = region(4, 1), .from = region(12, 4), .size_bytes = REGION_BYTES + numel};
@@ -246,7 +246,7 @@ static void *behind(const void *array, size_t numel, int dtype)
     return array ? (char *)(uintptr_t)array + numel * sw_dtype_size_bytes((sw_dtype)dtype) : NULL;
 }
 
-/* The run in two parts, and an empty one. */
+/* Cut the run in two, with an empty run between. */
 static int cut(sw_run_args whole, sw_run_args *runs)
 {
     size_t first = (size_t)whole.numel / 3;
@@ -309,28 +309,28 @@ static void check_norms(size_t numel)
         }
 }
 
-/* Element i's bits of magnitude and sign as float32: what a window meets, and what it does not. */
+/* Return the float32 bits of element i, for values inside and outside of a window. */
 static uint32_t norm_bits(int form, size_t i, sw_dtype dtype)
 {
     static const uint32_t scales[] = {100, 140, 96, 1, 135, 128, 254, 110};
     uint32_t fraction = draw() & 0x7fffffu, sign = draw() << 31;
     switch (form) {
-    case 0: /* alike */
+    case 0: /* similar magnitudes */
         return sign | (118 - draw() % 4) << 23 | fraction;
-    case 1: /* anything, infinities and NaN too */
+    case 1: /* any bits, infinities and NaN too */
         return draw() ^ draw() << 16;
     case 2: /* scales that change: the window moves up and down */
         return sign | (scales[i / 300 % 8] + draw() % 2) << 23 | fraction;
-    case 3: /* a tiny or a large one among others, and zeros */
+    case 3: /* a tiny or a large element among others, and zeros */
         return sign | (draw() % 50 ? 120u : draw() % 255) << 23 | (draw() % 3 ? fraction : 0);
-    case 4: /* the greatest, whose products need the most room */
+    case 4: /* the greatest, whose products need the most bits */
         return dtype == SW_DTYPE_FLOAT16 ? 0x477fe000u : sign | (252u << 23) | 0x7fffffu;
     default: /* subnormals of float32 and of float16 */
         return sign | (draw() % 2 ? 0u : (103u + draw() % 12) << 23) | fraction;
     }
 }
 
-/* Law: whatever window a warp has, and wherever it moves, the sum is the reference's. */
+/* Law: for any window of a warp and any move of it, the sum is the reference's. */
 static void check_norm_form(int form, sw_dtype dtype, size_t numel, size_t offset)
 {
     static const sw_grid grids[] = {{1, 32}, {2, 64}, {3, 17}, {2, 49}};
@@ -360,7 +360,7 @@ static void check_norm_form(int form, sw_dtype dtype, size_t numel, size_t offse
               "run");
         sw_norm_sum_carry(&sum);
         check(memcmp(&sum, &expected, sizeof sum) == 0,
-              "norm of %zu %s, form %d, %zu off, grid %u x %u: another sum", numel,
+              "norm of %zu %s, form %d, %zu off, grid %u x %u: the sum differs", numel,
               sw_dtype_name(dtype), form, offset, grids[g].block_count, grids[g].thread_count);
     }
     free(memory);
@@ -501,8 +501,8 @@ static void check_blocks(size_t numel)
     check_owe(numel);
 }
 
-/* A factor of rank x count, zeros behind its rows. `form` 1: the rows are alike; 2: zeros; 3: the
- * first not finite; 4: tiny; 5: huge. */
+/* Fill a factor of rank x count, with zeros behind its rows. `form` 1: equal rows; 2: zeros; 3: the
+ * first row not finite; 4: tiny; 5: huge. */
 static void *factor(size_t k, size_t offset, size_t rank, size_t count, int form)
 {
     static const float scales[] = {1.0f, 1.0f, 0.0f, 1.0f, 0x1p-140f, 0x1p120f};
@@ -525,7 +525,7 @@ typedef struct shape {
     size_t rows, cols, rank;
 } shape;
 
-/* On boundaries, or `offset` bytes off them. */
+/* Return a matrix on boundaries, or `offset` bytes off them. */
 static sw_matrix_args matrix_at(size_t first, size_t offset, shape of, bool remembers,
                                 sw_dtype memory)
 {
@@ -614,7 +614,7 @@ int main(void)
     arena = aligned_alloc(128, ARENA_BYTES);
     by_text = malloc(ARENA_BYTES);
     by_reference = malloc(ARENA_BYTES);
-    memset(arena, 0xab, ARENA_BYTES); /* guards: what is not filled keeps it */
+    memset(arena, 0xab, ARENA_BYTES); /* guard bytes where nothing is filled */
     for (int i = 0; i < NUMELS; ++i) {
         check_casts(numels[i]);
         check_packs(numels[i]);

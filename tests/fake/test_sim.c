@@ -1,26 +1,26 @@
-/* test_sim.c - the simulation sees what it promises to see: each defect, planted, is reported under
- * every policy; the same program without it is not. */
+/* test_sim.c - each planted defect is reported under every policy, and the same program without the
+ * defect is not. */
 #include <stdatomic.h>
 #include <string.h>
 
 #include "gpu_ranks.h"
 
 static const int64_t TIMEOUT_NS =
-    30000000000; /* the simulation sees a deadlock by itself, sooner */
+    30000000000; /* the simulation detects a deadlock sooner */
 enum { BYTES = 256, NUMEL = BYTES / 4 };
 
 typedef enum defect {
     NONE = 0,
     NO_WAIT,       /* a copy reads what another stream writes */
     NO_HOST_WAIT,  /* the host reads pinned memory while a copy writes it */
-    FREED_EARLY,   /* memory goes while a stream still writes it */
-    FREED,         /* memory is used after it went */
-    NEVER_WRITTEN, /* a read of what nobody wrote */
-    OUT_OF_BOUNDS, /* a range that leaves its allocation */
+    FREED_EARLY,   /* memory is freed while a stream still writes it */
+    FREED,         /* memory is used after it was freed */
+    NEVER_WRITTEN, /* bytes are read that were never written */
+    OUT_OF_BOUNDS, /* a range exceeds its allocation */
     UNDECLARED,    /* a kernel writes more than its contract says */
     DEADLOCK,      /* a rank does not come to a collective */
     MISMATCH,      /* ranks issue different collectives */
-    UNSETTLED,     /* a communicator is used again before it was asked about the call before */
+    UNSETTLED,     /* a communicator is used before its last call is known to be done */
     DEFECT_COUNT,
 } defect;
 
@@ -37,7 +37,7 @@ static const char *const report_of[DEFECT_COUNT] = {
     [UNSETTLED] = "unsettled communicator",
 };
 
-static atomic_int played; /* ranks that are through with the scene */
+static atomic_int played; /* ranks that have finished the scene */
 static bool stray; /* the kernel below writes one byte too many */
 
 static void stray_reference(const void *args)
@@ -74,7 +74,8 @@ static sw_status set(gpu_rank *self, scene *s)
     return ops->event_record(self->device, s->event, s->first, err);
 }
 
-/* Two calls of a communicator of this rank alone; a question between them if that is to be right. */
+/* Make two calls on a communicator of this rank alone, with the required query between if `asks`.
+ */
 static sw_status use_twice(gpu_rank *self, scene *s, bool asks)
 {
     const sw_nccl_table *call = &self->all->library.call;
@@ -99,7 +100,7 @@ static sw_status use_twice(gpu_rank *self, scene *s, bool asks)
     self->device->ops->leave(self->device, &visit);
     check(told == SW_NCCL_SUCCESS && got[0] == SW_NCCL_IN_PROGRESS &&
               got[1] == (asks ? SW_NCCL_IN_PROGRESS : SW_NCCL_INVALID_ARGUMENT),
-          "two calls came back with %d and %d", got[0], got[1]);
+          "two calls returned %d and %d", got[0], got[1]);
     return SW_OK;
 }
 
@@ -131,7 +132,7 @@ static sw_status play(gpu_rank *self, scene *s)
     return sw_peers_wait(self->comm, s->end, "the collective", err);
 }
 
-/* Who left at once would be seen to have left, and nobody would wait for it. */
+/* Wait for the other ranks: a rank that left at once would be seen to have left. */
 static void await_others(gpu_rank *self, const scene *s)
 {
     bool unused;

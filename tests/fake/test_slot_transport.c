@@ -1,11 +1,11 @@
-/* test_slot_transport.c - ranks of one host reach each other through slots, in host memory or the
- * GPUs' own, whatever the schedule.
+/* test_slot_transport.c - ranks of one host exchange data through slots, in host memory or in the
+ * GPUs' own, under any schedule.
  *
- * Laws: each operation leaves what the naive loop over all ranks' inputs leaves, bit for bit, for
- * sums in rank order too; of 0 bytes, odd ones, and many slots' worth; alone and in groups. Nothing
- * races between ranks, though all of them use the same memory; nothing is left; no operation waits
- * on the host or allocates. A rank that does not come, gives up, or whose driver fails is told of
- * in one sentence on all ranks, whose streams end all the same.
+ * Laws: each operation gives the bits of a naive loop over all ranks' inputs, sums in rank order
+ * included; for 0 bytes, odd sizes, and many slots' worth; alone and in groups. Nothing races
+ * between ranks, though all use the same memory; nothing is left; no operation waits on the host or
+ * allocates. If a rank does not come, gives up, or its driver fails, all ranks have one sentence
+ * about it, and their streams still end.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,23 +30,23 @@ typedef enum work {
 } work;
 
 typedef struct scene {
-    size_t numel; /* of a slice */
+    size_t numel; /* elements of a slice */
     sw_dtype dtype;
     sw_redop op;
     bool grouped;
-    bool leaves; /* destroys with everything on its way */
-    long fail_nth; /* the call of rank `failing` */
+    bool leaves; /* destroy while everything is in flight */
+    long fail_nth; /* the call of rank `failing` that fails */
     int failing;
-    bool all_enqueued; /* rank `failing` has given its stream everything */
-    uint64_t host_waits, allocations; /* of the operations */
+    bool all_enqueued; /* rank `failing` has enqueued everything */
+    uint64_t host_waits, allocations; /* during the operations */
     unsigned char result[GPU_RANKS_MAX][WORKS][NUMEL_MAX * 8 * GPU_RANKS_MAX];
     char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
     sw_status status[GPU_RANKS_MAX];
 } scene;
 
 typedef struct place {
-    void *data;          /* world_size slices of device memory: input, and result */
-    void *contributions; /* as many, for results elsewhere */
+    void *data;          /* world_size slices of device memory: input and result */
+    void *contributions; /* as many, for results that are not in place */
     void *pinned;
 } place;
 
@@ -55,11 +55,11 @@ static size_t slice_bytes(const scene *s)
     return s->numel * sw_dtype_size_bytes(s->dtype);
 }
 
-/* Small integers, so that every dtype has them; a sum of floats then still depends on its order. */
-static void fill(const scene *s, unsigned char *to, int rank, int what, int world_size)
+/* Fill with small integers, which every dtype has; a float sum still depends on its order. */
+static void fill(const scene *s, unsigned char *to, int rank, int number, int world_size)
 {
     for (size_t i = 0; i < s->numel * (size_t)world_size; ++i) {
-        uint32_t mixed = (uint32_t)(i * 2654435761u) + (uint32_t)(rank * 40503 + what * 9176);
+        uint32_t mixed = (uint32_t)(i * 2654435761u) + (uint32_t)(rank * 40503 + number * 9176);
         mixed ^= mixed >> 13;
         if (s->dtype == SW_DTYPE_FLOAT32)
             ((float *)(void *)to)[i] = (float)(int32_t)(mixed * 2246822519u) * 0x1p-25f;
@@ -70,7 +70,7 @@ static void fill(const scene *s, unsigned char *to, int rank, int what, int worl
     }
 }
 
-/* Works whose result is in the other memory. */
+/* Return true if the result is in the other memory. */
 static bool is_elsewhere(work w)
 {
     return w == GATHER_SLICES || w == EXCHANGE || w == EXCHANGE_TURNED;
@@ -93,7 +93,7 @@ static void fold(const scene *s, unsigned char *to, const unsigned char *inputs[
     sw_kernels()->fold[s->dtype](&out, 1, source, world_size, numel, 1.0 / world_size, s->op);
 }
 
-/* What rank `rank` has afterwards; `to` holds what lay there before. */
+/* Compute the result of rank `rank`; `to` has the bytes from before. */
 static void expect_work(const scene *s, work w, int rank, int world_size,
                         const unsigned char *inputs[], unsigned char *to)
 {
@@ -173,11 +173,11 @@ static sw_status allocate(gpu_rank *self, const scene *s, place *at)
     return device->ops->pinned_alloc(device, bytes, &at->pinned, &self->err);
 }
 
-static sw_status upload(gpu_rank *self, const scene *s, const place *at, int what)
+static sw_status upload(gpu_rank *self, const scene *s, const place *at, int number)
 {
     sw_device *device = self->device;
     size_t bytes = slice_bytes(s) * (size_t)self->world_size;
-    fill(s, at->pinned, self->rank, what, self->world_size);
+    fill(s, at->pinned, self->rank, number, self->world_size);
     gpu_sim->host_access(at->pinned, bytes, SW_ACCESS_WRITE, "the test's upload");
     SW_TRY(device->ops->fill_async(device, at->contributions, 0, bytes, self->all->stream,
                                    &self->err));
@@ -224,7 +224,7 @@ static sw_status run_works(gpu_rank *self, scene *s, place at[WORKS], sw_event *
     return SW_OK;
 }
 
-/* The communicator goes first: it lets its stream end, whatever has happened. */
+/* Destroy the communicator first: it lets its stream end in any case. */
 static void tear_down(gpu_rank *self, place at[WORKS], sw_event *done)
 {
     sw_device *device = self->device;
@@ -256,7 +256,7 @@ static bool work_rank(gpu_rank *self)
         status = allocate(self, s, &at[w]);
     for (int run = s->leaves ? RUNS - 1 : 0; run < RUNS && status == SW_OK; ++run)
         status = run_works(self, s, at, done, run + 1 == RUNS);
-    if (status != SW_OK && self->comm) /* as the engine's callers do: peers are told */
+    if (status != SW_OK && self->comm) /* as the engine's callers do, so that peers see the error */
         sw_peers_abort(self->comm, &self->err);
     s->status[self->rank] = status;
     snprintf(s->message[self->rank], sizeof s->message[0], "%s", self->err.message);
@@ -272,13 +272,13 @@ static void check_works(int world_size, size_t numel, sw_dtype dtype, sw_redop o
     static scene s;
     static unsigned char input[GPU_RANKS_MAX][sizeof s.result[0][0]], expected[sizeof s.result[0][0]];
     const unsigned char *inputs[GPU_RANKS_MAX];
-    char what[128];
-    snprintf(what, sizeof what, "W = %d, %zu x %s, op %d, %s, policy %d, seed %d, slots %d",
+    char label[128];
+    snprintf(label, sizeof label, "W = %d, %zu x %s, op %d, %s, policy %d, seed %d, slots %d",
              world_size, numel, sw_dtype_name(dtype), (int)op, grouped ? "grouped" : "alone",
              (int)policy, (int)seed, (int)gpu_ranks_slots.place);
     s.numel = numel, s.dtype = dtype, s.op = op, s.grouped = grouped;
     s.fail_nth = 0, s.host_waits = s.allocations = 0;
-    check(gpu_ranks_run(world_size, policy, seed, work_rank, &s), "%s: %s", what, s.message[0]);
+    check(gpu_ranks_run(world_size, policy, seed, work_rank, &s), "%s: %s", label, s.message[0]);
     for (int w = 0; w < WORKS; ++w) {
         for (int r = 0; r < world_size; ++r) {
             fill(&s, input[r], r, w, world_size);
@@ -291,12 +291,13 @@ static void check_works(int world_size, size_t numel, sw_dtype dtype, sw_redop o
             else
                 memcpy(expected, input[r], bytes);
             expect_work(&s, (work)w, r, world_size, inputs, expected);
-            check(memcmp(expected, s.result[r][w], bytes) == 0, "%s: rank %d, work %d", what, r, w);
+            check(memcmp(expected, s.result[r][w], bytes) == 0, "%s: rank %d, work %d", label, r,
+                  w);
         }
     }
-    check(s.host_waits == 0, "%s: %d host waits", what, (int)s.host_waits);
-    check(s.allocations == 0, "%s: %d allocations", what, (int)s.allocations);
-    gpu_expect_clean(what);
+    check(s.host_waits == 0, "%s: %d host waits", label, (int)s.host_waits);
+    check(s.allocations == 0, "%s: %d allocations", label, (int)s.allocations);
+    gpu_expect_clean(label);
 }
 
 static void check_leaving(sim_policy policy)
@@ -307,7 +308,7 @@ static void check_leaving(sim_policy policy)
     gpu_expect_clean("left at once");
 }
 
-/* ---- what fails ---- */
+/* ---- failures ---- */
 
 static bool fail_alone(long nth, void *context)
 {
@@ -317,7 +318,8 @@ static bool fail_alone(long nth, void *context)
     return gpu_ranks_run(1, SIM_EAGER, 1, work_rank, s);
 }
 
-/* Rank 1's nth call fails: every rank has an error, and where rank 1 could say it, its sentence. */
+/* Let rank 1's nth call fail: every rank has an error, with rank 1's sentence if it could send it.
+ */
 static void check_failing_peer(sim_policy policy)
 {
     static scene s;
@@ -328,14 +330,14 @@ static void check_failing_peer(sim_policy policy)
         bool ok = gpu_ranks_run(3, policy, 1, work_rank, &s);
         const char *name = gpu_sim->failed_call();
         if (!*name) {
-            check(ok, "without a failing call: %s", s.message[0]);
+            check(ok, "a run without a failing call failed: %s", s.message[0]);
             break;
         }
         failed++;
         for (int r = 0; r < 3; ++r)
             check((s.all_enqueued && r != 1) || (s.status[r] != SW_OK && strlen(s.message[r]) > 10),
-                  "policy %d: call %ld, %s, failed unseen by rank %d: %s", (int)policy, nth, name, r,
-                  s.message[r]);
+                  "policy %d: call %ld, %s, failed, but not on rank %d: %s", (int)policy, nth, name,
+                  r, s.message[r]);
         check(*gpu_sim->leaks() == '\0', "call %ld, %s (%s) left %s", nth, name, s.message[0],
               gpu_sim->leaks());
     }
@@ -344,7 +346,7 @@ static void check_failing_peer(sim_policy policy)
 
 typedef struct lateness {
     bool connected[GPU_RANKS_MAX];
-    bool at_creation, gives_up; /* rank 1 does not come; or comes, and says why it goes */
+    bool at_creation, gives_up; /* rank 1 does not come, or comes and leaves with a reason */
     char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
     sw_status status[GPU_RANKS_MAX], later[GPU_RANKS_MAX];
 } lateness;
@@ -355,7 +357,7 @@ static sw_status wait_in_vain(gpu_rank *self, lateness *late, void *data, sw_eve
     sw_error reason;
     SW_TRY(device->ops->fill_async(device, data, 0, 64, self->all->stream, &self->err));
     if (self->rank == 1) {
-        sw_error_set(&reason, SW_E_COMM, 1, "rank 1 goes: out of inputs");
+        sw_error_set(&reason, SW_E_COMM, 1, "rank 1 leaves: out of inputs");
         if (late->gives_up)
             sw_peers_abort(self->comm, &reason);
         return sw_peers_check(self->comm, &self->err);
@@ -363,7 +365,7 @@ static sw_status wait_in_vain(gpu_rank *self, lateness *late, void *data, sw_eve
     SW_TRY(sw_peers_all_reduce(self->comm, data, 16, SW_DTYPE_FLOAT32, SW_REDOP_SUM,
                                self->all->stream, &self->err));
     SW_TRY(device->ops->event_record(device, event, self->all->stream, &self->err));
-    return sw_peers_wait(self->comm, event, "all_reduce of the test's", &self->err);
+    return sw_peers_wait(self->comm, event, "the test's all_reduce", &self->err);
 }
 
 static bool late_rank(gpu_rank *self)
@@ -400,13 +402,13 @@ static bool late_rank(gpu_rank *self)
 static void check_lateness(bool at_creation, bool gives_up, sim_policy policy)
 {
     static lateness late;
-    const char *says = gives_up      ? "rank 1 goes: out of inputs"
+    const char *says = gives_up      ? "rank 1 leaves: out of inputs"
                        : at_creation ? "creation of the communicator was not done within 0.05 s"
-                                     : "all_reduce of the test's was not done within 0.05 s";
+                                     : "the test's all_reduce was not done within 0.05 s";
     late = (lateness){.at_creation = at_creation, .gives_up = gives_up};
     gpu_ranks_run(3, policy, 1, late_rank, &late);
     for (int r = 0; r < 3; ++r) {
-        if (r == 1 && !gives_up) /* it has not come, or has found nothing wrong when it went */
+        if (r == 1 && !gives_up) /* it has not come, or has left without an error */
             continue;
         check(late.status[r] == (gives_up ? SW_E_COMM : SW_E_TIMEOUT), "late, rank %d: status %d", r,
               (int)late.status[r]);
@@ -418,7 +420,8 @@ static void check_lateness(bool at_creation, bool gives_up, sim_policy policy)
     gpu_expect_clean("a rank that is late");
 }
 
-/* Rank 2 names another size. Whoever waits for the result is told; so is who issues more. */
+/* Rank 2 names another size. Ranks that wait for the result fail, and so does a rank that goes on.
+ */
 static bool mismatched_rank(gpu_rank *self)
 {
     lateness *late = self->context;
@@ -478,7 +481,8 @@ static void check_choices(void)
     static scene s;
     setenv("SIM_NO_IPC", "1", 1);
     gpu_ranks_slots.place = SW_SLOTS_ON_DEVICE;
-    check(!gpu_ranks_run(3, SIM_RANDOM, 1, refused_rank, &s), "slots on the device were not refused");
+    check(!gpu_ranks_run(3, SIM_RANDOM, 1, refused_rank, &s),
+          "slots on the device were not refused");
     for (int r = 0; r < 3; ++r) {
         check(s.status[r] == SW_E_UNSUPPORTED, "refused, rank %d: status %d", r, (int)s.status[r]);
         check(strstr(s.message[r], "rank 0 of 3 cannot have them in its GPU's memory: cuIpcGetMem"),
@@ -488,7 +492,7 @@ static void check_choices(void)
     gpu_ranks_slots.place = SW_SLOTS_ANYWHERE;
     check_works(3, 300, SW_DTYPE_FLOAT32, SW_REDOP_SUM, false, SIM_RANDOM, 1);
     unsetenv("SIM_NO_IPC");
-    setenv("SIM_NO_IPC_OPEN", "1", 1); /* the others have opened theirs by then */
+    setenv("SIM_NO_IPC_OPEN", "1", 1); /* the other ranks have opened their handles by then */
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         check_works(3, 300, SW_DTYPE_FLOAT32, SW_REDOP_SUM, false, (sim_policy)policy, 1);
     unsetenv("SIM_NO_IPC_OPEN");

@@ -258,7 +258,7 @@ def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int, kind
         optimizer.step()
     gpus.fail_call(0, 0)
     if nth == 40:  # a part of the state was stepped on by then
-        with pytest.raises(sw.Error, match="a step was broken off, and state is neither old nor new"):
+        with pytest.raises(sw.Error, match="optimizer state is invalid, since an earlier step failed"):
             optimizer.step()
 
 

@@ -1,17 +1,17 @@
 /* block_codec.cu - QUANTIZE, FOLD_RECORDS, DECODE, VERDICT, OWE: host/block_body.h's records.
  *
- * Idea: a record is a team's: as many lanes of a warp (a power of two) as have all of it in
- * registers, 16 elements each. So a lane asks for 64 bytes and more before it uses one, a team
- * agrees on the greatest magnitude by shuffles, and no thread waits for another warp. A record of
- * more than 512 elements is a warp's, which goes over it twice (the second time out of L2).
+ * A team handles a record: a power-of-two number of lanes of one warp that hold the record in
+ * registers, 16 elements a lane. A lane loads 64 bytes or more before it uses one, a team finds the
+ * greatest magnitude by shuffles, and no thread waits for another warp. A record of more than 512
+ * elements takes a whole warp, which reads it twice, the second time from L2.
  *
- * All parts of a launch are cut into tiles, records or OWE's elements, that are taken in turns. How
- * many records lie in front of each part is worked out once a block, in shared memory: a division a
- * part. Blocks of threads are whole warps.
+ * All parts of a launch are cut into tiles (records, or OWE's elements) that the blocks of threads
+ * take in turns. Each block computes once, in shared memory, the records before each part:
+ * one division a part. Blocks of threads are whole warps.
  */
 
 enum {
-    SW_TEAM_NUMEL = 16, /* elements that a lane has at once */
+    SW_TEAM_NUMEL = 16, /* elements that a lane holds at once */
     SW_FOLD_RECORDS_AHEAD = 3,
     SW_OWE_TILE_NUMEL = 2048,
 };
@@ -21,7 +21,7 @@ SW_INLINE sw_u64 sw_record_bytes(sw_u64 block, int bits)
     return 4 + block * (sw_u64)bits / 8;
 }
 
-/* The lanes that share a record, and the calling one's place. */
+/* The lanes that share a record, and the position of the calling lane. */
 struct sw_team {
     unsigned lanes, lane;
 
@@ -29,7 +29,7 @@ struct sw_team {
     {
         return 32 / lanes;
     }
-    /* All lanes of the warp call it; each gets its team's greatest. */
+    /* Return the greatest value of the team. All lanes of the warp call it. */
     SW_METHOD unsigned most(unsigned value) const
     {
         for (unsigned step = lanes / 2; step > 0; step /= 2) {
@@ -42,7 +42,7 @@ struct sw_team {
 
 SW_INLINE sw_team sw_team_of(unsigned block)
 {
-    unsigned lanes = 2; /* a record has 32 elements and more */
+    unsigned lanes = 2; /* a record has at least 32 elements */
     while (lanes < 32 && lanes * SW_TEAM_NUMEL < block)
         lanes *= 2;
     return {lanes, threadIdx.x & (lanes - 1)};
@@ -50,7 +50,7 @@ SW_INLINE sw_team sw_team_of(unsigned block)
 
 /* ---- codes: words of 4 or 8 ---- */
 
-/* The lowest bytes of four. */
+/* Return the lowest bytes of four words. */
 SW_INLINE unsigned sw_low_bytes(unsigned a, unsigned b, unsigned c, unsigned d)
 {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
@@ -58,7 +58,7 @@ SW_INLINE unsigned sw_low_bytes(unsigned a, unsigned b, unsigned c, unsigned d)
 
 template <int BITS> struct sw_codes;
 
-/* A code c is the float 2^23 + 128 + c (or + 8) as soon as its bits stand below 2^23's. */
+/* With the bits of 2^23 above it, a code c is the float 2^23 + 128 + c (4 bits: 2^23 + 8 + c). */
 template <> struct sw_codes<8> {
     enum { NUMEL = 4 };
     SW_INLINE void decode(float *x, unsigned word)
@@ -89,14 +89,14 @@ template <> struct sw_codes<4> {
     }
 };
 
-/* Elements of `numel` from `at` on. */
+/* Return the number of elements of `numel` from `at` on. */
 SW_INLINE unsigned sw_left(unsigned at, unsigned numel)
 {
     return at < numel ? numel - at : 0;
 }
 
-/* What a lane has at once of a record of `block` elements: words lane, lane + lanes, ... from word
- * `first` on, those that there are. */
+/* The words of a record of `block` elements that a lane holds at once: words lane, lane + lanes,
+ * ... from word `first` on, as far as the record goes. */
 template <int BITS> struct sw_share {
     enum { NUMEL = sw_codes<BITS>::NUMEL, WORDS = SW_TEAM_NUMEL / NUMEL };
     sw_team team;
@@ -110,7 +110,7 @@ template <int BITS> struct sw_share {
     {
         return word(k) < words;
     }
-    /* The element with which vector v of the lane's four begins. */
+    /* Return the element with which vector v of the lane's four begins. */
     SW_METHOD unsigned element(int v) const
     {
         return word(v * 4 / NUMEL) * NUMEL + v * 4 % NUMEL;
@@ -121,7 +121,7 @@ template <int BITS> struct sw_share {
         for (int k = 0; k < WORDS; ++k)
             word_of[k] = has(k) ? ((const unsigned *)record)[1 + word(k)] : 0;
     }
-    /* Its elements of an array of float32 that has `numel`; zeros beyond. WIDE: see sw_is_whole. */
+    /* Load its elements of a float32 array of `numel`; zeros beyond. WIDE: see sw_is_whole. */
     template <bool WIDE>
     SW_METHOD void load(sw_lane16 *raw, const float *array, unsigned numel) const
     {
@@ -145,7 +145,7 @@ template <int BITS> struct sw_share {
             }
         }
     }
-    /* The elements of its word k. */
+    /* Store the elements of its word k. */
     template <bool WIDE>
     SW_METHOD void store(float *array, int k, const float *x, unsigned numel) const
     {
@@ -173,15 +173,15 @@ SW_INLINE float sw_float_of(const sw_lane16 *raw, int i)
     return __uint_as_float(raw[i / 4].word[i % 4]);
 }
 
-/* Whether vectors of four of a record's elements can be one access each. */
+/* Report if vectors of four of a record's elements can be one access each. */
 SW_INLINE bool sw_is_whole(const float *array, unsigned numel, unsigned block)
 {
     return numel == block && sw_is_wide(array, SW_ARG_FLOAT32);
 }
 
-/* ---- a record made ---- */
+/* ---- write a record ---- */
 
-/* How a record is rounded, by the bits of its greatest magnitude. */
+/* The rounding of a record, from the bits of its greatest magnitude. */
 struct sw_rounding {
     bool is_empty;
     float inverse, scale;
@@ -197,7 +197,7 @@ struct sw_rounding {
     }
 };
 
-/* The words of x. With a residual: what rounding left out. */
+/* Write the words of x. With a residual, also the rounding errors. */
 template <int BITS>
 SW_INLINE void sw_write_share(const sw_share<BITS> &share, unsigned *record, float *residual,
                               unsigned block, const float *x, const sw_rounding &how)
@@ -212,7 +212,7 @@ SW_INLINE void sw_write_share(const sw_share<BITS> &share, unsigned *record, flo
 #pragma unroll
         for (int j = 0; j < NUMEL; ++j) {
             const float v = x[k * NUMEL + j], moved = v * how.inverse + rounder;
-            code[j] = __float_as_uint(moved); /* ends with the code in two's complement */
+            code[j] = __float_as_uint(moved); /* the low bits are the code in two's complement */
             left[j] = (v + 0.0f) - how.scale * (how.is_empty ? 0.0f : moved - rounder);
         }
         if (share.has(k))
@@ -224,7 +224,8 @@ SW_INLINE void sw_write_share(const sw_share<BITS> &share, unsigned *record, flo
     }
 }
 
-/* A team writes the record of what `values` loads, if it has one. All lanes of a warp call it. */
+/* Write the record of the values that `values` loads, if the team has one. All lanes of a warp call
+ * it. */
 template <int BITS, class VALUES>
 SW_INLINE void sw_write_record(sw_team team, bool has_one, unsigned *record, float *residual,
                                unsigned block, const VALUES &values)
@@ -263,7 +264,7 @@ struct sw_part_table {
     unsigned tiles[SW_BLOCK_PARTS_MAX], first[SW_BLOCK_PARTS_MAX + 1];
 };
 
-/* By all threads of a block. Records of at most 2^37 elements in all. */
+/* Fill the table. All threads of a block call it. At most 2^37 elements in all. */
 template <class ARGS> SW_INLINE void sw_part_table_fill(sw_part_table &table, const ARGS &a)
 {
     const unsigned steps = (unsigned)(a.block / 32);
@@ -279,7 +280,7 @@ template <class ARGS> SW_INLINE void sw_part_table_fill(sw_part_table &table, co
     __syncthreads();
 }
 
-/* The part of record `at`, which is one of part i or a later one. */
+/* Return the part of record `at`, searching from part i on. */
 SW_INLINE int sw_part_at(const sw_part_table &table, int count, int i, unsigned at)
 {
     if (at < table.first[i + 1])
@@ -294,8 +295,8 @@ SW_INLINE int sw_part_at(const sw_part_table &table, int count, int i, unsigned 
     return i;
 }
 
-/* Calls each(has_one, i, record) for all records, by whole warps: i is a part, `record` its number
- * there. */
+/* Call each(has_one, i, record) for all records, by whole warps: i is a part, `record` its number
+ * in that part. */
 template <class ARGS, class EACH>
 SW_INLINE void sw_records(const ARGS &a, const sw_part_table &table, sw_team team, const EACH &each)
 {
@@ -313,7 +314,7 @@ SW_INLINE void sw_records(const ARGS &a, const sw_part_table &table, sw_team tea
 
 /* ---- quantize ---- */
 
-/* What QUANTIZE rounds of one record. */
+/* The values of one record that QUANTIZE rounds. */
 template <bool WIDE> struct sw_quantized {
     const float *source, *error;
     unsigned numel;
@@ -350,7 +351,7 @@ template <int BITS> struct sw_quantize_each {
         const bool is_wide = sw_is_whole(source, numel, block) && sw_is_wide(error, SW_ARG_FLOAT32);
         unsigned *to =
             (unsigned *)((unsigned char *)part.records + record * sw_record_bytes(block, BITS));
-        if (__all_sync(0xffffffffu, !has_one || is_wide)) /* what follows is the warp's together */
+        if (__all_sync(0xffffffffu, !has_one || is_wide)) /* the warp must not diverge below */
             sw_write_record<BITS>(team, has_one, to, (float *)0, block,
                                   sw_quantized<true>{source, error, numel});
         else
@@ -445,7 +446,7 @@ SW_KERNEL_OF(3) sw_fold_records(const sw_fold_records_args a)
 
 /* ---- decode ---- */
 
-/* Elements of a word as a record has them. */
+/* Decode the elements of a word of a record. */
 template <int BITS> SW_INLINE void sw_decoded(float *x, unsigned word, unsigned scale)
 {
     sw_codes<BITS>::decode(x, word);
@@ -454,7 +455,7 @@ template <int BITS> SW_INLINE void sw_decoded(float *x, unsigned word, unsigned 
         x[j] = __uint_as_float(scale) * x[j];
 }
 
-/* Element i of a record by itself. */
+/* Decode element i of a record alone. */
 template <int BITS> SW_INLINE float sw_decoded_at(const void *record, unsigned i)
 {
     const unsigned byte = ((const unsigned char *)record)[4 + i * BITS / 8];
@@ -541,7 +542,7 @@ SW_KERNEL_OF(3) sw_decode(const sw_decode_args a)
         sw_records(a, table, team, sw_decode_each<4>{a, team, keeps});
 }
 
-/* Whoever finds one writes the same. */
+/* Several threads may find one; all write the same value. */
 SW_KERNEL sw_verdict(const sw_verdict_args a)
 {
     const sw_u64 bytes = sw_record_bytes(a.block, a.bits);
@@ -560,7 +561,7 @@ SW_INLINE sw_u64 sw_owe_tiles(const sw_owe_args &a, int i)
     return sw_parts(a.part[i].numel, SW_OWE_TILE_NUMEL);
 }
 
-/* Two vectors of each array, or twice four elements a block apart, before one is used. */
+/* Load two vectors of each array, or twice four elements a block apart, before one is used. */
 template <bool WIDE>
 SW_INLINE void sw_owe_fours(const sw_owe_args &a, float *error, const float *rest, unsigned begin,
                             unsigned end)

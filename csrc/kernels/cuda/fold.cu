@@ -1,9 +1,9 @@
 /* fold.cu - FOLD: contributions in rank order, scaled once, rounded once.
  *
- * Idea: a thread keeps its elements' sums in registers and meets no other thread, so the bits do
- * not depend on the grid. It takes two vectors of 16 bytes and asks for those of three or four
- * contributions before it uses one. Elements in front of the first boundary and behind the last go
- * one by one; so do all (four loads ahead) where some array is never on a boundary when `to` is.
+ * A thread keeps the sums of its elements in registers and exchanges nothing with other threads, so
+ * the bits do not depend on the grid. It takes two vectors of 16 bytes and loads those of three or
+ * four contributions before it uses one. Elements before the first boundary and after the last go
+ * one by one. All elements do, four loads ahead, if some array is never on a boundary when `to` is.
  * The comparisons are host/fold_type.h's.
  */
 
@@ -16,7 +16,7 @@ template <class T> SW_INLINE T sw_combine(T a, T b, int op)
     return a + b;
 }
 
-/* An element of 1, 2, 4 or 8 bytes as it lies in memory: by itself, or number j of a vector. */
+/* An element of 1, 2, 4 or 8 bytes as raw bits: alone, or number j of a vector. */
 template <int BYTES> struct sw_raw;
 template <> struct sw_raw<1> {
     typedef unsigned char type;
@@ -64,8 +64,8 @@ template <> struct sw_raw<8> {
     }
 };
 
-/* Kinds of elements: how they are added, and of how many vectors a thread keeps the sums (EACH).
- * Integers wrap: their sum is that of the unsigned type. */
+/* Kinds of elements: their addition, and the number of vectors whose sums a thread keeps (EACH).
+ * Integers wrap: they are added as the unsigned type. */
 template <class T, class U> struct sw_whole {
     typedef T value;
     enum { BYTES = sizeof(T), EACH = sizeof(T) < 4 ? 1 : 2 };
@@ -166,7 +166,7 @@ template <int DTYPE> struct sw_half {
     }
 };
 
-/* COUNT sums of a thread. The operation is looked at for all of them together. */
+/* COUNT sums of a thread. The operation is tested once for all of them. */
 template <class K, int COUNT> struct sw_sums {
     typename K::value sum[COUNT];
 
@@ -177,7 +177,7 @@ template <class K, int COUNT> struct sw_sums {
             sum[j] = K::combine(sum[j], x[j], OP);
     }
 
-    /* Contribution k. */
+    /* Add contribution k. */
     SW_METHOD void add(const sw_fold_args &a, int k, const typename K::value *x)
     {
         if (k == 0) {
@@ -204,7 +204,7 @@ SW_INLINE const char *sw_fold_source(const sw_fold_args &a, int k)
     return k == a.own_index ? (const char *)a.own : (const char *)a.rest + k * a.stride_bytes;
 }
 
-/* Elements [0, head) and [head + covered, numel), wherever they lie: four a block apart. */
+/* Fold elements [0, head) and [head + covered, numel), four elements a block apart. */
 template <class K>
 SW_RARELY void sw_fold_apart(const sw_fold_args a, sw_u64 numel, sw_u64 head, sw_u64 covered)
 {
@@ -244,7 +244,7 @@ SW_RARELY void sw_fold_apart(const sw_fold_args a, sw_u64 numel, sw_u64 head, sw
     }
 }
 
-/* Vectors [0, vectors) from `head` bytes on in every array. */
+/* Fold vectors [0, vectors) from `head` bytes on in every array. */
 template <class K, bool ADDS>
 SW_INLINE void sw_fold_vectors(const sw_fold_args &a, sw_u64 head, sw_u64 vectors)
 {
@@ -302,7 +302,7 @@ SW_INLINE void sw_fold_vectors(const sw_fold_args &a, sw_u64 head, sw_u64 vector
     }
 }
 
-/* Whether all arrays that are read lie on boundaries when `to` does. */
+/* Report if all arrays that are read lie on boundaries when `to` does. */
 SW_INLINE bool sw_fold_is_wide(const sw_fold_args &a)
 {
     const sw_u64 to = (sw_u64)a.to;

@@ -1,32 +1,31 @@
-/* lowrank.cu - PROJECT, ABSORB, EXPAND: host/lowrank_body.h's passes, all matrices of a launch cut
- * into tiles that warps (PROJECT) or blocks of threads take in turns.
+/* lowrank.cu - PROJECT, ABSORB, EXPAND: host/lowrank_body.h's passes. All matrices of a launch are
+ * cut into tiles that warps (PROJECT) or blocks of threads take in turns.
  *
- * Idea: the host's sums have one order (16 lanes over columns; four rows at a time), and so have
- * these. What is parallel is what that order leaves free. PROJECT: a thread has four of a row's 16
- * lanes, so it takes vectors, four of them ahead. ABSORB: all threads make the terms of 128 rows,
- * 16 elements each, and one a column and a row of the factor adds them up in order. EXPAND: a
- * thread has four rows of four columns.
+ * Sums have the host's order: 16 lanes over columns, four rows at a time. The parallelism is what
+ * this order leaves free. PROJECT: a thread has four of a row's 16 lanes and loads four vectors
+ * ahead. ABSORB: all threads compute the terms of 128 rows, 16 elements each; one thread a column
+ * and row of the factor adds them in order. EXPAND: a thread has four rows of four columns.
  */
 
 enum {
     SW_LANES = 16,
     SW_RANKS = 8,        /* rows of a factor at a time */
-    SW_PROJECT_ROWS = 8, /* of a warp, four threads each */
+    SW_PROJECT_ROWS = 8, /* rows of a warp, four threads each */
     SW_GROUP_ROWS = 4,
     SW_TILE_COLS = 32,
-    SW_GROUPS = 32,      /* of rows at a time, in ABSORB */
-    SW_GROUPS_AHEAD = 4, /* that a thread has of them */
+    SW_GROUPS = 32,      /* groups of rows at a time, in ABSORB */
+    SW_GROUPS_AHEAD = 4, /* groups of a thread */
     SW_EXPAND_SIDE = 64,
 };
 
-/* Elements of a factor's row: compress_kernels.h's sw_lowrank_stride. */
+/* Elements between two rows of a factor: compress_kernels.h's sw_lowrank_stride. */
 SW_INLINE sw_u64 sw_factor_stride(sw_u64 count)
 {
     const sw_u64 padded = (count + SW_LANES - 1) / SW_LANES * SW_LANES;
     return padded % 1024 == 0 ? padded + SW_LANES : padded;
 }
 
-/* What is finite stays so. */
+/* Store v in the memory; finite values stay finite. */
 SW_INLINE void sw_remember(const sw_matrix_args &m, sw_u64 at, float value)
 {
     if (m.memory_dtype == SW_ARG_FLOAT32) {
@@ -39,8 +38,8 @@ SW_INLINE void sw_remember(const sw_matrix_args &m, sw_u64 at, float value)
         (unsigned short)(rounded - ((rounded & 0x7fffu) == 0x7f80u ? 1u : 0u));
 }
 
-/* Four columns of a row, from `col` on: one access each if WIDE (sw_matrix_is_wide), else those in
- * front of `cols`. */
+/* Four columns of a row, from `col` on: one access if WIDE (sw_matrix_is_wide), else one by one
+ * up to `cols`. */
 template <bool WIDE> struct sw_columns {
     sw_u64 row, col;
 
@@ -56,14 +55,14 @@ template <bool WIDE> struct sw_columns {
     }
 };
 
-/* Four elements of a factor's row, which has zeros behind its last. */
+/* Load four elements of a factor's row, which is padded with zeros. */
 template <bool WIDE> SW_INLINE void sw_factor_four(float *x, const float *at)
 {
     const sw_four<WIDE> four = {0, 1, 4};
     four.widen(x, four.load(at, SW_ARG_FLOAT32), SW_ARG_FLOAT32);
 }
 
-/* Whether four columns of a matrix and of its factors can be one access each. */
+/* Report if four columns of a matrix and of its factors can be one access each. */
 SW_INLINE bool sw_matrix_is_wide(const sw_matrix_args &m)
 {
     return m.cols % 4 == 0 && sw_is_wide(m.gradient, SW_ARG_FLOAT32) &&
@@ -78,8 +77,8 @@ SW_INLINE int sw_verdict_of(const void *verdict)
 
 /* ---- project ---- */
 
-/* v of the columns from `col` on, 16 apart, that there are, which takes the gradient's place at the
- * first rows of the basis; zeros elsewhere. */
+/* Compute v of the existing columns from `col` on, 16 apart; zeros elsewhere. At the first rows of
+ * the basis, v overwrites the gradient. */
 template <bool WIDE, int AHEAD>
 SW_INLINE void sw_owed_values(const sw_matrix_args &m, sw_u64 row, sw_u64 col, bool is_first,
                               float v[AHEAD][4])
@@ -130,10 +129,10 @@ SW_INLINE void sw_owed_values(const sw_matrix_args &m, sw_u64 row, sw_u64 col, b
     }
 }
 
-/* By a warp: SW_PROJECT_ROWS rows, four threads each. */
+/* Project SW_PROJECT_ROWS rows by a warp, four threads a row. */
 template <bool WIDE> SW_INLINE void sw_project_tile(const sw_matrix_args &m, sw_u64 tile)
 {
-    enum { AHEAD = WIDE ? 4 : 2 /* vectors, or fours */ };
+    enum { AHEAD = WIDE ? 4 : 2 /* vectors, or four elements each */ };
     const unsigned lane = threadIdx.x & 31u, quarter = lane & 3u;
     const sw_u64 row = tile * SW_PROJECT_ROWS + lane / 4;
     const sw_u64 rows = sw_factor_stride(m.rows), stride = sw_factor_stride(m.cols);
@@ -158,7 +157,7 @@ template <bool WIDE> SW_INLINE void sw_project_tile(const sw_matrix_args &m, sw_
                 }
             }
         }
-        /* Halves of the 16 lanes are added: 8, 4, 2, 1. */
+        /* Add halves of the 16 lanes: 8, 4, 2, 1. */
 #pragma unroll
         for (int r = 0; r < SW_RANKS; ++r)
             if (k + r < m.rank) {
@@ -199,21 +198,21 @@ SW_KERNEL_OF(2) sw_project(const sw_project_args a)
 
 enum { SW_GROUPS_APART = SW_GROUPS / SW_GROUPS_AHEAD };
 
-/* Row i of group g of a thread's, counted from its first. */
+/* Return row i of group g of a thread's groups, counted from its first row. */
 SW_INLINE unsigned sw_row_of(unsigned g, unsigned i)
 {
     return g * SW_GROUPS_APART * SW_GROUP_ROWS + i;
 }
 
-/* The terms of one column and SW_GROUPS_AHEAD groups of four rows, SW_GROUPS_APART groups from one
- * another, one a row of the factor from k on. */
+/* Compute the terms of one column and SW_GROUPS_AHEAD groups of four rows, SW_GROUPS_APART groups
+ * apart: one a row of the factor from k on. */
 SW_INLINE void sw_absorb_terms(const sw_matrix_args &m, sw_u64 row, sw_u64 col, sw_u64 k,
                                float *term)
 {
     const sw_u64 stride = sw_factor_stride(m.rows), ranks = sw_low(m.rank - k, SW_RANKS);
     const unsigned left_rows =
         row < m.rows ? (unsigned)sw_low(m.rows - row, SW_GROUPS * SW_GROUP_ROWS) : 0;
-    const unsigned inside = col < m.cols ? left_rows : 0; /* rows, of a column that there is */
+    const unsigned inside = col < m.cols ? left_rows : 0; /* no rows beyond the last column */
     const sw_u64 place = row * m.cols + col;
     const float *from = (const float *)m.gradient + place;
     float v[SW_GROUPS_AHEAD][SW_GROUP_ROWS];
@@ -240,7 +239,7 @@ SW_INLINE void sw_absorb_terms(const sw_matrix_args &m, sw_u64 row, sw_u64 col, 
         const float *left = (const float *)m.left + (k + r) * stride + row;
 #pragma unroll
         for (unsigned g = 0; g < SW_GROUPS_AHEAD; ++g) {
-            float part[SW_GROUP_ROWS]; /* a factor's row is whole groups, zeros behind its last */
+            float part[SW_GROUP_ROWS]; /* a factor's row is padded with zeros to whole groups */
             if (sw_row_of(g, 0) >= left_rows)
                 break;
 #pragma unroll
@@ -312,7 +311,7 @@ SW_KERNEL_OF(3) sw_absorb(const sw_absorb_args a)
 
 /* ---- expand ---- */
 
-/* Four rows of four columns of leftᵀ right. */
+/* Compute four rows of four columns of leftᵀ right. */
 template <bool WIDE>
 SW_INLINE void sw_expand_square(const sw_matrix_args &m, sw_u64 row, sw_u64 col)
 {
@@ -335,7 +334,7 @@ SW_INLINE void sw_expand_square(const sw_matrix_args &m, sw_u64 row, sw_u64 col)
             sw_columns<WIDE>{row + i, col}.store((float *)m.gradient, value[i], m.cols);
 }
 
-/* The square of a tile whose first row and column these are, row by row. */
+/* Fill the refused square of a tile from its first row and column, row by row. */
 SW_RARELY void sw_refuse_tile(const sw_matrix_args &m, sw_u64 top, sw_u64 side, bool forgets)
 {
     const sw_u64 stride = sw_factor_stride(m.cols);

@@ -1,12 +1,11 @@
 /* move.cu - CAST, PACK and PUT.
  *
- * Idea: what bounds the first two is memory, so a thread asks for 64 bytes before it uses the
- * first. Heads and tails of what does not begin or end on a boundary go one by one; so does all of
- * it where the two ends never lie on boundaries at once (CAST: four loads ahead; PACK: the widest
- * unit that fits both).
+ * Memory bounds CAST and PACK, so a thread loads 64 bytes before it uses the first. Heads and tails
+ * that do not lie on a boundary go one by one. All elements do if the two ends are never on
+ * boundaries at once (CAST: four loads ahead; PACK: the widest unit that fits both).
  */
 
-/* Elements [begin, end), wherever they lie. */
+/* Cast elements [begin, end) at any alignment. */
 SW_RARELY void sw_cast_apart(const sw_cast_args a, sw_u64 begin, sw_u64 end)
 {
     const sw_u64 turn = (sw_u64)blockDim.x * 4;
@@ -83,8 +82,8 @@ SW_INLINE sw_u64 sw_pack_tiles(const sw_pack_args &a, int i)
     return sw_parts(a.segment[i].size_bytes, SW_PACK_TILE_BYTES);
 }
 
-/* At most a tile, in units that lie on their boundary at both ends once they do at one; what is in
- * front of the first and behind the last in bytes. */
+/* Copy at most a tile, in units that are aligned at both ends once they are at one; single bytes
+ * before the first unit and after the last. */
 template <class UNIT> SW_INLINE void sw_pack_units(char *to, const char *from, unsigned size_bytes)
 {
     enum { AHEAD = 4 };

@@ -1,15 +1,15 @@
 /* optim_steps.cu - ADAM and SGD: host/optim_body.h's arithmetic, element by element.
  *
- * Idea: all runs are cut into tiles that blocks of threads take in turns, so many small runs keep
- * as many blocks busy as one large one. A thread takes four elements: it asks for its four of every
- * array before it uses one. Where all is float32 the dtypes are the compiler's; else they are
- * looked at for four elements together, behind the loads. A run of which some array is not on a
- * boundary of four elements, and the last of a run, go four elements of a tile apart.
+ * All runs are cut into tiles that blocks of threads take in turns, so many small runs keep as many
+ * blocks busy as one large run. A thread takes four elements and loads its four of every array
+ * before it uses one. If all are float32 the dtypes are compile-time constants; else a thread
+ * tests them once for four elements, after the loads. A run with an array that is not on a boundary
+ * of four elements, and the last elements of a run, go four elements of a tile apart.
  */
 
 enum { SW_RUN_TILE_NUMEL = 1024 };
 
-/* The dtypes of a run: float32 all of them, or what it says. */
+/* The dtypes of a run: all float32, or as the run says. */
 template <bool PLAIN> struct sw_run_dtypes {
     const sw_run_args &run;
 
@@ -27,7 +27,7 @@ template <bool PLAIN> struct sw_run_dtypes {
     }
 };
 
-/* What one launch has for each run: its four elements at once. */
+/* The step of one launch on four elements of a run. */
 struct sw_adam_step {
     const sw_adam_args &a;
 
@@ -131,7 +131,7 @@ struct sw_sgd_step {
     }
 };
 
-/* Elements [start, end) of a run, by a block; `start` is a multiple of a tile's elements. */
+/* Step elements [start, end) of a run by a block. `start` is a multiple of a tile's elements. */
 template <class STEP>
 SW_INLINE void sw_run_tile(const STEP &step, const sw_run_args &run, sw_u64 start, sw_u64 end)
 {

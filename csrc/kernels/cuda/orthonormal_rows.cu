@@ -1,14 +1,14 @@
 /* orthonormal_rows.cu - ORTHONORMALIZE and FINITE: host/lowrank_body.h's Gram-Schmidt, one block of
  * threads a factor.
  *
- * Idea: rows follow one another, and so do the sums that each needs; what is parallel is a row's
- * elements, and the products of a sum, which 16 lanes then add in the host's order. Whatever
- * decides is the same in all threads of a block.
+ * Rows follow one another, and so do the sums of a row. The elements of a row are parallel, and so
+ * are the products of a sum, which 16 lanes then add in the host's order. Every value that decides
+ * a branch is the same in all threads of a block.
  */
 
 enum { SW_PRODUCTS = 1024 };
 
-/* Halves are added: 8, 4, 2, 1. */
+/* Add halves of the lanes: 8, 4, 2, 1. */
 SW_INLINE float sw_lanes_sum(float *lane)
 {
     for (unsigned half = SW_LANES / 2; half > 0; half /= 2)
@@ -17,7 +17,7 @@ SW_INLINE float sw_lanes_sum(float *lane)
     return lane[0];
 }
 
-/* What a block of threads shares about a factor. */
+/* The shared memory of a block for one factor. */
 struct sw_row_work {
     float product[SW_PRODUCTS], lane[SW_LANES], sum;
     unsigned most;
@@ -62,7 +62,7 @@ SW_INLINE void sw_row_scale(float *a, float factor, sw_u64 stride)
     __syncthreads();
 }
 
-/* The bits of the greatest magnitude. */
+/* Return the bits of the greatest magnitude. */
 SW_INLINE unsigned sw_row_most(sw_row_work &work, const float *a, sw_u64 stride)
 {
     if (threadIdx.x == 0)
@@ -163,7 +163,7 @@ SW_KERNEL sw_orthonormalize(const sw_orthonormalize_args a)
         sw_factor_orthonormalize(work, a.factor[f]);
 }
 
-/* Whoever finds one writes the same. */
+/* Several threads may find one; all write the same value. */
 SW_KERNEL sw_finite(const sw_finite_args a)
 {
     int *verdict = (int *)a.verdict;

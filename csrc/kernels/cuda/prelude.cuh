@@ -1,19 +1,18 @@
-/* prelude.cuh - what the device kernels share: loops, dtypes, halves by integer arithmetic.
+/* prelude.cuh - definitions that the device kernels share: loops, dtypes, halves by integers.
  *
- * Idea: the text is compiled without headers and without contraction (--fmad=false), with IEEE
- * division and square root and with subnormals, so each operation rounds as the host's does; the
- * halves are narrowed by the host's own integer formulas (host/half_body.h). A multiply-add that is
- * meant is written __fmaf_rn.
+ * The text is compiled without headers and without contraction (--fmad=false), with IEEE division
+ * and square root and with subnormals, so each operation rounds as on the host. Halves are narrowed
+ * by the host's integer formulas (host/half_body.h). An intended multiply-add is written __fmaf_rn.
  */
 #define SW_KERNEL extern "C" __global__ void
-/* With so few registers that a multiprocessor has `blocks` blocks of 256 threads at once: as many
- * as its contract's grid has for each, so that none comes behind the others. */
+/* Limit registers so that a multiprocessor runs `blocks` blocks of 256 threads at once: as many as
+ * the contract's grid has for each, so that no block starts after the others. */
 #define SW_KERNEL_OF(blocks) extern "C" __global__ void __launch_bounds__(256, blocks)
 #define SW_INLINE static __device__ __forceinline__
 #define SW_METHOD __device__ __forceinline__
-#define SW_RARELY static __device__ __noinline__ /* what would only make a loop longer */
+#define SW_RARELY static __device__ __noinline__ /* rare code, kept out of loops */
 
-/* Each element of [0, numel) meets one thread of the grid. */
+/* Give each element of [0, numel) to one thread of the grid. */
 #define SW_EACH(i, numel)                                                                \
     for (sw_u64 i = (sw_u64)blockIdx.x * blockDim.x + threadIdx.x,                       \
                 step_ = (sw_u64)gridDim.x * blockDim.x, end_ = (numel);                  \
@@ -41,8 +40,8 @@ SW_INLINE unsigned short sw_bfloat16_narrow(float value)
     return (unsigned short)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-/* Moved to float32's place the bits are the value times 2^-112, subnormals too; but infinities and
- * NaN, which become 2^16 and more. */
+/* The bits, moved to float32's position, are the value times 2^-112, subnormals too. Infinities and
+ * NaN become 2^16 and more. */
 SW_INLINE float sw_float16_widen(unsigned short half)
 {
     const unsigned moved = (unsigned)((int)((unsigned)half << 16) >> 3) & 0x8fffe000u;
@@ -61,7 +60,7 @@ SW_INLINE unsigned short sw_float16_narrow(float value)
     return (unsigned short)(magnitude > 0x7f800000u ? 0x7e00u : half);
 }
 
-/* Element i of an array of float32, float16 or bfloat16. */
+/* Return element i of an array of float32, float16 or bfloat16. */
 SW_INLINE float sw_load(const void *array, sw_u64 i, int dtype)
 {
     if (dtype == SW_ARG_FLOAT32)
@@ -72,8 +71,8 @@ SW_INLINE float sw_load(const void *array, sw_u64 i, int dtype)
 
 /* ---- tiles ---- */
 
-/* The part that tile `at` of all is of, sought from part i on, whose first tile is `first`; `count`
- * beyond the last. */
+/* Return the part of tile `at`, searching from part i on, whose first tile is `first`; `count`
+ * beyond the last tile. */
 template <class ARGS, sw_u64 TILES(const ARGS &, int)>
 SW_INLINE int sw_part_of(const ARGS &a, int count, int i, sw_u64 &first, sw_u64 at)
 {
@@ -91,8 +90,8 @@ struct __align__(8) sw_lane8 {
     unsigned word[2];
 };
 
-/* One store into the GPU's memory. Said as such: of a plain assignment the compiler makes four as
- * often as one (of a load it always makes one). */
+/* Store 16 bytes to GPU memory at once. The compiler splits a plain assignment into four stores as
+ * often as not; a load it never splits. */
 SW_INLINE void sw_put16(void *to, const sw_lane16 &value)
 {
 #ifdef __CUDACC__
@@ -115,8 +114,8 @@ SW_INLINE void sw_put8(void *to, const sw_lane8 &value)
 #endif
 }
 
-/* Elements in front of the first boundary of `width` bytes (a power of two) in an array; at most
- * `numel`. */
+/* Return the elements before the first boundary of `width` bytes (a power of two) in an array, at
+ * most `numel`. */
 SW_INLINE sw_u64 sw_head(const void *array, unsigned width, unsigned element_bytes, sw_u64 numel)
 {
     return sw_low((unsigned)(-(sw_u64)array & (width - 1)) / element_bytes, numel);
@@ -127,9 +126,9 @@ SW_INLINE unsigned sw_small_bytes(int dtype)
     return dtype == SW_ARG_FLOAT32 ? 4 : 2;
 }
 
-/* Four elements of a thread: side by side, which is one access (the array is on a boundary of four
- * elements and `first` a multiple of 4), or `step` apart, in front of `end`. What is loaded stays
- * as it lies until it is widened: so nobody waits for one load before the next is under way. */
+/* Four elements of a thread. WIDE: contiguous and one access, with the array on a boundary of four
+ * elements and `first` a multiple of 4. Else `step` apart and below `end`. Loads keep the raw bits
+ * until they are widened, so that no load waits for another. */
 template <bool WIDE> struct sw_four {
     sw_u64 first, step, end;
 
@@ -196,7 +195,7 @@ template <bool WIDE> struct sw_four {
     }
 };
 
-/* Whether four elements of an array can be one access; NULL is no array. */
+/* Report if four elements of an array can be one access; NULL counts as no array. */
 SW_INLINE bool sw_is_wide(const void *array, int dtype)
 {
     return ((sw_u64)array & (4 * sw_small_bytes(dtype) - 1)) == 0;
@@ -204,7 +203,7 @@ SW_INLINE bool sw_is_wide(const void *array, int dtype)
 
 /* ---- warps ---- */
 
-/* The calling thread's warp: whole, but for the last one of a block that is no multiple of 32. */
+/* The calling thread's warp: 32 lanes, or fewer in the last warp of a block. */
 SW_INLINE unsigned sw_warp_count()
 {
     return (unsigned)sw_low(blockDim.x - (threadIdx.x & ~31u), 32);
@@ -215,7 +214,7 @@ SW_INLINE unsigned sw_warp_mask(unsigned count)
     return 0xffffffffu >> (32 - count);
 }
 
-/* Lane 0 gets the sum of all lanes. */
+/* Return the sum of all lanes to lane 0. */
 SW_INLINE sw_u64 sw_warp_sum(sw_u64 value)
 {
     const unsigned count = sw_warp_count(), lane = threadIdx.x & 31u;
@@ -226,7 +225,7 @@ SW_INLINE sw_u64 sw_warp_sum(sw_u64 value)
     return value;
 }
 
-/* All lanes get the greatest. */
+/* Return the greatest value to all lanes. */
 SW_INLINE unsigned sw_warp_most(unsigned value)
 {
     const unsigned count = sw_warp_count(), lane = threadIdx.x & 31u;

@@ -1,17 +1,17 @@
 /* square_sum.cu - NORM: the exact sum of squares, as digits of 32 bits.
  *
- * Idea: what a warp meets lies nearly always in one window of 46 binades: |x| = X * 2^unit with a
- * whole X < 2^46. Two additions of float32 cut X into A * 2^23 + B, with A in [0, 2^23] and |B| <=
- * 2^22, exactly, and each thread collects A^2, A B and B^2 in three 64-bit integers: 32 lanes of
- * SW_NORM_MOST elements stay below 2^63, then the warp adds them up and one thread of it adds the
- * sum to the block's digits. Integer additions commute, so neither grid, window nor order can be
- * seen in the sum.
+ * The elements of a warp nearly always lie in one window of 46 binades: |x| = X * 2^unit with an
+ * integer X < 2^46. Two additions of float32 cut X exactly into A * 2^23 + B, with A in [0, 2^23]
+ * and |B| <= 2^22. Each thread collects A^2, A B and B^2 in three 64-bit integers. 32 lanes of
+ * SW_NORM_MOST elements stay below 2^63; then the warp adds them up and one of its threads adds the
+ * sum to the block's digits. Integer additions commute, so neither grid, window nor order shows in
+ * the sum.
  *
- * All lanes of a warp have the same window. What a warp loads at once either fits or is met again,
- * one by one: the window moves to the greatest of these elements if that lies above it or far below
- * its end; what still does not fit (a tiny element among large ones, infinities, NaN) goes to the
- * digits by itself. Float64 always does: a square is an integer of at most 106 bits times a power
- * of two; shifted to a digit's boundary it adds at most 5 digits.
+ * All lanes of a warp have the same window. If the elements that a warp loads at once do not fit,
+ * they are added one by one. The window moves to their greatest element if that lies above the
+ * window or far below its end. An element that still does not fit (tiny among large ones, infinite,
+ * NaN) goes to the digits by itself. So does every float64: its square is an integer of at most 106
+ * bits times a power of two and, shifted to a digit's boundary, adds at most 5 digits.
  */
 
 enum {
@@ -19,9 +19,9 @@ enum {
     SW_NORM_AHEAD = 4,    /* vectors of 16 bytes that a thread loads before it uses one */
     SW_NORM_MOST = 4096,  /* elements of a lane between two flushes */
     SW_SPLIT = 23,        /* A counts 2^23 units */
-    SW_UNIT_LEAST = -149, /* constants of the window are ordinary numbers from here */
-    SW_UNIT_MOST = 80,    /* up to here: what is 2^126 and more goes by itself */
-    SW_UNIT_FIRST = -50,  /* [2^-50, 2^-4): gradients, as a guess */
+    SW_UNIT_LEAST = -149, /* from here the constants of the window are normal numbers */
+    SW_UNIT_MOST = 80,    /* up to here; elements of 2^126 and more go by themselves */
+    SW_UNIT_FIRST = -50,  /* [2^-50, 2^-4): a guess for gradients */
     SW_UNIT_FLOAT16 = -136,
     SW_UNIT_FAR = 4,
 };
@@ -38,7 +38,7 @@ SW_RARELY void sw_add_digits(sw_u64 *digit, sw_u64 high, sw_u64 low, int offset)
             atomicAdd(&digit[at + k], part[k]);
 }
 
-/* Adds mantissa^2 * 2^(2 exponent). */
+/* Add mantissa^2 * 2^(2 exponent). */
 SW_INLINE void sw_add_square(sw_u64 *digit, sw_u64 mantissa, int exponent)
 {
     sw_add_digits(digit, __umul64hi(mantissa, mantissa), mantissa * mantissa,
@@ -69,10 +69,10 @@ SW_INLINE void sw_add_double(sw_u64 *sum, double x)
 /* ---- a window ---- */
 
 struct sw_window {
-    int unit;     /* its least element is 2^unit, of which all are multiples */
-    float split;  /* 2^(unit + 46): |x| + split is rounded to a multiple of 2^(unit + 23) */
-    float whole;  /* 1.5 * 2^(unit + 23): a rest + whole is rounded to a multiple of 2^unit */
-    float beyond; /* the window ends in front of it */
+    int unit;     /* its least element is 2^unit, and all are multiples of it */
+    float split;  /* 2^(unit + 46): |x| + split rounds to a multiple of 2^(unit + 23) */
+    float whole;  /* 1.5 * 2^(unit + 23): a rest + whole rounds to a multiple of 2^unit */
+    float beyond; /* the end of the window, exclusive */
 };
 
 struct sw_squares { /* A^2, A B and B^2; A B in two's complement */
@@ -90,7 +90,7 @@ template <> struct sw_normed<SW_ARG_FLOAT32> {
     }
 };
 
-/* Fewer bits of mantissa leave more binades above the greatest element. */
+/* A shorter mantissa leaves more binades above the greatest element. */
 template <> struct sw_normed<SW_ARG_BFLOAT16> {
     enum { NUMEL = 8, RAISED = 0, MOVES = 1, MARGIN = 8 };
     SW_INLINE float raw(const sw_lane16 &lane, int k)
@@ -100,8 +100,8 @@ template <> struct sw_normed<SW_ARG_BFLOAT16> {
     }
 };
 
-/* Its bits, moved to float32's place, are the value times 2^-112, subnormals too; one window has
- * all of them, and infinities and NaN lie beyond. */
+/* The bits, moved to float32's position, are the value times 2^-112, subnormals too. One window
+ * holds all of them; infinities and NaN lie beyond. */
 template <> struct sw_normed<SW_ARG_FLOAT16> {
     enum { NUMEL = 8, RAISED = 112, MOVES = 0, MARGIN = 0 };
     SW_INLINE float raw(const sw_lane16 &lane, int k)
@@ -116,10 +116,10 @@ template <int DTYPE> SW_INLINE sw_window sw_window_of(int unit)
     const float split = __uint_as_float((unsigned)(unit + 2 * SW_SPLIT + 127) << 23);
     const float whole = __uint_as_float((unsigned)(unit + SW_SPLIT + 127) << 23 | 0x400000u);
     return {unit, split, whole,
-            DTYPE == SW_ARG_FLOAT16 ? __uint_as_float(31u << 23) /* infinity's place */ : split};
+            DTYPE == SW_ARG_FLOAT16 ? __uint_as_float(31u << 23) /* float16's infinity */ : split};
 }
 
-/* The unit of a window that ends MARGIN binades above these bits. */
+/* Return the unit of a window that ends MARGIN binades above these bits. */
 template <int DTYPE> SW_INLINE int sw_unit_above(unsigned most)
 {
     const int field = most < (1u << 23) ? 1 : (int)(most >> 23);
@@ -127,7 +127,7 @@ template <int DTYPE> SW_INLINE int sw_unit_above(unsigned most)
     return unit < SW_UNIT_LEAST ? SW_UNIT_LEAST : unit > SW_UNIT_MOST ? SW_UNIT_MOST : unit;
 }
 
-/* Adds x; if it is not in the window, returns false and leaves garbage. */
+/* Add x. If x is not in the window, return false and leave undefined sums. */
 SW_INLINE bool sw_squares_add(sw_squares &s, float x, const sw_window &w)
 {
     const float magnitude = fabsf(x), cut = magnitude + w.split;
@@ -140,7 +140,7 @@ SW_INLINE bool sw_squares_add(sw_squares &s, float x, const sw_window &w)
     return magnitude < w.beyond && moved - w.whole == rest;
 }
 
-/* By all lanes of a warp: the sums of all go to the digits. */
+/* Add the sums of all lanes to the digits. All lanes of a warp call it. */
 SW_RARELY void sw_squares_flush(sw_u64 *digit, sw_u64 squares, sw_u64 cross, sw_u64 rest,
                                 int exponent)
 {
@@ -157,9 +157,9 @@ SW_RARELY void sw_squares_flush(sw_u64 *digit, sw_u64 squares, sw_u64 cross, sw_
     sw_add_digits(digit, high, low, 2 * exponent - SW_ARG_LOWEST_EXPONENT);
 }
 
-/* What a warp's lanes have collected, and where. */
+/* The sums of a lane and the digits that they go to. */
 struct sw_norm_lane {
-    sw_u64 *digit; /* the block's */
+    sw_u64 *digit; /* the digits of the block */
     sw_squares sums;
     sw_window window;
 };
@@ -171,7 +171,7 @@ template <int DTYPE> SW_INLINE void sw_norm_flush(sw_norm_lane &lane)
     lane.sums = {};
 }
 
-/* Vectors first, first + blockDim.x, ... of a turn of which some element did not fit. */
+/* Add vectors first, first + blockDim.x, ... again, since some element of them did not fit. */
 template <int DTYPE>
 SW_INLINE void sw_norm_turn_again(sw_norm_lane &lane, const void *data, sw_u64 first, sw_u64 lanes)
 {
@@ -246,7 +246,7 @@ template <int DTYPE> SW_INLINE void sw_norm_of(const sw_norm_args &a, sw_u64 *di
         }
     }
     sw_norm_flush<DTYPE>(lane);
-    if (blockIdx.x == 0) /* in front of the vectors and behind them */
+    if (blockIdx.x == 0) /* elements before and after the vectors */
         for (sw_u64 i = threadIdx.x; i < tail; i += blockDim.x)
             sw_add_float(digit, sw_load(a.data, i < head ? i : i + lanes * kind::NUMEL, DTYPE));
 }
@@ -272,5 +272,5 @@ SW_KERNEL_OF(3) sw_norm(const sw_norm_args a)
         if (mine[w])
             atomicAdd(&sum[w], mine[w]);
     if (blockIdx.x == 0 && threadIdx.x == 0)
-        atomicAdd(&sum[SW_NORM_WORDS], a.numel); /* additions: the bound of what a digit holds */
+        atomicAdd(&sum[SW_NORM_WORDS], a.numel); /* additions, which bound the digits */
 }

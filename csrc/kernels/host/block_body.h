@@ -1,10 +1,10 @@
-/* block_body.h - halves with a scale, and block-scaled integers; compiled once per instruction set.
+/* block_body.h - scaled halves and block-scaled integers; compiled once per instruction set.
  *
- * Idea: a block is summed with its error into the L1 cache, its greatest magnitude found on the
- * bits (which order as the magnitudes do, and put what is not finite on top), and rounded by adding
- * and taking away 1.5 * 2^23, which is the processor's own rounding to nearest even.
+ * A block plus its error is summed into the L1 cache. Its greatest magnitude is found on the bits,
+ * which order as the magnitudes do and put values that are not finite on top. Codes are rounded by
+ * adding and subtracting 1.5 * 2^23, which is the processor's rounding to nearest even.
  *
- * Left out: stochastic rounding; a sum over ranks of nearest roundings has the smaller bound.
+ * Left out: stochastic rounding, since a sum over ranks of nearest roundings has the smaller bound.
  */
 #include <stdbool.h>
 #include <stddef.h>
@@ -15,9 +15,9 @@
 #include "kernels/host/half_body.h"
 #include "kernels/host/stream_body.h"
 
-/* Halves that go past the caches do so in as many places at once: the processor fetches ahead up to
- * the end of a 4 KiB page, and where one place begins a new page the others go on. A chunk is one
- * or two cache lines of halves: smaller than a page, so that places take turns inside of it. */
+/* Halves past the caches are converted at several places in turn. The processor prefetches up to
+ * the end of a 4 KiB page; while one place enters a new page the others continue. A chunk is one or
+ * two cache lines of halves, far smaller than a page, so that places take turns inside of it. */
 enum { HALF_PLACES = 4, HALF_CHUNK_NUMEL = 64 };
 
 static void narrow_scaled_bfloat16(uint16_t *restrict wire, const float *restrict source,
@@ -50,7 +50,7 @@ static void narrow_scaled(uint16_t *wire, const float *source, size_t numel, flo
         narrow_scaled_bfloat16(wire, source, numel, scale);
 }
 
-/* A chunk past the caches; `wire` is aligned to 64 bytes. */
+/* Convert a chunk past the caches. `wire` is aligned to 64 bytes. */
 static inline void stream_narrowed(uint16_t *wire, const float *source, float scale, sw_dtype dtype)
 {
     _Alignas(64) uint16_t half[HALF_CHUNK_NUMEL];
@@ -69,7 +69,7 @@ static inline void stream_narrowed(uint16_t *wire, const float *source, float sc
     stream_halves(wire, half, HALF_CHUNK_NUMEL);
 }
 
-/* What travels is read by others, or by the kernel, megabytes later: it goes past the caches. */
+/* The wire format is read megabytes later, by another rank or by the kernel: bypass the caches. */
 static void half_narrow(uint16_t *wire, const float *source, size_t numel, float scale,
                         sw_dtype dtype)
 {
@@ -94,7 +94,7 @@ static void widen(float *out, const uint16_t *wire, size_t count, sw_dtype dtype
         widen_bfloat16(out, wire, count);
 }
 
-/* The same as stream_narrowed, back. */
+/* The inverse of stream_narrowed. */
 static inline void stream_widened(float *out, const uint16_t *wire, sw_dtype dtype)
 {
     _Alignas(64) float wide[HALF_CHUNK_NUMEL];
@@ -112,7 +112,7 @@ static inline void stream_widened(float *out, const uint16_t *wire, sw_dtype dty
     stream_floats(out, wide, HALF_CHUNK_NUMEL);
 }
 
-/* What is decoded is not read again until the whole bucket is: it goes past the caches. */
+/* Decoded values are not read again until the whole bucket is decoded: bypass the caches. */
 static void half_widen(float *out, const uint16_t *wire, size_t numel, sw_dtype dtype)
 {
     size_t span = numel / (HALF_PLACES * HALF_CHUNK_NUMEL) * HALF_CHUNK_NUMEL;
@@ -149,7 +149,7 @@ static void load_codes(int8_t *values, const unsigned char *codes, size_t count,
         memcpy(values, codes, count);
         return;
     }
-    for (size_t i = 0; i < count / 2; ++i) { /* the sign of a half byte by the way over its top */
+    for (size_t i = 0; i < count / 2; ++i) { /* (x ^ 8) - 8 extends the sign of 4 bits */
         values[2 * i] = (int8_t)(((codes[i] & 15) ^ 8) - 8);
         values[2 * i + 1] = (int8_t)(((codes[i] >> 4) ^ 8) - 8);
     }
@@ -182,7 +182,7 @@ static void dequantize_record(float *out, const unsigned char *record, size_t bl
     int8_t codes[SW_BLOCK_NUMEL_MAX];
     float scale;
     memcpy(&scale, record, sizeof scale);
-    if (bits == 8) { /* where they lie */
+    if (bits == 8) { /* decode in place */
         const int8_t *values = (const int8_t *)record + sizeof scale;
         for (size_t i = 0; i < block; ++i)
             out[i] = scale * (float)values[i];
@@ -193,7 +193,7 @@ static void dequantize_record(float *out, const unsigned char *record, size_t bl
         out[i] = scale * (float)codes[i];
 }
 
-/* value = source + error, or source; memory is asked for ahead of each step. */
+/* value = source + error, or source. Prefetch memory ahead of each step. */
 static void read_block(float *restrict value, const float *source, const float *error, size_t count)
 {
     size_t i = 0;

@@ -1,8 +1,7 @@
 /* compress_avx512.c - the compression bodies compiled for AVX-512 F, BW, VL and DQ.
  *
- * The pragma, not a compiler flag, names the instructions: whatever the standard headers define
- * inline stays runnable everywhere, because they come before it. Compiles to nothing on other
- * architectures.
+ * A pragma selects the instructions instead of a compiler flag. The standard headers come before
+ * it, so their inline functions run on every processor. Other architectures compile nothing here.
  */
 #if defined(__x86_64__)
 
@@ -29,7 +28,7 @@
 #include "kernels/host/exact_body.h"
 #include "kernels/host/lowrank_body.h"
 
-/* After the bodies: the table of what they define. */
+/* Must follow the bodies: the table of their functions. */
 #include "kernels/host/compress_table_body.h"
 
 #if defined(__clang__)
@@ -39,5 +38,5 @@
 #endif
 
 #else
-typedef int sw_no_compress_avx512; /* ISO C wants one declaration a file */
+typedef int sw_no_compress_avx512; /* ISO C requires a declaration in every file */
 #endif

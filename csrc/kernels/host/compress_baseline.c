@@ -1,5 +1,5 @@
-/* compress_baseline.c - the compression bodies for what every processor of this architecture runs.
- */
+/* compress_baseline.c - the compression bodies for the instructions that every processor of an
+ * architecture has. */
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
@@ -10,5 +10,5 @@
 #include "kernels/host/exact_body.h"
 #include "kernels/host/lowrank_body.h"
 
-/* After the bodies: the table of what they define. */
+/* Must follow the bodies: the table of their functions. */
 #include "kernels/host/compress_table_body.h"

@@ -1,5 +1,5 @@
-/* compress_table_body.h - the table of what block_body.h, exact_body.h and lowrank_body.h define;
- * the includer names it COMPRESS_TABLE. */
+/* compress_table_body.h - the table of the functions that block_body.h, exact_body.h and
+ * lowrank_body.h define. The includer sets its name, COMPRESS_TABLE. */
 #include "kernels/host/compress_tables.h"
 
 const sw_compress_kernels COMPRESS_TABLE = {

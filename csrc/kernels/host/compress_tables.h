@@ -1,6 +1,6 @@
 /* compress_tables.h - the tables that compress_<instruction set>.c define, for the kernel tables.
  *
- * Thread rule: any; the tables are constant. Call through one only where the processor runs it.
+ * Thread rule: any; the tables are constant. Call a table only on a processor that runs it.
  */
 #ifndef SW_KERNELS_HOST_COMPRESS_TABLES_H
 #define SW_KERNELS_HOST_COMPRESS_TABLES_H

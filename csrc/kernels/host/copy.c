@@ -1,10 +1,10 @@
-/* copy.c - copies that go past the caches.
+/* copy.c - copies that bypass the caches.
  *
- * A gradient on its way into a bucket is not read again until the whole bucket is folded, megabytes
- * later: a plain store would first read each line from memory only to overwrite it, and would drive
- * out what the backward still needs. Non-temporal stores of 16 bytes fill whole lines through the
- * write-combining buffers, as fast as wider ones, and are in every x86-64. Elsewhere, and for what
- * fits the second-level cache, it is memcpy. */
+ * A gradient that is copied into a bucket is not read again until the whole bucket is folded. A
+ * plain store would read each line from memory only to overwrite it, and would evict data that the
+ * backward still needs. Non-temporal stores of 16 bytes fill whole lines through the
+ * write-combining buffers, as fast as wider ones, and every x86-64 has them. Other architectures
+ * use memcpy, and so do copies that fit the second-level cache. */
 #include <string.h>
 
 #include "kernels/kernels.h"
@@ -35,7 +35,7 @@ void sw_copy_streaming(void *destination, const void *source, size_t size_bytes)
         _mm_stream_si128((__m128i *)(void *)(to + i + 32), c);
         _mm_stream_si128((__m128i *)(void *)(to + i + 48), d);
     }
-    _mm_sfence(); /* streamed stores are not ordered by the release that posts the bucket */
+    _mm_sfence(); /* the release store that posts the bucket does not order streamed stores */
     memcpy(to + head + body, from + head + body, size_bytes - head - body);
 }
 #else

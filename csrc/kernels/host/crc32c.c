@@ -1,9 +1,9 @@
 /* crc32c.c - the table form (eight bytes a step) and the SSE4.2 form.
  *
- * Three streams are joined by the linearity of a CRC: the checksum of A followed by B is that of A
+ * A CRC is linear, so three streams can be joined: the checksum of A followed by B is that of A
  * carried over |B| zero bytes, xor that of B. For fixed |B| carrying is a linear map of 32 bits,
- * kept as four tables of 256. RFC 3720 B.4; the three-stream form is described in Intel's white
- * paper 323405 (2011).
+ * kept as four tables of 256. RFC 3720 B.4; Intel's white paper 323405 (2011) describes the
+ * three-stream form.
  */
 #include "kernels/crc32c.h"
 
@@ -20,7 +20,7 @@
 enum { STREAM_BYTES = 4096, COPY_BYTES = 3 * STREAM_BYTES, LINE_BYTES = 64 };
 static const uint32_t POLYNOMIAL = UINT32_C(0x82f63b78);
 
-/* Written once, under pthread_once; constants afterwards. */
+/* Written once, under pthread_once; constant afterwards. */
 static uint32_t step_table[8][256];
 static uint32_t carry_one[4][256], carry_two[4][256]; /* over one and two streams of zeros */
 static bool has_instruction;
@@ -33,7 +33,7 @@ static uint32_t carry_slowly(uint32_t crc, size_t zeros)
     return crc;
 }
 
-/* A linear map is known by its values on single bits. */
+/* Fill the table of a linear map from its values on single bits. */
 static void fill_carry(uint32_t table[4][256], size_t zeros)
 {
     for (unsigned byte = 0; byte < 4; ++byte) {
@@ -73,7 +73,7 @@ static uint64_t load64(const uint8_t *at)
 static uint32_t update_portable(uint32_t crc, const uint8_t *at, size_t size)
 {
     for (; size >= 8; at += 8, size -= 8) {
-        uint64_t word = load64(at) ^ crc; /* little-endian, as every machine we run on */
+        uint64_t word = load64(at) ^ crc; /* little-endian, as is every supported machine */
         crc = step_table[7][word & 255] ^ step_table[6][word >> 8 & 255] ^
               step_table[5][word >> 16 & 255] ^ step_table[4][word >> 24 & 255] ^
               step_table[3][word >> 32 & 255] ^ step_table[2][word >> 40 & 255] ^
@@ -119,9 +119,9 @@ static inline void stream_line(uint8_t *to, const uint8_t *from)
                          _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
 }
 
-/* Read once, written without a read: what is staged is next read by the disk. `to` is on a line.
- * The stores of a line come after the loads of all three: streams lie 4 KiB apart, and a load waits
- * for an earlier store to the same place of another page. */
+/* Copy without reading the destination first: the staged bytes are next read by the disk. `to` is
+ * aligned to a line. All three loads of a step precede the stores, since streams lie 4 KiB apart
+ * and a load waits for an earlier store to the same offset of another page. */
 __attribute__((target("sse4.2"))) static uint32_t copy_hardware(uint32_t crc, uint8_t *to,
                                                                 const uint8_t *from, size_t pieces)
 {
@@ -129,7 +129,7 @@ __attribute__((target("sse4.2"))) static uint32_t copy_hardware(uint32_t crc, ui
         uint64_t a = crc, b = 0, c = 0;
         for (size_t i = 0; i < STREAM_BYTES; i += LINE_BYTES) {
             const uint8_t *one = from + i, *two = one + STREAM_BYTES, *three = two + STREAM_BYTES;
-            __builtin_prefetch(one + 2 * COPY_BYTES); /* beyond the end it is a no-op */
+            __builtin_prefetch(one + 2 * COPY_BYTES); /* harmless beyond the end */
             __builtin_prefetch(two + 2 * COPY_BYTES);
             __builtin_prefetch(three + 2 * COPY_BYTES);
             for (size_t j = 0; j < LINE_BYTES; j += 8) {
@@ -143,7 +143,7 @@ __attribute__((target("sse4.2"))) static uint32_t copy_hardware(uint32_t crc, ui
         }
         crc = carry(carry_two, (uint32_t)a) ^ carry(carry_one, (uint32_t)b) ^ (uint32_t)c;
     }
-    _mm_sfence(); /* streamed stores are not ordered by the lock that hands the block on */
+    _mm_sfence(); /* the lock that hands the block on does not order streamed stores */
     return crc;
 }
 #endif
@@ -171,7 +171,7 @@ uint32_t sw_crc32c_portable(uint32_t crc, const void *data, size_t size_bytes)
 
 static uint32_t copy_plainly(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size)
 {
-    while (size > 0) { /* a piece that the first-level cache holds: read once from memory */
+    while (size > 0) { /* a chunk that fits the L1 cache is read from memory once */
         size_t piece = size < COPY_BYTES ? size : COPY_BYTES;
         crc = update(crc, from, piece);
         memcpy(to, from, piece);
@@ -202,7 +202,7 @@ uint32_t sw_crc32c_copy(uint32_t crc, void *destination, const void *source, siz
     return ~copy_plainly(crc, to, from, size_bytes);
 }
 
-/* The product of two polynomials modulo ours; the highest bit is x^0. */
+/* Return the product of two polynomials modulo ours. The highest bit is x^0. */
 static uint32_t multiply(uint32_t a, uint32_t b)
 {
     uint32_t product = 0;

@@ -1,10 +1,10 @@
-/* exact_body.h - float32 in fewer bytes, and back to the same bits; compiled once per instruction
- * set. kernels/compress_kernels.h has the record.
+/* exact_body.h - pack float32 into fewer bytes without loss; compiled once per instruction set.
+ * kernels/compress_kernels.h has the format of the record.
  *
- * Idea: gradients that lie together are of one magnitude, so that an exponent is the greatest of
- * its group less a little: 4 bits instead of 8. Loops over one group are short, of constant length
- * and without branches, for the compiler to vectorise; what does not fit into 4 bits is rare, and
- * goes one by one. */
+ * Neighbouring gradients have similar magnitudes, so an exponent is stored as its distance from the
+ * greatest of its group: 4 bits instead of 8. Loops over one group have constant length and no
+ * branches, so that the compiler vectorises them. Exponents that do not fit 4 bits are rare and are
+ * handled one by one. */
 #ifndef SW_KERNELS_HOST_EXACT_BODY_H
 #define SW_KERNELS_HOST_EXACT_BODY_H
 
@@ -15,11 +15,11 @@
 
 enum {
     EXACT_HALF = SW_EXACT_GROUP / 2,
-    EXACT_ZERO = 14,  /* code: the exponent's bits are 0 */
-    EXACT_ESCAPE = 15 /* code: the exponent is among those at the end */
+    EXACT_ZERO = 14,  /* code of an exponent whose bits are 0 */
+    EXACT_ESCAPE = 15 /* code of an exponent that is stored at the end of the record */
 };
 
-/* The codes of a group's exponents; whether some are escapes. */
+/* Write the codes of a group's exponents. Return true if some are escapes. */
 static inline bool exact_codes(const uint8_t *restrict exponent, uint8_t greatest,
                                uint8_t *restrict code)
 {

@@ -1,9 +1,8 @@
-/* fold_avx2.c - the fold body compiled for AVX2 and F16C (no FMA: nothing here may contract a
- * multiply and an add).
+/* fold_avx2.c - the fold body compiled for AVX2 and F16C. FMA stays off: no multiply and add may be
+ * contracted.
  *
- * The pragma, not a compiler flag, names the instructions: whatever the standard headers define
- * inline stays runnable everywhere, because they come before it. Compiles to nothing on other
- * architectures.
+ * A pragma selects the instructions instead of a compiler flag. The standard headers come before
+ * it, so their inline functions run on every processor. Other architectures compile nothing here.
  */
 #if defined(__x86_64__)
 
@@ -35,5 +34,5 @@
 #endif
 
 #else
-typedef int sw_no_avx2; /* ISO C wants one declaration a file */
+typedef int sw_no_avx2; /* ISO C requires a declaration in every file */
 #endif

@@ -1,8 +1,7 @@
-/* fold_avx512.c - the fold body compiled for AVX-512 F, BW, VL and DQ, whole cache lines a store.
+/* fold_avx512.c - the fold body compiled for AVX-512 F, BW, VL and DQ: each store is a cache line.
  *
- * The pragma, not a compiler flag, names the instructions: whatever the standard headers define
- * inline stays runnable everywhere, because they come before it. Compiles to nothing on other
- * architectures.
+ * A pragma selects the instructions instead of a compiler flag. The standard headers come before
+ * it, so their inline functions run on every processor. Other architectures compile nothing here.
  */
 #if defined(__x86_64__)
 
@@ -35,5 +34,5 @@
 #endif
 
 #else
-typedef int sw_no_avx512; /* ISO C wants one declaration a file */
+typedef int sw_no_avx512; /* ISO C requires a declaration in every file */
 #endif

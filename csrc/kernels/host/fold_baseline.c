@@ -1,7 +1,7 @@
-/* fold_baseline.c - the fold body for what every processor of this architecture runs.
+/* fold_baseline.c - the fold body for the instructions that every processor of an architecture has.
  *
- * SSE2 on x86-64, NEON on aarch64: the compiler's own choice, no pragma. float16 is converted in
- * integer arithmetic here, with the same bits as the conversion instructions of the other tables.
+ * The compiler's default, without a pragma: SSE2 on x86-64, NEON on aarch64. float16 is converted
+ * here in integer arithmetic, with the bits of the conversion instructions of the other tables.
  */
 #define FOLD_TABLE sw_kernels_baseline
 #define FOLD_TABLE_NAME "baseline"

@@ -1,15 +1,15 @@
-/* fold_body.h - what a fold means, and the one table of it; compiled once per instruction set.
+/* fold_body.h - the fold and its table; compiled once per instruction set.
  *
- * Idea: a block of every source is folded into an array that stays in the L1 cache, scaled once,
- * rounded once, and only then stored, so a destination may be a source. float16 and bfloat16 widen
- * each block to float32 (half_body.h) and use float32's operations. Loops are plain C: the compiler
- * vectorises them.
+ * A block of every source is folded into an array that stays in the L1 cache, scaled once, rounded
+ * once and only then stored, so a destination may be a source. float16 and bfloat16 blocks are
+ * widened to float32 (half_body.h) and use float32's operations. Loops are plain C that the
+ * compiler vectorises.
  *
- * The includer defines FOLD_TABLE, FOLD_TABLE_NAME, OPTIM_TABLE (of optim_tables.h), COMPRESS_TABLE
- * (of compress_tables.h) and, where it holds, KERNEL_F16C (with immintrin.h already included). The
- * payload of a float32 or float64 NaN is left to the processor.
+ * The includer defines FOLD_TABLE, FOLD_TABLE_NAME, OPTIM_TABLE (see optim_tables.h),
+ * COMPRESS_TABLE (see compress_tables.h) and, if the processor has it, KERNEL_F16C with immintrin.h
+ * included. The payload of a float32 or float64 NaN depends on the processor.
  *
- * Left out: threads (callers split the range) and argument checks (sw_redop_check() came before).
+ * Left out: threads (callers split the range) and argument checks (callers use sw_redop_check()).
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -20,7 +20,7 @@
 #include "kernels/host/half_body.h"
 #include "kernels/host/optim_tables.h"
 
-/* Two float blocks, a block of halves and the sources' lines together fill half of a 32 KiB L1. */
+/* Two float blocks, a block of halves and the lines of the sources fill half of a 32 KiB L1. */
 enum { FOLD_BLOCK_BYTES = 4096, HALF_BLOCK_NUMEL = FOLD_BLOCK_BYTES / sizeof(float) };
 
 #if defined(__clang__)
@@ -41,7 +41,7 @@ enum { FOLD_BLOCK_BYTES = 4096, HALF_BLOCK_NUMEL = FOLD_BLOCK_BYTES / sizeof(flo
 #define FOLD_FLOATING 1
 #include "kernels/host/fold_type.h"
 
-/* Integers add as unsigned: signed overflow would be undefined, and the wrap is the contract. */
+/* Integers add as unsigned, because signed overflow is undefined and the contract is to wrap. */
 #define FOLD_T int8_t
 #define FOLD_NAME(f) f##_int8
 #define FOLD_ADD(a, b) ((int8_t)((unsigned)(a) + (unsigned)(b)))

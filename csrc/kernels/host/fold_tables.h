@@ -1,6 +1,6 @@
 /* fold_tables.h - the kernel tables that fold_<instruction set>.c define, for kernels.c alone.
  *
- * Thread rule: any; the tables are constant. Call through one only where the processor runs it.
+ * Thread rule: any; the tables are constant. Call a table only on a processor that runs it.
  */
 #ifndef SW_KERNELS_HOST_FOLD_TABLES_H
 #define SW_KERNELS_HOST_FOLD_TABLES_H

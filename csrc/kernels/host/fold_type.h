@@ -6,11 +6,11 @@
  *   FOLD_ADD(a, b)  the sum as FOLD_T
  *   FOLD_FLOATING   1 for floating types: NaN and MEAN exist, folds of 2 and 3 stay in registers
  *
- * Pointers here are equal or disjoint, so an iteration only ever meets its own element: FOLD_LANES
- * tells the vectoriser. `restrict` would be a lie, since a destination may be a source.
+ * Pointers here are equal or disjoint, so an iteration meets only its own element: FOLD_LANES tells
+ * the vectoriser. `restrict` would be wrong, since a destination may be a source.
  *
- * Left out: non-temporal stores and prefetches. In place, the lines to store are those just loaded,
- * and on 25 to 100 MB the former measured a fifth slower and more, the latter no faster.
+ * Left out: non-temporal stores and prefetches. In place, the lines to store are those just loaded.
+ * On 25 to 100 MB, non-temporal stores measured a fifth slower and more, prefetches no faster.
  */
 
 #if FOLD_FLOATING
@@ -19,8 +19,8 @@
 #define FOLD_IS_NUMBER(a) 1
 #endif
 
-/* out[i] = a[i] op b[i]. A NaN in a stays, a NaN in b is taken (b >= a fails). Of two equal values
- * the earlier stays, so -0 and +0 do not depend on the instruction set either. */
+/* out[i] = a[i] op b[i]. A NaN in a stays; a NaN in b is taken (b >= a fails). The earlier of two
+ * equal values stays, so -0 and +0 do not depend on the instruction set either. */
 static void FOLD_NAME(combine)(FOLD_T *out, const FOLD_T *a, const FOLD_T *b, size_t count,
                                sw_redop op)
 {
@@ -46,9 +46,9 @@ static void FOLD_NAME(scale)(FOLD_T *out, size_t count, FOLD_T factor)
         out[i] *= factor;
 }
 
-/* The two commonest folds, bound by memory: one pass, each element loaded once and stored once per
- * destination. A missing destination repeats an earlier one, which costs a store to a line at
- * hand. */
+/* The folds of two and of three sources, the most frequent ones, are bound by memory: one pass
+ * loads each element once and stores it once per destination. A missing destination repeats an
+ * earlier one, which costs a store to a line that is in the cache. */
 static void FOLD_NAME(fold2)(void *const *destination, int destination_count,
                              const void *const *source, size_t numel, FOLD_T factor)
 {
@@ -77,8 +77,8 @@ static void FOLD_NAME(fold3)(void *const *destination, int destination_count,
     }
 }
 
-/* Returns whether one of the two above did the work. SUM multiplies by one there, which changes
- * nothing. */
+/* Fold two or three sources; return 0 for any other count. SUM multiplies by one, which changes no
+ * value. */
 static int FOLD_NAME(fold_few)(void *const *destination, int destination_count,
                                const void *const *source, int source_count, size_t numel,
                                FOLD_T factor, sw_redop op)

@@ -1,9 +1,9 @@
-/* half_body.h - float16 and bfloat16 to float32 and back, for the bodies that are compiled once per
- * instruction set.
+/* half_body.h - convert float16 and bfloat16 to float32 and back; compiled once per instruction
+ * set.
  *
- * Idea: integer arithmetic that the compiler vectorises, or F16C instructions where the includer
- * defines KERNEL_F16C (with immintrin.h already included); the bits are the same. A NaN is stored
- * as the canonical quiet one, so that the payload does not depend on the instruction set.
+ * Integer arithmetic that the compiler vectorises, or F16C instructions if the includer defines
+ * KERNEL_F16C and has included immintrin.h; the bits are the same. A NaN is stored as the canonical
+ * quiet one, so that the payload does not depend on the instruction set.
  */
 #ifndef SW_KERNELS_HOST_HALF_BODY_H
 #define SW_KERNELS_HOST_HALF_BODY_H
@@ -31,8 +31,8 @@ static inline float bfloat16_widen(uint16_t half)
     return float_from_bits((uint32_t)half << 16);
 }
 
-/* Nearest, ties to even: adds half a unit of the last place kept, less one bit if that place is
- * even. */
+/* Round to nearest, ties to even: add half a unit of the last place kept, less one bit if that
+ * place is even. */
 static inline uint16_t bfloat16_narrow(float value)
 {
     uint32_t bits = bits_from_float(value);
@@ -40,9 +40,9 @@ static inline uint16_t bfloat16_narrow(float value)
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-/* Moves the exponent from bias 15 to 127. A subnormal gets an implicit bit that it does not have
- * by the same move, and the subtraction of 2^-14 takes that away and normalises, exactly; no step
- * meets a subnormal float32, so a thread that flushes those to zero gets the same bits. */
+/* Move the exponent from bias 15 to 127. The move gives a subnormal an implicit bit that it does
+ * not have; subtracting 2^-14 takes that bit away and normalises, exactly. No step produces a
+ * subnormal float32, so a thread that flushes subnormals to zero gets the same bits. */
 static inline float float16_widen(uint16_t half)
 {
     uint32_t magnitude = (uint32_t)(half & 0x7fffu) << 13;
@@ -54,8 +54,8 @@ static inline float float16_widen(uint16_t half)
     return float_from_bits(bits | (uint32_t)(half & 0x8000u) << 16);
 }
 
-/* Nearest, ties to even. Below 2^-14 the addition of 0.5 puts the last place of a half subnormal
- * at the last place of the float, so the processor's own rounding does it; from there to 2^16 the
+/* Round to nearest, ties to even. Below 2^-14, adding 0.5 aligns the last place of a half subnormal
+ * with the last place of the float, so the processor's rounding applies. From there to 2^16 the
  * rounding is bfloat16's, 13 bits up, and carries into infinity from 65520 on. */
 static inline uint16_t float16_narrow(float value)
 {

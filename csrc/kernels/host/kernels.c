@@ -1,7 +1,7 @@
-/* kernels.c - which table is in force, and which operation is defined on which dtype.
+/* kernels.c - the kernel table in force, and the operations defined on each dtype.
  *
- * Idea: one atomic pointer, empty until somebody asks. The first question fills it with the best
- * table by compare-and-exchange, so that it never overwrites a table that was forced meanwhile.
+ * The table is one atomic pointer, empty until the first call of sw_kernels(). That call stores the
+ * best table by compare-and-exchange, so that it never overwrites a table forced meanwhile.
  */
 #include "kernels/kernels.h"
 
@@ -17,7 +17,7 @@ enum { TABLE_COUNT_MAX = 3 };
 
 static _Atomic(const sw_kernel_table *) in_force; /* borrowed from static storage */
 
-/* Asked of the processor once. */
+/* Count the tables that the processor runs. */
 static size_t available_count(void)
 {
     static atomic_size_t kept;
@@ -26,7 +26,7 @@ static size_t available_count(void)
         count = 1;
 #if defined(__x86_64__)
         count += sw_cpu_has_avx2_f16c_fma();
-        count += sw_cpu_has_avx512(); /* which implies the other */
+        count += sw_cpu_has_avx512(); /* AVX-512 implies AVX2 */
 #endif
         atomic_store_explicit(&kept, count, memory_order_relaxed);
     }
@@ -60,7 +60,7 @@ const sw_kernel_table *sw_kernels(void)
     return table;
 }
 
-/* "baseline, avx2" */
+/* Write the names as "baseline, avx2". */
 static void join_names(const sw_kernel_table *const *tables, size_t count, char *out, size_t bytes)
 {
     size_t used = 0;

@@ -1,12 +1,13 @@
 /* lowrank_body.h - the passes of PowerSGD over one matrix; compiled once per instruction set.
  *
- * Idea: four rows times a tile of columns are brought into the L1 cache as v = gradient + (memory -
- * leftᵀ right), and everything else reads them there; a pass touches each matrix once. Factors are
- * taken four rows at a time, so that 16 accumulators stay in registers.
+ * A tile of four rows and many columns is brought into the L1 cache as v = gradient + (memory -
+ * leftᵀ right), and all products read it there: a pass touches each matrix once. Factors are taken
+ * four rows at a time, so that 16 accumulators stay in registers.
  *
- * Order of every sum: over columns, 16 lanes (column mod 16) each in order, then halves added; over
- * rows, four at a time as (a+b)+(c+d), then in order; over the rank, in order. So bits depend
- * neither on the instruction set nor on the tile. Rows and columns beyond the end are zeros.
+ * The order of every sum is fixed. Over columns: 16 lanes (column mod 16), each in order, then
+ * halves of the lanes are added. Over rows: four at a time as (a+b)+(c+d), then in order. Over the
+ * rank: in order. The bits therefore depend neither on the instruction set nor on the tile. Rows
+ * and columns beyond the end are zeros.
  *
  * The includer defines COMPRESS_VECTOR_BYTES.
  */
@@ -25,7 +26,7 @@ enum {
     WIDTH = COMPRESS_VECTOR_BYTES / 4,
     ROWS = 4,
     TILE = 512,
-    TILE_STRIDE = TILE + LANES, /* not a power of two: rows would share the cache's sets */
+    TILE_STRIDE = TILE + LANES, /* not a power of two, or rows would share sets of the cache */
     RANKS = 4,                  /* factor rows at a time */
     PAIR = 2,                   /* vectors of a row at a time */
 };
@@ -51,7 +52,7 @@ LOWRANK_INLINE void vector_store(float *to, vector value)
     memcpy(to, &value, sizeof value);
 }
 
-/* `to` is aligned to the vector. */
+/* Store past the caches. `to` is aligned to the vector. */
 LOWRANK_INLINE void vector_stream(float *to, vector value)
 {
 #if defined(__x86_64__) && COMPRESS_VECTOR_BYTES == 64
@@ -75,7 +76,7 @@ LOWRANK_INLINE vector vector_of(float value)
 typedef uint32_t word_vector __attribute__((vector_size(COMPRESS_VECTOR_BYTES)));
 typedef uint16_t half_vector __attribute__((vector_size(COMPRESS_VECTOR_BYTES / 2)));
 
-/* What is finite stays so: an error that became infinite would be owed for ever. */
+/* Round to bfloat16 and keep finite values finite: an infinite error would never be paid back. */
 static inline uint16_t memory_narrow(float value)
 {
     uint32_t bits = bits_from_float(value);
@@ -83,7 +84,7 @@ static inline uint16_t memory_narrow(float value)
     return (uint16_t)(rounded - ((rounded & 0x7fffu) == 0x7f80u));
 }
 
-/* WIDTH elements of a memory from `place` on. */
+/* Load WIDTH elements of a memory from `place` on. */
 LOWRANK_INLINE vector memory_load(const void *memory, size_t place, bool is_half)
 {
     half_vector half;
@@ -101,7 +102,7 @@ LOWRANK_INLINE void memory_store(void *memory, size_t place, vector value, bool 
     }
     word_vector bits = (word_vector)value;
     word_vector rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    rounded += (word_vector)((rounded & 0x7fffu) == 0x7f80u); /* true is all ones: -1 */
+    rounded += (word_vector)((rounded & 0x7fffu) == 0x7f80u); /* a true lane is -1 */
     half_vector half = __builtin_convertvector(rounded, half_vector);
     memcpy((uint16_t *)memory + place, &half, sizeof half);
 }
@@ -210,7 +211,7 @@ LOWRANK_INLINE void tile_gather(const float *v, float coefficient[][ROWS], float
     }
 }
 
-/* `call` with the constant number of factor rows that are left from k on. */
+/* Run `call` with the constant number of factor rows left from k on. */
 #define LOWRANK_BY_RANKS(rank, call)           \
     for (size_t k = 0; k < (rank); k += RANKS) \
         switch ((rank) - k) {                  \
@@ -235,7 +236,7 @@ LOWRANK_INLINE void tile_gather(const float *v, float coefficient[][ROWS], float
         }                                      \
         }
 
-/* Columns of four rows of a factor (rank x count), zeros beyond the end. */
+/* Read columns of four rows of a factor (rank x count), with zeros beyond the end. */
 static void read_coefficients(float out[][ROWS], const float *factor, size_t stride, size_t first,
                               size_t rows, size_t rank)
 {
@@ -249,7 +250,7 @@ typedef struct tile {
     size_t col, cols; /* cols <= TILE from `col` on */
 } tile;
 
-/* Into v, zeros around; `from` NULL: all zeros. */
+/* Read a tile into v with zeros around it; `from` NULL: all zeros. */
 static void tile_read(float *v, const void *from, size_t width, tile at, bool is_half)
 {
     size_t padded = sw_lowrank_stride(at.cols);
@@ -291,8 +292,8 @@ static void tile_sub_product(float *v, float left[][ROWS], const sw_lowrank *m, 
 }
 
 /* v = gradient + (memory - leftᵀ right) for a tile of whole vectors, in registers: two vectors of
- * each row at a time, over all of the rank. The next four rows are asked for meanwhile: a row is
- * often a page, at whose end the processor's own prefetching stops. */
+ * each row at a time, over the whole rank. The next four rows are prefetched meanwhile: a row is
+ * often a page, and the processor's prefetching stops at the end of a page. */
 LOWRANK_INLINE void tile_stage(float *v, float left[][ROWS], const sw_lowrank *m, tile at,
                                size_t rank, bool is_half)
 {
@@ -591,7 +592,7 @@ static void row_scale(float *a, float factor, size_t stride)
         a[j] *= factor;
 }
 
-/* The bits of the greatest magnitude, which order as the magnitudes do. */
+/* Return the bits of the greatest magnitude; bits order as magnitudes do. */
 static uint32_t row_most(const float *a, size_t stride)
 {
     uint32_t most = 0;
@@ -604,8 +605,8 @@ static uint32_t row_most(const float *a, size_t stride)
     return most;
 }
 
-/* By powers of two to a greatest magnitude in [1, 2), so that no square leaves the range; false if
- * that magnitude is zero or not finite. */
+/* Scale by powers of two to a greatest magnitude in [1, 2), so that no square overflows or
+ * underflows. Return false if that magnitude is zero or not finite. */
 static bool row_normalize_range(float *a, size_t stride)
 {
     uint32_t most = row_most(a, stride), bits;
@@ -622,7 +623,7 @@ static bool row_normalize_range(float *a, size_t stride)
     return true;
 }
 
-/* splitmix64 (Steele, Lea, Flood 2014), as a function of the place alone. */
+/* splitmix64 (Steele, Lea, Flood 2014) as a function of the place alone. */
 static float random_at(uint64_t seed, uint64_t place)
 {
     uint64_t z = seed + (place + 1) * 0x9e3779b97f4a7c15u;
@@ -631,8 +632,8 @@ static float random_at(uint64_t seed, uint64_t place)
     return (float)(int32_t)((z ^ (z >> 31)) >> 32) * 0x1p-31f;
 }
 
-/* Replacement number `attempt` of row k: random ones first, then unit vectors, of which at least
- * one keeps 1 / sqrt(count) of its length whatever the k < count rows before it are. */
+/* Write replacement number `attempt` of row k: random rows first, then unit vectors. One of these
+ * keeps at least 1 / sqrt(count) of its length for any k < count rows before it. */
 static void row_reseed(float *a, size_t count, size_t stride, uint64_t seed, size_t k,
                        size_t attempt)
 {
@@ -646,7 +647,7 @@ static void row_reseed(float *a, size_t count, size_t stride, uint64_t seed, siz
         a[j] = random_at(seed + k * 4u + attempt, j);
 }
 
-/* Takes the k rows before it out of row k; false if nothing but rounding is left. */
+/* Subtract the projections on the k rows before. Return false if only rounding is left. */
 static bool row_orthogonalize(float *factor, size_t k, size_t stride)
 {
     const float negligible = 4e-6f; /* 32 units in the last place */

@@ -1,22 +1,21 @@
 /* norm_body.h - the exact sum of squares; compiled once per instruction set, included by optim_*.c.
  *
- * Idea: the square q of a float32 is exact in double. A lane `high` starts at 2^k, and high + q
- * rounds q to the quantum 2^(k-52); what the rounding left, q - (new - old), is exact too and goes
- * to the lane `low`. While all squares of a block lie in a window of WINDOW binades both lanes stay
- * exact: `high` below 2^(k+1), `low` within 53 bits of its own quantum. Read as integers at these
- * quanta, blocks are collected in integer lanes and those added to the digits. The number and order
- * of lanes and blocks therefore never show in the result.
+ * The square q of a float32 is exact in double. A lane `high` starts at 2^k, and high + q rounds q
+ * to the quantum 2^(k-52). The rounding error, q - (new - old), is exact too and goes to the lane
+ * `low`. While all squares of a block lie in a window of WINDOW binades both lanes stay exact:
+ * `high` below 2^(k+1), `low` within 53 bits of its own quantum. Read as integers at these quanta,
+ * blocks are collected in integer lanes, and those are added to the digits. The number and order of
+ * lanes and blocks therefore never show in the result.
  *
- *   A lane takes 2^6 squares below 2^(2e+2), e the window's top exponent: k = 2e + 8. |low| <= 2^6
- * * 2^(k-53); the least square is a multiple of 2^(2(e-22)-46), so low counts at most 2^(2e-39 -
- * 2e+90) = 2^51 of them.
+ * Bounds: a lane takes 2^6 squares below 2^(2e+2), e the window's top exponent, so k = 2e + 8 and
+ * |low| <= 2^6 * 2^(k-53). The least square is a multiple of 2^(2(e-22)-46), so low counts at most
+ * 2^(2e-39 - 2e+90) = 2^51 of them.
  *
- * Whether a block lies in the window is known only once it was read, and it is read once: each
- * block is tried in the window of the one before. What does not fit is done again, in the window of
- * its largest element, or in several.
+ * A block is read once, so each block is first tried in the window of the block before. A block
+ * that does not fit is done again, in the window of its largest element, or in several.
  *
- * The includer defines NORM_VECTOR_BYTES and, where they hold, KERNEL_FMA and KERNEL_F16C with
- * immintrin.h included. Left out: float64 at this speed; it goes element by element.
+ * The includer defines NORM_VECTOR_BYTES and, if the processor has them, KERNEL_FMA and KERNEL_F16C
+ * with immintrin.h included. Left out: float64 at this speed; it goes element by element.
  */
 #include <stdbool.h>
 #include <stddef.h>
@@ -29,11 +28,11 @@
 
 enum {
     NORM_LANES = NORM_VECTOR_BYTES / 8,
-    NORM_VECTORS = 4, /* chains of dependent additions side by side */
+    NORM_VECTORS = 4, /* independent chains of additions */
     NORM_STRIDE = NORM_LANES * NORM_VECTORS,
     NORM_BLOCK_NUMEL = NORM_STRIDE << 6,
     WINDOW = 23,
-    NORM_CARRY_AFTER = 1 << 29, /* additions; a digit holds four times as many */
+    NORM_CARRY_AFTER = 1 << 29, /* additions; a digit holds four times this number */
 };
 static const uint32_t NORM_INFINITE = 0x7f800000u;
 
@@ -41,7 +40,8 @@ typedef float norm_floats __attribute__((vector_size(NORM_VECTOR_BYTES / 2)));
 typedef double norm_doubles __attribute__((vector_size(NORM_VECTOR_BYTES)));
 typedef uint32_t norm_words __attribute__((vector_size(NORM_VECTOR_BYTES / 2)));
 typedef uint64_t norm_integers __attribute__((vector_size(NORM_VECTOR_BYTES)));
-typedef uint16_t norm_halves __attribute__((vector_size(NORM_VECTOR_BYTES))); /* of one stride */
+typedef uint16_t norm_halves
+    __attribute__((vector_size(NORM_VECTOR_BYTES))); /* the halves of one stride */
 __extension__ typedef __int128 norm_wide;
 
 /* ---- digits ---- */
@@ -69,7 +69,7 @@ NORM_INLINE norm_doubles square_plus(norm_doubles x, norm_doubles addend)
 #elif defined(KERNEL_FMA) && NORM_VECTOR_BYTES == 32
     return (norm_doubles)_mm256_fmadd_pd((__m256d)x, (__m256d)x, (__m256d)addend);
 #else
-    return x * x + addend; /* the product is exact, so these are the same bits */
+    return x * x + addend; /* the product is exact, so the bits equal a fused one's */
 #endif
 }
 
@@ -99,10 +99,10 @@ NORM_INLINE norm_words smaller(norm_words a, norm_words b)
 #if defined(KERNEL_F16C)
 #define NORM_LOADS_HALVES 1
 #else
-#define NORM_LOADS_HALVES 0 /* they are widened into a block first */
+#define NORM_LOADS_HALVES 0 /* halves are widened into a block first */
 #endif
 
-/* Lanes i to i + NORM_LANES of an array of float32 or float16. */
+/* Return lanes i to i + NORM_LANES of an array of float32 or float16. */
 NORM_INLINE norm_floats load_floats(const void *x, size_t i, sw_dtype dtype)
 {
 #if NORM_VECTOR_BYTES == 64
@@ -121,7 +121,7 @@ NORM_INLINE norm_floats load_floats(const void *x, size_t i, sw_dtype dtype)
     return loaded;
 }
 
-/* One stride of bfloat16 as float32, those of even index first: their order does not matter. */
+/* Widen one stride of bfloat16, even indices first: the order does not matter to a sum. */
 NORM_INLINE void spread_halves(norm_floats to[NORM_VECTORS], norm_halves halves)
 {
 #if NORM_VECTOR_BYTES == 64
@@ -169,14 +169,16 @@ static int field_of(uint32_t bits)
     return bits < (1u << 23) ? 1 : (int)(bits >> 23);
 }
 
-/* The window of exponent fields (top - WINDOW, top]; subnormals count as field 1. */
+/* Return the floor of the window of exponent fields (top - WINDOW, top]; subnormals count as
+ * field 1.
+ */
 static uint32_t window_floor(int top)
 {
     return top <= WINDOW ? 0u : (uint32_t)(top - WINDOW + 1) << 23;
 }
 
-/* Squares only add up: a lane that is below 2^(k+1) at the end always was. An infinity or NaN never
- * is. `units` are the lanes' bits beyond those of 2^k. */
+/* Check that every lane is below 2^(k+1). Squares only add up, so a lane that is below at the end
+ * always was; an infinity or NaN never is. `units` are the lanes' bits beyond those of 2^k. */
 NORM_INLINE bool is_below_limit(norm_integers units)
 {
 #if NORM_VECTOR_BYTES == 64
@@ -191,8 +193,8 @@ NORM_INLINE bool is_below_limit(norm_integers units)
 #endif
 }
 
-/* The least of 2 * bits - 1 in each lane, where zero counts as the largest: whether nothing lies
- * below the window. */
+/* Check that no element lies below the window. `least` is the least of 2 * bits - 1 in each lane,
+ * which makes zero count as the largest. */
 NORM_INLINE bool is_above_floor(norm_words least, int top)
 {
     uint32_t floor = window_floor(top), limit = floor ? 2u * floor - 1u : 0u;
@@ -209,7 +211,7 @@ NORM_INLINE bool is_above_floor(norm_words least, int top)
 #endif
 }
 
-/* The same of bfloat16's 16 bits. */
+/* The same check for bfloat16's 16 bits. */
 NORM_INLINE bool are_halves_above_floor(norm_halves least, int top)
 {
     uint16_t floor = (uint16_t)(window_floor(top) >> 16);
@@ -251,7 +253,7 @@ static void lanes_flush(norm_lanes *lanes, sw_norm_sum *sum)
         return;
     norm_wide high = 0, low = 0;
     for (int i = 0; i < NORM_LANES; ++i) {
-        high += (int64_t)lanes->high[i]; /* they wrapped around zero, if negative */
+        high += (int64_t)lanes->high[i]; /* negative lanes wrapped around zero */
         low += (int64_t)lanes->low[i];
     }
     digits_add(sum, high, start_exponent(lanes->top) - 52);
@@ -260,15 +262,15 @@ static void lanes_flush(norm_lanes *lanes, sw_norm_sum *sum)
     lanes->blocks = 0;
 }
 
-/* Begins another window. */
+/* Flush the lanes and start another window. */
 static void lanes_move(norm_lanes *lanes, sw_norm_sum *sum, int top)
 {
     lanes_flush(lanes, sum);
     lanes->top = top;
 }
 
-/* Adds the squares of `count` elements, a multiple of NORM_STRIDE and at most a block, if all lie
- * in the lanes' window or are zero, and returns true; else does nothing. */
+/* Add the squares of `count` elements, a multiple of NORM_STRIDE and at most a block, and return
+ * true if all lie in the lanes' window or are zero. Else add nothing and return false. */
 NORM_INLINE bool add_window_of(norm_lanes *lanes, sw_norm_sum *sum, const void *x,
                                const sw_dtype dtype, size_t count)
 {
@@ -325,7 +327,7 @@ static bool add_window(norm_lanes *lanes, sw_norm_sum *sum, const float *x, size
     return add_window_of(lanes, sum, x, SW_DTYPE_FLOAT32, count);
 }
 
-/* The same on a block of halves as they stand, where the instructions exist. */
+/* The same for a block of halves without widening, if the instructions exist. */
 static bool add_half_window(norm_lanes *lanes, sw_norm_sum *sum, const uint16_t *x, sw_dtype dtype,
                             size_t count)
 {
@@ -337,7 +339,7 @@ static bool add_half_window(norm_lanes *lanes, sw_norm_sum *sum, const uint16_t 
 
 /* ---- blocks ---- */
 
-/* The elements with low <= bits < high; zeros for the rest. */
+/* Copy the elements with low <= bits < high; zeros for the rest. */
 static void select_range(float *out, const float *x, size_t count, uint32_t low, uint32_t high)
 {
     for (size_t i = 0; i < count; ++i) {
@@ -363,7 +365,7 @@ static uint32_t most_of(const float *x, size_t count)
     return most;
 }
 
-/* A block whose exponents need several windows, or with elements that are no numbers. */
+/* Add a block whose exponents need several windows, or that has infinities or NaN. */
 static void add_wide_block(norm_lanes *lanes, sw_norm_sum *sum, const float *x, size_t count)
 {
     float rest[NORM_BLOCK_NUMEL], part[NORM_BLOCK_NUMEL];
@@ -373,14 +375,14 @@ static void add_wide_block(norm_lanes *lanes, sw_norm_sum *sum, const float *x, 
         lanes_move(lanes, sum, field_of(most));
         select_range(part, rest, count, window_floor(lanes->top), NORM_INFINITE);
         if (!add_window(lanes, sum, part, count))
-            return; /* cannot be: nothing is left outside the window */
+            return; /* unreachable: no element is left outside the window */
         select_range(rest, rest, count, 0u, window_floor(lanes->top));
     }
 }
 
-/* Neighbouring blocks have similar ranges: each is first tried in the window that served the last
- * one, then in that of its own largest element, a binade higher so that a little more does not end
- * the next try. */
+/* Neighbouring blocks have similar ranges. Try the window of the last block first, then that of the
+ * largest element here, one binade higher so that a slightly larger element still fits next time.
+ */
 static void add_block(norm_lanes *lanes, sw_norm_sum *sum, const float *x, size_t count)
 {
     float positive[NORM_BLOCK_NUMEL];
@@ -401,12 +403,12 @@ __extension__ typedef unsigned __int128 norm_square;
 
 enum {
     FLOAT64_FIELDS = 2048,
-    /* Elements that share the buckets: 2^20 squares below 2^106 fit 128 bits, and fewer than there
-     * are buckets are not worth emptying them. */
+    /* Elements that share the buckets: 2^20 squares below 2^106 fit 128 bits. Emptying the buckets
+     * pays only for more elements than there are buckets. */
     FLOAT64_CHUNK = 1 << 20,
 };
 
-/* The mantissa; *field is the exponent field, from 1 for zero and subnormals. */
+/* Return the mantissa. *field is the exponent field, 1 for zero and subnormals. */
 static uint64_t float64_mantissa(double x, uint64_t *field)
 {
     uint64_t bits, mantissa;
@@ -428,7 +430,7 @@ static void add_float64_square(sw_norm_sum *sum, norm_square square, uint64_t fi
     digits_add(sum, (norm_wide)(uint64_t)(square >> 64), exponent + 64);
 }
 
-/* Squares are collected by exponent, since adding to the digits costs several times as much. The
+/* Collect squares by exponent first, since adding to the digits costs several times as much. The
  * last bucket is that of infinities and NaN, which are counted instead. */
 static void add_float64_chunk(sw_norm_sum *sum, const double *x, size_t count)
 {
@@ -465,7 +467,7 @@ static void add_float64(sw_norm_sum *sum, const double *x, size_t count)
 
 /* ---- the kernel ---- */
 
-/* A block that needs copying: halves, or less than whole strides. */
+/* Add a block through a copy: halves, or a count that is no multiple of a stride. */
 static void add_copied_block(norm_lanes *lanes, sw_norm_sum *sum, const void *x, sw_dtype dtype,
                              size_t count)
 {
@@ -483,7 +485,7 @@ static void add_copied_block(norm_lanes *lanes, sw_norm_sum *sum, const void *x,
 
 static void norm_add(sw_norm_sum *sum, const void *data, size_t numel, sw_dtype dtype)
 {
-    norm_lanes lanes = {.top = 127}; /* around one, to begin with */
+    norm_lanes lanes = {.top = 127}; /* the first window lies around one */
     if (dtype == SW_DTYPE_FLOAT64) {
         add_float64(sum, data, numel);
         return;

@@ -1,8 +1,7 @@
 /* optim_avx512.c - the optimizer and norm bodies compiled for AVX-512 F, BW, VL and DQ.
  *
- * The pragma, not a compiler flag, names the instructions: whatever the standard headers define
- * inline stays runnable everywhere, because they come before it. Compiles to nothing on other
- * architectures.
+ * A pragma selects the instructions instead of a compiler flag. The standard headers come before
+ * it, so their inline functions run on every processor. Other architectures compile nothing here.
  */
 #if defined(__x86_64__)
 
@@ -37,5 +36,5 @@
 #endif
 
 #else
-typedef int sw_no_optim_avx512; /* ISO C wants one declaration a file */
+typedef int sw_no_optim_avx512; /* ISO C requires a declaration in every file */
 #endif

@@ -1,8 +1,8 @@
-/* optim_baseline.c - the optimizer and norm bodies for what every processor of this architecture
- * runs.
+/* optim_baseline.c - the optimizer and norm bodies for the instructions that every processor of an
+ * architecture has.
  *
- * SSE2 on x86-64, where a fused multiply-add is made of double arithmetic; NEON on aarch64, which
- * has one.
+ * SSE2 on x86-64, where double arithmetic emulates a fused multiply-add; NEON on aarch64, which has
+ * the instruction.
  */
 #if defined(__aarch64__)
 #define KERNEL_FMA 1

@@ -1,14 +1,14 @@
-/* optim_body.h - what one step of Adam and of SGD does to an element; compiled once per instruction
- * set.
+/* optim_body.h - one step of Adam and of SGD; compiled once per instruction set.
  *
- * Idea: loops of plain C over float32 that the compiler vectorises, every rounding written out,
- * every fused multiply-add through fused(). Options that change the loop are compile-time constants
- * of a forced inline. Around them, a run is cut into blocks that stay in the L1 cache: half arrays
- * are widened into it and rounded out of it. A run that is all float32, and the usual bfloat16
- * forms of Adam, are one loop: memory is read without a break.
+ * Loops are plain C over float32 that the compiler vectorises. Every rounding is written out, and
+ * every fused multiply-add goes through fused(). Options that change a loop are compile-time
+ * constants of a forced inline. A run is cut into blocks that stay in the L1 cache; half arrays are
+ * widened into it and rounded out of it. A run that is all float32, and the usual bfloat16 forms of
+ * Adam, are one uncut loop.
  *
- * The includer defines OPTIM_TABLE and, where they hold, KERNEL_FMA and KERNEL_F16C, and has
- * included norm_body.h. Left out: threads (callers split runs) and argument checks (csrc/optim).
+ * The includer defines OPTIM_TABLE and, if the processor has them, KERNEL_FMA and KERNEL_F16C, and
+ * has included norm_body.h. Left out: threads (callers split runs) and argument checks
+ * (csrc/optim).
  */
 #include <math.h>
 #include <stdbool.h>
@@ -29,11 +29,11 @@ enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 32 };
 #endif
 #define OPTIM_INLINE static inline __attribute__((always_inline))
 
-/* a*b + c rounded once. Without the instruction: the product is exact in double; the sum's rounding
- * error is recovered exactly (Knuth's two-sum), and an inexact sum with an even last bit is moved
- * one unit towards the exact value, so it is rounded to odd and the final rounding cannot be a
- * double one (Boldo and Melquiond, Emulation of FMA and Correctly Rounded Sums, 2008). Infinities
- * and NaN have a NaN error: nothing is moved. */
+/* Return a*b + c rounded once. Without the instruction, the product is exact in double and the
+ * sum's rounding error is recovered exactly (Knuth's two-sum). An inexact sum with an even last bit
+ * is moved one unit towards the exact value. It is then rounded to odd, so the final rounding is
+ * not a double one (Boldo and Melquiond, Emulation of FMA and Correctly Rounded Sums, 2008).
+ * Infinities and NaN have a NaN error and are not moved. */
 OPTIM_INLINE float fused(float a, float b, float c)
 {
 #if defined(KERNEL_FMA)
@@ -55,18 +55,18 @@ OPTIM_INLINE float fused(float a, float b, float c)
 
 typedef struct block { /* float32 arrays: in place, or widened into the caller's buffers */
     float *p, *m, *v, *v_max;
-    const void *g;  /* float32, or bfloat16 in the loops that say so */
-    uint16_t *copy; /* bfloat16, in the loops that say so */
+    const void *g;  /* float32, or bfloat16 in loops with half_gradient */
+    uint16_t *copy; /* bfloat16, in loops with half_copy */
     size_t count;
 } block;
 
 /* ---- Adam ---- */
 
-typedef struct adam_form { /* constants of one loop */
+typedef struct adam_form { /* compile-time constants of one loop */
     bool l2, small_lerp, amsgrad, half_gradient, half_copy;
 } adam_form;
 
-/* Elements start to start + count; bfloat16 copies go to `copy`. */
+/* Step elements start to start + count; bfloat16 copies go to `copy`. */
 OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count, uint16_t *copy,
                                 const sw_adam_scalars *with, const adam_form form)
 {
@@ -103,7 +103,7 @@ OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count, uin
     }
 }
 
-/* Chunk by chunk, since a loop that the compiler vectorises cannot ask for memory ahead. */
+/* Step chunk by chunk, since a loop that the compiler vectorises cannot prefetch. */
 OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const adam_form form)
 {
     uint16_t narrow[OPTIM_CHUNK_NUMEL];
@@ -126,8 +126,8 @@ OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const 
         stream_end();
 }
 
-/* The loops of the usual options (no amsgrad, beta1 > 1/2) take bfloat16 gradients and copies in
- * their stride. */
+/* The loops of the usual options (no amsgrad, beta1 > 1/2) take bfloat16 gradients and copies
+ * directly. */
 static void adam_usual(const block *at, const sw_adam_scalars *with, bool half_gradient,
                        bool half_copy)
 {
@@ -158,7 +158,7 @@ static bool is_usual(const sw_adam_scalars *with)
     return with->lerp < 0.5f && !with->amsgrad;
 }
 
-/* All float32. */
+/* Step a block of float32 arrays. */
 static void adam_block(const block *at, const sw_adam_scalars *with)
 {
     bool l2 = with->l2 != 0.0f, small_lerp = with->lerp < 0.5f;
@@ -220,15 +220,15 @@ static void sgd_block(const block *at, const sw_sgd_scalars *with)
         sgd_loop(at, with, false, true, false);
 }
 
-/* ---- runs: what is not float32 goes through the L1 cache ---- */
+/* ---- runs: arrays that are not float32 go through the L1 cache ---- */
 
-/* Element `at` of an array of that dtype. */
+/* Return the address of element `at` of an array of that dtype. */
 static void *element(void *array, size_t at, sw_dtype dtype)
 {
     return array ? (unsigned char *)array + at * (dtype == SW_DTYPE_FLOAT32 ? 4u : 2u) : NULL;
 }
 
-/* The block as float32: itself, or widened into `buffer`. */
+/* Return the block as float32: itself, or widened into `buffer`. */
 static float *open_block(void *array, sw_dtype dtype, float *buffer, size_t count)
 {
     if (!array || dtype == SW_DTYPE_FLOAT32)

@@ -1,6 +1,6 @@
 /* optim_tables.h - the tables that optim_<instruction set>.c define, for the kernel tables alone.
  *
- * Thread rule: any; the tables are constant. Call through one only where the processor runs it.
+ * Thread rule: any; the tables are constant. Call a table only on a processor that runs it.
  */
 #ifndef SW_KERNELS_HOST_OPTIM_TABLES_H
 #define SW_KERNELS_HOST_OPTIM_TABLES_H

@@ -1,12 +1,11 @@
-/* stream_body.h - stores past the caches, for the bodies that are compiled once per instruction
- * set.
+/* stream_body.h - stores that bypass the caches, for bodies compiled once per instruction set.
  *
- * Idea: what is written once and read megabytes later should neither be fetched before it is
- * overwritten nor drive out what is needed sooner. Below STREAM_LEAST_BYTES, and on other
- * architectures, they are plain stores. The bits are the same.
+ * Data that is written once and read megabytes later should not be fetched before it is
+ * overwritten, nor evict data that is needed sooner. Below STREAM_LEAST_BYTES, and on other
+ * architectures, these are plain stores. The bits are the same.
  *
- * The includer includes immintrin.h or emmintrin.h where it has them, and calls stream_end() before
- * anybody else may read.
+ * The includer includes immintrin.h or emmintrin.h if the architecture has it. It calls
+ * stream_end() before another thread may read.
  */
 #ifndef SW_KERNELS_HOST_STREAM_BODY_H
 #define SW_KERNELS_HOST_STREAM_BODY_H
@@ -18,8 +17,8 @@
 
 enum { STREAM_LEAST_BYTES = 1024 * 1024, STREAM_AHEAD_BYTES = 2048 };
 
-/* Asks for the bytes that a loop will read STREAM_AHEAD_BYTES after these: a loop of many
- * instructions an element hides no memory behind itself, and not every processor fetches ahead. */
+/* Prefetch the bytes that a loop will read STREAM_AHEAD_BYTES later. A loop of many instructions an
+ * element does not hide the latency of memory, and not every processor prefetches by itself. */
 static inline void stream_ask(const void *from, size_t size_bytes)
 {
     for (size_t line = 0; line < size_bytes; line += 64)
@@ -31,7 +30,7 @@ static inline bool stream_pays(const void *to, size_t size_bytes)
     return size_bytes >= STREAM_LEAST_BYTES && (uintptr_t)to % 64 == 0;
 }
 
-/* `to` is aligned to 64 bytes. */
+/* Store floats past the caches. `to` is aligned to 64 bytes. */
 static inline void stream_floats(float *to, const float *from, size_t count)
 {
     size_t i = 0;
@@ -48,7 +47,7 @@ static inline void stream_floats(float *to, const float *from, size_t count)
     memcpy(to + i, from + i, (count - i) * sizeof *to);
 }
 
-/* The same. */
+/* Store halves past the caches. `to` is aligned to 64 bytes. */
 static inline void stream_halves(uint16_t *to, const uint16_t *from, size_t count)
 {
     size_t i = 0;
@@ -70,7 +69,7 @@ static inline void stream_halves(uint16_t *to, const uint16_t *from, size_t coun
 static inline void stream_end(void)
 {
 #if defined(__x86_64__)
-    _mm_sfence(); /* streamed stores are not ordered by a later release */
+    _mm_sfence(); /* a later release store does not order streamed stores */
 #endif
 }
 
