@@ -50,11 +50,12 @@ def source(tmp_path: Path) -> Path:
 
 
 def targets(architectures: list[int]) -> list[list[str]]:
-    """nvcc's, a run each. Long form: every architecture's own. Quick form: machine code for every one, all but the newest out of
-    what the compiler makes for the oldest, which is the text's (it asks for no architecture), at a third of the time."""
+    """Return the arguments of each run of nvcc. Long form (`make kernels`): every architecture from its own front end. Quick form: the oldest's
+    text, which asks for no architecture, for two of them, and the newest's own."""
     if LONG:
         return [[f"-arch=sm_{number}", "-cubin"] for number in architectures]
-    pairs = [f"arch=compute_{OLDEST if n != architectures[-1] else n},code=sm_{n}" for n in architectures]
+    pairs = [f"arch=compute_{OLDEST},code=sm_{number}" for number in architectures if number in (OLDEST, 90)]
+    pairs += [f"arch=compute_{number},code=sm_{number}" for number in architectures[-1:]]
     return [[part for pair in pairs for part in ("-gencode", pair)] + ["-fatbin"]] if pairs else []
 
 

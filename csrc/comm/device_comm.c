@@ -8,7 +8,6 @@
 #include "platform/thread.h"
 
 enum { CALLS_PER_GROUP = 32, EVERY_RANK = -1 };
-static const size_t norm_numel_max = (size_t)1 << 31;
 
 /* ---- life ---- */
 
@@ -247,36 +246,6 @@ sw_status sw_device_comm_exchange(sw_device_comm *c, const sw_device_range *rang
                                   sw_stream *user, sw_error *err)
 {
     return move_slices(c, range, 1, received, "exchange", user, err);
-}
-
-/* ---- the norm ---- */
-
-sw_status sw_device_comm_norm(sw_device_comm *c, const sw_device_range *ranges, size_t count,
-                              sw_stream *user, sw_norm_sum *sum, sw_error *err)
-{
-    const sw_device_ops *ops = c->device->ops;
-    size_t total = 0;
-    for (size_t i = 0; i < count; ++i)
-        total += ranges[i].numel;
-    if (total > norm_numel_max)
-        SW_FAIL(err, SW_E_INVALID, "device norm: at most %zu elements at once, not %zu",
-                norm_numel_max, total);
-    SW_TRY(sw_device_refuse_capture(c->device, user, "a norm", err));
-    SW_TRY(ops->fill_async(c->device, c->sum, 0, sizeof(sw_norm_sum), user, err));
-    for (size_t i = 0; i < count; ++i) {
-        sw_norm_args norm = {.sum = c->sum,
-                             .data = ranges[i].data,
-                             .numel = ranges[i].numel,
-                             .dtype = (int)ranges[i].dtype};
-        if (norm.numel > 0)
-            SW_TRY(sw_kernel_launch(&c->kernels, SW_KERNEL_NORM, &norm, user, err));
-    }
-    SW_TRY(ops->copy_async(c->device, c->staged, c->sum, sizeof(sw_norm_sum), user, err));
-    SW_TRY(ops->event_record(c->device, c->met, user, err));
-    SW_TRY(sw_peers_wait(c->peers, c->met, "the sum of squares", err));
-    *sum = *c->staged;
-    sw_norm_sum_carry(sum);
-    return SW_OK;
 }
 
 /* ---- watching ---- */

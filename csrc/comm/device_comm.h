@@ -114,13 +114,6 @@ SW_MUST_USE sw_status sw_device_comm_all_gather(sw_device_comm *comm, const sw_d
 SW_MUST_USE sw_status sw_device_comm_exchange(sw_device_comm *comm, const sw_device_range *range,
                                               void *received, sw_stream *user, sw_error *err);
 
-/* The exact sum of squares of the ranges, carried: the bits of the host's norm. In the order of
- * `user`; waits for it on the host, under the deadline. SW_E_INVALID for a dtype without squares
- * here, or more than 2^31 elements in all. */
-SW_MUST_USE sw_status sw_device_comm_norm(sw_device_comm *comm, const sw_device_range *ranges,
-                                          size_t count, sw_stream *user, sw_norm_sum *sum,
-                                          sw_error *err);
-
 /* Until `event` is done, before what is behind it goes: under the deadline, and for as long as it
  * may be done at all. Peers that have died, and whoever asks for the end, end the communicator,
  * which lets its kernels go. */

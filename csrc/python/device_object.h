@@ -6,7 +6,7 @@
 #ifndef SW_PYTHON_DEVICE_OBJECT_H
 #define SW_PYTHON_DEVICE_OBJECT_H
 
-#include "comm/device_comm.h"
+#include "comm/device_norm.h"
 #include "python/engine.h"
 #include "zero/device_offload.h"
 
