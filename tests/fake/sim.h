@@ -143,7 +143,8 @@ typedef struct sim_op {
     uint32_t number; /* written to `to`, or awaited there */
     sw_cu_event event;
     uint64_t generation;
-    void *group; /* OP_COLLECTIVE: fake_nccl.c's */
+    void *group;  /* OP_COLLECTIVE: fake_nccl.c's */
+    sw_grid grid; /* of a kernel */
     sim_site site;
     struct sim_op *next;
 } sim_op;
@@ -181,6 +182,9 @@ typedef struct sim_note { /* a report */
     int site_count;
 } sim_note;
 
+/* Runs kernel number `kernel` over a grid; false if its threads wait for one another. */
+typedef bool sim_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads);
+
 typedef struct sim_rank {
     bool alive, begun;
     int actor;
@@ -216,6 +220,8 @@ typedef struct sim_state {
     int modules, comms;
     const sw_kernel_contract *contracts;
     int contract_count;
+    sim_kernel_text *text; /* runs kernels in place of their references; or NULL */
+    int spoiled;           /* the kernel, from 1, whose first written byte comes out wrong; 0: none */
     int report_count;
     sim_note note[SIM_NOTE_MAX];  /* the first reports are kept */
     char report[1 << 16];         /* their text, made when it is asked for */

@@ -146,6 +146,16 @@ SIM_API int sim_torch_reports(const char **text)
     return sim_get_controls()->reports(text, true);
 }
 
+/* Kernels run by `text` from now on, NULL: by their references; number `spoiled`, from 0, comes out
+ * wrong, -1: none does. */
+SIM_API void sim_torch_run_kernels(sim_kernel_text *text, int spoiled)
+{
+    sim_lock();
+    sim.text = text;
+    sim.spoiled = spoiled + 1;
+    sim_leave();
+}
+
 SIM_API const char *sim_torch_leaks(void)
 {
     return sim_get_controls()->leaks();

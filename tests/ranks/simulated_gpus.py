@@ -472,6 +472,11 @@ class SimulatedGpus:
         finally:
             sw_device.runtime = now
 
+    def run_text(self, library: str, spoiled: int = -1) -> None:
+        """Kernels from now on are run by their own text (test_fake_gpu.kernel_text()); number `spoiled` comes out wrong."""
+        self._text = ctypes.CDLL(library)  # kept: the simulation calls it
+        self._cuda.sim_torch_run_kernels(self._text.run_kernel_text, spoiled)
+
     def communicators(self) -> int:
         """Of NCCL, that this rank has now."""
         found: int = self._nccl.sim_nccl_communicators()
