@@ -15,6 +15,7 @@ static sw_status create_all(sw_device_comm *c, const sw_device_comm_config *conf
 {
     void *staged;
     SW_TRY(sw_device_cuda_create(config->cuda_library, config->ordinal, &c->device, err));
+    c->device->room = config->room;
     /* Who has no peers, or reaches them in another way, does without. */
     (void)!sw_nccl_library_init(&c->library, config->nccl_library, &c->nccl_missing);
     SW_TRY(sw_kernel_set_init(&c->kernels, c->device, &config->places, err));

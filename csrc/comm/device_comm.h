@@ -28,6 +28,7 @@ typedef struct sw_device_comm_config {
     const char *nccl_library; /* NULL: the libnccl.so.2 that the process has loaded, if any */
     int ordinal;
     sw_image_places places;
+    sw_device_room room; /* of the device */
     sw_comm *host; /* borrowed: the communicator of these ranks' hosts, or of more ranks; NULL:
                       nobody is asked about peers, or told of failures */
 } sw_device_comm_config;

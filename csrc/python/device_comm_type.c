@@ -39,11 +39,40 @@ static void drop_host(device_comm_object *self)
     ENGINE_CLEAR(self->host);
 }
 
+/* GPU memory is short: torch's allocator may have some that it does not use. */
+static void make_room(void *context)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace); /* of a caller that has the GIL */
+    PyObject *done = PyObject_CallNoArgs(context);
+    if (!done)
+        PyErr_WriteUnraisable(context);
+    Py_XDECREF(done);
+    PyErr_Restore(kind, value, trace);
+    PyGILState_Release(gil);
+}
+
+static bool keep_room(device_comm_object *self, PyObject *callable, sw_device_room *room)
+{
+    if (callable == Py_None)
+        return true;
+    if (!PyCallable_Check(callable)) {
+        PyErr_SetString(PyExc_TypeError, "DeviceComm: make_room must be callable, or None");
+        return false;
+    }
+    Py_INCREF(callable);
+    Py_XDECREF(self->make_room);
+    self->make_room = callable;
+    *room = (sw_device_room){.make = make_room, .context = callable};
+    return true;
+}
+
 static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal", "libcuda",  "libnccl", "packaged", "cache",
-                            "nvrtc",   "builtins", "host",    NULL};
-    PyObject *host = Py_None;
+    static char *names[] = {"ordinal", "libcuda",  "libnccl", "packaged",  "cache",
+                            "nvrtc",   "builtins", "host",    "make_room", NULL};
+    PyObject *host = Py_None, *room = Py_None;
     device_comm_object *self = (device_comm_object *)op;
     sw_device_comm_config config = {0};
     sw_error err;
@@ -52,11 +81,11 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "DeviceComm: already initialised");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$zzzzzzO:DeviceComm", names, &config.ordinal,
-                                     &config.cuda_library, &config.nccl_library,
-                                     &config.places.packaged_folder, &config.places.cache_folder,
-                                     &config.places.nvrtc, &config.places.nvrtc_builtins, &host) ||
-        !keep_host(self, host))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "i|$zzzzzzOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
+            &config.nccl_library, &config.places.packaged_folder, &config.places.cache_folder,
+            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room) ||
+        !keep_host(self, host) || !keep_room(self, room, &config.room))
         return -1;
     config.host = self->host ? self->host->comm : NULL;
     self->owner_pid = getpid();
@@ -256,6 +285,7 @@ static void device_dealloc(PyObject *op)
         sw_py_destroy_quietly(destroy_comm, self->comm);
     Py_XDECREF(self->arena);
     drop_host(self);
+    Py_XDECREF(self->make_room);
     PyObject_Free(op);
     Py_DECREF(type);
 }

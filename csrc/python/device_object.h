@@ -21,6 +21,7 @@ typedef struct device_comm_object {
     PyObject_HEAD sw_device_comm *comm; /* owned; NULL before init */
     PyObject *arena;                    /* owned: the slots to the peers; NULL: none */
     comm_object *host;                  /* owned, and acquired; NULL: none */
+    PyObject *make_room;                /* owned: called where GPU memory is short; NULL: none */
     long owner_pid;
     device_use use;
     unsigned long user; /* the thread that is inside */

@@ -344,10 +344,12 @@ class DeviceComm:
         nvrtc: str | None = None,
         builtins: str | None = None,
         host: HostComm | None = None,
+        make_room: Callable[[], object] | None = None,
     ) -> None:
         """This rank alone. Libraries: None for those that torch has loaded; the rest as device_kernel_image(). `host`: is asked whether the
         ranks that this one waits for live, and ended when the GPU's communicator fails, with the same sentence, so that ranks that
-        wait there learn it; None: nobody is asked or told.
+        wait there learn it; None: nobody is asked or told. `make_room` is called, from any thread, where an allocation of GPU memory
+        fails, before it is tried once more.
 
         NotImplementedError names what is missing: the driver, a GPU, an image of the kernels. NCCL may be: see describe().
         """

@@ -80,6 +80,11 @@ class CudaRuntime:
             address: int = backend._comm_ptr()
         return address
 
+    def make_room(self, ordinal: int) -> None:
+        """Give back GPU memory that torch's allocator holds and does not use: the engine's own did not get what it asked for."""
+        with torch.cuda.device(ordinal):
+            torch.cuda.empty_cache()
+
     def libraries(self) -> dict[str, str | None]:
         """Arguments of DeviceComm: where the driver, NCCL and the kernels' images are."""
         nvrtc, builtins = find_nvrtc(nvidia_folders(), torch.version.cuda)
@@ -132,6 +137,11 @@ def _cache_folder() -> str | None:
     return str(parent / "shardwright")
 
 
+def open_gpu(ordinal: int, libraries: dict[str, str | None], host: Any = None) -> DeviceComm:
+    """Open a GPU for this rank alone. Where its memory is short, torch's allocator is asked to give back what it does not use."""
+    return DeviceComm(ordinal, host=host, make_room=lambda: runtime.make_room(ordinal), **libraries)
+
+
 def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
     """(what launches on the GPU of a tensor, torch's current stream there); None for a tensor on the CPU. No peer is needed.
 
@@ -142,7 +152,7 @@ def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
     ordinal = runtime.ordinal(tensor)
     found = runtime.kernels.get(ordinal)
     if found is None:
-        found = runtime.kernels[ordinal] = DeviceComm(ordinal, **runtime.libraries())
+        found = runtime.kernels[ordinal] = open_gpu(ordinal, runtime.libraries())
     return found, runtime.current_stream(ordinal)
 
 
@@ -218,12 +228,12 @@ class DeviceLink:
         self.host = group.comm  # the group holds its links, not the other way round
         libraries: dict[str, str | None] = {}
 
-        def open_gpu() -> dict[str, Any]:
+        def open_own() -> dict[str, Any]:
             libraries.update(runtime.libraries())
-            self.comm = DeviceComm(ordinal, host=self.host, **libraries)
+            self.comm = open_gpu(ordinal, libraries, self.host)
             return device_transport.offer_of(self.comm)
 
-        offers = _tell(group, open_gpu, "opening the GPUs")
+        offers = _tell(group, open_own, "opening the GPUs")
         chosen, self.transport_reason = device_transport.choose_transport(offers, group.host_of, borrows)
         if borrows:
 

@@ -206,9 +206,20 @@ static int block_free(void *address, bool pinned, const char *operation)
     return SW_CU_SUCCESS;
 }
 
+uint64_t sim_memory_in_use(void)
+{
+    uint64_t bytes = 0;
+    for (const sim_block *block = sim.blocks; block; block = block->next)
+        bytes += block->freed || block->foreign || block->pinned ? 0 : block->size_bytes;
+    return bytes;
+}
+
 SIM_API int cuMemAlloc_v2(sw_cu_address *address, size_t bytes)
 {
     ENTER_CONTEXT_APART("cuMemAlloc");
+    if (sim.memory_limit_bytes &&
+        sim_memory_in_use() + sim.cached_bytes + bytes > sim.memory_limit_bytes)
+        LEAVE(SW_CU_OUT_OF_MEMORY);
     *address = (sw_cu_address)(uintptr_t)block_new(bytes, false)->memory;
     LEAVE(SW_CU_SUCCESS);
 }

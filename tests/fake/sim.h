@@ -218,6 +218,8 @@ typedef struct sim_state {
     sw_cu_event events;
     sim_told *told; /* the newest first */
     int modules, comms;
+    uint64_t memory_limit_bytes; /* of device memory that is allocated and cached; 0: none */
+    uint64_t cached_bytes;       /* torch's allocator holds them */
     const sw_kernel_contract *contracts;
     int contract_count;
     sim_kernel_text *text; /* runs kernels in place of their references; or NULL */
@@ -259,6 +261,8 @@ SIM_API bool sim_capture_forbids(const char *call);
 SIM_API sim_site sim_here(const char *operation);
 SIM_API void sim_report(const char *kind, const char *detail, const sim_site *a, const sim_site *b);
 SIM_API sim_block *sim_block_of(const void *address);
+/* Bytes of device memory that are allocated, without torch's. */
+SIM_API uint64_t sim_memory_in_use(void);
 /* Note an access by `actor` at `clock`, and report conflicts. */
 SIM_API void sim_track(const sim_clock *clock, int actor, const void *begin, size_t size_bytes,
                        sw_access access, const sim_site *site);

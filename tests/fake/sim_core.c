@@ -349,6 +349,7 @@ static void reset(int ranks, sim_policy policy, uint64_t seed)
     sim.host_thread = NULL;
     sim.report[0] = sim.failed[0] = sim.fail_name[0] = sim.slow_name[0] = '\0';
     sim.exemption_result = 0;
+    sim.memory_limit_bytes = sim.cached_bytes = 0;
     sim.text = NULL;
     sim.spoiled = 0;
     sim.actor_count = ranks;

@@ -146,6 +146,30 @@ SIM_API int sim_torch_reports(const char **text)
     return sim_get_controls()->reports(text, true);
 }
 
+/* Device memory that allocations of the driver may have, 0: any; and what of it torch's cache holds.
+ */
+SIM_API void sim_torch_limit_memory(uint64_t limit_bytes)
+{
+    sim_lock();
+    sim.memory_limit_bytes = limit_bytes;
+    sim_leave();
+}
+
+SIM_API void sim_torch_cache(uint64_t cached_bytes)
+{
+    sim_lock();
+    sim.cached_bytes = cached_bytes;
+    sim_leave();
+}
+
+SIM_API uint64_t sim_torch_memory_in_use(void)
+{
+    sim_lock();
+    uint64_t bytes = sim_memory_in_use();
+    sim_leave();
+    return bytes;
+}
+
 /* Kernels run by `text` from now on, NULL: by their references; number `spoiled`, from 0, comes out
  * wrong, -1: none does. */
 SIM_API void sim_torch_run_kernels(sim_kernel_text *text, int spoiled)

@@ -163,6 +163,10 @@ class _Runtime(sw_device.CudaRuntime):
         self._gpus.operate([(tensor.data_ptr(), tensor.nbytes, WRITE)], "torch's own zeros")
         return tensor
 
+    def make_room(self, ordinal: int) -> None:
+        self._gpus.rooms += 1
+        self._gpus._cuda.sim_torch_cache(0)
+
     def libraries(self) -> dict[str, str | None]:
         paths = self._gpus.paths
         return {"libcuda": paths["cuda"], "libnccl": paths["nccl"], "packaged": str(self._gpus.folder)}
@@ -253,11 +257,16 @@ class SimulatedGpus:
         self._cuda.sim_torch_fail.argtypes = (ctypes.c_long, ctypes.c_int)
         self._cuda.sim_torch_slow_named.argtypes = (ctypes.c_char_p, ctypes.c_long)
         self._cuda.sim_torch_calls.restype = ctypes.c_long
+        self._cuda.sim_torch_limit_memory.argtypes = (ctypes.c_uint64,)
+        self._cuda.sim_torch_cache.argtypes = (ctypes.c_uint64,)
+        self._cuda.sim_torch_memory_in_use.restype = ctypes.c_uint64
         self._labels: dict[Any, bytes] = {}
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._held: list[torch.Tensor] = []
         self.devices = Devices(self._is_adopted)
+        #: how often torch's cache was asked for memory
+        self.rooms = 0
         self.stream = 0
 
     # in and out -----------------------------------------------------------------------------------------------------
@@ -476,6 +485,16 @@ class SimulatedGpus:
         """Kernels from now on are run by their own text (test_fake_gpu.kernel_text()); number `spoiled` comes out wrong."""
         self._text = ctypes.CDLL(library)  # kept: the simulation calls it
         self._cuda.sim_torch_run_kernels(self._text.run_kernel_text, spoiled)
+
+    def limit_memory(self, limit_bytes: int, cached_bytes: int = 0) -> None:
+        """The GPU has so much memory for the engine's own allocations; torch's cache holds some of it until it is asked for it."""
+        self._cuda.sim_torch_limit_memory(limit_bytes)
+        self._cuda.sim_torch_cache(cached_bytes)
+
+    def memory_in_use(self) -> int:
+        """Bytes of GPU memory that the engine has allocated by itself."""
+        found: int = self._cuda.sim_torch_memory_in_use()
+        return found
 
     def communicators(self) -> int:
         """Of NCCL, that this rank has now."""
