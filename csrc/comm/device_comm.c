@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "comm/device_region.h"
+#include "comm/device_watch.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
@@ -115,6 +116,10 @@ static void return_borrowed(sw_device_comm *c)
 
 void sw_device_comm_disconnect(sw_device_comm *c)
 {
+    if (!sw_device_watch_stop(c, c->timeout_ns))
+        c->is_abandoned = true;
+    if (c->is_abandoned)
+        return;
     if (c->peers)
         sw_device_regions_leave(c);
     if (c->peers && c->peers->is_borrowed)
@@ -128,6 +133,8 @@ void sw_device_comm_destroy(sw_device_comm *c)
     if (!c)
         return;
     sw_device_comm_disconnect(c);
+    if (c->is_abandoned)
+        return;
     if (c->device) {
         const sw_device_ops *ops = c->device->ops;
         sw_device_regions_collect(c);
@@ -271,23 +278,26 @@ void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
     }
 }
 
+/* A thread that watches never sees the new event with the old time. */
 sw_status sw_device_comm_mark(sw_device_comm *c, sw_error *err)
 {
+    atomic_store(&c->marked_ns, 0);
     SW_TRY(c->device->ops->event_record(c->device, c->marked, c->stream, err));
-    c->marked_ns = sw_clock_now_ns();
+    atomic_store(&c->marked_ns, sw_clock_now_ns());
     return SW_OK;
 }
 
 sw_status sw_device_comm_watch(sw_device_comm *c, sw_error *err)
 {
     bool done;
+    int64_t marked = atomic_load(&c->marked_ns);
     SW_TRY(sw_peers_check(c->peers, err));
-    if (!c->marked_ns)
+    if (!marked)
         return SW_OK;
     SW_TRY(c->device->ops->event_query(c->device, c->marked, &done, err));
     if (done)
-        c->marked_ns = 0;
-    else if (sw_clock_now_ns() - c->marked_ns > c->timeout_ns)
+        atomic_store(&c->marked_ns, 0);
+    else if (sw_clock_now_ns() - marked > c->timeout_ns)
         return sw_peers_give_up(c->peers, "a collective", err);
     return SW_OK;
 }

@@ -13,6 +13,7 @@
 #ifndef SW_COMM_DEVICE_COMM_H
 #define SW_COMM_DEVICE_COMM_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -42,12 +43,16 @@ typedef struct sw_device_comm {
     sw_stream *stream;       /* every collective runs on it */
     sw_event *met;           /* of follow */
     sw_event *marked;        /* of mark */
-    int64_t marked_ns;       /* when mark was called last; 0: never, or it was seen done */
+    _Atomic int64_t marked_ns;  /* when mark was called last; 0: never, or it was seen done */
+    _Atomic int64_t entered_ns; /* since when the program's thread is inside, the bindings' to set;
+                                   0: it is not */
+    struct sw_device_watch *watch; /* owned; NULL: nothing watches (device_watch.h) */
     int64_t timeout_ns;
     sw_lookout lookout;
     void *sum;           /* device memory: sw_norm_sum */
     sw_norm_sum *staged; /* pinned */
     struct sw_device_region *regions; /* not owned: device_region.h's list */
+    bool is_abandoned; /* a thread of ours is inside a driver call that does not return: never freed */
 } sw_device_comm;
 
 typedef struct sw_device_range { /* device memory of the caller's */
@@ -78,7 +83,8 @@ SW_MUST_USE sw_status sw_device_comm_connect_slots(sw_device_comm *comm, const s
                                                    sw_error *err);
 
 /* Ends the communicator once what was enqueued has run, under the deadline (at once if it has
- * failed); what was made with it can only be destroyed then. */
+ * failed); what was made with it can only be destroyed then. The thread that watches ends first:
+ * where a call of the driver's keeps it beyond the deadline, everything is left as it is. */
 void sw_device_comm_disconnect(sw_device_comm *comm);
 
 /* Collectives that were enqueued run, unless the communicator has failed. NULL is allowed. Reducers

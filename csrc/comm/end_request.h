@@ -35,6 +35,15 @@ static inline void sw_end_request_make(sw_end_request *request, const sw_error *
     atomic_store_explicit(&request->state, SW_END_ASKED, memory_order_release);
 }
 
+/* The first reason, by whichever thread: waits out the moment in which another thread writes it.
+ * Only after some thread has called sw_end_request_make. */
+static inline const sw_error *sw_end_request_await(const sw_end_request *request)
+{
+    while (atomic_load_explicit(&request->state, memory_order_acquire) != SW_END_ASKED)
+        continue;
+    return &request->reason;
+}
+
 /* The reason, or NULL: nobody has asked yet. */
 static inline const sw_error *sw_end_request_reason(const sw_end_request *request)
 {

@@ -1,7 +1,9 @@
 /* nccl.c - see nccl.h. */
 #include "comm/nccl.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "comm/end_request.h"
@@ -11,22 +13,23 @@
 struct sw_nccl {
     const sw_nccl_library *library; /* borrowed */
     sw_device *device;              /* borrowed */
-    sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended */
+    sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended; under `calls` */
     bool is_borrowed;
     int rank, world_size;
     int64_t timeout_ns;
-    sw_lookout *lookout;    /* borrowed */
-    int depth;              /* groups that are open in NCCL, one inside the other */
-    sw_error failure;       /* what ended it; SW_OK while it lives */
-    _Atomic bool has_ended; /* with it: for other threads to see */
-    sw_end_request asked;
+    sw_lookout *lookout;     /* borrowed */
+    int depth;               /* groups that are open in NCCL, one inside the other; under `calls` */
+    pthread_mutex_t calls;   /* held for each call of NCCL's that names the communicator */
+    _Atomic bool has_failed; /* some thread has acted on `asked` */
+    _Atomic bool has_ended;  /* with it, or behind the group that was open: nothing comes of it */
+    sw_end_request asked;    /* the first reason, of whichever thread */
 };
 
 /* ---- failing ---- */
 
 static bool has_failed(const sw_nccl *comm)
 {
-    return comm->failure.status != SW_OK;
+    return atomic_load(&comm->has_failed);
 }
 
 /* An open group still needs it until its end. Else it counts before the abort has come back: that
@@ -38,19 +41,28 @@ bool sw_nccl_has_failed(const sw_nccl *comm)
 
 static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
 {
-    return sw_error_set(err, comm->failure.status, comm->failure.detail, "%s",
-                        comm->failure.message);
+    const sw_error *reason = sw_end_request_await(&comm->asked);
+    return sw_error_set(err, reason->status, reason->detail, "%s", reason->message);
+}
+
+/* Take the handle out, unless a group is open, whose end needs it: from then on no thread calls
+ * NCCL with it. */
+static sw_nccl_comm take_handle(sw_nccl *comm)
+{
+    sw_nccl_comm handle = comm->handle;
+    if (comm->depth > 0)
+        return NULL;
+    comm->handle = NULL;
+    atomic_store(&comm->has_ended, true);
+    return comm->is_borrowed ? NULL : handle;
 }
 
 /* NCCL's kernels that wait for peers are let go: of a borrowed communicator, by its owner. The
  * abort may wait until those of the process's other communicators are, too, by whoever sees that
- * this one has ended. */
-static void end(sw_nccl *comm)
+ * this one has ended. No lock is held. */
+static void abort_handle(const sw_nccl *comm, sw_nccl_comm handle)
 {
     sw_device_visit visit;
-    sw_nccl_comm handle = comm->is_borrowed ? NULL : comm->handle;
-    comm->handle = NULL;
-    atomic_store(&comm->has_ended, true);
     bool entered = comm->device->ops->enter(comm->device, &visit, NULL) == SW_OK;
     if (handle)
         (void)comm->library->call.ncclCommAbort(handle);
@@ -58,33 +70,56 @@ static void end(sw_nccl *comm)
         comm->device->ops->leave(comm->device, &visit);
 }
 
-/* Later calls repeat this, and every rank is told before anything ends. Inside a group the end
- * waits for the outermost one's: what NCCL keeps of an open group is its thread's, so a
- * communicator that ends there would take the thread's later ones along. */
+static void end(sw_nccl *comm)
+{
+    pthread_mutex_lock(&comm->calls);
+    sw_nccl_comm handle = take_handle(comm);
+    pthread_mutex_unlock(&comm->calls);
+    abort_handle(comm, handle);
+}
+
+/* Every rank is told before anything ends, by the first thread that comes here. */
+static void tell(sw_nccl *comm, const sw_error *reason)
+{
+    sw_end_request_make(&comm->asked, reason);
+    if (!atomic_exchange(&comm->has_failed, true))
+        sw_lookout_tell(comm->lookout, sw_end_request_await(&comm->asked));
+}
+
+/* Later calls repeat this. Inside a group the end waits for the outermost one's: what NCCL keeps of
+ * an open group is its thread's, so a communicator that ends there would take the thread's later
+ * ones along. */
 static sw_status fail(sw_nccl *comm, const sw_error *reason, sw_error *err)
 {
-    if (!has_failed(comm)) {
-        comm->failure = *reason;
-        sw_lookout_tell(comm->lookout, reason);
-    }
-    if (comm->depth == 0)
-        end(comm);
+    tell(comm, reason);
+    end(comm);
     return refuse_failed(comm, err);
+}
+
+/* A result of NCCL's as a sentence. Without the lock. */
+static void explain(sw_nccl *comm, sw_nccl_result result, const char *what, sw_error *reason)
+{
+    char last[SW_ERROR_MESSAGE_BYTES / 2] = "";
+    sw_status status = result == SW_NCCL_REMOTE_ERROR ? SW_E_COMM
+                       : result == SW_NCCL_TIMEOUT    ? SW_E_TIMEOUT
+                                                      : SW_E_DEVICE;
+    if (pthread_mutex_trylock(&comm->calls) == 0) {
+        const char *text = comm->handle ? comm->library->call.ncclGetLastError(comm->handle) : NULL;
+        snprintf(last, sizeof last, "%s", text ? text : "");
+        pthread_mutex_unlock(&comm->calls);
+    }
+    sw_error_set(reason, status, status == SW_E_DEVICE ? result : -1,
+                 "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", comm->rank, comm->world_size,
+                 what, comm->library->call.ncclGetErrorString(result), result, *last ? "; " : "",
+                 last);
+    if (status == SW_E_COMM)
+        sw_lookout_hear(comm->lookout, reason);
 }
 
 static sw_status fail_result(sw_nccl *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
     sw_error reason;
-    const char *last = comm->handle ? comm->library->call.ncclGetLastError(comm->handle) : "";
-    sw_status status = result == SW_NCCL_REMOTE_ERROR ? SW_E_COMM
-                       : result == SW_NCCL_TIMEOUT    ? SW_E_TIMEOUT
-                                                      : SW_E_DEVICE;
-    sw_error_set(&reason, status, status == SW_E_DEVICE ? result : -1,
-                 "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", comm->rank, comm->world_size,
-                 what, comm->library->call.ncclGetErrorString(result), result,
-                 last && *last ? "; " : "", last ? last : "");
-    if (status == SW_E_COMM)
-        sw_lookout_hear(comm->lookout, &reason);
+    explain(comm, result, what, &reason);
     return fail(comm, &reason, err);
 }
 
@@ -97,12 +132,17 @@ static sw_status fail_driver(sw_nccl *comm, const char *what, const sw_error *ca
     return fail(comm, &reason, err);
 }
 
+void sw_nccl_explain_late(const sw_nccl *comm, const char *what, sw_error *reason)
+{
+    sw_error_set(reason, SW_E_TIMEOUT, -1,
+                 "NCCL on rank %d of %d: %s was not done within %.3g s; a peer has not come to it",
+                 comm->rank, comm->world_size, what, (double)comm->timeout_ns * 1e-9);
+}
+
 static sw_status fail_late(sw_nccl *comm, const char *what, sw_error *err)
 {
     sw_error reason;
-    sw_error_set(&reason, SW_E_TIMEOUT, -1,
-                 "NCCL on rank %d of %d: %s was not done within %.3g s; a peer has not come to it",
-                 comm->rank, comm->world_size, what, (double)comm->timeout_ns * 1e-9);
+    sw_nccl_explain_late(comm, what, &reason);
     return fail(comm, &reason, err);
 }
 
@@ -126,13 +166,25 @@ static sw_status look_out(sw_nccl *comm, int64_t begun_ns, const char *what, sw_
     return failed;
 }
 
+/* NCCL's asynchronous state; none once another thread has ended the communicator, which the caller
+ * looks at next. */
+static sw_nccl_result ask(sw_nccl *comm, sw_nccl_result *state)
+{
+    sw_nccl_result asked = SW_NCCL_SUCCESS;
+    pthread_mutex_lock(&comm->calls);
+    if (comm->handle)
+        asked = comm->library->call.ncclCommGetAsyncError(comm->handle, state);
+    pthread_mutex_unlock(&comm->calls);
+    return asked;
+}
+
 /* A call of a non-blocking communicator returned `result`: waits until it is decided. */
 static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
     int64_t start = sw_clock_now_ns();
     while (result == SW_NCCL_IN_PROGRESS) {
         SW_TRY(check_request(comm, err)); /* first: a lender may have freed what is asked */
-        sw_nccl_result asked = comm->library->call.ncclCommGetAsyncError(comm->handle, &result);
+        sw_nccl_result asked = ask(comm, &result);
         if (asked != SW_NCCL_SUCCESS)
             return fail_result(comm, asked, what, err);
         if (result != SW_NCCL_IN_PROGRESS)
@@ -145,17 +197,24 @@ static sw_status settle(sw_nccl *comm, sw_nccl_result result, const char *what, 
     return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, what, err);
 }
 
-/* One NCCL call with the device current. */
+/* One NCCL call with the device current. Another thread may have ended the communicator. */
 #define NCCL_CALL(comm, err, what, invocation)                              \
     do {                                                                    \
         sw_device_visit visit_;                                             \
+        sw_nccl_result result_ = SW_NCCL_SUCCESS;                           \
         if (has_failed(comm))                                               \
             return refuse_failed((comm), (err));                            \
         if ((comm)->depth == 0)                                             \
             SW_TRY(check_request((comm), (err)));                           \
         SW_TRY((comm)->device->ops->enter((comm)->device, &visit_, (err))); \
-        sw_nccl_result result_ = (comm)->library->call.invocation;          \
+        pthread_mutex_lock(&(comm)->calls);                                 \
+        bool is_there_ = (comm)->handle != NULL;                            \
+        if (is_there_)                                                      \
+            result_ = (comm)->library->call.invocation;                     \
+        pthread_mutex_unlock(&(comm)->calls);                               \
         (comm)->device->ops->leave((comm)->device, &visit_);                \
+        if (!is_there_)                                                     \
+            return refuse_failed((comm), (err));                            \
         if ((comm)->depth > 0 && result_ == SW_NCCL_IN_PROGRESS)            \
             result_ = SW_NCCL_SUCCESS; /* decided at the group's end */     \
         SW_TRY(settle((comm), result_, (what), (err)));                     \
@@ -170,6 +229,12 @@ sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id *id, sw_erro
         return sw_error_set(err, SW_E_DEVICE, result, "NCCL: ncclGetUniqueId failed: %s (%d)",
                             nccl->call.ncclGetErrorString(result), result);
     return SW_OK;
+}
+
+static void free_comm(sw_nccl *comm)
+{
+    pthread_mutex_destroy(&comm->calls);
+    free(comm);
 }
 
 static sw_status connect(sw_nccl *comm, const sw_nccl_id *id, sw_error *err)
@@ -206,10 +271,11 @@ sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const s
                       .world_size = world_size,
                       .timeout_ns = timeout_ns,
                       .lookout = lookout};
+    pthread_mutex_init(&made->calls, NULL);
     sw_status status = connect(made, id, err);
     if (status != SW_OK) {
         end(made);
-        free(made);
+        free_comm(made);
         return status;
     }
     *comm = made;
@@ -248,9 +314,10 @@ sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl
                       .rank = rank,
                       .world_size = world_size,
                       .timeout_ns = timeout_ns};
+    pthread_mutex_init(&made->calls, NULL);
     sw_status status = check_lent(made, err);
     if (status != SW_OK) {
-        free(made);
+        free_comm(made);
         return status;
     }
     made->lookout = lookout; /* what cannot be lent the caller tells himself */
@@ -285,7 +352,7 @@ void sw_nccl_destroy(sw_nccl *comm)
         comm->device->ops->leave(comm->device, &visit);
     }
     end(comm);
-    free(comm);
+    free_comm(comm);
 }
 
 int sw_nccl_rank(const sw_nccl *comm)
@@ -361,19 +428,33 @@ static sw_cu_stream cuda_stream(sw_stream *stream)
 
 sw_status sw_nccl_group_begin(sw_nccl *comm, sw_error *err)
 {
-    NCCL_CALL(comm, err, "group start", ncclGroupStart());
-    comm->depth++;
-    return SW_OK;
+    sw_device_visit visit;
+    if (comm->depth == 0)
+        SW_TRY(check_request(comm, err));
+    if (has_failed(comm))
+        return refuse_failed(comm, err);
+    SW_TRY(comm->device->ops->enter(comm->device, &visit, err));
+    pthread_mutex_lock(&comm->calls); /* an open group and its count are seen together */
+    bool is_there = comm->handle != NULL;
+    sw_nccl_result result = is_there ? comm->library->call.ncclGroupStart() : SW_NCCL_SUCCESS;
+    comm->depth += is_there && result == SW_NCCL_SUCCESS;
+    pthread_mutex_unlock(&comm->calls);
+    comm->device->ops->leave(comm->device, &visit);
+    if (!is_there)
+        return refuse_failed(comm, err);
+    return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, "group start", err);
 }
 
 sw_status sw_nccl_group_end(sw_nccl *comm, sw_error *err)
 {
     sw_device_visit visit;
     bool entered = comm->device->ops->enter(comm->device, &visit, NULL) == SW_OK;
+    pthread_mutex_lock(&comm->calls);
     sw_nccl_result result = comm->library->call.ncclGroupEnd();
+    bool is_outermost = --comm->depth == 0;
+    pthread_mutex_unlock(&comm->calls);
     if (entered)
         comm->device->ops->leave(comm->device, &visit);
-    bool is_outermost = --comm->depth == 0;
     if (has_failed(comm)) {
         if (is_outermost)
             end(comm);
@@ -519,9 +600,42 @@ void sw_nccl_abort(sw_nccl *comm, const sw_error *reason)
         (void)!fail(comm, reason, NULL);
 }
 
+/* While a call of NCCL's is under way or a group is open, the thread that has it ends the
+ * communicator. Otherwise nothing in NCCL needs it: the program may be blocked in a launch that
+ * waits for NCCL's kernels. */
 void sw_nccl_request_end(sw_nccl *comm, const sw_error *reason)
 {
     sw_end_request_make(&comm->asked, reason);
+    if (pthread_mutex_trylock(&comm->calls) != 0)
+        return;
+    bool is_free = comm->handle && comm->depth == 0;
+    sw_nccl_comm handle = is_free ? take_handle(comm) : NULL;
+    pthread_mutex_unlock(&comm->calls);
+    if (!is_free)
+        return;
+    tell(comm, reason);
+    abort_handle(comm, handle);
+}
+
+sw_status sw_nccl_watch(sw_nccl *comm, sw_error *err)
+{
+    sw_nccl_result asked = SW_NCCL_SUCCESS, result = SW_NCCL_SUCCESS;
+    sw_error reason;
+    if (sw_end_request_reason(&comm->asked)) {
+        sw_nccl_request_end(comm, sw_end_request_await(&comm->asked));
+        return refuse_failed(comm, err);
+    }
+    if (pthread_mutex_trylock(&comm->calls) != 0)
+        return SW_OK;
+    if (comm->handle)
+        asked = comm->library->call.ncclCommGetAsyncError(comm->handle, &result);
+    pthread_mutex_unlock(&comm->calls);
+    result = asked == SW_NCCL_SUCCESS ? result : asked;
+    if (result == SW_NCCL_SUCCESS || result == SW_NCCL_IN_PROGRESS)
+        return SW_OK;
+    explain(comm, result, "an operation", &reason);
+    sw_nccl_request_end(comm, &reason);
+    return refuse_failed(comm, err);
 }
 
 sw_status sw_nccl_wait(sw_nccl *comm, sw_event *event, const char *what, sw_error *err)

@@ -134,9 +134,17 @@ bool sw_nccl_has_failed(const sw_nccl *comm);
 /* Ends the communicator for a reason of the caller's, which later calls repeat. */
 void sw_nccl_abort(sw_nccl *comm, const sw_error *reason);
 
-/* From any thread, beside a call of another's: ends the communicator for this reason where that one
- * looks next, in a wait at once. */
+/* From any thread, beside a call of another's. Ends the communicator for this reason at once,
+ * unless that thread is inside NCCL or has a group open: then it ends it where it looks next, in a
+ * wait at once. */
 void sw_nccl_request_end(sw_nccl *comm, const sw_error *reason);
+
+/* From any thread, without waiting for another one: SW_OK, or why the communicator has failed.
+ * Ends it as sw_nccl_request_end. */
+SW_MUST_USE sw_status sw_nccl_watch(sw_nccl *comm, sw_error *err);
+
+/* Write the sentence of sw_nccl_give_up to *reason. Any thread. */
+void sw_nccl_explain_late(const sw_nccl *comm, const char *what, sw_error *reason);
 
 /* Whether it has failed, without waiting. */
 SW_MUST_USE sw_status sw_nccl_check(sw_nccl *comm, sw_error *err);

@@ -113,6 +113,16 @@ static void nccl_request_end(sw_peers *t, const sw_error *reason)
     sw_nccl_request_end(nccl_of(t), reason);
 }
 
+static sw_status nccl_watch(sw_peers *t, sw_error *err)
+{
+    return sw_nccl_watch(nccl_of(t), err);
+}
+
+static void nccl_explain_late(const sw_peers *t, const char *what, sw_error *reason)
+{
+    sw_nccl_explain_late(nccl_of(t), what, reason);
+}
+
 static void nccl_destroy(sw_peers *t)
 {
     sw_nccl_destroy(nccl_of(t));
@@ -137,6 +147,8 @@ static const sw_peers_ops nccl_ops = {
     .has_failed = nccl_has_failed,
     .abort = nccl_abort,
     .request_end = nccl_request_end,
+    .watch = nccl_watch,
+    .explain_late = nccl_explain_late,
     .destroy = nccl_destroy,
 };
 

@@ -9,8 +9,8 @@
  * device and must live until the stream has passed the operation. A failure ends the transport,
  * and the host's communicator with it (lookout.h); every later call repeats it.
  *
- * Thread rule: one at a time a transport; every rank issues the same operations, of the same sizes,
- * in one order.
+ * Thread rule: one at a time a transport, but for has_failed, request_end, watch and explain_late;
+ * every rank issues the same operations, of the same sizes, in one order.
  */
 #ifndef SW_COMM_PEERS_H
 #define SW_COMM_PEERS_H
@@ -80,9 +80,15 @@ typedef struct sw_peers_ops {
     bool (*has_failed)(const sw_peers *peers);
     /* Ends the transport for a reason of the caller's, which later calls repeat. */
     void (*abort)(sw_peers *peers, const sw_error *reason);
-    /* The same from any thread, beside a call of another's, which ends it: where that looks next,
-     * in a wait at once. */
+    /* The same from any thread, beside a call of another's. It ends at once, and lets what waits on
+     * the GPU go, unless that call is one of the transport's library: then it ends where that one
+     * looks next. Makes no call of the driver's that may block. May be repeated. */
     void (*request_end)(sw_peers *peers, const sw_error *reason);
+    /* From any thread, without waiting for another one: SW_OK, or why the transport has failed, in
+     * which case it has ended as by request_end. Called again and again for as long as it lives. */
+    sw_status (*watch)(sw_peers *peers, sw_error *err);
+    /* Any thread: writes what give_up would say. */
+    void (*explain_late)(const sw_peers *peers, const char *what, sw_error *reason);
     /* Lets what was enqueued run, unless the transport has failed. */
     void (*destroy)(sw_peers *peers);
 } sw_peers_ops;
@@ -203,6 +209,16 @@ static inline void sw_peers_abort(sw_peers *t, const sw_error *reason)
 static inline void sw_peers_request_end(sw_peers *t, const sw_error *reason)
 {
     t->ops->request_end(t, reason);
+}
+
+static inline sw_status sw_peers_watch(sw_peers *t, sw_error *err)
+{
+    return t->ops->watch(t, err);
+}
+
+static inline void sw_peers_explain_late(const sw_peers *t, const char *what, sw_error *reason)
+{
+    t->ops->explain_late(t, what, reason);
 }
 
 /* NULL is allowed. */

@@ -40,28 +40,51 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
 }
 
 /* The mark comes first: what is made of a wait that was let go is never taken for good by a rank
- * that asks. Then those hear of it that wait for this rank's host. */
-sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err)
+ * that asks. Then those hear of it that wait for this rank's host. Returns whether the caller is
+ * the first to come here. */
+static bool mark(sw_slot_transport *t, const sw_error *reason)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
-    if (!t->has_failed) {
-        t->has_failed = true;
-        t->failure = *reason;
-        own->reason = *reason;
-        atomic_store(&own->has_failed, 1);
-        sw_lookout_tell(t->lookout, reason);
+    sw_end_request_make(&t->asked, reason);
+    if (atomic_exchange(&t->has_failed, true))
+        return false;
+    own->reason = *sw_end_request_await(&t->asked);
+    atomic_store(&own->has_failed, 1);
+    sw_lookout_tell(t->lookout, &own->reason);
+    return true;
+}
+
+static sw_status refuse_failed(const sw_slot_transport *t, sw_error *err)
+{
+    const sw_error *reason = sw_end_request_await(&t->asked);
+    return sw_error_set(err, reason->status, reason->detail, "%s", reason->message);
+}
+
+sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err)
+{
+    if (mark(t, reason))
         sw_slot_drain(t, LET_GO_NS);
-    }
-    return sw_error_set(err, t->failure.status, t->failure.detail, "%s", t->failure.message);
+    return refuse_failed(t, err);
+}
+
+void sw_slot_end_beside(sw_slot_transport *t, const sw_error *reason)
+{
+    (void)mark(t, reason);
+    let_go(t);
+}
+
+void sw_slot_explain_late(const sw_slot_transport *t, const char *what, sw_error *reason)
+{
+    sw_error_set(reason, SW_E_TIMEOUT, -1,
+                 "GPU slots on rank %d of %d: %s was not done within %.3g s; a peer has not come "
+                 "to it",
+                 t->base.rank, t->base.world_size, what, (double)t->timeout_ns * 1e-9);
 }
 
 sw_status sw_slot_fail_late(sw_slot_transport *t, const char *what, sw_error *err)
 {
     sw_error reason;
-    sw_error_set(&reason, SW_E_TIMEOUT, -1,
-                 "GPU slots on rank %d of %d: %s was not done within %.3g s; a peer has not come "
-                 "to it",
-                 t->base.rank, t->base.world_size, what, (double)t->timeout_ns * 1e-9);
+    sw_slot_explain_late(t, what, &reason);
     return sw_slot_fail(t, &reason, err);
 }
 
@@ -80,41 +103,57 @@ static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
     return false;
 }
 
-static sw_status check_layouts(sw_slot_transport *t, sw_error *err)
+static bool layouts_differ(const sw_slot_transport *t, sw_error *reason)
 {
     for (int p = 0; p < t->base.world_size; ++p) {
-        sw_error reason;
         uint32_t round;
         if (p == t->base.rank || !differs(t, p, &round))
             continue;
-        sw_error_set(
-            &reason, SW_E_MISMATCH, -1,
-            "GPU slots: ranks %d and %d of %d issue different operations: their round %u is "
-            "of different sizes",
-            p < t->base.rank ? p : t->base.rank, p < t->base.rank ? t->base.rank : p,
-            t->base.world_size, round);
-        return sw_slot_fail(t, &reason, err);
+        sw_error_set(reason, SW_E_MISMATCH, -1,
+                     "GPU slots: ranks %d and %d of %d issue different operations: their round %u "
+                     "is of different sizes",
+                     p < t->base.rank ? p : t->base.rank, p < t->base.rank ? t->base.rank : p,
+                     t->base.world_size, round);
+        return true;
     }
-    return SW_OK;
+    return false;
+}
+
+/* Why the transport has failed, if it has: as far as the parts in shared memory say. */
+static bool find_failure(const sw_slot_transport *t, sw_error *reason)
+{
+    const sw_error *asked = sw_end_request_reason(&t->asked);
+    if (asked) {
+        *reason = *asked;
+        return true;
+    }
+    for (int p = 0; p < t->base.world_size; ++p) {
+        const sw_slot_head *head = sw_slot_head_of(t, p);
+        if (p != t->base.rank && atomic_load_explicit(&head->has_failed, memory_order_acquire)) {
+            *reason = head->reason;
+            return true;
+        }
+    }
+    return layouts_differ(t, reason);
 }
 
 sw_status sw_slot_check(sw_slot_transport *t, sw_error *err)
 {
+    sw_error reason;
     if (t->has_failed) {
         let_go(t);
-        return sw_slot_fail(t, &t->failure, err);
+        return refuse_failed(t, err);
     }
-    const sw_error *asked = sw_end_request_reason(&t->asked);
-    if (asked)
-        return sw_slot_fail(t, asked, err);
-    for (int p = 0; p < t->base.world_size; ++p) {
-        sw_slot_head *head = sw_slot_head_of(t, p);
-        if (p != t->base.rank && atomic_load_explicit(&head->has_failed, memory_order_acquire)) {
-            sw_error reason = head->reason;
-            return sw_slot_fail(t, &reason, err);
-        }
-    }
-    return check_layouts(t, err);
+    return find_failure(t, &reason) ? sw_slot_fail(t, &reason, err) : SW_OK;
+}
+
+sw_status sw_slot_watch(sw_slot_transport *t, sw_error *err)
+{
+    sw_error reason;
+    if (!find_failure(t, &reason))
+        return SW_OK;
+    sw_slot_end_beside(t, &reason);
+    return refuse_failed(t, err);
 }
 
 /* What the ranks' hosts say of a wait. */

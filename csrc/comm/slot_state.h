@@ -60,12 +60,11 @@ typedef struct sw_slot_transport {
     sw_slot_arrival *arrival; /* owned, arrival_max */
     size_t arrival_count, arrival_max, moves;
     size_t used;     /* bytes of each rank's slot that the open round has given away */
-    uint32_t round;  /* the open one, or the last */
+    _Atomic uint32_t round; /* the open one, or the last */
     uint32_t digest; /* of what it has been asked for */
     bool is_open, is_grouped;
-    _Atomic bool has_failed;
-    sw_error failure;
-    sw_end_request asked;
+    _Atomic bool has_failed; /* some thread has acted on `asked` */
+    sw_end_request asked;    /* the first reason, of whichever thread */
 } sw_slot_transport;
 
 static inline sw_slot_head *sw_slot_head_of(const sw_slot_transport *t, int rank)
@@ -95,6 +94,11 @@ SW_MUST_USE sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_er
 
 /* Marks the transport as failed, for all ranks, and lets this rank's stream go. Always an error. */
 sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err);
+/* The same from any thread, without a call of the driver's: what waits on the stream is let go now,
+ * and again by each sw_slot_watch. */
+void sw_slot_end_beside(sw_slot_transport *t, const sw_error *reason);
+SW_MUST_USE sw_status sw_slot_watch(sw_slot_transport *t, sw_error *err);
+void sw_slot_explain_late(const sw_slot_transport *t, const char *what, sw_error *reason);
 SW_MUST_USE sw_status sw_slot_check(sw_slot_transport *t, sw_error *err);
 SW_MUST_USE sw_status sw_slot_wait(sw_slot_transport *t, sw_event *event, const char *what,
                                    sw_error *err);

@@ -38,7 +38,7 @@ static sw_status finish(sw_slot_transport *t, sw_status status, const char *what
     if (status == SW_E_INTERRUPTED)
         return sw_error_set(err, status, cause->detail, "%s", cause->message);
     if (status == SW_OK || t->has_failed)
-        return status == SW_OK ? SW_OK : sw_slot_fail(t, &t->failure, err);
+        return status == SW_OK ? SW_OK : sw_slot_check(t, err);
     sw_error_set(&reason, cause->status, cause->detail, "GPU slots on rank %d of %d: %s: %.300s",
                  t->base.rank, t->base.world_size, what, cause->message);
     return sw_slot_fail(t, &reason, err);
@@ -372,7 +372,17 @@ static void slot_abort(sw_peers *base, const sw_error *reason)
 
 static void slot_request_end(sw_peers *base, const sw_error *reason)
 {
-    sw_end_request_make(&slots_of(base)->asked, reason);
+    sw_slot_end_beside(slots_of(base), reason);
+}
+
+static sw_status slot_watch(sw_peers *base, sw_error *err)
+{
+    return sw_slot_watch(slots_of(base), err);
+}
+
+static void slot_explain_late(const sw_peers *base, const char *what, sw_error *reason)
+{
+    sw_slot_explain_late((const sw_slot_transport *)(const void *)base, what, reason);
 }
 
 /* ---- life ---- */
@@ -439,6 +449,8 @@ static const sw_peers_ops slot_ops = {
     .has_failed = slot_has_failed,
     .abort = slot_abort,
     .request_end = slot_request_end,
+    .watch = slot_watch,
+    .explain_late = slot_explain_late,
     .destroy = slot_destroy,
 };
 

@@ -141,7 +141,7 @@ typedef struct sw_device_ops {
 } sw_device_ops;
 
 typedef struct sw_device_stats { /* counts of calls; a training step must not raise host_waits */
-    uint64_t launches, copies, records, stream_waits, host_waits, allocations;
+    _Atomic uint64_t launches, copies, records, stream_waits, host_waits, allocations;
 } sw_device_stats;
 
 /* Called when there is too little device memory, before the allocation is tried a second time: it

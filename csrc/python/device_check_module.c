@@ -82,12 +82,10 @@ static PyObject *device_kernel_check(PyObject *module, PyObject *args, PyObject 
     config.step = (size_t)step;
     config.strict = strict != 0;
     device_comm_object *gpu = (device_comm_object *)comm;
-    if (!sw_py_device_enter_alone(gpu))
+    if (!sw_py_device_lend_kernels(gpu))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_kernel_check(&gpu->comm->kernels, &config, gpu->comm->stream, &result, &err);
-    Py_END_ALLOW_THREADS
-    sw_py_device_leave(gpu);
+    SW_PY_WITHOUT_GIL(status, sw_kernel_check(&gpu->comm->kernels, &config, gpu->comm->stream,
+                                              &result, &err));
     return status == SW_OK ? result_of(&result) : sw_py_raise(state, &err, NULL);
 }
 

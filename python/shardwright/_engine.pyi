@@ -383,6 +383,24 @@ class DeviceComm:
         """What stream `later` does from now on comes after all that `earlier` was given."""
     def pack(self, copies: list[tuple[int, int, int]], stream: int, verdict: int = 0, /) -> None:
         """Copies (to, from, nbytes) on `stream`, up to 64 a launch; unless the int32 at `verdict`, if there is one, is not 0."""
+
+    def convert(
+        self,
+        copies: list[tuple[int, int, int]],
+        to_dtype: str,
+        from_dtype: str,
+        scale: float,
+        stream: int,
+        factor: int = 0,
+        /,
+    ) -> None:
+        """As pack: (to, from, nbytes of from) on `stream`, each element times `scale`, or times the float32 at `factor`, and rounded to
+        `to_dtype`. float32, float16 and bfloat16. A copy that is its own target is left alone where the factor is 1."""
+
+    def start_watch(self) -> None:
+        """Watch the communicator in a thread of the engine's until it is closed: it ends it, also beside a call that is blocked, when a rank
+        has failed or what was enqueued is late."""
+
     def watch(self) -> None:
         """Raises when a rank has failed or is late, which ends the communicator. Does not wait; any thread."""
     def abort(self, reason: str, /) -> None:

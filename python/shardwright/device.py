@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import logging
 import os
 import threading
 import time
@@ -27,7 +26,6 @@ from .gradients import as_real, dtype_name
 from .lender import Lender
 from .process_group import HostGroup, comm_error
 
-_logger = logging.getLogger("shardwright")
 _WATCH_PERIOD_S = 0.1
 #: how long a failure waits for its communicators' ends, which another's kernels on the GPU may hold up, before it is raised all the same
 _ENDING_S = 10.0
@@ -256,7 +254,9 @@ class DeviceLink:
             self.comm.connect_slots(arena, row, slot_bytes, chosen, self.rank, timeout_s)
         self._join_family()
         if runtime.watches:
-            _Watch(self).start()
+            self.comm.start_watch()
+            if borrows:
+                _LenderWatch(self).start()
 
     def current_stream(self) -> int:
         stream: int = runtime.current_stream(self.ordinal)
@@ -381,14 +381,14 @@ class DeviceLink:
         self.comm.close()
 
 
-class _Watch(threading.Thread):
-    """Looks after a link, so that a rank whose host waits for its GPU is let go when a peer fails or is late.
+class _LenderWatch(threading.Thread):
+    """Looks after a link whose communicator is torch's: torch alone may end it, which lets its kernels go.
 
-    Such a host waits inside torch, which does not hold the GIL then.
+    The engine's own thread (csrc/comm/device_watch.h) sees a peer that fails or is late, as for every link.
     """
 
     def __init__(self, link: DeviceLink) -> None:
-        super().__init__(name="shardwright-gpu-watch", daemon=True)
+        super().__init__(name="shardwright-gpu-lender", daemon=True)
         self._link = weakref.ref(link)
         self._pause = threading.Event()
 
@@ -399,20 +399,8 @@ class _Watch(threading.Thread):
                 return
             link._look_at_lender()
             if not link.comm.is_alive:
-                if link.comm.has_failed:  # perhaps in a call that waits for the other one's kernels
-                    link._end(link._failure or _OTHER_FAILED)
                 link._tell_lender()
                 return
-            try:
-                link.check()  # it knows more of why
-                link.comm.watch()
-            except Exception as error:  # the next call of the program's own raises it again
-                if not (link.comm.is_alive or link.comm.has_failed):  # it was closed meanwhile: no failure
-                    return
-                _logger.warning("%s", str(error))  # whoever keeps records would keep the traceback, and so the link
-                link.fail(str(error))
-                if not link.borrows:
-                    return
             del link
 
 

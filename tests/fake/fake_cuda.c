@@ -391,7 +391,7 @@ static void track_access(void *context, const void *begin, size_t size_bytes, sw
 SIM_API int cuMemcpyAsync(sw_cu_address to, sw_cu_address from, size_t bytes, sw_cu_stream stream)
 {
     ENTER_CONTEXT("cuMemcpyAsync");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     sim_op *op = sim_op_new(OP_WORK, "cuMemcpyAsync");
     tracking t = {.stream = stream, .site = &op->site};
     op->run = run_copy;
@@ -409,7 +409,7 @@ SIM_API int cuMemsetD8Async(sw_cu_address to, unsigned char value, size_t bytes,
                             sw_cu_stream stream)
 {
     ENTER_CONTEXT("cuMemsetD8Async");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     sim_op *op = sim_op_new(OP_WORK, "cuMemsetD8Async");
     tracking t = {.stream = stream, .site = &op->site};
     op->run = run_fill;
@@ -466,7 +466,7 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
                            void **extra)
 {
     ENTER_CONTEXT("cuLaunchKernel");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     const sw_kernel_contract *contract = (const sw_kernel_contract *)(void *)function;
     if (extra || !grid_x || grid_y != 1 || grid_z != 1 || !block_x ||
         block_x * block_y * block_z > 1024)
@@ -523,7 +523,7 @@ SIM_API int cuStreamWaitEvent(sw_cu_stream stream, sw_cu_event event, unsigned f
 {
     (void)flags;
     ENTER_CONTEXT("cuStreamWaitEvent");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     sim_op *op = sim_op_new(OP_WAIT, "cuStreamWaitEvent");
     op->event = event;
     op->generation = event->recorded;
@@ -583,7 +583,7 @@ SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream given)
     ENTER_CONTEXT("cuEventRecord");
     int wrong = (int)((uintptr_t)given & SIM_RECORD_WRONG);
     sw_cu_stream stream = (sw_cu_stream)(void *)((char *)given - wrong);
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     sim_op *op = sim_op_new(OP_RECORD, "cuEventRecord");
     sim_clock before = stream->before;
     sim_tick(stream);

@@ -37,7 +37,8 @@ enum {
     SIM_DEVICE_MAX = 8,
     SIM_SITE_DEPTH = 6,
     SIM_CALL_MAX = 64,
-    SIM_NOTE_MAX = 8
+    SIM_NOTE_MAX = 8,
+    SIM_GIL_MAX = 32
 };
 
 typedef enum sim_policy {
@@ -218,6 +219,14 @@ typedef struct sim_state {
     sw_cu_event events;
     sim_told *told; /* the newest first */
     int modules, comms;
+    int (*holds_gil)(void); /* whether the calling thread holds the interpreter's lock; NULL: nobody
+                               asks */
+    sim_site gil_site[SIM_GIL_MAX]; /* distinct calls that enqueued with it */
+    int gil_count;
+    int queue_limit;    /* operations that a stream holds before a call that adds one blocks; 0: any */
+    bool stalled;       /* nothing runs */
+    int blocked;        /* threads inside such a call */
+    long blocked_calls; /* calls that blocked so far */
     uint64_t memory_limit_bytes; /* of device memory that is allocated and cached; 0: none */
     uint64_t cached_bytes;       /* torch's allocator holds them */
     const sw_kernel_contract *contracts;
@@ -272,6 +281,11 @@ SIM_API void sim_join(sim_clock *into, const sim_clock *from);
 SIM_API void sim_tick(sw_cu_stream stream);
 SIM_API sim_op *sim_op_new(sim_op_kind kind, const char *operation);
 SIM_API void sim_enqueue(sw_cu_stream stream, sim_op *op);
+/* Before an operation is enqueued: block while the stream's queue is full, as a driver does, without
+ * the gate, so that other threads' calls and the GPU go on. */
+SIM_API void sim_wait_for_room(sw_cu_stream stream);
+/* Where an operation was enqueued, as text: slow, addr2line is asked. */
+SIM_API void sim_site_describe(char *out, size_t bytes, const sim_site *site);
 SIM_API void sim_pop(sw_cu_stream stream);
 /* Run operations by the policy: after an enqueue, and when a query asks for `event`. */
 void sim_elapse(void);

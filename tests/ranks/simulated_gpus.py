@@ -16,6 +16,7 @@ import functools
 import gc
 import importlib
 import os
+import re
 import tempfile
 import threading
 import time
@@ -480,6 +481,34 @@ class SimulatedGpus:
             yield
         finally:
             sw_device.runtime = now
+
+    def watch_gil(self) -> None:
+        """Calls that enqueue an operation with the GIL are noted from now on: they would block every thread if the queue were full."""
+        self._cuda.sim_torch_gil_site.restype = ctypes.c_char_p
+        self._cuda.sim_torch_watch_gil(ctypes.cast(ctypes.pythonapi.PyGILState_Check, ctypes.c_void_p))
+
+    def held_gil(self) -> set[str]:
+        """The engine's functions through which such calls came, as csrc/python names them; the whole chain where it has none."""
+        found, index = set(), 0
+        while chain := self._cuda.sim_torch_gil_site(index).decode():
+            own = re.findall(r"(\w+) at \w+_(?:type|module|use)\.c", chain)
+            found.add(own[-1] if own else chain)
+            index += 1
+        return found
+
+    def limit_queue(self, operations: int) -> None:
+        """A stream holds so many operations before a call that adds one blocks, as a driver's queue of launches does; 0: any number."""
+        self._cuda.sim_torch_limit_queue(operations)
+
+    def stall(self, on: bool) -> None:
+        """Nothing runs on the GPU from now on, or again."""
+        self._cuda.sim_torch_stall(int(on))
+
+    def blocked(self) -> tuple[int, int]:
+        """(threads that are inside a call which waits for the GPU, calls that found a full queue so far)."""
+        calls = ctypes.c_long()
+        found = self._cuda.sim_torch_blocked(ctypes.byref(calls))
+        return found, calls.value
 
     def run_text(self, library: str, spoiled: int = -1) -> None:
         """Kernels from now on are run by their own text (test_fake_gpu.kernel_text()); number `spoiled` comes out wrong."""
